@@ -1,0 +1,82 @@
+"""Chunks: what one forward or backward works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Segment(NamedTuple):
+    """Tokens ``[start, end)`` of one sequence. With ``start > 0`` they attend to the sequence's earlier tokens too."""
+
+    sequence: int
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """An ordered list of segments that run together.
+
+    Three kinds occur (InfiniPipe, section III): *batched*, whole short sequences; *split*, one slice of a long sequence;
+    *hybrid*, a slice of a long sequence plus whole short ones. A slice is always the first segment, and at most one per chunk,
+    so that its keys and values lie in front of the rest in one buffer.
+    """
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(segment.end - segment.start for segment in self.segments)
+
+    def padded_tokens(self, multiple: int) -> int:
+        """Tokens after padding to a multiple (what tensor, sequence and context parallelism need)."""
+        return -(-self.num_tokens // multiple) * multiple
+
+    def slice_of(self, lengths: Sequence[int]) -> Segment | None:
+        """The segment that is part of a longer sequence, or None when every sequence is whole.
+
+        Args:
+            lengths: tokens of every sequence of the batch.
+        """
+        for segment in self.segments:
+            if segment.start > 0 or segment.end < lengths[segment.sequence]:
+                return segment
+        return None
+
+    def kind(self, lengths: Sequence[int]) -> str:
+        """``batched``, ``split`` or ``hybrid``."""
+        if self.slice_of(lengths) is None:
+            return "batched"
+        return "split" if len(self.segments) == 1 else "hybrid"
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """For every chunk, the chunks that hold the slice just before and just after its own (None where there is none)."""
+
+    previous: tuple[int | None, ...]
+    following: tuple[int | None, ...]
+
+
+def slice_neighbours(chunks: Sequence[Chunk]) -> Neighbours:
+    """Link the slices of each sequence in token order.
+
+    Args:
+        chunks: the chunk table. Segments that do not join up simply get no link; `check` reports them.
+    """
+    starts = {(s.sequence, s.start): c for c, chunk in enumerate(chunks) for s in chunk.segments}
+    previous: list[int | None] = [None] * len(chunks)
+    following: list[int | None] = [None] * len(chunks)
+    for c, chunk in enumerate(chunks):
+        for segment in chunk.segments:
+            after = starts.get((segment.sequence, segment.end))
+            if after is not None and after != c:
+                following[c] = after
+                previous[after] = c
+    return Neighbours(tuple(previous), tuple(following))

@@ -1,0 +1,111 @@
+"""The plan: everything one pipeline does in one iteration, as plain data.
+
+A plan holds no tensors, groups or callables. It prints, diffs, loads and replays; `check` proves it, `simulate` times it, `lower`
+adds its messages and the runtime interprets it. Times are microseconds, sizes are bytes, indices count from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_epp.schedule.action import Action
+from megatron_epp.schedule.chunk import Chunk
+
+SCHEMA = "megatron-epp/plan"
+VERSION = 1
+
+
+class Step(NamedTuple):
+    """An action with what it was planned to cost.
+
+    `alloc_bytes` become live when it starts and `free_bytes` are released when it ends; memory used only inside the action counts
+    as allocated at its start and freed at its end. `time_us` includes recompute done inside the action.
+    """
+
+    action: Action
+    time_us: float
+    alloc_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Time of each message, ``[stage][chunk]``, for the ``num_stages - 1`` boundaries; zero where both sides share a rank."""
+
+    activation_us: tuple[tuple[float, ...], ...]
+    gradient_us: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the simulator says of a plan. `peak_bytes` is per rank and includes the static bytes."""
+
+    makespan_us: float
+    lower_bound_us: float
+    peak_bytes: tuple[int, ...]
+    bubble_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only)
+class Plan:
+    """One iteration of one pipeline.
+
+    Attributes:
+        lengths: tokens of every sequence.
+        chunks: the chunk table; every token of every sequence is in exactly one chunk.
+        num_layers: transformer layers of each stage.
+        placement: the rank that runs each stage.
+        recompute_layers: ``[stage][chunk]``, how many of the stage's layers run their forward again in backward.
+        offload_share: ``[stage][chunk]``, share of the activation bytes that leaves the device between forward and backward.
+        ranks: the compute steps of each rank, in order.
+        copies: the offload and load steps of each rank, in order, one at a time beside compute.
+        messages: time of every message.
+        static_bytes: bytes each rank holds throughout (weights, gradients, optimizer).
+        cap_bytes: what each rank may hold at most.
+        predicted: the simulator's numbers for this plan.
+        token_multiple: chunk token counts are padded to a multiple of this.
+        forward_only: an evaluation plan; it has no backward.
+        costs: name or path of the cost profile.
+        planner: who made it.
+        seed: of the planner's search.
+    """
+
+    lengths: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    num_layers: tuple[int, ...]
+    placement: tuple[int, ...]
+    recompute_layers: tuple[tuple[int, ...], ...]
+    offload_share: tuple[tuple[float, ...], ...]
+    ranks: tuple[tuple[Step, ...], ...]
+    messages: Messages
+    static_bytes: tuple[int, ...]
+    cap_bytes: tuple[int, ...]
+    predicted: Prediction
+    copies: tuple[tuple[Step, ...], ...] = ()
+    token_multiple: int = 1
+    forward_only: bool = False
+    costs: str = "analytic"
+    planner: str = "greedy"
+    seed: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def padded_tokens(self, chunk: int) -> int:
+        """Tokens of a chunk after padding: the first dimension of every message that carries it (before sequence parallelism)."""
+        return self.chunks[chunk].padded_tokens(self.token_multiple)
+
+    def actions(self, rank: int) -> tuple[Action, ...]:
+        """The compute actions of a rank, without their costs."""
+        return tuple(step.action for step in self.ranks[rank])
