@@ -59,7 +59,5 @@ class Action(NamedTuple):
         """Read ``2F5``. Raises `PlanError` on anything else."""
         match = _TEXT.fullmatch(text)
         if match is None or match[2] not in Op.__members__:
-            raise PlanError(
-                f"{text!r} is not an action; expected <stage><op><chunk> such as '2F5', op one of {', '.join(Op)}"
-            )
+            raise PlanError(f"{text!r} is not an action; expected <stage><op><chunk> such as '2F5', op one of {', '.join(Op)}")
         return Action(Op(match[2]), int(match[1]), int(match[3]))

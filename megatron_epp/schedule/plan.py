@@ -1,12 +1,12 @@
 """The plan: everything one pipeline does in one iteration, as plain data.
 
-A plan holds no tensors, groups or callables. It prints, diffs, loads and replays; `check` proves it, `simulate` times it, `lower`
-adds its messages and the runtime interprets it. Times are microseconds, sizes are bytes, indices count from 0.
+A plan holds no tensors, groups or callables. It prints, diffs, loads and replays; `check` proves it, `simulate` times it,
+`lower` adds its messages and the runtime interprets it. Times are microseconds, sizes are bytes, indices count from 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_epp.schedule.action import Action
@@ -19,7 +19,7 @@ VERSION = 1
 class Step(NamedTuple):
     """An action with what it was planned to cost.
 
-    `alloc_bytes` become live when it starts and `free_bytes` are released when it ends; memory used only inside the action counts
+    `alloc_bytes` become live when it starts, `free_bytes` are released when it ends; memory used only inside the action counts
     as allocated at its start and freed at its end. `time_us` includes recompute done inside the action.
     """
 
@@ -47,7 +47,7 @@ class Prediction:
     bubble_fraction: float
 
 
-@dataclass(frozen=True, slots=True, kw_only)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One iteration of one pipeline.
 
@@ -88,7 +88,7 @@ class Plan:
     costs: str = "analytic"
     planner: str = "greedy"
     seed: int = 0
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -103,7 +103,7 @@ class Plan:
         return sum(self.lengths)
 
     def padded_tokens(self, chunk: int) -> int:
-        """Tokens of a chunk after padding: the first dimension of every message that carries it (before sequence parallelism)."""
+        """Tokens of a chunk after padding: the length of every message that carries it (before sequence parallelism)."""
         return self.chunks[chunk].padded_tokens(self.token_multiple)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
