@@ -1,0 +1,196 @@
+"""Stands in for CUDA where there is no GPU, so that Megatron's own training loop runs on any machine.
+
+`activate()` does nothing on a machine with a GPU. Elsewhere it replaces, for this process, the few things Megatron asks
+of CUDA. Each stand-in below says why it is there. `torch.cuda.is_available()` keeps telling the truth.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+_active = False
+
+
+def activate() -> bool:
+    """Turn the stand-ins on if this machine has no GPU; True when they are on. Call before megatron is imported."""
+    global _active
+    if torch.cuda.is_available():
+        return False
+    if not _active:
+        _stand_in_for_torch_cuda()
+        _stand_in_for_device_arguments()
+        _stand_in_for_compilation()
+        _stand_in_inside_megatron()
+        _active = True
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning("no GPU found: Megatron runs on the CPU with gloo (slow; for development and tests)")
+    return True
+
+
+def is_active() -> bool:
+    """True when this process runs on the stand-ins."""
+    return _active
+
+
+# ---- torch.cuda ------------------------------------------------------------------------------------------------------
+
+
+class _Stream:
+    """Everything on the CPU happens in program order, so a stream has nothing to do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> "_Event":
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _nothing() -> Callable[..., None]:
+    # A new function each time: torch's compiler refuses one object under two names.
+    return lambda *args, **kwargs: None
+
+
+def _stand_in_for_torch_cuda() -> None:
+    cuda = torch.cuda
+    # Megatron writes `device=torch.cuda.current_device()` for everything it allocates.
+    cuda.current_device = lambda: _CPU
+    cuda.set_device = _nothing()
+    cuda.synchronize = _nothing()
+    cuda.Stream = _Stream
+    cuda.Event = _Event
+    cuda.current_stream = lambda device=None: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    # The CPU generator plays the CUDA one. torch only queues CUDA seeding until a device appears, silently.
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda device="cuda": torch.get_rng_state()
+        module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+        module.manual_seed = torch.default_generator.manual_seed
+    cuda.memory_stats = lambda device=None: _Zeros()
+
+
+class _Zeros(dict):  # type: ignore[type-arg]
+    """Memory statistics of a device that is not there."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+# ---- device="cuda" ---------------------------------------------------------------------------------------------------
+
+_FACTORIES = ("arange", "empty", "empty_like", "full", "full_like", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _stand_in_for_device_arguments() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    original_type = torch.Tensor.type
+
+    def type_as_megatron_expects(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Optimizers and gradient clipping compare `param.type()` with the string "torch.cuda.FloatTensor".
+        answer = original_type(self, *args, **kwargs)
+        if isinstance(answer, str) and _called_by_megatron():
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    torch.Tensor.type = type_as_megatron_expects
+
+
+def _called_by_megatron() -> bool:
+    """Whether the function that asks was called from a megatron module."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.")
+
+
+def _stand_in_for_compilation() -> None:
+    # Megatron decorates its fused functions with torch.compile: on a CPU that means a C++ compiler run per shape.
+    original = torch.compile
+
+    def compile_unless_megatron(model: Any = None, **kwargs: Any) -> Any:
+        if not _called_by_megatron():
+            return original(model, **kwargs)
+        return model if model is not None else lambda function: function
+
+    torch.compile = compile_unless_megatron
+
+
+# ---- inside megatron -------------------------------------------------------------------------------------------------
+
+
+def _stand_in_inside_megatron() -> None:
+    import megatron.core.tensor_parallel.random as random
+    import megatron.training.initialize as initialize
+    import megatron.training.training as training
+
+    # torch's setter is queued until a device appears, so dropout and recomputation would silently never restore.
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    original = initialize.initialize_megatron
+
+    @functools.wraps(original)
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        initialize.get_args().distributed_backend = "gloo"
+        with _one_device_per_process():
+            return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+    training.initialize_megatron = initialize.initialize_megatron = initialize_megatron
+    # Only warms up kernels that are not compiled here.
+    training.set_jit_fusion_options = initialize.set_jit_fusion_options = _nothing()
+
+
+@contextlib.contextmanager
+def _one_device_per_process() -> Iterator[None]:
+    # With a count of 0 Megatron skips, without a word, the model-parallel groups and the seeds.
+    original = torch.cuda.device_count
+    torch.cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        yield
+    finally:
+        torch.cuda.device_count = original
