@@ -1,0 +1,58 @@
+"""Attention of one chunk in one layer, with the KV relay for its slice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime import kernels
+from megatron_epp.runtime.context import ChunkContext
+
+
+class _ChunkAttention(torch.autograd.Function):
+    """Queries of a chunk against its own keys and, for a slice, its sequence's cache.
+
+    What a slice attends to stays in the relay, not in this graph: no edge joins the graphs of two slices, so each can run
+    backward on its own as long as later slices go first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, layer: int, scale: float) -> Tensor:
+        view = context.view
+        seen_k, seen_v = (k, v) if view is None else context.relay.append(layer, view, k, v)
+        out, lse = kernels.forward(q, seen_k, seen_v, context.table, scale)
+        ctx.save_for_backward(q, out, lse, *(() if context.cached else (seen_k, seen_v)))
+        ctx.context, ctx.layer, ctx.scale, ctx.num_keys = context, layer, scale, seen_k.shape[0]
+        if view is not None and view.is_tail and context.forward_only:
+            context.relay.release(layer, view)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        context: ChunkContext = ctx.context
+        view = context.view
+        q, out, lse, *saved = ctx.saved_tensors
+        k, v = saved if saved else context.relay.keys_and_values(ctx.layer, view, ctx.num_keys)
+        dq, dk, dv = kernels.backward(grad, q, k, v, out, lse, context.table, ctx.scale)
+        if view is not None:
+            dk, dv = context.relay.take_gradient(ctx.layer, view, dk, dv)
+        return dq, dk, dv, None, None, None
+
+
+def chunk_attention(q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, layer: int, scale: float) -> Tensor:
+    """Causal attention inside every segment of a chunk.
+
+    Args:
+        q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last.
+        k: ``[tokens, kv_heads, channels]``.
+        v: as `k`.
+        context: the chunk being run.
+        layer: number of the layer, unique in its stage.
+        scale: of the scores, usually ``channels ** -0.5``.
+
+    Returns:
+        ``[tokens, query_heads, channels]``.
+    """
+    return _ChunkAttention.apply(q, k, v, context, layer, scale)

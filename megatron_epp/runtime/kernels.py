@@ -1,0 +1,145 @@
+"""Causal variable-length attention: forward and backward, for a chunk's segments against their own prefixes.
+
+All kernels share one shape: queries ``[tokens, query_heads, channels]``, keys and values ``[keys, kv_heads, channels]`` where
+segment i owns ``keys[key_starts[i]:key_starts[i + 1]]``, and the mask is aligned to the bottom right: the last query of a
+segment sees all of its keys. The log-sum-exp is ``[query_heads, tokens]`` in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime.segments import SegmentTable
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of all segments. Returns ``(out like q, lse)``."""
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        return _flash_forward(q, k, v, table, scale)
+    return _tiled_forward(q, k, v, table, scale)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `forward` for q, k and v; those of k and v span the prefixes too."""
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        return _flash_backward(grad, q, k, v, out, lse, table, scale)
+    return _tiled_backward(grad, q, k, v, out, lse, table, scale)
+
+
+def _cu_seqlens(table: SegmentTable, device: torch.device) -> tuple[Tensor, Tensor]:
+    starts = torch.tensor([table.query_starts, table.key_starts], dtype=torch.int32)
+    if device.type == "cuda":
+        starts = starts.pin_memory().to(device, non_blocking=True)
+    return starts[0], starts[1]
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Tensor]:
+    """FlashAttention as torch ships it: one call for the chunk."""
+    cu_q, cu_k = _cu_seqlens(table, q.device)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_q, cu_k, table.max_query, table.max_key, 0.0, True, False, scale=scale
+    )
+    return out, lse
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    cu_q, cu_k = _cu_seqlens(table, q.device)
+    no_dropout = torch.empty(0, dtype=torch.int64, device=q.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, cu_q, cu_k, table.max_query, table.max_key, 0.0, True, no_dropout, no_dropout, scale=scale
+    )
+
+
+def _heads_first(x: Tensor, num_heads: int) -> Tensor:
+    """``[tokens, heads, channels]`` to ``[1, num_heads, tokens, channels]``, repeating grouped heads."""
+    repeats = num_heads // x.shape[1]
+    if repeats > 1:
+        x = x.repeat_interleave(repeats, dim=1)
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+class _Block(NamedTuple):
+    """A dense part of the mask: all of a segment's queries against its prefix, or against itself."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    merge: bool
+    """Whether the rows already hold the result of an earlier block."""
+
+
+def _blocks(table: SegmentTable) -> Iterator[_Block]:
+    for segment, q0, k0 in zip(table.segments, table.query_starts, table.key_starts, strict=False):
+        queries = slice(q0, q0 + segment.num_tokens)
+        prefix_end = k0 + segment.start
+        if segment.start > 0:
+            yield _Block(queries, slice(k0, prefix_end), causal=False, merge=False)
+        yield _Block(queries, slice(prefix_end, k0 + segment.end), causal=True, merge=segment.start > 0)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """One dense block, heads first: ``(out [1, heads, n, channels], lse [1, heads, n])``."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one block, given the output and log-sum-exp of the whole row."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    weights = torch.exp(scores - lse.unsqueeze(-1))
+    delta = (grad * out).sum(-1, keepdim=True)
+    d_scores = weights * (torch.matmul(grad, v.transpose(-1, -2)) - delta) * scale
+    return torch.matmul(d_scores, k), torch.matmul(d_scores.transpose(-1, -2), q), torch.matmul(weights.transpose(-1, -2), grad)
+
+
+def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Tensor]:
+    """Exact attention in blocks, merged by their log-sum-exp: any dtype, any device."""
+    num_heads = q.shape[1]
+    out = torch.empty_like(q)
+    lse = torch.empty(num_heads, q.shape[0], dtype=torch.float32, device=q.device)
+    for queries, keys, causal, merge in _blocks(table):
+        part, part_lse = _attend(*(_heads_first(x, num_heads) for x in (q[queries], k[keys], v[keys])), causal, scale)
+        part, part_lse = part[0].transpose(0, 1), part_lse[0]
+        if merge:
+            both = torch.logaddexp(lse[:, queries], part_lse)
+            earlier, share = ((x - both).exp().t().unsqueeze(-1) for x in (lse[:, queries], part_lse))
+            part, part_lse = out[queries] * earlier + part * share, both
+        out[queries] = part
+        lse[:, queries] = part_lse
+    return out, lse
+
+
+def _tiled_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_heads, num_groups = q.shape[1], k.shape[1]
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for queries, keys, causal, merge in _blocks(table):
+        rows = [_heads_first(x[queries], num_heads) for x in (grad, q, out)]
+        columns = [_heads_first(x[keys], num_heads) for x in (k, v)]
+        row_lse = lse[:, queries].unsqueeze(0)
+        gq, *gkv = _attend_backward(rows[0], rows[1], *columns, rows[2], row_lse, causal, scale)
+        gq = gq[0].transpose(0, 1)
+        dq[queries] = dq[queries] + gq if merge else gq
+        for target, value in zip((dk, dv), gkv, strict=True):
+            heads = value[0].transpose(0, 1)  # [keys, heads, channels]
+            target[keys] = heads if num_groups == num_heads else heads.unflatten(1, (num_groups, -1)).sum(2)
+    return dq, dk, dv

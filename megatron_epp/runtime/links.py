@@ -1,0 +1,84 @@
+"""Messages between the ranks of one pipeline.
+
+Activations and gradients travel on a communicator each, so that neither waits behind the other. On each, messages between two
+ranks are matched first in, first out: lowering writes both sides' order from the same plan, and shapes come from the plan too,
+so there is no handshake.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Receive:
+    """A posted receive: the buffer and the work that fills it."""
+
+    buffer: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.buffer
+
+
+@dataclass(slots=True)
+class Links:
+    """The communicators of one pipeline.
+
+    Attributes:
+        ranks: global ranks of the pipeline, in pipeline order.
+        activations: group for messages to later stages.
+        gradients: group for messages to earlier stages.
+        control: a CPU group for plan agreement and reports; it never touches the device.
+    """
+
+    ranks: tuple[int, ...]
+    activations: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    control: dist.ProcessGroup
+    _in_flight: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+
+    @staticmethod
+    def create(pipeline_ranks: Sequence[int], control_ranks: Sequence[int]) -> Links:
+        """Make the groups. Every rank of `control_ranks` must call this with the same arguments.
+
+        Args:
+            pipeline_ranks: global ranks of this pipeline, in order.
+            control_ranks: all ranks that must run the same plan: the pipelines of every tensor-parallel rank.
+        """
+
+        def group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+            return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+
+        return Links(tuple(pipeline_ranks), group(pipeline_ranks), group(pipeline_ranks), group(control_ranks, "gloo"))
+
+    def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
+        """Start sending to pipeline rank `peer`. The tensor's storage is kept until the message has left."""
+        while self._in_flight and self._in_flight[0][0].is_completed():
+            self._in_flight.popleft()
+        group = self.gradients if gradient else self.activations
+        payload = tensor.detach().contiguous()  # its own reference: the caller may drop the storage of `tensor`
+        work = dist.isend(payload, self.ranks[peer], group=group)
+        assert work is not None
+        self._in_flight.append((work, payload))
+
+    def post_receive(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, peer: int, gradient: bool
+    ) -> Receive:
+        """Start receiving from pipeline rank `peer` into a fresh buffer."""
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
+        work = dist.irecv(buffer, self.ranks[peer], group=self.gradients if gradient else self.activations)
+        assert work is not None
+        return Receive(buffer, work)
+
+    def finish_sends(self) -> None:
+        """Wait until every message has left."""
+        while self._in_flight:
+            self._in_flight.popleft()[0].wait()

@@ -1,0 +1,75 @@
+"""Counts the bytes autograd keeps for backward, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Held:
+    """One saved tensor. The meter learns of its release when autograd drops this object."""
+
+    __slots__ = ("_meter", "_storage", "tensor")
+
+    def __init__(self, tensor: Tensor, meter: SavedTensorMeter) -> None:
+        self.tensor = tensor
+        self._meter = meter
+        self._storage = meter._acquire(tensor)
+
+    def __del__(self) -> None:
+        self._meter._release(self._storage)
+
+
+class SavedTensorMeter:
+    """Live and peak bytes of saved tensors: each storage once, parameters not at all.
+
+    Use as a context manager around whatever builds and frees graphs.
+
+    Args:
+        parameters: tensors that are there anyway and do not count.
+        others: bytes held beside the saved tensors (the KV caches), asked whenever the peak may rise.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor] = (), others: Callable[[], int] = lambda: 0) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._others = others
+        self._ignored = {p.untyped_storage().data_ptr() for p in parameters}
+        self._counts: dict[int, tuple[int, int]] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: _Held(t, self), lambda held: held.tensor)
+
+    def __enter__(self) -> SavedTensorMeter:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    def _acquire(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key in self._ignored:
+            return 0
+        count, num_bytes = self._counts.get(key, (0, storage.nbytes()))
+        self._counts[key] = (count + 1, num_bytes)
+        if count == 0:
+            self.live_bytes += num_bytes
+        self.observe()
+        return key
+
+    def _release(self, key: int) -> None:
+        if key not in self._counts:
+            return
+        count, num_bytes = self._counts[key]
+        if count > 1:
+            self._counts[key] = (count - 1, num_bytes)
+        else:
+            del self._counts[key]
+            self.live_bytes -= num_bytes
+
+    def observe(self) -> None:
+        """Raise the peak to what is live now."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self._others())

@@ -1,0 +1,55 @@
+"""Where each segment of a chunk lies among its queries and its keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from megatron_epp.schedule import Chunk, Segment
+
+
+@dataclass(frozen=True)
+class SegmentTable:
+    """Offsets of the segments of one chunk, for one variable-length attention call.
+
+    Attributes:
+        segments: the chunk's segments, then one for the padding (sequence -1) when there is any.
+        query_starts: ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``).
+        key_starts: ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix.
+        position_ids: ``[tokens]`` position of every token in its own sequence.
+    """
+
+    segments: tuple[Segment, ...]
+    query_starts: tuple[int, ...]
+    key_starts: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_starts[-1]
+
+    @property
+    def max_query(self) -> int:
+        return max(s.num_tokens for s in self.segments)
+
+    @property
+    def max_key(self) -> int:
+        return max(s.end for s in self.segments)
+
+    @cached_property
+    def position_ids(self) -> torch.Tensor:
+        return torch.cat([torch.arange(s.start, s.end) for s in self.segments])
+
+    @staticmethod
+    def build(chunk: Chunk, padded_tokens: int) -> SegmentTable:
+        """Lay out a chunk whose token count was padded to `padded_tokens`."""
+        segments = list(chunk.segments)
+        padding = padded_tokens - chunk.num_tokens
+        if padding > 0:  # attends to itself only, so that nothing of it reaches the others
+            segments.append(Segment(-1, 0, padding))
+        query_starts, key_starts = [0], [0]
+        for segment in segments:
+            query_starts.append(query_starts[-1] + segment.num_tokens)
+            key_starts.append(key_starts[-1] + segment.end)
+        return SegmentTable(tuple(segments), tuple(query_starts), tuple(key_starts))

@@ -1,0 +1,69 @@
+"""When each action really started and ended, and what the device held."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_epp.schedule import Action
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Times of the actions of one rank in one iteration, in microseconds from its start.
+
+    On a GPU the times are the device's (events on the current stream), elsewhere the clock's.
+    """
+
+    enabled: bool = True
+    wait_us: float = 0.0
+    _origin: Any = None
+    _marks: list[tuple[Action, Any, Any]] = field(default_factory=list)
+
+    def _mark(self) -> Any:
+        if torch.cuda.is_initialized():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    @staticmethod
+    def _elapsed_us(start: Any, end: Any) -> float:
+        if isinstance(start, float):
+            return (end - start) * 1e6
+        return float(start.elapsed_time(end)) * 1e3
+
+    def begin(self) -> None:
+        """Set the origin of time."""
+        self._marks.clear()
+        self.wait_us = 0.0
+        self._origin = self._mark() if self.enabled else None
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """Time one compute action."""
+        if not self.enabled:
+            yield
+            return
+        start = self._mark()
+        yield
+        self._marks.append((action, start, self._mark()))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Add to the time the host waited for messages."""
+        start = time.perf_counter()
+        yield
+        self.wait_us += (time.perf_counter() - start) * 1e6
+
+    def events(self) -> tuple[tuple[str, float, float], ...]:
+        """``(action, start_us, end_us)`` in execution order. On a GPU this waits for the device."""
+        if self._marks and not isinstance(self._marks[-1][2], float):
+            self._marks[-1][2].synchronize()
+        origin = self._origin
+        return tuple((str(a), self._elapsed_us(origin, s), self._elapsed_us(origin, e)) for a, s, e in self._marks)
