@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from megatron_epp.mcore import patching
+from megatron_epp.mcore.patching import Patch
+
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _active = False
@@ -28,7 +31,7 @@ def activate() -> bool:
         _stand_in_for_torch_cuda()
         _stand_in_for_device_arguments()
         _stand_in_for_compilation()
-        _stand_in_inside_megatron()
+        patching.apply(_patches(), level=logging.DEBUG)
         _active = True
         if os.environ.get("RANK", "0") == "0":
             logger.warning("no GPU found: Megatron runs on the CPU with gloo (slow; for development and tests)")
@@ -115,7 +118,7 @@ _FACTORIES = ("arange", "empty", "empty_like", "full", "full_like", "ones", "ran
 
 
 def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -165,29 +168,60 @@ def _stand_in_for_compilation() -> None:
 # ---- inside megatron -------------------------------------------------------------------------------------------------
 
 
-def _stand_in_inside_megatron() -> None:
-    import megatron.core.tensor_parallel.random as random
-    import megatron.training.initialize as initialize
-    import megatron.training.training as training
+def _patches() -> tuple[Patch, ...]:
+    nowhere = _nothing()
+    return (
+        Patch(
+            "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+            lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
+            "torch queues it until a device appears: dropout and recomputation would never restore their state",
+        ),
+        Patch(
+            "megatron.training.initialize:initialize_megatron",
+            _initialize_with_gloo,
+            "asks for CUDA, and skips groups and seeds where it counts no device",
+            wraps=True,
+        ),
+        Patch("megatron.training.initialize:set_jit_fusion_options", nowhere, "warms up kernels that do not exist here"),
+        Patch(
+            "megatron.training.utils.common_utils:get_device_arch_version",
+            lambda: 10,
+            "asks for CUDA_DEVICE_MAX_CONNECTIONS on older GPUs",
+        ),
+        Patch("megatron.core.pipeline_parallel.p2p_communication:_p2p_ops", _keep_what_is_sent, _SENT, wraps=True),
+        Patch("megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops", _keep_what_is_sent, _SENT, wraps=True),
+    )
 
-    # torch's setter is queued until a device appears, so dropout and recomputation would silently never restore.
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    original = initialize.initialize_megatron
 
+_SENT = "gloo reads a sent tensor later, when Megatron may have freed it"
+
+
+def _keep_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def send(**kwargs: Any) -> Any:
+        # A second handle on the storage: Megatron empties the first with `tensor.data = ...` while gloo still reads.
+        for name in ("tensor_send_prev", "tensor_send_next"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name].detach()
+        return original(**kwargs)
+
+    return send
+
+
+def _initialize_with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        initialize.get_args().distributed_backend = "gloo"
+        from megatron.training import get_args
+
+        get_args().distributed_backend = "gloo"
         with _one_device_per_process():
             return original(*args, **{**kwargs, "allow_no_cuda": True})
 
-    training.initialize_megatron = initialize.initialize_megatron = initialize_megatron
-    # Only warms up kernels that are not compiled here.
-    training.set_jit_fusion_options = initialize.set_jit_fusion_options = _nothing()
+    return initialize_megatron
 
 
 @contextlib.contextmanager
 def _one_device_per_process() -> Iterator[None]:
-    # With a count of 0 Megatron skips, without a word, the model-parallel groups and the seeds.
     original = torch.cuda.device_count
     torch.cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     try:
