@@ -1,16 +1,23 @@
 """The plan language: chunks, actions, plans, and what can be asked of them without running anything."""
 
 from megatron_epp.schedule.action import Action, Op
+from megatron_epp.schedule.check import Violation, check, report
 from megatron_epp.schedule.chunk import Chunk, Segment
 from megatron_epp.schedule.deps import deps
 from megatron_epp.schedule.errors import EppError, InfeasibleError, PlanError
+from megatron_epp.schedule.lowering import lower
 from megatron_epp.schedule.plan import Messages, Plan, Prediction, Step
+from megatron_epp.schedule.serialize import digest, from_json, load, save, to_json
+from megatron_epp.schedule.simulate import MemoryEvent, Message, Timeline, simulate
+from megatron_epp.schedule.text import from_grid, to_grid
 
 __all__ = [
     "Action",
     "Chunk",
     "EppError",
     "InfeasibleError",
+    "MemoryEvent",
+    "Message",
     "Messages",
     "Op",
     "Plan",
@@ -18,5 +25,18 @@ __all__ = [
     "Prediction",
     "Segment",
     "Step",
+    "Timeline",
+    "Violation",
+    "check",
     "deps",
+    "digest",
+    "from_grid",
+    "from_json",
+    "load",
+    "lower",
+    "report",
+    "save",
+    "simulate",
+    "to_grid",
+    "to_json",
 ]

@@ -35,9 +35,10 @@ def _backward(a: Action, facts: _Facts) -> Iterator[Action]:
     after = facts.neighbours.following[a.chunk]
     if after is not None:  # the gradient of its keys and values
         yield Action(Op.B, a.stage, after)
-    for op in (Op.R, Op.L):
-        if (prepared := Action(op, a.stage, a.chunk)) in facts.optional:
-            yield prepared
+    if facts.optional:
+        for op in (Op.R, Op.L):
+            if (prepared := Action(op, a.stage, a.chunk)) in facts.optional:
+                yield prepared
 
 
 def _same_stage(op: Op, step: int = 0) -> Callable[[Action, _Facts], Iterator[Action]]:

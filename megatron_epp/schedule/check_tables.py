@@ -1,0 +1,121 @@
+"""The part of `check` that looks at the tables of a plan: shapes, ranges, and every token in exactly one chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron_epp.schedule.plan import Plan, Step
+from megatron_epp.schedule.violation import Violation
+
+
+def check_tables(plan: Plan) -> Iterator[Violation]:
+    """Shapes and ranges of everything but the chunk table. The rest of `check` indexes freely once these hold."""
+    for reason in (*_shapes(plan), *_ranges(plan), *_choices(plan)):
+        yield Violation(None, None, None, reason)
+    for in_copies, table in ((False, plan.ranks), (True, plan.copies)):
+        for rank, steps in enumerate(table):
+            for position, step in enumerate(steps):
+                if reason := _step_fault(step):
+                    yield Violation(rank, position, step.action, reason, in_copies)
+
+
+def check_tokens(plan: Plan) -> Iterator[Violation]:
+    """Every token in exactly one chunk, at most one slice per chunk, and it first."""
+    held: list[list[tuple[int, int, int]]] = [[] for _ in plan.lengths]
+    for c, chunk in enumerate(plan.chunks):
+        if not chunk.segments:
+            yield _fault(f"chunk {c} is empty")
+        slices = []
+        for place, (sequence, start, end) in enumerate(chunk.segments):
+            if not 0 <= sequence < len(plan.lengths):
+                yield _fault(f"chunk {c} holds sequence {sequence}; there are {len(plan.lengths)}")
+                continue
+            length = plan.lengths[sequence]
+            if not 0 <= start < end <= length:
+                yield _fault(f"chunk {c} holds tokens {start} to {end} of sequence {sequence}, which has {length}")
+                continue
+            held[sequence].append((start, end, c))
+            if start > 0 or end < length:
+                slices.append(place)
+        if len(slices) > 1:
+            yield _fault(f"chunk {c} holds {len(slices)} slices of longer sequences; at most one can run in a chunk")
+        elif slices and slices[0] > 0:
+            yield _fault(f"chunk {c} has its slice at place {slices[0]}; a slice comes first in its chunk")
+    for sequence, parts in enumerate(held):
+        yield from _coverage(sequence, plan.lengths[sequence], sorted(parts))
+
+
+def _coverage(sequence: int, length: int, parts: Sequence[tuple[int, int, int]]) -> Iterator[Violation]:
+    done, last = 0, None
+    for start, end, c in parts:
+        if start > done:
+            yield _fault(f"tokens {done} to {start} of sequence {sequence} are in no chunk")
+        elif start < done:
+            yield _fault(f"tokens {start} to {min(done, end)} of sequence {sequence} are in chunk {last} and in chunk {c}")
+        if end > done:
+            done, last = end, c
+    if done < length:
+        yield _fault(f"tokens {done} to {length} of sequence {sequence} are in no chunk")
+
+
+def _shapes(plan: Plan) -> Iterator[str]:
+    stages, chunks, ranks = plan.num_stages, len(plan.chunks), plan.num_ranks
+    for name, row, size, unit in (
+        ("num_layers", plan.num_layers, stages, "stages"),
+        ("static_bytes", plan.static_bytes, ranks, "ranks"),
+        ("cap_bytes", plan.cap_bytes, ranks, "ranks"),
+        ("copies", plan.copies or ((),) * ranks, ranks, "ranks"),
+    ):
+        if len(row) != size:
+            yield f"{name} has {len(row)} entries for {size} {unit}"
+    for name, table, rows in (
+        ("recompute_layers", plan.recompute_layers, stages),
+        ("offload_share", plan.offload_share, stages),
+        ("messages.activation_us", plan.messages.activation_us, max(stages - 1, 0)),
+        ("messages.gradient_us", plan.messages.gradient_us, max(stages - 1, 0)),
+    ):
+        shape = sorted({len(row) for row in table})
+        if len(table) != rows or (rows > 0 and shape != [chunks]):
+            yield f"{name} has {len(table)} rows of {shape} entries; expected {rows} rows of {chunks}"
+
+
+def _ranges(plan: Plan) -> Iterator[str]:
+    if not plan.placement:
+        yield "placement is empty: a plan needs at least one stage"
+    for stage, rank in enumerate(plan.placement):
+        if not 0 <= rank < plan.num_ranks:
+            yield f"placement puts stage {stage} on rank {rank}; there are {plan.num_ranks} ranks"
+    for sequence, length in enumerate(plan.lengths):
+        if length < 1:
+            yield f"sequence {sequence} has {length} tokens"
+    if plan.token_multiple < 1:
+        yield f"token_multiple is {plan.token_multiple}; it is at least 1"
+    for name, table in (("activation_us", plan.messages.activation_us), ("gradient_us", plan.messages.gradient_us)):
+        for stage, times in enumerate(table):
+            for c, time_us in enumerate(times):
+                if not 0.0 <= time_us < math.inf:
+                    yield f"messages.{name} of stage {stage}, chunk {c} is {time_us} us"
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+    for stage, (layers, row) in enumerate(zip(plan.num_layers, plan.recompute_layers, strict=False)):
+        for c, recomputed in enumerate(row):
+            if not 0 <= recomputed <= layers:
+                yield f"stage {stage} recomputes {recomputed} layers of chunk {c}; it has {layers}"
+    for stage, shares in enumerate(plan.offload_share):
+        for c, share in enumerate(shares):
+            if not 0.0 <= share <= 1.0:
+                yield f"stage {stage} offloads a share of {share} of chunk {c}; a share is within 0 and 1"
+
+
+def _step_fault(step: Step) -> str:
+    if not 0.0 <= step.time_us < math.inf:
+        return f"takes {step.time_us} us"
+    if step.alloc_bytes < 0 or step.free_bytes < 0:
+        return f"allocates {step.alloc_bytes} and frees {step.free_bytes} bytes; neither is below zero"
+    return ""
+
+
+def _fault(reason: str) -> Violation:
+    return Violation(None, None, None, reason)

@@ -1,0 +1,85 @@
+"""A plan as a graph over small integers: `deps` asked once, for everything that walks a plan action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_epp.schedule.action import COPY_OPS, Action, Op
+from megatron_epp.schedule.deps import deps
+from megatron_epp.schedule.errors import PlanError
+from megatron_epp.schedule.plan import Plan, Step
+
+_OPTIONAL = COPY_OPS | {Op.R}
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """All steps of a plan, numbered along the tracks.
+
+    A track is a list that runs one step at a time: the compute list of every rank, then the copy list of every rank.
+
+    Attributes:
+        steps: the steps of all tracks, track after track.
+        tracks: the numbers of each track's steps.
+        num_ranks: tracks of compute; copies of rank ``r`` are track ``num_ranks + r``.
+        index: number of each action.
+        needs: for each step, the steps it waits for and the time of the message that lies between (zero when none).
+    """
+
+    steps: list[Step]
+    tracks: list[range]
+    num_ranks: int
+    index: dict[Action, int]
+    needs: list[list[tuple[int, float]]]
+
+    def where(self, number: int) -> tuple[int, int]:
+        """Rank of a step, and its position in its track."""
+        for track, numbers in enumerate(self.tracks):
+            if number in numbers:
+                return track % self.num_ranks, number - numbers.start
+        raise IndexError(f"step {number} of a plan of {len(self.steps)}")
+
+
+def receiver(plan: Plan, action: Action) -> int | None:
+    """The stage on another rank that gets the result of an action as a message; None when none does."""
+    op, stage, _ = action
+    to = stage + 1 if op is Op.F else stage - 1
+    if op not in (Op.F, Op.B) or not 0 <= to < plan.num_stages or plan.placement[to] == plan.placement[stage]:
+        return None
+    return to
+
+
+def build_graph(plan: Plan) -> Graph:
+    """Number the steps and link each to what it waits for.
+
+    Raises:
+        PlanError: an action occurs twice, or needs one that the plan lacks.
+    """
+    steps: list[Step] = []
+    tracks: list[range] = []
+    for track in (*plan.ranks, *(plan.copies or ((),) * plan.num_ranks)):
+        tracks.append(range(len(steps), len(steps) + len(track)))
+        steps.extend(track)
+    index = {step.action: number for number, step in enumerate(steps)}
+    if len(index) < len(steps):
+        twice = next(step.action for number, step in enumerate(steps) if index[step.action] != number)
+        raise PlanError(f"{twice} occurs more than once in the plan")
+    return Graph(steps, tracks, plan.num_ranks, index, list(_needs(plan, steps, index)))
+
+
+def _needs(plan: Plan, steps: list[Step], index: dict[Action, int]) -> Iterator[list[tuple[int, float]]]:
+    ask = deps(plan.chunks, plan.num_stages, {step.action for step in steps if step.action.op in _OPTIONAL})
+    placement = plan.placement
+    table = {Op.F: plan.messages.activation_us, Op.B: plan.messages.gradient_us}
+    for action, _, _, _ in steps:
+        links = []
+        for need in ask(action):
+            number = index.get(need)
+            if number is None:
+                raise PlanError(f"{action} needs {need}, which the plan does not have")
+            message_us = 0.0
+            if need.stage != action.stage and placement[need.stage] != placement[action.stage]:
+                message_us = table[need.op][min(need.stage, action.stage)][need.chunk]
+            links.append((number, message_us))
+        yield links

@@ -1,0 +1,208 @@
+"""Event simulation of a plan: when every action runs, how idle the ranks are, how many bytes are live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_epp.schedule.action import Action, Op
+from megatron_epp.schedule.errors import PlanError
+from megatron_epp.schedule.graph import Graph, build_graph, receiver
+from megatron_epp.schedule.plan import Plan, Step
+
+
+class Message(NamedTuple):
+    """One message on its way: leaves when its producer ends, arrives `end_us`. `action` is a `SEND_F` or `SEND_B`."""
+
+    action: Action
+    src_rank: int
+    dst_rank: int
+    start_us: float
+    end_us: float
+
+
+class MemoryEvent(NamedTuple):
+    """A step takes its bytes (`delta_bytes` >= 0, at its start) or gives them back (<= 0, at its end)."""
+
+    time_us: float
+    delta_bytes: int
+    step: Step
+    position: int
+    at_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What happens when. Tables are ``[rank][position]``, positions as in `plan.ranks` and `plan.copies`.
+
+    Attributes:
+        plan: the plan that was simulated.
+        start_us, end_us: of the compute steps.
+        copy_start_us, copy_end_us: of the offload and load steps; a row per rank, empty where there are none.
+        makespan_us: end of the last step over all ranks.
+        peak_bytes: most bytes live on each rank at one time, static bytes included.
+    """
+
+    plan: Plan
+    start_us: tuple[tuple[float, ...], ...]
+    end_us: tuple[tuple[float, ...], ...]
+    copy_start_us: tuple[tuple[float, ...], ...]
+    copy_end_us: tuple[tuple[float, ...], ...]
+    makespan_us: float
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def busy_us(self) -> tuple[float, ...]:
+        """Compute time of each rank; copies run beside it and do not count."""
+        return tuple(sum(step.time_us for step in steps) for steps in self.plan.ranks)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time until the makespan in which they do not compute."""
+        total_us = self.plan.num_ranks * self.makespan_us
+        return 1.0 - sum(self.busy_us) / total_us if total_us > 0 else 0.0
+
+    def live_bytes(self, rank: int) -> list[tuple[float, int]]:
+        """Steps ``(time_us, bytes)`` of the rank's live bytes, from its static bytes at time 0; each holds until the next."""
+        live = self.plan.static_bytes[rank]
+        steps = [(0.0, live)]
+        for event in self.memory_events(rank):
+            if event.delta_bytes:
+                live += event.delta_bytes
+                steps.append((event.time_us, live))
+        return steps
+
+    def memory_events(self, rank: int) -> Iterator[MemoryEvent]:
+        """Every step's start and end in time order; at equal times what is given back counts before what is taken."""
+        compute = _events(self.plan.ranks[rank], self.start_us[rank], self.end_us[rank])
+        if not self.copy_start_us[rank]:
+            return compute
+        return _merge(compute, _events(self.plan.copies[rank], self.copy_start_us[rank], self.copy_end_us[rank]))
+
+    def messages(self) -> list[Message]:
+        """Every message between ranks, in rank and position order of its producer."""
+        plan, found = self.plan, []
+        for rank, steps in enumerate(plan.ranks):
+            for step, leaves_us in zip(steps, self.end_us[rank], strict=True):
+                op, stage, chunk = action = step.action
+                if (to := receiver(plan, action)) is None:
+                    continue
+                if op is Op.F:
+                    send, took_us = Op.SEND_F, plan.messages.activation_us[stage][chunk]
+                else:
+                    send, took_us = Op.SEND_B, plan.messages.gradient_us[to][chunk]
+                found.append(Message(Action(send, stage, chunk), rank, plan.placement[to], leaves_us, leaves_us + took_us))
+        return found
+
+
+class Blocked(NamedTuple):
+    """A track that cannot go on: the step at its head waits for one that never ends."""
+
+    number: int
+    waits_for: int
+
+
+@dataclass(frozen=True, slots=True)
+class Playback:
+    """Times of every step by number, and the numbers in an order that respects all dependencies; `blocked` when it hangs."""
+
+    start_us: list[float]
+    end_us: list[float]
+    order: list[int]
+    blocked: list[Blocked]
+
+
+def play(graph: Graph) -> Playback:
+    """Run every track as far as it goes; each step starts as soon as its track is free and all it waits for has arrived."""
+    steps, needs, tracks = graph.steps, graph.needs, graph.tracks
+    start = [0.0] * len(steps)
+    end = [-1.0] * len(steps)  # below zero: has not run
+    cursor = [numbers.start for numbers in tracks]
+    free = [0.0] * len(tracks)
+    waiting: dict[int, list[int]] = {}
+    ready = list(range(len(tracks)))
+    order: list[int] = []
+    while ready:
+        track = ready.pop()
+        now = free[track]
+        for i in range(cursor[track], tracks[track].stop):
+            begin = now
+            for need, message_us in needs[i]:
+                if end[need] < 0.0:
+                    waiting.setdefault(need, []).append(track)
+                    break
+                begin = max(begin, end[need] + message_us)
+            else:
+                start[i] = begin
+                now = end[i] = begin + steps[i].time_us
+                order.append(i)
+                cursor[track] = i + 1
+                if i in waiting:
+                    ready += waiting.pop(i)
+                continue
+            break
+        free[track] = now
+    heads = {cursor[track]: need for need, stuck in waiting.items() for track in stuck}
+    return Playback(start, end, order, [Blocked(number, heads[number]) for number in sorted(heads)])
+
+
+def simulate(plan: Plan) -> Timeline:
+    """Time a plan.
+
+    A step starts when its rank is free and everything it needs is done and its message has arrived, in the order of its
+    rank's list; offloads and loads run one at a time per rank beside compute.
+
+    Raises:
+        PlanError: an action is missing or doubled, or the order deadlocks; then the first action each blocked rank stops at
+            is named with the one it waits for.
+    """
+    graph = build_graph(plan)
+    played = play(graph)
+    if played.blocked:
+        raise PlanError("the order deadlocks: " + "; ".join(explain(graph, blocked) for blocked in played.blocked))
+    return timeline_of(plan, graph, played)
+
+
+def timeline_of(plan: Plan, graph: Graph, played: Playback) -> Timeline:
+    """The timeline of a plan that played to its end."""
+    rows = [slice(numbers.start, numbers.stop) for numbers in graph.tracks]
+    start = [tuple(played.start_us[row]) for row in rows]
+    end = [tuple(played.end_us[row]) for row in rows]
+    ranks = plan.num_ranks
+    tables = tuple(start[:ranks]), tuple(end[:ranks]), tuple(start[ranks:]), tuple(end[ranks:])
+    bare = Timeline(plan, *tables, makespan_us=max((row[-1] for row in end if row), default=0.0), peak_bytes=())
+    peaks = tuple(max(live for _, live in bare.live_bytes(rank)) for rank in range(ranks))
+    return Timeline(plan, *tables, makespan_us=bare.makespan_us, peak_bytes=peaks)
+
+
+def explain(graph: Graph, blocked: Blocked) -> str:
+    """``rank 0 at position 1: 0B0 waits for 1B0 (rank 1, position 3)``."""
+    rank, position = graph.where(blocked.number)
+    waits_rank, waits_position = graph.where(blocked.waits_for)
+    action, waits_for = graph.steps[blocked.number].action, graph.steps[blocked.waits_for].action
+    return f"rank {rank} at position {position}: {action} waits for {waits_for} (rank {waits_rank}, position {waits_position})"
+
+
+def _events(steps: Sequence[Step], start: Sequence[float], end: Sequence[float]) -> Iterator[MemoryEvent]:
+    for position, step in enumerate(steps):
+        yield MemoryEvent(start[position], step.alloc_bytes, step, position, False)
+        yield MemoryEvent(end[position], -step.free_bytes, step, position, True)
+
+
+def _merge(left: Iterator[MemoryEvent], right: Iterator[MemoryEvent]) -> Iterator[MemoryEvent]:
+    """By time, ends before starts. Each side keeps its own order, so a step of no time still takes before it gives back."""
+    a, b = next(left, None), next(right, None)
+    while a is not None and b is not None:
+        if (a.time_us, not a.at_end) <= (b.time_us, not b.at_end):
+            yield a
+            a = next(left, None)
+        else:
+            yield b
+            b = next(right, None)
+    if a is not None:
+        yield a
+    if b is not None:
+        yield b
+    yield from left
+    yield from right
