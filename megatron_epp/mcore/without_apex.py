@@ -12,6 +12,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_epp.mcore.patching import Patch
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,12 @@ def patches() -> tuple[Patch, ...]:
                 wraps=True,
             )
         )
+    if not any(importlib.util.find_spec(package) for package in ("apex", "transformer_engine")):
+        optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+        needed += [
+            Patch(f"{optimizer}.state_dict", _with_initial_state, "a new torch optimizer has no step to read", wraps=True),
+            Patch(f"{optimizer}.load_state_dict", _with_own_steps, "torch counts the steps of each parameter", wraps=True),
+        ]
     return tuple(needed)
 
 
@@ -74,3 +82,31 @@ def _with_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., An
         return norm
 
     return new
+
+
+def _with_initial_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        # Loading asks for the state before the first step, and Megatron takes the step from there.
+        if not self.optimizer.state:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    tensors = {key: torch.zeros_like(parameter) for key in self.optimizer_state_keys}
+                    self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **tensors}
+        return original(self)
+
+    return state_dict
+
+
+def _with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @torch.no_grad()  # it copies into views of parameters
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original(self, state_dict)
+        # Megatron gives all parameters one step tensor, which each would then advance, and may set it back to zero
+        # when it loads the moments. torch wants one per parameter, on the CPU.
+        step = float(state_dict["optimizer"]["param_groups"][0]["step"])
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(step)
+
+    return load_state_dict
