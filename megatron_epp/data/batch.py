@@ -1,0 +1,100 @@
+"""One iteration's sequences and plan, and the arrays of each of its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megatron_epp.schedule.chunk import Chunk, Segment
+from megatron_epp.schedule.plan import Plan
+
+PADDING_TOKEN = 0
+
+
+class SequenceDataset(Protocol):
+    """Sequences whose lengths are known without reading them.
+
+    Attributes:
+        lengths: integer array, one entry per sequence: the positions it trains, one less than its tokens.
+    """
+
+    lengths: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Tokens ``[start, end)`` of the ``lengths[index] + 1`` tokens of a sequence; any integer type."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkArrays:
+    """What the first and the last stage need of a chunk. All are CPU tensors of shape [padded tokens].
+
+    Attributes:
+        tokens: int64 inputs.
+        labels: int64, the token that follows each input.
+        loss_mask: float32, 1 where the position counts in the loss, 0 elsewhere and in padding.
+        position_ids: int64, position in its own sequence; 0, 1, 2, ... in padding.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """This replica's part of one global batch. Tokens are read only when a chunk is asked for.
+
+    Attributes:
+        indices: of the sequences in the dataset.
+        lengths: the positions each sequence trains.
+        plan: how to run them; None when whoever asked for the batch does not run plans.
+        dataset: where tokens come from.
+        mask_loss_of: positions whose input is this token do not count in the loss (``--eod-mask-loss``).
+    """
+
+    indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+    plan: Plan | None
+    dataset: SequenceDataset = field(repr=False, compare=False)
+    mask_loss_of: int | None = None
+
+    def chunk(self, chunk: int) -> ChunkArrays:
+        """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``."""
+        assert self.plan is not None, "this batch carries no plan; use chunk_of"
+        return self.chunk_of(self.plan.chunks[chunk].segments, self.plan.token_multiple)
+
+    def chunk_of(self, segments: Sequence[Segment], multiple: int = 1) -> ChunkArrays:
+        """The arrays of any list of segments, laid one after the other and padded at the end.
+
+        Args:
+            segments: parts of this batch's sequences (`Segment.sequence` counts in the batch, not in the dataset).
+            multiple: the padded token count is the next multiple of this.
+        """
+        chunk = Chunk(tuple(segments))
+        num_padded = chunk.padded_tokens(multiple)
+        tokens = np.full(num_padded, PADDING_TOKEN, dtype=np.int64)
+        labels = np.full(num_padded, PADDING_TOKEN, dtype=np.int64)
+        position_ids = np.empty(num_padded, dtype=np.int64)
+        at = 0
+        for sequence, start, end in chunk.segments:
+            # One token more than there are positions: the last position's label.
+            text = self.dataset.tokens(self.indices[sequence], start, end + 1)
+            after = at + end - start
+            tokens[at:after] = text[:-1]
+            labels[at:after] = text[1:]
+            position_ids[at:after] = np.arange(start, end)
+            at = after
+        position_ids[at:] = np.arange(num_padded - at)
+        loss_mask = np.ones(num_padded, dtype=np.float32)
+        if self.mask_loss_of is not None:
+            loss_mask[tokens == self.mask_loss_of] = 0.0
+        loss_mask[at:] = 0.0
+        return ChunkArrays(*map(torch.from_numpy, (tokens, labels, loss_mask, position_ids)))

@@ -1,0 +1,92 @@
+"""Which sequences form each global batch, and which of them belong to this data-parallel replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_epp.schedule.errors import EppError
+
+
+def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
+    """A permutation of ``range(num_sequences)`` that depends on nothing but the arguments.
+
+    Args:
+        num_sequences: at least 1.
+        seed: one or more integers, usually the user's seed and the epoch.
+    """
+    # RandomState's streams are frozen across numpy releases (the newer Generator's are not), and a resumed run must see the
+    # same order under another numpy. uint32 halves the memory of orders over hundreds of millions of documents.
+    order = np.arange(num_sequences, dtype=np.uint32 if num_sequences < 2**32 else np.int64)
+    np.random.RandomState([part % 2**32 for part in seed]).shuffle(order)
+    return order
+
+
+class GlobalBatchSampler(Iterator[tuple[int, ...]]):
+    """Yields this replica's sequence indices, one tuple per iteration, for ever.
+
+    The global order is epoch 0, epoch 1, ... one after the other, each a permutation of all sequences, and every iteration
+    takes the next `global_batch_size` of it, across an epoch's end where need be. So the whole state is `consumed_samples`, the
+    number of sequences taken so far over all replicas, and a run resumes exactly from it, under any data-parallel size.
+
+    Replica r of d takes entries r, r + d, r + 2d, ... of the global batch.
+
+    Args:
+        num_sequences: in the dataset.
+        global_batch_size: sequences per iteration over all replicas; a multiple of `data_parallel_size`.
+        consumed_samples: where to start (Megatron's ``consumed_train_samples``).
+        shuffle: False takes the sequences in dataset order in every epoch.
+
+    Raises:
+        EppError: no sequences, or the batch does not divide over the replicas.
+    """
+
+    def __init__(
+        self,
+        num_sequences: int,
+        global_batch_size: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        consumed_samples: int = 0,
+        seed: int = 1234,
+        shuffle: bool = True,
+    ) -> None:
+        if num_sequences < 1:
+            raise EppError("there are no sequences to sample from: the dataset is empty")
+        if global_batch_size < 1 or global_batch_size % data_parallel_size != 0:
+            raise EppError(
+                f"a global batch of {global_batch_size} sequences does not divide over {data_parallel_size} data-parallel"
+                f" replicas; make the global batch size a multiple of {data_parallel_size}"
+            )
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise EppError(f"data-parallel rank {data_parallel_rank} is outside 0..{data_parallel_size - 1}")
+        self.consumed_samples = consumed_samples
+        self._num_sequences = num_sequences
+        self._batch_size = global_batch_size
+        self._rank = data_parallel_rank
+        self._num_replicas = data_parallel_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def __next__(self) -> tuple[int, ...]:
+        start, stop = self.consumed_samples, self.consumed_samples + self._batch_size
+        parts = []
+        while start < stop:
+            epoch, offset = divmod(start, self._num_sequences)
+            part = self._order_of(epoch)[offset : offset + stop - start]
+            parts.append(part)
+            start += len(part)
+        self.consumed_samples = stop
+        return tuple(np.concatenate(parts)[self._rank :: self._num_replicas].tolist())
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            if self._shuffle:
+                self._order = epoch_order(self._num_sequences, self._seed, epoch)
+            elif not len(self._order):
+                self._order = np.arange(self._num_sequences)
+        return self._order

@@ -1,0 +1,185 @@
+"""From Megatron's data flags to the iterators of global batches that its training loop pulls from.
+
+Made for ``--dataloader-type external``, with which Megatron hands the provider's objects through to the schedule.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.utils import log_single_rank
+
+from megatron_epp.data.batch import SequenceDataset
+from megatron_epp.data.iterator import MakePlan, PlannedBatches
+from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.mcore.document_dataset import DocumentBlend, DocumentDataset, DocumentFile, concatenate, weighted
+from megatron_epp.schedule.errors import EppError
+
+__all__ = ["DocumentBlend", "DocumentDataset", "DocumentFile", "build_document_iterators", "build_splits"]
+
+logger = logging.getLogger(__name__)
+
+Blend = tuple[list[str], list[float] | None]
+Shuffled = tuple[SequenceDataset, bool]
+
+SPLITS = ("train", "valid", "test")
+
+
+def build_document_iterators(
+    args: Namespace,
+    make_train_plan: MakePlan | None,
+    make_eval_plan: MakePlan | None,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_samples: Sequence[int],
+) -> tuple[PlannedBatches | None, PlannedBatches | None, PlannedBatches | None]:
+    """Iterators over the global batches of the train, validation and test documents, for this replica.
+
+    Every rank of the replica builds the same ones; tokens are read only by ranks that ask a batch for its chunks.
+
+    Args:
+        args: Megatron's parsed arguments. Read are the data paths and ``--split``, ``--seq-length``, ``--seed``, the batch
+            sizes, ``--eval-iters``, ``--skip-train``, ``--eod-mask-loss``, ``--no-mmap-bin-files``, ``--epp-lookahead``, and
+            the consumed samples, from which training and validation go on exactly.
+        make_train_plan, make_eval_plan: sequence lengths of this replica's part of a batch to plan; None for no plans.
+        num_samples: sequences that train, validation and test will draw, as Megatron gives them to its dataset providers.
+
+    Returns:
+        Train, validation and test iterator; None for a split that is not wanted, and for a test split without documents.
+
+    Raises:
+        EppError: unusable flags or files, or no documents for training or for a wanted validation.
+    """
+    _check_batch_sizes(args, data_parallel_size)
+    splits = build_splits(args, num_samples)
+    consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
+    eod = _end_of_document(args) if args.eod_mask_loss else None
+    iterators = []
+    for number, split in enumerate(splits):
+        if split is None:
+            iterators.append(None)
+            continue
+        dataset, shuffle = split
+        sampler = GlobalBatchSampler(
+            len(dataset),
+            args.eval_global_batch_size if number else args.global_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+            consumed[number],
+            args.seed,
+            shuffle,
+        )
+        make_plan = make_eval_plan if number else make_train_plan
+        iterators.append(PlannedBatches(dataset, sampler, make_plan, getattr(args, "epp_lookahead", 2), eod))
+    return tuple(iterators)
+
+
+def build_splits(args: Namespace, num_samples: Sequence[int]) -> list[Shuffled | None]:
+    """The train, validation and test datasets, each with whether it is to be shuffled every epoch. Arguments as above."""
+    blend, blend_per_split = _blends(args)
+    files: dict[str, DocumentFile] = {}
+
+    def file_of(prefix: str) -> DocumentFile:
+        if prefix not in files:
+            files[prefix] = DocumentFile(prefix, args.mmap_bin_files)
+        return files[prefix]
+
+    shares = [(0.0, 1.0)] * 3 if blend is None else _split_shares(args.split)
+    wanted = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
+    splits: list[Shuffled | None] = []
+    for number, name in enumerate(SPLITS):
+        its_blend = blend if blend_per_split is None else blend_per_split[number]
+        split = None
+        if wanted[number] and its_blend is not None and shares[number] is not None:
+            split = _build_split(name, its_blend, shares[number], file_of, num_samples[number], args)
+        if split is None and wanted[number] and name != "test":
+            remedy = f"give it a share in --split {args.split}" if blend else f"pass --{name}-data-path"
+            remedy += ", or pass --eval-iters 0" if name == "valid" else ""
+            raise EppError(f"the {name} split has no documents; {remedy}")
+        splits.append(split)
+    return splits
+
+
+def _build_split(
+    name: str,
+    blend: Blend,
+    share: tuple[float, float],
+    file_of: Callable[[str], DocumentFile],
+    num_samples: int,
+    args: Namespace,
+) -> Shuffled | None:
+    prefixes, weights = blend
+    sources, its_weights = [], []
+    for prefix, weight in zip(prefixes, weights or [1.0] * len(prefixes), strict=True):
+        file = file_of(prefix)
+        # Rounded as Megatron rounds, so that splits join up without gap or overlap.
+        first, last = (round(edge * len(file)) for edge in share)
+        if first == last:
+            log_single_rank(logger, logging.WARNING, f"{name} {prefix}: --split {args.split} gives it no documents")
+            continue
+        sources.append(DocumentDataset(file, args.seq_length, first, last, name))
+        its_weights.append(weight)
+    if not sources:
+        return None
+    if len(sources) == 1:
+        return sources[0], True
+    if weights is None:
+        return concatenate(sources), True
+    return weighted(sources, its_weights, num_samples, args.seed), False
+
+
+def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
+    """One blend for all splits, or one each, from whichever of Megatron's data path flags were given."""
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    try:
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+    except (AssertionError, KeyError, ValueError, OSError) as error:
+        raise EppError(
+            f"the data paths cannot be read ({type(error).__name__}: {error}); give prefixes, or weight and prefix in turn"
+        ) from error
+    if blend_per_split is not None:
+        blend_per_split = [one if one and one[0] else None for one in blend_per_split]
+    if not (blend and blend[0]) and not (blend_per_split and any(blend_per_split)):
+        raise EppError(
+            "there are no documents to train on; pass --data-path with the prefix of a .bin/.idx pair"
+            " (`megatron-epp prepare` makes one from text files or JSONL)"
+        )
+    return blend, blend_per_split
+
+
+def _split_shares(split: str | None) -> list[tuple[float, float] | None]:
+    """``"969,30,1"`` to the start and end of each split as shares of a file; None for a split of size 0."""
+    if split is None:
+        raise EppError("--split is missing; pass for instance --split 99,1,0 (train, validation, test)")
+    try:
+        with np.errstate(invalid="ignore"):
+            vector = parse_and_normalize_split(split)
+    except (AssertionError, ValueError) as error:
+        raise EppError(f"--split {split} is not up to three shares like 99,1,0") from error
+    if not np.isfinite(vector).all():
+        raise EppError(f"--split {split} gives no split a share; pass for instance --split 99,1,0")
+    return convert_split_vector_to_split_matrix(vector)
+
+
+def _check_batch_sizes(args: Namespace, data_parallel_size: int) -> None:
+    for name in ("global_batch_size", "eval_global_batch_size"):
+        size = getattr(args, name)
+        if size % data_parallel_size != 0:
+            raise EppError(
+                f"--{name.replace('_', '-')} {size} does not divide over {data_parallel_size} data-parallel replicas; make it a"
+                f" multiple of {data_parallel_size}"
+            )
+
+
+def _end_of_document(args: Namespace) -> int:
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    return build_tokenizer(args).eod

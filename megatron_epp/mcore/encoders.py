@@ -1,0 +1,71 @@
+"""How text becomes token ids: bytes, or any tokenizer that Megatron builds."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from megatron_epp.schedule.errors import EppError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encoder:
+    """How the bytes of a document become token ids.
+
+    Attributes:
+        encode: bytes to integer ids; raises UnicodeDecodeError for bytes it cannot read.
+        vocab_size: ids are below it, `eod` included.
+        eod: the id that ends a document; None when the tokenizer has none.
+        flags: what Megatron needs on its command line to train on these tokens.
+    """
+
+    encode: Callable[[bytes], np.ndarray]
+    vocab_size: int
+    eod: int | None
+    flags: str
+
+
+# Ids 0 to 255 are the bytes of the document and 256 ends it. Megatron's NullTokenizer ends documents with its last id.
+BYTES = Encoder(
+    encode=lambda raw: np.frombuffer(raw, dtype=np.uint8),
+    vocab_size=257,
+    eod=256,
+    flags="--tokenizer-type NullTokenizer --vocab-size 257",
+)
+
+
+def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
+    """Any tokenizer that Megatron builds.
+
+    Args:
+        options: fields of Megatron's ``TokenizerConfig``, at least ``tokenizer_type``.
+        flags: the same as Megatron's command line takes them.
+
+    Raises:
+        EppError: Megatron cannot build it.
+    """
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.config import TokenizerConfig
+
+    # Padding the vocabulary concerns the model, not the data.
+    config = TokenizerConfig(**options, pad_vocab_size=False)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    try:
+        tokenizer = build_tokenizer(Namespace(**fields))
+    except Exception as error:  # each tokenizer library raises its own kinds
+        raise EppError(f"Megatron cannot build the tokenizer {flags}: {error}") from error
+    try:
+        eod = tokenizer.eod
+    except (AttributeError, NotImplementedError):
+        eod = None
+
+    if eod is not None and eod < 0:
+        eod = None
+
+    def encode(raw: bytes) -> np.ndarray:
+        return np.asarray(tokenizer.tokenize(raw.decode("utf-8")), dtype=np.int64)
+
+    return Encoder(encode, max(tokenizer.vocab_size, 1 + (eod or 0)), eod, flags)

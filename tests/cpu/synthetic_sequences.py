@@ -1,0 +1,38 @@
+"""Sequences held in memory, for tests of the data path."""
+
+import numpy as np
+
+from megatron_epp.schedule import Chunk, Messages, Plan, Prediction, Segment
+
+
+class MemoryDataset:
+    """Token t of sequence i is ``1000 * i + t``, so that every token tells where it came from."""
+
+    def __init__(self, lengths, dtype=np.uint16):
+        self.lengths = np.asarray(lengths)
+        self._dtype = dtype
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def tokens(self, index, start=0, end=None):
+        whole = 1000 * index + np.arange(self.lengths[index] + 1)
+        return whole[start:end].astype(self._dtype)
+
+
+def plan_of(lengths, chunks, token_multiple=1):
+    """A plan with these chunks and nothing else of interest; `chunks` are lists of (sequence, start, end)."""
+    return Plan(
+        lengths=tuple(lengths),
+        chunks=tuple(Chunk(tuple(Segment(*segment) for segment in chunk)) for chunk in chunks),
+        num_layers=(1,),
+        placement=(0,),
+        recompute_layers=((0,) * len(chunks),),
+        offload_share=((0.0,) * len(chunks),),
+        ranks=((),),
+        messages=Messages((), ()),
+        static_bytes=(0,),
+        cap_bytes=(1,),
+        predicted=Prediction(0.0, 0.0, (0,), 0.0),
+        token_multiple=token_multiple,
+    )

@@ -1,0 +1,104 @@
+"""Chunk arrays: tokens, labels, loss mask and positions of any list of segments."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from synthetic_sequences import MemoryDataset, plan_of
+
+from megatron_epp.data.batch import ChunkArrays, GlobalBatch
+from megatron_epp.schedule import Segment
+
+LENGTHS = (50, 3, 1, 7)
+INDICES = (6, 2, 4, 0)  # of the batch's sequences in the dataset
+
+CHUNKS = {
+    "batched": [[(1, 0, 3), (2, 0, 1), (3, 0, 7)], [(0, 0, 50)]],
+    "split": [[(0, 0, 20)], [(0, 20, 37)], [(0, 37, 50)], [(1, 0, 3), (2, 0, 1), (3, 0, 7)]],
+    "hybrid": [[(0, 0, 30)], [(0, 30, 50), (3, 0, 7), (1, 0, 3)], [(2, 0, 1)]],
+}
+
+
+def batch_with(chunks, multiple=1, mask_loss_of=None):
+    by_index = dict(zip(INDICES, LENGTHS, strict=True))
+    dataset = MemoryDataset([by_index.get(index, 9) for index in range(8)])
+    plan = plan_of(LENGTHS, chunks, multiple)
+    return GlobalBatch(indices=INDICES, lengths=LENGTHS, plan=plan, dataset=dataset, mask_loss_of=mask_loss_of)
+
+
+def naive(batch, chunk):
+    """Position by position, as one would write it down."""
+    rows = []
+    for sequence, start, end in batch.plan.chunks[chunk].segments:
+        for position in range(start, end):
+            token = 1000 * batch.indices[sequence] + position
+            rows.append((token, token + 1, 0.0 if token == batch.mask_loss_of else 1.0, position))
+    padding = batch.plan.padded_tokens(chunk) - len(rows)
+    return rows + [(0, 0, 0.0, position) for position in range(padding)]
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("kind", CHUNKS)
+def test_chunk_arrays_equal_the_naive_ones(kind, multiple):
+    batch = batch_with(CHUNKS[kind], multiple, mask_loss_of=6021)
+    for chunk in range(len(CHUNKS[kind])):
+        arrays = batch.chunk(chunk)
+        tokens, labels, loss_mask, position_ids = (list(column) for column in zip(*naive(batch, chunk), strict=True))
+        assert arrays.tokens.tolist() == tokens
+        assert arrays.labels.tolist() == labels
+        assert arrays.loss_mask.tolist() == loss_mask
+        assert arrays.position_ids.tolist() == position_ids
+
+
+def test_types_and_shapes_are_what_the_plan_announces():
+    batch = batch_with(CHUNKS["hybrid"], multiple=16)
+    arrays = batch.chunk(1)
+    assert arrays.tokens.shape == (batch.plan.padded_tokens(1),) == (32,)
+    assert [x.dtype for x in (arrays.tokens, arrays.labels, arrays.loss_mask, arrays.position_ids)] == [
+        torch.int64,
+        torch.int64,
+        torch.float32,
+        torch.int64,
+    ]
+
+
+def test_slices_of_a_sequence_join_up_to_the_whole():
+    batch = batch_with(CHUNKS["split"])
+    whole = batch.chunk_of([Segment(0, 0, 50)])
+    slices = [batch.chunk(chunk) for chunk in range(3)]
+    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in slices]), getattr(whole, name))
+
+
+def test_padding_never_counts_even_when_its_token_is_ordinary():
+    batch = batch_with([[(3, 0, 7)]], multiple=8)  # sequence 0 of the dataset: its first token is the padding token, 0
+    arrays = batch.chunk(0)
+    assert arrays.tokens[0] == arrays.tokens[7] == 0
+    assert arrays.loss_mask.tolist() == [1.0] * 7 + [0.0]
+
+
+def test_end_of_document_inputs_are_masked_only_on_request():
+    assert batch_with([[(1, 0, 3)]]).chunk(0).loss_mask.tolist() == [1.0, 1.0, 1.0]
+    assert batch_with([[(1, 0, 3)]], mask_loss_of=2001).chunk(0).loss_mask.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_batches_survive_copy_and_pickle():
+    # Megatron's rerun machine copies every batch and may put it into a checkpoint.
+    batch = batch_with(CHUNKS["hybrid"])
+    for twin in (copy.copy(batch), pickle.loads(pickle.dumps(batch))):
+        assert twin == batch
+        assert torch.equal(twin.chunk(1).labels, batch.chunk(1).labels)
+
+
+def test_arrays_do_not_alias_the_dataset():
+    tokens = np.arange(5, dtype=np.int64)
+
+    class Fixed(MemoryDataset):
+        def tokens(self, index, start=0, end=None):
+            return tokens[start:end]
+
+    arrays: ChunkArrays = GlobalBatch(indices=(0,), lengths=(4,), plan=None, dataset=Fixed([4])).chunk_of([Segment(0, 0, 4)])
+    arrays.tokens.zero_()
+    assert tokens.tolist() == [0, 1, 2, 3, 4]

@@ -1,0 +1,118 @@
+"""Batches planned in the background: order, errors, shutdown."""
+
+import gc
+import threading
+from itertools import islice
+
+import pytest
+from synthetic_sequences import MemoryDataset, plan_of
+
+from megatron_epp.data.iterator import PlannedBatches
+from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.schedule.errors import InfeasibleError
+
+LENGTHS = [5, 9, 2, 30, 7, 11, 4]
+
+
+def whole_sequences(lengths):
+    return plan_of(lengths, [[(sequence, 0, length)] for sequence, length in enumerate(lengths)])
+
+
+def batches(make_plan=whole_sequences, sampler=None, **options):
+    return PlannedBatches(MemoryDataset(LENGTHS), sampler or GlobalBatchSampler(len(LENGTHS), 3), make_plan, **options)
+
+
+def test_batches_carry_the_samplers_sequences_their_lengths_and_their_plan():
+    iterator = batches()
+    for indices in islice(GlobalBatchSampler(len(LENGTHS), 3), 10):
+        batch = next(iterator)
+        assert batch.indices == indices
+        assert batch.lengths == tuple(LENGTHS[index] for index in indices)
+        assert batch.plan.lengths == batch.lengths
+        assert batch.chunk(1).tokens.tolist() == [1000 * indices[1] + t for t in range(batch.lengths[1])]
+    iterator.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_depth_changes_nothing_but_timing(depth):
+    iterator, reference = batches(depth=depth), batches()
+    assert list(islice(iterator, 8)) == list(islice(reference, 8))
+    iterator.close()
+    reference.close()
+
+
+def test_without_a_planner_batches_have_no_plan():
+    iterator = batches(make_plan=None, mask_loss_of=3)
+    batch = next(iterator)
+    assert batch.plan is None
+    assert batch.mask_loss_of == 3
+    iterator.close()
+
+
+def test_plans_are_made_ahead_but_not_without_bound():
+    made = []
+    asked_for_fourth = threading.Event()
+
+    def make_plan(lengths):
+        made.append(lengths)
+        if len(made) == 4:
+            asked_for_fourth.set()
+        return whole_sequences(lengths)
+
+    iterator = batches(make_plan, depth=2)
+    next(iterator)
+    assert asked_for_fourth.wait(timeout=60)  # one taken, two waiting, one in the making
+    iterator.close()
+    assert len(made) == 4
+
+
+def test_a_planning_error_surfaces_after_the_batches_made_before_it_and_stays():
+    calls = []
+
+    def make_plan(lengths):
+        calls.append(lengths)
+        if len(calls) == 3:
+            raise InfeasibleError("needs 12 GB")
+        return whole_sequences(lengths)
+
+    iterator = batches(make_plan, depth=4)
+    next(iterator)
+    next(iterator)
+    for _ in range(2):
+        with pytest.raises(InfeasibleError, match="needs 12 GB"):
+            next(iterator)
+
+
+def test_a_sampler_error_surfaces():
+    def sampler():
+        yield (0, 1)
+        raise RuntimeError("index 9 is out of range")
+
+    iterator = batches(sampler=sampler())
+    assert next(iterator).indices == (0, 1)
+    with pytest.raises(RuntimeError, match="index 9 is out of range"):
+        next(iterator)
+
+
+def test_a_finite_sampler_ends_the_iteration():
+    assert [batch.indices for batch in batches(sampler=[(0, 1), (2,)])] == [(0, 1), (2,)]
+
+
+def test_close_ends_the_thread_and_the_iteration():
+    iterator = batches()
+    next(iterator)
+    iterator.close()
+    iterator.close()
+    assert not iterator._thread.is_alive()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_a_forgotten_iterator_stops_planning():
+    iterator = batches()
+    thread = iterator._thread
+    next(iterator)
+    del iterator
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()

@@ -1,0 +1,114 @@
+"""The global-batch sampler: order, epochs, replicas, resume."""
+
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_epp.data.sampler import GlobalBatchSampler, epoch_order
+from megatron_epp.schedule.errors import EppError
+
+
+def global_batches(count, num_sequences, batch_size, **options):
+    return list(islice(GlobalBatchSampler(num_sequences, batch_size, **options), count))
+
+
+def flat(batches):
+    return [index for batch in batches for index in batch]
+
+
+def test_order_is_frozen():
+    # A checkpoint resumes into this order; changing it breaks every run under way.
+    assert epoch_order(10, 1234, 0).tolist() == [3, 8, 6, 4, 9, 1, 5, 2, 0, 7]
+    assert epoch_order(10, 1234, 1).tolist() == [3, 9, 7, 6, 4, 1, 8, 2, 5, 0]
+
+
+@given(
+    num_sequences=st.integers(1, 60),
+    batch_size=st.integers(1, 40),
+    seed=st.integers(0, 2**40),
+    num_epochs=st.integers(1, 4),
+    shuffle=st.booleans(),
+)
+def test_every_epoch_holds_each_sequence_once(num_sequences, batch_size, seed, num_epochs, shuffle):
+    count = -(-num_epochs * num_sequences // batch_size)
+    drawn = flat(global_batches(count, num_sequences, batch_size, seed=seed, shuffle=shuffle))
+    assert len(drawn) == count * batch_size
+    for epoch in range(num_epochs):
+        assert sorted(drawn[epoch * num_sequences : (epoch + 1) * num_sequences]) == list(range(num_sequences))
+
+
+@given(num_sequences=st.integers(1, 60), batch_size=st.integers(1, 40), skipped=st.integers(0, 20))
+def test_resume_from_consumed_samples_continues_exactly(num_sequences, batch_size, skipped):
+    uninterrupted = global_batches(skipped + 8, num_sequences, batch_size, seed=3)
+    resumed = global_batches(8, num_sequences, batch_size, seed=3, consumed_samples=skipped * batch_size)
+    assert resumed == uninterrupted[skipped:]
+
+
+@given(
+    num_sequences=st.integers(1, 60),
+    per_replica=st.integers(1, 6),
+    replicas=st.sampled_from([1, 2, 3, 4]),
+    start=st.integers(0, 99),
+)
+def test_replicas_share_out_the_global_batch(num_sequences, per_replica, replicas, start):
+    batch_size = per_replica * replicas
+    whole = global_batches(5, num_sequences, batch_size, consumed_samples=start)
+    shares = [
+        global_batches(5, num_sequences, batch_size, data_parallel_rank=r, data_parallel_size=replicas, consumed_samples=start)
+        for r in range(replicas)
+    ]
+    for iteration, batch in enumerate(whole):
+        dealt = [index for entries in zip(*(share[iteration] for share in shares), strict=True) for index in entries]
+        assert tuple(dealt) == batch
+
+
+def test_resuming_with_another_number_of_replicas_keeps_the_global_order():
+    before = global_batches(3, 50, 12, seed=7)
+    after = [
+        global_batches(3, 50, 12, seed=7, consumed_samples=36, data_parallel_rank=r, data_parallel_size=4) for r in range(4)
+    ]
+    expected = global_batches(6, 50, 12, seed=7)
+    assert before == expected[:3]
+    for iteration in range(3):
+        assert sorted(flat(share[iteration] for share in after)) == sorted(expected[3 + iteration])
+
+
+def test_a_batch_may_straddle_epochs():
+    first, second = global_batches(2, 5, 4, seed=1)
+    assert len(first) == len(second) == 4
+    assert second[0] not in first
+    assert set(first) | {second[0]} == set(range(5))
+    assert list(second[1:]) == epoch_order(5, 1, 1)[:3].tolist()
+
+
+def test_a_batch_may_be_larger_than_the_dataset():
+    (batch,) = global_batches(1, 3, 10, shuffle=False)
+    assert batch == (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    by_seed = {seed: flat(global_batches(2, 100, 100, seed=seed)) for seed in (1, 2)}
+    assert by_seed[1] != by_seed[2]
+    assert by_seed[1][:100] != by_seed[1][100:]
+    assert by_seed[1] == flat(global_batches(2, 100, 100, seed=1))
+
+
+def test_consumed_samples_counts_all_replicas():
+    sampler = GlobalBatchSampler(100, 8, data_parallel_rank=1, data_parallel_size=4, consumed_samples=16)
+    next(sampler)
+    assert sampler.consumed_samples == 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((0, 4), "the dataset is empty"),
+        ((10, 6, 0, 4), "a global batch of 6 sequences does not divide over 4 data-parallel replicas"),
+        ((10, 8, 4, 4), r"rank 4 is outside 0\.\.3"),
+    ],
+)
+def test_impossible_requests_are_refused(arguments, says):
+    with pytest.raises(EppError, match=says):
+        GlobalBatchSampler(*arguments)
