@@ -52,6 +52,7 @@ def patches() -> tuple[Patch, ...]:
         needed += [
             Patch(f"{optimizer}.state_dict", _with_initial_state, "a new torch optimizer has no step to read", wraps=True),
             Patch(f"{optimizer}.load_state_dict", _with_own_steps, "torch counts the steps of each parameter", wraps=True),
+            Patch(f"{optimizer}._set_main_param_and_optimizer_states", _leaving_the_step, "the moments carry no step", wraps=True),
         ]
     return tuple(needed)
 
@@ -100,13 +101,20 @@ def _with_initial_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    @torch.no_grad()  # it copies into views of parameters
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         original(self, state_dict)
-        # Megatron gives all parameters one step tensor, which each would then advance, and may set it back to zero
-        # when it loads the moments. torch wants one per parameter, on the CPU.
-        step = float(state_dict["optimizer"]["param_groups"][0]["step"])
+        # Megatron gives all parameters one and the same step tensor, which each of them would then advance.
         for state in self.optimizer.state.values():
-            state["step"] = torch.tensor(step)
+            state["step"] = state["step"].clone()
 
     return load_state_dict
+
+
+def _leaving_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @torch.no_grad()  # it copies into views of parameters
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        # Some checkpoint formats bring no step here and others a zero; load_state_dict has already set it.
+        original(self, model_param, {**tensors, "step": None})
+
+    return set_states
