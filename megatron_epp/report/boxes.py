@@ -1,0 +1,51 @@
+"""Planned and measured iterations as one kind of thing: boxes on the time axis, which traces and pictures draw."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_epp.report.measured import Measured
+from megatron_epp.schedule.action import COMPUTE_OPS, COPY_OPS, Action
+from megatron_epp.schedule.errors import PlanError
+from megatron_epp.schedule.plan import Plan
+from megatron_epp.schedule.serialize import digest
+from megatron_epp.schedule.simulate import Timeline
+
+COMPUTE, COPY, LINK = "compute", "copy", "link"
+
+
+class Box(NamedTuple):
+    """One action on one stream of one rank, microseconds since the start of the iteration."""
+
+    rank: int
+    stream: str
+    action: Action
+    start_us: float
+    end_us: float
+
+
+def planned_boxes(timeline: Timeline) -> list[Box]:
+    """Boxes of a simulated plan, compute then copies, in the order of each rank."""
+    plan, boxes = timeline.plan, []
+    for stream, ranks, starts, ends in (
+        (COMPUTE, plan.ranks, timeline.start_us, timeline.end_us),
+        (COPY, plan.copies, timeline.copy_start_us, timeline.copy_end_us),
+    ):
+        for rank, steps in enumerate(ranks):
+            boxes += [Box(rank, stream, step.action, starts[rank][i], ends[rank][i]) for i, step in enumerate(steps)]
+    return boxes
+
+
+def measured_boxes(plan: Plan, measured: Measured) -> list[Box]:
+    """Boxes of a run of the plan. Raises `PlanError` when the run was of another plan."""
+    if (mine := digest(plan)) != measured.plan_digest:
+        raise PlanError(f"the measurement is of plan {measured.plan_digest[:12]}, this is plan {mine[:12]}")
+    if len(measured.ranks) != plan.num_ranks:
+        raise PlanError(f"the measurement has {len(measured.ranks)} ranks, the plan has {plan.num_ranks}")
+    return [Box(rank, _stream(e.action), e.action, e.start_us, e.end_us) for rank, es in enumerate(measured.ranks) for e in es]
+
+
+def _stream(action: Action) -> str:
+    if action.op in COMPUTE_OPS:
+        return COMPUTE
+    return COPY if action.op in COPY_OPS else LINK

@@ -1,0 +1,54 @@
+"""Several plans for the same batch in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_epp.report import facts
+from megatron_epp.report.boxes import COMPUTE, measured_boxes, planned_boxes
+from megatron_epp.report.measured import Measured
+from megatron_epp.report.table import format_bytes, format_cap, format_us, table
+from megatron_epp.schedule.plan import Plan
+from megatron_epp.schedule.simulate import simulate
+
+
+def comparison(plans: Sequence[tuple[str, Plan]]) -> str:
+    """One line per plan: makespan, its ratio to the shortest, bubble, highest peak and its rank's cap, recompute, chunks.
+
+    Args:
+        plans: name and plan, in the order to print. Recompute is the share of layer forwards that run twice, by tokens.
+    """
+    if not plans:
+        return "no plans to compare"
+    best_us = min(plan.predicted.makespan_us for _, plan in plans)
+    rows = []
+    for name, plan in plans:
+        predicted = plan.predicted
+        peak, cap = max(zip(predicted.peak_bytes, plan.cap_bytes, strict=True))
+        ratio = predicted.makespan_us / best_us if best_us else 1.0
+        figures = [format_us(predicted.makespan_us), f"{ratio:.3f}", f"{predicted.bubble_fraction:.1%}"]
+        memory = [format_bytes(peak), format_cap(cap), f"{facts.recompute_share(plan):.1%}"]
+        rows.append([name, *figures, *memory, str(len(plan.chunks))])
+    header = ("plan", "makespan", "x best", "bubble", "peak", "cap", "recompute", "chunks")
+    return "\n".join(table(header, rows))
+
+
+def against(plan: Plan, measured: Measured) -> str:
+    """A plan beside a run of it: makespan, bubble, and the compute time of each kind of action over all ranks.
+
+    Raises:
+        PlanError: the measurement is of another plan, or the order deadlocks.
+    """
+    timeline = simulate(plan)
+    totals: list[dict[str, float]] = []
+    for boxes in (planned_boxes(timeline), measured_boxes(plan, measured)):
+        total: dict[str, float] = {}
+        for box in boxes:
+            if box.stream == COMPUTE:
+                total[box.action.op] = total.get(box.action.op, 0.0) + box.end_us - box.start_us
+        totals.append(total)
+    times = [("makespan", timeline.makespan_us, measured.makespan_us)]
+    times += [(f"all {op}", totals[0][op], totals[1].get(op, 0.0)) for op in totals[0]]
+    rows = [[name, format_us(a), format_us(b), f"{b / a:.3f}" if a else ""] for name, a, b in times]
+    rows.insert(1, ["bubble", f"{timeline.bubble_fraction:.1%}", f"{measured.bubble_fraction:.1%}", ""])
+    return "\n".join(table(("", "planned", "measured", "ratio"), rows))

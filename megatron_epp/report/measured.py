@@ -1,0 +1,93 @@
+"""What a run of a plan really took: the runtime writes it, the reports lay it beside the plan.
+
+JSON form, times in microseconds since the start of the iteration::
+
+    {"schema": "megatron-epp/measured", "version": 1, "plan_digest": "hex",
+     "ranks": [[["0F0", 0.0, 812.5], ["0F1", 830.2, 1650.0]]]}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_epp.schedule.action import COMPUTE_OPS, Action
+from megatron_epp.schedule.errors import PlanError
+
+SCHEMA = "megatron-epp/measured"
+VERSION = 1
+
+
+class Event(NamedTuple):
+    """One action as it ran: microseconds since the start of the iteration, on a clock the ranks share."""
+
+    action: Action
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One iteration as it ran.
+
+    Attributes:
+        plan_digest: digest of the plan that was run.
+        ranks: the events of each rank in order of start. Compute actions (F, B, W, R) feed the pictures; copies (O, L) and
+            messages may be there too.
+    """
+
+    plan_digest: str
+    ranks: tuple[tuple[Event, ...], ...]
+
+    @property
+    def makespan_us(self) -> float:
+        """From the start of the iteration to the end of its last action."""
+        return max((event.end_us for events in self.ranks for event in events), default=0.0)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the ranks' time in which they did not compute, 0 to 1."""
+        total = len(self.ranks) * self.makespan_us
+        busy = sum(e.end_us - e.start_us for events in self.ranks for e in events if e.action.op in COMPUTE_OPS)
+        return 1.0 - busy / total if total else 0.0
+
+    def to_json(self) -> str:
+        ranks = [[[str(e.action), e.start_us, e.end_us] for e in events] for events in self.ranks]
+        return json.dumps({"schema": SCHEMA, "version": VERSION, "plan_digest": self.plan_digest, "ranks": ranks})
+
+    @staticmethod
+    def from_json(text: str) -> Measured:
+        """Raises `PlanError` when the text is not a measurement of a version this package reads."""
+        try:
+            data = json.loads(text)
+            if (data["schema"], data["version"]) != (SCHEMA, VERSION):
+                raise PlanError(
+                    f"not a measurement: {data['schema']!r} version {data['version']}, expected {SCHEMA!r} {VERSION}"
+                )
+            ranks = tuple(tuple(_event(*entry) for entry in events) for events in data["ranks"])
+            return Measured(str(data["plan_digest"]), ranks)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"not a measurement: {error!r}; expected the JSON the runtime writes, schema {SCHEMA!r}") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Measured:
+        """Raises `PlanError` when the file is missing or is not a measurement."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read {path}: {error}") from error
+        try:
+            return Measured.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+
+def _event(text: str, start_us: float, end_us: float) -> Event:
+    if not 0 <= start_us <= end_us:
+        raise PlanError(f"event {text} starts at {start_us} us and ends at {end_us} us; expected 0 <= start <= end")
+    return Event(Action.parse(text), float(start_us), float(end_us))

@@ -1,0 +1,57 @@
+"""Colours of the pictures: Okabe and Ito's palette for operations, shades for chunks."""
+
+from __future__ import annotations
+
+from megatron_epp.schedule.action import Action, Op
+from megatron_epp.schedule.plan import Plan
+
+COLOURS = {Op.F: "#0072B2", Op.B: "#D55E00", Op.W: "#009E73", Op.R: "#CC79A7", Op.O: "#56B4E9", Op.L: "#F0E442"}
+OP_NAMES = {Op.F: "forward", Op.B: "backward", Op.W: "weight gradient", Op.R: "recompute", Op.O: "offload", Op.L: "load"}
+
+_BATCHED = 0.5
+"""Strength of the colour of chunks of whole sequences."""
+_SLICED = (1.0, 0.7, 0.85)
+"""Strengths for the slices of long sequences, in turn."""
+_ODD = 0.86
+"""Odd chunks are this much lighter, which tells neighbours apart where there is no room for edges."""
+_LEGEND_BASE = "#444444"
+_LEGEND_ROWS = 3
+
+
+class Shades:
+    """Colour of every action of a plan: hue by operation, strength by what the chunk holds."""
+
+    def __init__(self, plan: Plan) -> None:
+        slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
+        self._lengths = plan.lengths
+        self._sliced = list(dict.fromkeys(s.sequence for s in slices if s is not None))
+        turn = {sequence: i % len(_SLICED) for i, sequence in enumerate(self._sliced)}
+        base = [_BATCHED if s is None else _SLICED[turn[s.sequence]] for s in slices]
+        self._strength = [strength * _ODD if c % 2 else strength for c, strength in enumerate(base)]
+        self._has_batched = any(s is None for s in slices)
+
+    def colour(self, action: Action) -> str:
+        return tint(COLOURS[action.op], self._strength[action.chunk])
+
+    def legend(self) -> list[tuple[str, str]]:
+        """Colour and meaning of the shades, in grey."""
+        entries = [(tint(_LEGEND_BASE, _BATCHED), "light: whole sequences")] if self._has_batched else []
+        for i, sequence in enumerate(self._sliced[:_LEGEND_ROWS]):
+            strength = _SLICED[i % len(_SLICED)]
+            meaning = f"dark: slices of sequence {sequence} ({self._lengths[sequence]:,} tokens)"
+            entries.append((tint(_LEGEND_BASE, strength), meaning))
+        if len(self._sliced) > _LEGEND_ROWS:
+            entries.append(("#FFFFFF", f"and of {len(self._sliced) - _LEGEND_ROWS} more, in turn"))
+        return entries
+
+
+def tint(colour: str, strength: float) -> str:
+    """Mix ``#RRGGBB`` with white: strength 1 is the colour itself, 0 is white."""
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - strength * (255 - value)):02X}" for value in channels)
+
+
+def text_colour(background: str) -> str:
+    """Black or white, whichever reads better on ``#RRGGBB``."""
+    red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"

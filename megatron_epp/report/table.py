@@ -1,0 +1,53 @@
+"""Plain text tables and numbers with units, as the reports print them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+_BEYOND_ANY_MACHINE = 2**60
+
+
+def byte_unit(largest: float) -> tuple[int, str]:
+    """The unit in which a column whose largest entry is `largest` bytes reads well: ``(bytes in it, name)``."""
+    return next((unit for unit in _BINARY if largest >= unit[0]), _BINARY[-1])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``1.50 GiB``."""
+    size, name = byte_unit(num_bytes)
+    return f"{num_bytes / size:.2f} {name}"
+
+
+def format_cap(cap_bytes: int) -> str:
+    """As `format_bytes`; a cap beyond any machine prints as ``unlimited``."""
+    return "unlimited" if cap_bytes >= _BEYOND_ANY_MACHINE else format_bytes(cap_bytes)
+
+
+def format_us(time_us: float) -> str:
+    """``812.5 us``, ``12.35 ms`` or ``3.210 s``."""
+    if time_us < 1e3:
+        return f"{time_us:.1f} us"
+    return f"{time_us / 1e3:.2f} ms" if time_us < 1e6 else f"{time_us / 1e6:.3f} s"
+
+
+def clip(line: str, width: int | None) -> str:
+    """Cut a line to `width` characters, the last of them ``…`` when something is missing."""
+    return line if width is None or len(line) <= width else line[: max(width - 1, 0)] + "…"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Lines of a table with aligned columns, two spaces apart.
+
+    Args:
+        header: name of each column.
+        rows: cells, as many per row as the header has.
+        left: columns that align left; the others hold numbers and align right.
+    """
+    cells = [list(header), *map(list, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = []
+    for row in cells:
+        padded = [cell.ljust(w) if c in left else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(padded).rstrip())
+    return lines

@@ -1,0 +1,78 @@
+"""A plan in a few lines of text: what is in it, what each rank does, and the order."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron_epp.report import facts
+from megatron_epp.report.table import byte_unit, clip, format_bytes, format_cap, format_us, table
+from megatron_epp.schedule.chunk import Chunk
+from megatron_epp.schedule.plan import Plan
+from megatron_epp.schedule.serialize import digest
+from megatron_epp.schedule.text import to_grid
+
+_KINDS = ("split", "hybrid", "batched")
+
+
+def headline(plan: Plan) -> list[str]:
+    """Who made the plan for what, how it is cut, what it is predicted to take, and the planner's notes."""
+    kinds = Counter(chunk.kind(plan.lengths) for chunk in plan.chunks)
+    cut = ", ".join(f"{kinds[kind]} {kind}" for kind in _KINDS if kinds[kind])
+    predicted = plan.predicted
+    peak, cap = max(zip(predicted.peak_bytes, plan.cap_bytes, strict=True), key=lambda pair: pair[0] / max(pair[1], 1))
+    above = predicted.makespan_us / predicted.lower_bound_us - 1 if predicted.lower_bound_us else 0.0
+    mode = ", forward only" if plan.forward_only else ""
+    return [
+        f"plan {digest(plan)[:12]}: planner {plan.planner}, costs {plan.costs}, "
+        f"{plan.num_stages} stages on {plan.num_ranks} ranks, {sum(plan.num_layers)} layers{mode}",
+        f"{len(plan.lengths):,} sequences of {min(plan.lengths):,} to {max(plan.lengths):,} tokens, "
+        f"{plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
+        f"makespan {format_us(predicted.makespan_us)} ({above:.1%} above the lower bound), "
+        f"bubble {predicted.bubble_fraction:.1%}, recompute {facts.recompute_share(plan):.1%}, "
+        f"peak {format_bytes(peak)} of {format_cap(cap)}",
+        *(f"note: {note}" for note in plan.notes),
+    ]
+
+
+def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) -> list[str]:
+    """One line per chunk: kind, tokens, segments. A slice prints as ``sequence[start:end]``, a whole sequence as its number."""
+    shown = plan.chunks if max_rows is None else plan.chunks[:max_rows]
+    rows = [[str(c), k.kind(plan.lengths), f"{k.num_tokens:,}", _segments(k, plan)] for c, k in enumerate(shown)]
+    lines = [clip(line, width) for line in table(("chunk", "kind", "tokens", "segments"), rows, left=(1, 3))]
+    if len(shown) < len(plan.chunks):
+        lines.append(f"  ... and {len(plan.chunks) - len(shown)} more chunks")
+    return lines
+
+
+def rank_table(plan: Plan) -> list[str]:
+    """One line per rank: stages, busy time, bubble, peak memory against its cap, layers that recompute."""
+    peak_size, peak_unit = byte_unit(max(plan.predicted.peak_bytes))
+    rows = []
+    for rank in range(plan.num_ranks):
+        twice, total = facts.recompute_layers(plan, rank)
+        stages = " ".join(str(stage) for stage, on in enumerate(plan.placement) if on == rank)
+        busy, bubble = format_us(facts.busy_us(plan, rank)), f"{facts.bubble_fraction(plan, rank):.1%}"
+        peak = f"{plan.predicted.peak_bytes[rank] / peak_size:.2f}"
+        rows.append([str(rank), stages, busy, bubble, peak, format_cap(plan.cap_bytes[rank]), f"{twice}/{total}"])
+    return table(("rank", "stages", "busy", "bubble", f"peak {peak_unit}", "cap", "recompute layers"), rows, left=())
+
+
+def summary(plan: Plan, width: int | None = 120, max_chunks: int | None = 16) -> str:
+    """The whole report: headline, chunks, ranks, and the order of each rank.
+
+    Args:
+        plan: a complete plan; its own predictions are printed, nothing is simulated.
+        width: characters per line; longer lines are cut and end in ``…``. None: no limit.
+        max_chunks: rows of the chunk table. None: all.
+    """
+    grid = [clip(line, width) for line in to_grid(plan).splitlines()]
+    parts = [headline(plan), chunk_table(plan, max_chunks, width), rank_table(plan), grid]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _segments(chunk: Chunk, plan: Plan) -> str:
+    texts = []
+    for sequence, start, end in chunk.segments:
+        whole = start == 0 and end == plan.lengths[sequence]
+        texts.append(str(sequence) if whole else f"{sequence}[{start}:{end}]")
+    return " ".join(texts)

@@ -1,0 +1,108 @@
+"""Chrome trace of a plan, as simulated and as measured, for ui.perfetto.dev or chrome://tracing.
+
+One process per rank; in it one thread per stream (planned compute, planned copy, measured compute, ...), boxes named as in the
+plan (``2F5``), an arrow for every message between ranks, and a counter of live bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.report.boxes import COMPUTE, COPY, LINK, Box, measured_boxes, planned_boxes
+from megatron_epp.report.measured import Measured
+from megatron_epp.schedule.action import COMPUTE_OPS, Op
+from megatron_epp.schedule.deps import deps
+from megatron_epp.schedule.plan import Plan
+from megatron_epp.schedule.simulate import Timeline, simulate
+
+Event = dict[str, Any]
+
+_THREADS = tuple((source, stream) for source in ("planned", "measured") for stream in (COMPUTE, COPY, LINK))
+_VERBS = {Op.F: "forward", Op.B: "backward", Op.W: "weight gradient", Op.R: "recompute", Op.O: "offload", Op.L: "load"}
+
+
+def trace(plan: Plan, measured: Measured | None = None) -> dict[str, Any]:
+    """The trace as a JSON-ready dictionary in Chrome's trace event format; times in microseconds.
+
+    Args:
+        plan: the plan; it is simulated.
+        measured: a run of this plan, laid beside it.
+
+    Raises:
+        PlanError: the order deadlocks, or the measurement is of another plan.
+    """
+    timeline = simulate(plan)
+    sources = {"planned": planned_boxes(timeline)}
+    if measured is not None:
+        sources["measured"] = measured_boxes(plan, measured)
+    ids = count(1)
+    events = [*_names(sources)]
+    for source, boxes in sources.items():
+        events += [_complete(plan, source, box) for box in boxes]
+        events += _arrows(plan, source, boxes, ids)
+    events += _live_bytes(timeline)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_trace(plan: Plan, path: str | Path, measured: Measured | None = None) -> None:
+    """Write `trace` to a file. Raises as it does."""
+    Path(path).write_text(json.dumps(trace(plan, measured)) + "\n", encoding="utf-8")
+
+
+def _thread(source: str, stream: str) -> int:
+    return _THREADS.index((source, stream))
+
+
+def _names(sources: dict[str, list[Box]]) -> Iterator[Event]:
+    ranks = sorted({box.rank for boxes in sources.values() for box in boxes})
+    for rank in ranks:
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+    used = sorted({(box.rank, _thread(source, box.stream)) for source, boxes in sources.items() for box in boxes})
+    for rank, thread in used:
+        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": " ".join(_THREADS[thread])}}
+        yield {"ph": "M", "pid": rank, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+
+def _complete(plan: Plan, source: str, box: Box) -> Event:
+    action, chunk = box.action, plan.chunks[box.action.chunk]
+    args = {"stage": action.stage, "chunk": action.chunk, "kind": chunk.kind(plan.lengths), "tokens": chunk.num_tokens}
+    if action.op in (Op.B, Op.R):
+        args["recompute_layers"] = plan.recompute_layers[action.stage][action.chunk]
+    return {
+        "ph": "X",
+        "pid": box.rank,
+        "tid": _thread(source, box.stream),
+        "ts": box.start_us,
+        "dur": box.end_us - box.start_us,
+        "name": str(action),
+        "cat": f"{source},{_VERBS.get(action.op, 'message')}",
+        "args": args,
+    }
+
+
+def _arrows(plan: Plan, source: str, boxes: Sequence[Box], ids: Iterator[int]) -> Iterator[Event]:
+    """An arrow per message: from inside the end of its producer to the start of its consumer, on another rank."""
+    needs = deps(plan.chunks, plan.num_stages)
+    by_action = {box.action: box for box in boxes if box.action.op in COMPUTE_OPS}
+    for action, consumer in by_action.items():
+        for needed in needs(action):
+            producer = by_action.get(needed)
+            if producer is None or producer.rank == consumer.rank:
+                continue
+            name = "activation" if action.op is Op.F else "gradient"
+            common = {"id": next(ids), "name": name, "cat": f"{source},message"}
+            inside_us = min(1.0, (producer.end_us - producer.start_us) / 2)
+            thread = _thread(source, COMPUTE)
+            yield {"ph": "s", "pid": producer.rank, "tid": thread, "ts": producer.end_us - inside_us, **common}
+            yield {"ph": "f", "bp": "e", "pid": consumer.rank, "tid": thread, "ts": consumer.start_us, **common}
+
+
+def _live_bytes(timeline: Timeline) -> Iterator[Event]:
+    for rank in range(timeline.plan.num_ranks):
+        for time_us, num_bytes in timeline.live_bytes(rank):
+            yield {"ph": "C", "pid": rank, "ts": time_us, "name": "planned live bytes", "args": {"bytes": num_bytes}}

@@ -1,0 +1,66 @@
+"""Plans made by hand for the tests of reports, small enough to check with pencil and paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_epp.schedule.action import Action, Op
+from megatron_epp.schedule.chunk import Chunk, Segment
+from megatron_epp.schedule.plan import Messages, Plan, Prediction, Step
+from megatron_epp.schedule.simulate import simulate
+
+LAYERS = 4
+
+
+def sliced_plan(num_ranks: int = 2, slices: int = 2, batched: int = 2, recompute: int = 1, tokens: int = 1000) -> Plan:
+    """1F1B over the slices of sequence 0 and then `batched` chunks of two sequences each; the last slice is hybrid.
+
+    A token takes 1 us forward and 2 us backward per stage, and 1024 bytes; `recompute` of 4 layers run their forward again.
+    """
+    lengths = [slices * tokens, *[tokens // 2] * (2 * batched + 1)]
+    segments = [[Segment(0, s * tokens, (s + 1) * tokens)] for s in range(slices)]
+    segments[-1].append(Segment(1, 0, tokens // 2))
+    segments += [[Segment(2 + 2 * b, 0, tokens // 2), Segment(3 + 2 * b, 0, tokens // 2)] for b in range(batched)]
+    chunks = tuple(Chunk(tuple(s)) for s in segments)
+    backward_order = [*reversed(range(slices)), *range(slices, len(chunks))]
+    ranks = []
+    for rank in range(num_ranks):
+        warm = min(num_ranks - rank - 1 + slices, len(chunks))
+        forward, backward = [_forward(rank, c, chunks) for c in range(len(chunks))], []
+        backward = [_backward(rank, c, chunks, recompute) for c in backward_order]
+        order = forward[:warm]
+        for i, step in enumerate(backward):
+            order += [step, *forward[warm + i : warm + i + 1]]
+        ranks.append(tuple(order))
+    message = ((10.0,) * len(chunks),) * (num_ranks - 1)
+    plan = Plan(
+        lengths=tuple(lengths),
+        chunks=chunks,
+        num_layers=(LAYERS,) * num_ranks,
+        placement=tuple(range(num_ranks)),
+        recompute_layers=((recompute,) * len(chunks),) * num_ranks,
+        offload_share=((0.0,) * len(chunks),) * num_ranks,
+        ranks=tuple(ranks),
+        messages=Messages(message, message),
+        static_bytes=(2**20,) * num_ranks,
+        cap_bytes=(2**24,) * num_ranks,
+        predicted=Prediction(0.0, 0.0, (0,) * num_ranks, 0.0),
+    )
+    return predicted(plan)
+
+
+def predicted(plan: Plan) -> Plan:
+    """The plan with the simulator's numbers, and the busiest rank's time as its lower bound."""
+    timeline = simulate(plan)
+    bound = max(timeline.busy_us)
+    return replace(plan, predicted=Prediction(timeline.makespan_us, bound, timeline.peak_bytes, timeline.bubble_fraction))
+
+
+def _forward(stage: int, chunk: int, chunks: tuple[Chunk, ...]) -> Step:
+    tokens = chunks[chunk].num_tokens
+    return Step(Action(Op.F, stage, chunk), float(tokens), 1024 * tokens, 0)
+
+
+def _backward(stage: int, chunk: int, chunks: tuple[Chunk, ...], recompute: int) -> Step:
+    tokens = chunks[chunk].num_tokens
+    return Step(Action(Op.B, stage, chunk), tokens * (2.0 + recompute / LAYERS), 0, 1024 * tokens)
