@@ -21,6 +21,9 @@ class _ChunkAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, layer: int, scale: float) -> Tensor:
         view = context.view
+        q = _compact(q)
+        if not context.cached:
+            k, v = _compact(k), _compact(v)
         seen_k, seen_v = (k, v) if view is None else context.relay.append(layer, view, k, v)
         out, lse = kernels.forward(q, seen_k, seen_v, context.table, scale)
         ctx.save_for_backward(q, out, lse, *(() if context.cached else (seen_k, seen_v)))
@@ -39,6 +42,11 @@ class _ChunkAttention(torch.autograd.Function):
         if view is not None:
             dk, dv = context.relay.take_gradient(ctx.layer, view, dk, dv)
         return dq, dk, dv, None, None, None
+
+
+def _compact(x: Tensor) -> Tensor:
+    """Queries, keys and values are often views of one projection: saving any of them would keep all of it."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.contiguous().clone()
 
 
 def chunk_attention(q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, layer: int, scale: float) -> Tensor:

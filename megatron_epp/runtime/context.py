@@ -12,31 +12,23 @@ from megatron_epp.schedule import Plan
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """One (stage, chunk) of a plan while it runs.
+    """One chunk on one stage while it runs.
 
     Attributes:
-        plan: the plan.
-        stage: the stage.
-        chunk: index of the chunk.
+        chunk: index of the chunk in its plan.
         table: layout of its segments.
         relay: the stage's KV caches.
         view: the chunk's slice of a long sequence, or None when all its sequences are whole.
+        recompute_layers: how many of the stage's layers run their forward again in backward.
+        forward_only: no backward follows.
     """
 
-    plan: Plan
-    stage: int
     chunk: int
     table: SegmentTable
     relay: KVRelay
-    view: SliceView | None
-
-    @property
-    def recompute_layers(self) -> int:
-        return self.plan.recompute_layers[self.stage][self.chunk]
-
-    @property
-    def forward_only(self) -> bool:
-        return self.plan.forward_only
+    view: SliceView | None = None
+    recompute_layers: int = 0
+    forward_only: bool = False
 
     @cached_property
     def cached(self) -> bool:
@@ -63,4 +55,5 @@ def slice_view(plan: Plan, chunk: int) -> SliceView | None:
 def chunk_context(plan: Plan, stage: int, chunk: int, relay: KVRelay) -> ChunkContext:
     """Everything stage `stage` needs to run `chunk`."""
     table = SegmentTable.build(plan.chunks[chunk], plan.padded_tokens(chunk))
-    return ChunkContext(plan, stage, chunk, table, relay, slice_view(plan, chunk))
+    view = slice_view(plan, chunk)
+    return ChunkContext(chunk, table, relay, view, plan.recompute_layers[stage][chunk], plan.forward_only)

@@ -36,12 +36,14 @@ class Links:
         ranks: global ranks of the pipeline, in pipeline order.
         activations: group for messages to later stages.
         gradients: group for messages to earlier stages.
-        control: a CPU group for plan agreement and reports; it never touches the device.
+        reports: a CPU group of the pipeline, for figures; it never touches the device.
+        control: a CPU group of all ranks that must run the same plan.
     """
 
     ranks: tuple[int, ...]
     activations: dist.ProcessGroup
     gradients: dist.ProcessGroup
+    reports: dist.ProcessGroup
     control: dist.ProcessGroup
     _in_flight: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
@@ -57,7 +59,8 @@ class Links:
         def group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
             return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
 
-        return Links(tuple(pipeline_ranks), group(pipeline_ranks), group(pipeline_ranks), group(control_ranks, "gloo"))
+        pipeline = tuple(pipeline_ranks)
+        return Links(pipeline, group(pipeline), group(pipeline), group(pipeline, "gloo"), group(control_ranks, "gloo"))
 
     def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
         """Start sending to pipeline rank `peer`. The tensor's storage is kept until the message has left."""

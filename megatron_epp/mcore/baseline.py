@@ -1,0 +1,100 @@
+"""Megatron's own schedules on the same documents, for comparison on equal terms: `--epp-schedule stock|whole|padded|packed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_epp.data.batch import ChunkArrays, GlobalBatch
+from megatron_epp.mcore import session as sessions
+from megatron_epp.mcore.core_attention import ChunkParams
+from megatron_epp.mcore.loss import token_loss
+from megatron_epp.mcore.report import IterationReport
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.relay import KVRelay
+from megatron_epp.runtime.segments import SegmentTable
+from megatron_epp.schedule import Chunk, Segment
+
+
+def microbatches(lengths: tuple[int, ...], schedule: str, seq_length: int) -> list[Chunk]:
+    """The batch as microbatches of whole documents.
+
+    Args:
+        lengths: tokens of every document.
+        schedule: ``stock``, ``whole`` or ``padded``: one document each; ``packed``: documents together, longest first, each
+            into the first microbatch that has room.
+        seq_length: most tokens of a microbatch.
+    """
+    if schedule != "packed":
+        return [Chunk((Segment(i, 0, n),)) for i, n in enumerate(lengths)]
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            room.append(seq_length)
+        bins[place].append(i)
+        room[place] -= lengths[i]
+    return [Chunk(tuple(Segment(i, 0, lengths[i]) for i in members)) for members in bins]
+
+
+def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap one of Megatron's schedule functions so that it draws documents from our iterators.
+
+    Args:
+        stock: the function Megatron would use.
+    """
+
+    def forward_backward(**call: Any) -> Any:
+        session = sessions.current()
+        args = session.args
+        model = call["model"][0] if isinstance(call["model"], list) else call["model"]
+        config = get_model_config(model)
+        session.attach(model, config)
+        batch = next(call["data_iterator"])
+        chunks = microbatches(batch.lengths, args.epp_schedule, args.seq_length)
+        fixed = args.epp_schedule in ("padded", "packed")
+        multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        # Megatron sets this flag to False whatever the user says, and reads it at every message.
+        config.variable_seq_lengths = not fixed
+        report = IterationReport.begin(session, batch, call["forward_only"])
+        call |= {
+            "forward_step_func": forward_step,
+            "data_iterator": _arrays(batch, chunks, args.seq_length if fixed else multiple),
+            "num_microbatches": len(chunks),
+        }
+        with report.measuring():
+            losses = stock(**call)
+        report.finish(sum(entry["lm loss"] for entry in losses) if losses else None)
+        return losses
+
+    return forward_backward
+
+
+def _arrays(batch: GlobalBatch, chunks: list[Chunk], multiple: int) -> Iterator[tuple[Chunk, ChunkArrays]]:
+    for chunk in chunks:
+        yield chunk, batch.chunk_of(chunk.segments, multiple)
+
+
+def forward_step(
+    data_iterator: Iterator[tuple[Chunk, ChunkArrays]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
+    """One microbatch through this stage, as Megatron's schedules ask for it."""
+    session = sessions.current()
+    assert session.stage is not None
+    chunk, arrays = next(data_iterator)
+    inputs = session.stage.inputs(arrays)
+    if session.args.epp_schedule == "stock":
+        params = None
+    else:
+        table = SegmentTable.build(chunk, arrays.tokens.numel())
+        params = ChunkParams(ChunkContext(0, table, KVRelay()))
+    output = model(**inputs, attention_mask=None, packed_seq_params=params)
+    return output, partial(token_loss, inputs["loss_mask"])

@@ -1,0 +1,82 @@
+"""Core attention for Megatron layers: what a layer spec puts in the place of the stock one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_epp.runtime.attention import chunk_attention
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.schedule import EppError
+
+
+class ChunkParams(PackedSeqParams):
+    """Carries a chunk's context through Megatron's layers.
+
+    Megatron hands `packed_seq_params` untouched from the model's forward to core attention, and the closure of a recomputed
+    layer keeps it, so that the second forward sees the same chunk as the first. The format stays "sbhd": the branches for "thd"
+    are Megatron's own variable-length path, which knows no prefix.
+    """
+
+    def __init__(self, context: ChunkContext) -> None:
+        super().__init__(qkv_format="sbhd", max_seqlen_q=context.table.max_query, max_seqlen_kv=context.table.max_key)
+        self.context = context
+
+
+class RelayAttention(torch.nn.Module):
+    """Causal attention over the segments of a chunk, with earlier slices' keys and values from the relay.
+
+    Takes the place of `DotProductAttention` and of Transformer Engine's. It has no parameters.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if attention_type != "self":
+            raise EppError(f"--epp runs self attention only; layer {layer_number} asks for {attention_type} attention")
+        self.config = config
+        self.layer_number = layer_number
+        channels = config.kv_channels
+        assert channels is not None
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[tokens, 1, query_heads, channels]``.
+            key: ``[tokens, 1, kv_heads, channels]``.
+            value: as `key`.
+            packed_seq_params: a `ChunkParams`.
+
+        Returns:
+            ``[tokens, 1, query_heads * channels]``.
+        """
+        if not isinstance(packed_seq_params, ChunkParams):
+            raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")
+        context = packed_seq_params.context
+        out = chunk_attention(query[:, 0], key[:, 0], value[:, 0], context, self.layer_number, self.scale)
+        return out.reshape(out.shape[0], 1, -1)

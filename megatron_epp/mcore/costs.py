@@ -1,0 +1,134 @@
+"""Costs of the model at hand: formulas for time, the model itself for memory, and on request a measurement of both."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.mcore.probe import measure_bytes, measure_times
+from megatron_epp.mcore.stage import MegatronStage
+from megatron_epp.runtime.links import Links
+from megatron_epp.schedule import EppError
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "epp_costs.json"
+
+
+def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links, rank: int) -> PipelineCosts:
+    """Costs of the whole pipeline, the same on every rank of the run.
+
+    Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run.
+    Times vary, so they are formulas unless `--epp-costs measure` asks otherwise; then they are kept with the checkpoints, and a
+    resumed run plans as the interrupted one did.
+
+    Args:
+        args: Megatron's arguments.
+        stage: this rank's stage.
+        links: of this pipeline.
+        rank: of the stage in the pipeline.
+    """
+    source = _stored(args)
+    if source is not None:
+        return _check(PipelineCosts.from_json(source.read_text()), source, len(links.ranks))
+    layers = _gathered(stage.num_layers, links)
+    base = analytic_costs(model_shape(args), H100 if torch.cuda.is_initialized() else CPU, layers)
+    with _undisturbed(stage):
+        mine = measure_bytes(stage, base.stages[rank])
+        mine = replace(mine, static_bytes=_static_bytes(args, stage))
+        if args.epp_costs == "measure":
+            mine = measure_times(stage, mine)
+    stages = _gathered(mine, links)
+    name = "measured" if args.epp_costs == "measure" else base.name
+    costs = [replace(base, stages=tuple(stages), name=name)]
+    dist.broadcast_object_list(costs, src=0)  # replicas measure too; all take the first one's figures
+    if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
+        os.makedirs(args.save, exist_ok=True)
+        Path(args.save, FILE_NAME).write_text(costs[0].to_json())
+    return costs[0]
+
+
+def model_shape(args: argparse.Namespace) -> ModelShape:
+    """The model's shape from Megatron's arguments."""
+    return ModelShape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        kv_channels=args.kv_channels,
+        vocab_size=args.padded_vocab_size,
+        gated_mlp=args.swiglu,
+        bytes_per_value=2 if args.bf16 or args.fp16 else 4,
+        tensor_parallel=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+    )
+
+
+def _stored(args: argparse.Namespace) -> Path | None:
+    """The file that already holds the costs: the one named, or that of the run being resumed."""
+    if args.epp_costs == "analytic":
+        return None
+    if args.epp_costs == "measure":
+        kept = Path(args.load, FILE_NAME) if args.load else None
+        return kept if kept is not None and kept.exists() else None
+    if not os.path.exists(args.epp_costs):
+        raise EppError(f"--epp-costs {args.epp_costs}: no such file; give analytic, measure or a cost profile")
+    return Path(args.epp_costs)
+
+
+def _check(costs: PipelineCosts, source: Path, num_stages: int) -> PipelineCosts:
+    if len(costs.stages) != num_stages:
+        raise EppError(f"{source} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}; measure again")
+    return costs
+
+
+def _gathered[T](mine: T, links: Links) -> list[T]:
+    """One value per pipeline rank, taken from the first tensor-parallel rank of each, in pipeline order."""
+    pipeline = dist.get_process_group_ranks(links.activations)
+    position = pipeline.index(dist.get_rank())
+    everyone: list[tuple[int, int, T] | None] = [None] * dist.get_world_size(links.control)
+    dist.all_gather_object(everyone, (position, dist.get_rank(), mine), group=links.control)
+    found: dict[int, T] = {}
+    for entry in sorted((e for e in everyone if e is not None), key=lambda e: e[:2]):
+        found.setdefault(entry[0], entry[2])
+    return [found[i] for i in range(len(pipeline))]
+
+
+def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
+    """Weights, fp32 gradients and Adam's state of this rank; what the distributed optimizer shards is divided."""
+    count = sum(p.numel() for p in stage.model.parameters())
+    low_precision = args.bf16 or args.fp16
+    shards = args.data_parallel_size if args.use_distributed_optimizer else 1
+    per_parameter = (2 if low_precision else 4) + 4 + (12 if low_precision else 8) / shards
+    return int(count * per_parameter)
+
+
+@contextmanager
+def _undisturbed(stage: MegatronStage) -> Iterator[None]:
+    """Leave random states and gradients as they were."""
+    cpu, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    no_sync = getattr(stage.model, "no_sync", None)
+    with torch.enable_grad():
+        if no_sync is not None:
+            with no_sync():
+                yield
+        else:
+            yield
+    if hasattr(stage.model, "zero_grad_buffer"):
+        stage.model.zero_grad_buffer()
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+    get_cuda_rng_tracker().set_states(tracked)

@@ -1,0 +1,35 @@
+"""Megatron's language-model loss: summed over tokens, with what its log averages."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args
+from torch import Tensor
+
+
+def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum the losses of the unmasked tokens.
+
+    Args:
+        loss_mask: 1 for tokens that count, any shape.
+        losses: loss per token, as many values.
+
+    Returns:
+        the sum, the number of tokens (int32), and both as the report Megatron averages and logs. A NaN or infinity is handed to
+        Megatron's rerun machine, which ends the run or tries again as `--rerun-mode` says.
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(losses.reshape(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        machine = get_rerun_state_machine()
+        for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            machine.validate_result(
+                result=loss,
+                rejection_func=rejection,
+                message=f"found {name} in the loss of this microbatch",
+                tolerance=0.0,
+                fatal=True,
+            )
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}

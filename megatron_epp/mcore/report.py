@@ -1,0 +1,132 @@
+"""Planned beside measured: what each iteration was predicted to take and what it took."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.mcore.session import Session
+from megatron_epp.report.measured import Event, Measured
+from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.trace import Recorder
+from megatron_epp.schedule import Action, Plan
+from megatron_epp.schedule.serialize import digest, save
+
+logger = logging.getLogger(__name__)
+
+LINES = "iterations.jsonl"
+
+
+@dataclass(slots=True)
+class IterationReport:
+    """Collects one iteration's figures on every rank; the first rank writes them.
+
+    Without `--epp-report-dir` nothing is collected.
+    """
+
+    session: Session
+    batch: GlobalBatch
+    iteration: int
+    recorder: Recorder
+    meter: SavedTensorMeter | None
+    writes: bool
+    start_s: float
+
+    @staticmethod
+    def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
+        """Start an iteration. Evaluation is not reported."""
+        args, stage = session.args, session.stage
+        assert stage is not None
+        if not forward_only:
+            session.iteration += 1
+        writes = args.epp_report_dir is not None and not forward_only
+        meter = None
+        if args.epp_measure_memory and not forward_only:
+            meter = SavedTensorMeter(stage.model.parameters(), lambda: stage.relay.num_bytes)
+        return IterationReport(session, batch, session.iteration, Recorder(enabled=writes), meter, writes, time.perf_counter())
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Around everything that builds or frees graphs."""
+        with self.meter or contextlib.nullcontext():
+            yield
+
+    def finish(self, loss: torch.Tensor | None) -> None:
+        """Gather the ranks' figures, append a line to ``iterations.jsonl``, and write plan and trace where asked for.
+
+        Args:
+            loss: on the last stage ``[sum, tokens]``, None elsewhere.
+        """
+        if not self.writes:
+            return
+        elapsed_us = (time.perf_counter() - self.start_s) * 1e6
+        if loss is not None:
+            loss = loss.detach().clone().double()
+            dist.all_reduce(loss, group=mpu.get_data_parallel_group())
+        mine = {
+            "events": self.recorder.events(),
+            "wait_us": self.recorder.wait_us,
+            "peak": self.meter.peak_bytes if self.meter is not None else None,
+            "loss": None if loss is None else loss.tolist(),
+            "elapsed_us": elapsed_us,
+        }
+        assert self.session.links is not None
+        everyone: list[Any] = [None] * len(self.session.links.ranks)
+        dist.all_gather_object(everyone, mine, group=self.session.links.reports)
+        if dist.get_rank() == 0:
+            self._write(everyone)
+
+    def _write(self, everyone: list[dict[str, Any]]) -> None:
+        args = self.session.args
+        folder = Path(args.epp_report_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        loss_sum, num_tokens = next(entry["loss"] for entry in reversed(everyone) if entry["loss"] is not None)
+        line = {
+            "iteration": self.iteration,
+            "schedule": args.epp_schedule,
+            "loss": loss_sum / max(1.0, num_tokens),
+            "sequences": len(self.batch.lengths),
+            "tokens": sum(self.batch.lengths),
+            "elapsed_us": max(entry["elapsed_us"] for entry in everyone),
+            "peak_activation_bytes": [entry["peak"] for entry in everyone],
+        }
+        if self.batch.plan is not None:
+            measured = _measured(self.batch.plan, everyone)
+            line |= _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
+            if self.iteration == args.epp_trace_iteration:
+                save(self.batch.plan, folder / "plan.json")
+                measured.save(folder / "measured.json")
+                logger.info("wrote plan.json and measured.json of iteration %d to %s", self.iteration, folder)
+        with open(folder / LINES, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(line) + "\n")
+
+
+def _measured(plan: Plan, everyone: list[dict[str, Any]]) -> Measured:
+    ranks = tuple(tuple(Event(Action.parse(text), start, end) for text, start, end in e["events"]) for e in everyone)
+    return Measured(digest(plan), ranks)
+
+
+def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
+    padded = sum(plan.padded_tokens(c) for c in range(len(plan.chunks)))
+    recomputed, layers = sum(map(sum, plan.recompute_layers)), sum(plan.num_layers) * len(plan.chunks)
+    return {
+        "chunks": len(plan.chunks),
+        "makespan_us": {"planned": plan.predicted.makespan_us, "measured": measured.makespan_us},
+        "bubble_fraction": {"planned": plan.predicted.bubble_fraction, "measured": measured.bubble_fraction},
+        "planned_peak_activation_bytes": [
+            peak - static for peak, static in zip(plan.predicted.peak_bytes, plan.static_bytes, strict=True)
+        ],
+        "recompute_share": recomputed / layers if layers else 0.0,
+        "padding_share": 1 - plan.num_tokens / padded,
+    }

@@ -1,0 +1,106 @@
+"""What lasts from iteration to iteration: costs, communicators, the stage, and how plans are made from lengths."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from megatron_epp import planner
+from megatron_epp.cost.stage import PipelineCosts
+from megatron_epp.mcore.costs import pipeline_costs
+from megatron_epp.mcore.stage import MegatronStage
+from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.runtime.links import Links
+from megatron_epp.runtime.watchdog import Watchdog
+from megatron_epp.schedule import EppError, Plan
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """One process's share of an elastic training run.
+
+    Made before the data iterators, which plan in the background with `plan_training` and `plan_evaluation`; those wait until
+    `attach` has seen the model and knows its costs.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.iteration = args.iteration
+        self.watchdog = Watchdog(args.epp_wait_limit_seconds)
+        self.rank = mpu.get_pipeline_model_parallel_rank()
+        self.num_ranks = mpu.get_pipeline_model_parallel_world_size()
+        self.stage: MegatronStage | None = None
+        self.links: Links | None = None
+        self.costs: PipelineCosts | None = None
+        self._costs_known = threading.Event()
+
+    def attach(self, model: torch.nn.Module, config: Any) -> MegatronStage:
+        """Wrap the model and learn its costs, at the first call; later calls return the same stage."""
+        if self.stage is None:
+            last = self.num_ranks - 1
+            self.stage = MegatronStage(
+                model, config, self.rank == 0, self.rank == last, mpu.get_tensor_model_parallel_world_size()
+            )
+            pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+            everyone = dist.get_process_group_ranks(mpu.get_model_parallel_group())
+            self.links = Links.create(pipeline, everyone)
+            if self.args.epp_schedule == "elastic":
+                self.costs = pipeline_costs(self.args, self.stage, self.links, self.rank)
+                self._costs_known.set()
+        return self.stage
+
+    def plan_training(self, lengths: tuple[int, ...]) -> Plan:
+        """The plan for one replica's share of a training batch."""
+        return self._plan(lengths, forward_only=False)
+
+    def plan_evaluation(self, lengths: tuple[int, ...]) -> Plan:
+        """The plan for one replica's share of an evaluation batch."""
+        return self._plan(lengths, forward_only=True)
+
+    def _plan(self, lengths: tuple[int, ...], forward_only: bool) -> Plan:
+        self._costs_known.wait()
+        assert self.costs is not None
+        args = self.args
+        problem = Problem(
+            lengths=lengths,
+            placement=tuple(range(self.num_ranks)),
+            cap_bytes=(self._cap_bytes(),) * self.num_ranks,
+            token_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            forward_only=forward_only,
+        )
+        recompute = args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute)
+        options = Options(
+            chunk_tokens=args.epp_chunk_tokens, slices=args.epp_slices, recompute=recompute, planner=args.epp_planner
+        )
+        return planner.plan(problem, self.costs, options)
+
+    def _cap_bytes(self) -> int:
+        if self.args.epp_memory_cap_gb is not None:
+            return int(self.args.epp_memory_cap_gb * 2**30)
+        if torch.cuda.is_initialized():
+            return int(0.9 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+        return UNLIMITED_BYTES
+
+
+_session: Session | None = None
+
+
+def start(args: argparse.Namespace) -> Session:
+    """Make the process's session (again)."""
+    global _session
+    _session = Session(args)
+    return _session
+
+
+def current() -> Session:
+    """The process's session. Raises `EppError` when `start` was not called."""
+    if _session is None:
+        raise EppError("no elastic run was started: train through megatron.training.pretrain with --epp")
+    return _session

@@ -1,0 +1,135 @@
+"""A Megatron model as a pipeline stage: how the executor runs forward and backward of a chunk on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_epp.data.batch import ChunkArrays
+from megatron_epp.mcore.core_attention import ChunkParams
+from megatron_epp.mcore.loss import token_loss
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.relay import KVRelay
+
+
+class MegatronStage:
+    """One model chunk of this rank. Implements `runtime.executor.Stage`.
+
+    Args:
+        model: the model chunk as Megatron built and wrapped it.
+        config: its `TransformerConfig`.
+        is_first: holds the embedding.
+        is_last: computes the loss.
+        tp_size: tensor-parallel ranks.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: Any, is_first: bool, is_last: bool, tp_size: int) -> None:
+        self.model, self.config, self.is_first, self.is_last = model, config, is_first, is_last
+        self.relay = KVRelay()
+        self.loss_report: Tensor | None = None
+        self.total_tokens: Tensor | None = None
+        self._arrays: Callable[[int], ChunkArrays] | None = None
+        self._on_last_backward: Callable[[], None] = lambda: None
+        self._is_first_chunk = True
+        self._sequence_shards = tp_size if config.sequence_parallel else 1
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        """The block of transformer layers."""
+        return get_attr_wrapped_model(self.model, "decoder")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    def begin(self, arrays: Callable[[int], ChunkArrays], on_last_backward: Callable[[], None]) -> None:
+        """Start an iteration.
+
+        Args:
+            arrays: tokens, labels, mask and positions of a chunk.
+            on_last_backward: called ahead of the last backward.
+        """
+        self._arrays, self._on_last_backward = arrays, on_last_backward
+        self.loss_report, self.total_tokens, self._is_first_chunk = None, None, True
+
+    def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
+        """Run a chunk: hidden states ``[tokens / shards, 1, hidden]``, or the summed loss on the last stage."""
+        assert self._arrays is not None
+        arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
+        if self._is_first_chunk:
+            self._is_first_chunk = False
+            get_attr_wrapped_model(self.model, "set_is_first_microbatch")()
+        get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
+        inputs = self.inputs(arrays)
+        with self._recomputing(context.recompute_layers), self._autocast():
+            output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
+        if not self.is_last:
+            return output
+        return self._loss(output, inputs["loss_mask"])
+
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
+        """Differentiate a chunk's output."""
+        if grad is None and self.config.grad_scale_func is not None:
+            output = self.config.grad_scale_func(output)
+        if self.config.deallocate_pipeline_outputs and grad is not None:
+            custom_backward(output, grad)
+        else:
+            torch.autograd.backward(output, grad)
+
+    def before_last_backward(self) -> None:
+        self._on_last_backward()
+
+    def release_output(self, output: Tensor) -> None:
+        deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """Shape, dtype and device of a chunk's hidden states."""
+        shape = (num_tokens // self._sequence_shards, 1, self.config.hidden_size)
+        return shape, self.config.pipeline_dtype or torch.float32, self._device
+
+    def inputs(self, arrays: ChunkArrays | None) -> dict[str, Tensor | None]:
+        """A chunk's arrays as the model takes them, ``[1, tokens]`` on the device; None where this stage needs none."""
+        if arrays is None:
+            return {"input_ids": None, "position_ids": None, "labels": None, "loss_mask": None}
+
+        def row(x: Tensor) -> Tensor:
+            return x.to(self._device, non_blocking=True).unsqueeze(0)
+
+        return {
+            "input_ids": row(arrays.tokens),
+            "position_ids": row(arrays.position_ids),
+            "labels": row(arrays.labels) if self.is_last else None,
+            "loss_mask": row(arrays.loss_mask) if self.is_last else None,
+        }
+
+    def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:
+        loss, num_tokens, report = token_loss(loss_mask, losses)
+        values = report["lm loss"]
+        self.loss_report = values if self.loss_report is None else self.loss_report + values
+        self.total_tokens = num_tokens if self.total_tokens is None else self.total_tokens + num_tokens
+        return loss
+
+    @contextmanager
+    def _recomputing(self, num_layers: int) -> Iterator[None]:
+        """Let the first layers recompute. Megatron reads these fields at every forward; backward needs them no more."""
+        config = self.config
+        before = config.recompute_granularity, config.recompute_method, config.recompute_num_layers
+        if num_layers > 0:
+            config.recompute_granularity, config.recompute_method = "full", "block"
+            config.recompute_num_layers = num_layers
+        try:
+            yield
+        finally:
+            config.recompute_granularity, config.recompute_method, config.recompute_num_layers = before
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.enable_autocast:
+            return torch.autocast("cuda", dtype=self.config.autocast_dtype)
+        return torch.autocast("cpu", enabled=False)
