@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_epp.mcore import patching
 from megatron_epp.mcore.patching import Patch
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,10 @@ _active = False
 
 
 def activate() -> bool:
-    """Turn the stand-ins on if this machine has no GPU; True when they are on. Call before megatron is imported."""
+    """Turn torch's stand-ins on if this machine has no GPU; True when they are on.
+
+    Call it before megatron is imported, and apply `patches()` afterwards.
+    """
     global _active
     if torch.cuda.is_available():
         return False
@@ -31,7 +33,6 @@ def activate() -> bool:
         _stand_in_for_torch_cuda()
         _stand_in_for_device_arguments()
         _stand_in_for_compilation()
-        patching.apply(_patches(), level=logging.DEBUG)
         _active = True
         if os.environ.get("RANK", "0") == "0":
             logger.warning("no GPU found: Megatron runs on the CPU with gloo (slow; for development and tests)")
@@ -168,7 +169,9 @@ def _stand_in_for_compilation() -> None:
 # ---- inside megatron -------------------------------------------------------------------------------------------------
 
 
-def _patches() -> tuple[Patch, ...]:
+@functools.cache
+def patches() -> tuple[Patch, ...]:
+    """What has to be replaced in Megatron itself; apply it after `activate`, and only where that returned True."""
     nowhere = _nothing()
     return (
         Patch(

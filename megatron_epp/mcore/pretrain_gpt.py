@@ -1,128 +1,18 @@
-"""Pretrain a GPT with Megatron's own training loop: `torchrun ... -m megatron_epp.mcore.pretrain_gpt <megatron flags>`."""
+"""Pretrain a GPT with Megatron's own training loop: `torchrun ... -m megatron_epp.mcore.pretrain_gpt <flags>`.
+
+Checkpoint writers start helper processes that import this module again, so it imports nothing slow by itself.
+"""
 
 from megatron_epp.mcore import entry
 
-entry.prepare()  # before megatron is imported
-
-import argparse  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
-from functools import partial  # noqa: E402
-from typing import Any  # noqa: E402
-
-import torch  # noqa: E402
-from megatron.core import mpu  # noqa: E402
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank  # noqa: E402
-from megatron.training import get_args, get_timers, training  # noqa: E402
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args  # noqa: E402
-from megatron.training.arguments import parse_and_validate_args  # noqa: E402
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage  # noqa: E402
-
-Batch = dict[str, torch.Tensor | None]
-
-
-def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Megatron's GPT datasets (train, valid, test): documents concatenated and cut every `--seq-length` tokens."""
-    args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        path_to_cache=args.data_cache_path,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-    )
-
-    def wanted_here() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
-
-    dataset = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(dataset, num_samples, wanted_here, config).build()
-
-
-build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank
-
-
-def read_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
-    """One micro-batch on this tensor-parallel rank; all values None on stages that need no tokens."""
-    args = get_args()
-    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(names)
-    tp_rank = mpu.get_tensor_model_parallel_rank()
-    batch: Batch = {}
-    if tp_rank == 0:
-        assert data_iterator is not None
-        loaded = next(data_iterator)
-        batch = {name: loaded[name].cuda(non_blocking=True) if loaded.get(name) is not None else None for name in names}
-    return get_batch_on_this_tp_rank(
-        batch,
-        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
-        broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        cp_size=args.context_parallel_size,
-        tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=False,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
-    )
-
-
-def token_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss summed over the unmasked tokens, their number, and both as the report Megatron averages and logs."""
-    mask = loss_mask.view(-1).float()
-    loss = torch.sum(losses.view(-1).float() * mask)
-    num_tokens = mask.sum().detach().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
-        machine = get_rerun_state_machine()
-        for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            machine.validate_result(
-                result=loss,
-                rejection_func=rejection,
-                message=f"found {name} in the loss of this micro-batch",
-                tolerance=0.0,
-                fatal=True,
-            )
-    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
-
-
-def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """One forward of this stage; Megatron calls the returned loss function on the last stage."""
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
-    batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
-    timers("batch-generator").stop()
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-    )
-    return output, partial(token_loss, batch["loss_mask"])
-
 
 def main() -> None:
-    args: argparse.Namespace = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    training.pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    """Train with the flags of this process's command line."""
+    with entry.errors_in_one_line():
+        entry.prepare()
+        from megatron_epp.mcore import gpt
+
+        gpt.pretrain()
 
 
 if __name__ == "__main__":

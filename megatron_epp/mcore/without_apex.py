@@ -25,6 +25,7 @@ _KERNELS = (
 )
 
 
+@functools.cache
 def patches() -> tuple[Patch, ...]:
     """The patches this environment needs; none where Apex is installed with its extensions."""
     missing = [argument for module, argument in _KERNELS if importlib.util.find_spec(module) is None]
@@ -52,7 +53,9 @@ def patches() -> tuple[Patch, ...]:
         needed += [
             Patch(f"{optimizer}.state_dict", _with_initial_state, "a new torch optimizer has no step to read", wraps=True),
             Patch(f"{optimizer}.load_state_dict", _with_own_steps, "torch counts the steps of each parameter", wraps=True),
-            Patch(f"{optimizer}._set_main_param_and_optimizer_states", _leaving_the_step, "the moments carry no step", wraps=True),
+            Patch(
+                f"{optimizer}._set_main_param_and_optimizer_states", _leaving_the_step, "the moments carry no step", wraps=True
+            ),
         ]
     return tuple(needed)
 
