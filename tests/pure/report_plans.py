@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_epp.report.measured import Event, Measured
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.chunk import Chunk, Segment
 from megatron_epp.schedule.plan import Messages, Plan, Prediction, Step
+from megatron_epp.schedule.serialize import digest
 from megatron_epp.schedule.simulate import simulate
 
 LAYERS = 4
@@ -64,3 +66,24 @@ def _forward(stage: int, chunk: int, chunks: tuple[Chunk, ...]) -> Step:
 def _backward(stage: int, chunk: int, chunks: tuple[Chunk, ...], recompute: int) -> Step:
     tokens = chunks[chunk].num_tokens
     return Step(Action(Op.B, stage, chunk), tokens * (2.0 + recompute / LAYERS), 0, 1024 * tokens)
+
+
+def with_offload(plan: Plan, chunk: int) -> Plan:
+    """The plan, with all of a chunk's bytes on rank 0 offloaded after its forward and loaded before its backward."""
+    num_bytes = 1024 * plan.chunks[chunk].num_tokens
+    copies = (Step(Action(Op.O, 0, chunk), 50.0, 0, num_bytes), Step(Action(Op.L, 0, chunk), 50.0, num_bytes, 0))
+    return predicted(replace(plan, copies=(copies, *((),) * (plan.num_ranks - 1))))
+
+
+def measured_run(plan: Plan, slowdown: float = 1.25) -> Measured:
+    """A run of the plan in which every compute action took `slowdown` times what was planned."""
+    slow = replace(plan, ranks=tuple(tuple(s._replace(time_us=s.time_us * slowdown) for s in steps) for steps in plan.ranks))
+    timeline = simulate(slow)
+    events = [
+        tuple(
+            Event(step.action, *times)
+            for step, *times in zip(steps, timeline.start_us[rank], timeline.end_us[rank], strict=True)
+        )
+        for rank, steps in enumerate(plan.ranks)
+    ]
+    return Measured(digest(plan), tuple(events))

@@ -1,0 +1,133 @@
+"""Gantt pictures, looked at through matplotlib's objects."""
+
+import sys
+from dataclasses import replace
+
+import matplotlib.colors
+import numpy as np
+import pytest
+from report_plans import measured_run, sliced_plan, with_offload
+
+from megatron_epp.report.gantt import gantt, save_gantt
+from megatron_epp.report.palette import COLOURS, Shades, text_colour, tint
+from megatron_epp.schedule.action import Action, Op
+from megatron_epp.schedule.errors import EppError
+from megatron_epp.schedule.simulate import simulate
+
+
+def bars(axis, label):
+    """Start and end in ms of every bar of the collection, and their colours."""
+    found = [c for c in axis.collections if c.get_label() == f"_{label}"]
+    assert len(found) == 1
+    spans = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in found[0].get_paths()]
+    return np.array(spans), found[0].get_facecolor()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_every_action_is_a_bar_at_the_simulators_time(num_ranks):
+    plan = sliced_plan(num_ranks=num_ranks, slices=3, batched=4)
+    timeline = simulate(plan)
+    axis = gantt(plan).axes[0]
+    for rank in range(num_ranks):
+        spans, _ = bars(axis, f"rank {rank} compute")
+        expected = np.array([timeline.start_us[rank], timeline.end_us[rank]]).T / 1e3
+        np.testing.assert_allclose(spans, expected)
+    assert [label.get_text() for label in axis.get_yticklabels()] == [f"rank {rank}" for rank in range(num_ranks)]
+
+
+def test_the_title_tells_makespan_and_bubble():
+    plan = sliced_plan()
+    title = gantt(plan).axes[0].get_title(loc="left")
+    assert f"{plan.predicted.makespan_us / 1e3:.2f} ms" in title
+    assert f"{plan.predicted.bubble_fraction:.1%}" in title
+
+
+def test_a_run_is_drawn_below_the_plan_on_the_same_time_axis():
+    plan = sliced_plan()
+    measured = measured_run(plan, slowdown=2.0)
+    planned_axis, measured_axis, memory_axis = gantt(plan, measured).axes
+    spans, _ = bars(measured_axis, "rank 1 compute")
+    np.testing.assert_allclose(spans, np.array([event[1:] for event in measured.ranks[1]]) / 1e3)
+    assert planned_axis.get_title(loc="left").startswith("planned")
+    assert measured_axis.get_title(loc="left").startswith("measured")
+    assert planned_axis.get_xlim() == measured_axis.get_xlim() == memory_axis.get_xlim() == (0.0, measured.makespan_us / 1e3)
+
+
+def test_recompute_is_the_front_of_its_backward():
+    plan = sliced_plan(recompute=2)
+    axis = gantt(plan).axes[0]
+    strips, colours = bars(axis, "rank 0 recompute")
+    backwards = [i for i, step in enumerate(plan.ranks[0]) if step.action.op is Op.B]
+    spans, _ = bars(axis, "rank 0 compute")
+    np.testing.assert_allclose(strips[:, 0], spans[backwards, 0])
+    np.testing.assert_allclose(
+        strips[:, 1] - strips[:, 0], [plan.chunks[plan.ranks[0][i].action.chunk].num_tokens * 0.5e-3 for i in backwards]
+    )
+    assert {matplotlib.colors.to_hex(c).upper() for c in colours} == {COLOURS[Op.R]}
+
+
+def test_without_recompute_there_are_no_such_fronts():
+    axis = gantt(sliced_plan(recompute=0)).axes[0]
+    assert len(bars(axis, "rank 0 recompute")[0]) == 0
+
+
+def test_operations_differ_in_hue_and_slices_are_darker_than_whole_sequences():
+    plan = sliced_plan(slices=2, batched=2)
+    shades = Shades(plan)
+    sliced, whole = Action(Op.F, 0, 0), Action(Op.F, 0, 2)
+    assert shades.colour(sliced) == COLOURS[Op.F]
+    assert sum(bytes.fromhex(shades.colour(whole)[1:])) > sum(bytes.fromhex(shades.colour(sliced)[1:]))
+    assert shades.colour(Action(Op.B, 0, 0)) != shades.colour(sliced)
+    assert any("sequence 0 (2,000 tokens)" in meaning for _, meaning in shades.legend())
+
+
+def test_tint_mixes_with_white_and_text_stays_readable():
+    assert tint("#0072B2", 1.0) == "#0072B2"
+    assert tint("#0072B2", 0.0) == "#FFFFFF"
+    assert text_colour("#FFFFFF") == "black"
+    assert text_colour("#0072B2") == "white"
+
+
+def test_chunk_numbers_stand_in_boxes_that_are_wide_enough():
+    few, many = sliced_plan(slices=2, batched=2), sliced_plan(num_ranks=4, slices=40, batched=160)
+    labels = [text.get_text() for text in gantt(few).axes[0].texts]
+    assert sorted(labels) == sorted(str(step.action.chunk) for steps in few.ranks for step in steps)
+    assert len(gantt(many).axes[0].texts) < sum(len(steps) for steps in many.ranks) / 10
+
+
+def test_memory_is_drawn_against_the_cap():
+    plan = sliced_plan(num_ranks=3)
+    axis = gantt(plan).axes[-1]
+    heights = {line.get_label(): max(line.get_ydata()) for line in axis.lines}
+    unit = 2**20
+    assert [heights[f"_rank {r}"] for r in range(3)] == pytest.approx([peak / unit for peak in simulate(plan).peak_bytes])
+    assert heights["_cap"] == plan.cap_bytes[0] / unit
+    assert len(gantt(plan, memory=False).axes) == 1
+
+
+def test_a_cap_far_above_is_told_instead_of_drawn():
+    plan = replace(sliced_plan(), cap_bytes=(2**40,) * 2)
+    axis = gantt(plan).axes[-1]
+    assert "_cap" not in {line.get_label() for line in axis.lines}
+    assert "1024.00 GiB" in axis.get_title(loc="left")
+
+
+def test_copies_get_a_lane_of_their_own():
+    plan = with_offload(sliced_plan(), chunk=0)
+    timeline = simulate(plan)
+    spans, _ = bars(gantt(plan).axes[0], "rank 0 copy")
+    np.testing.assert_allclose(spans, np.array([timeline.copy_start_us[0], timeline.copy_end_us[0]]).T / 1e3)
+
+
+def test_the_picture_is_a_png(tmp_path):
+    plan = sliced_plan()
+    save_gantt(plan, tmp_path / "plan.png", measured_run(plan))
+    data = (tmp_path / "plan.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(data) > 10_000
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(EppError, match=r"megatron-epp\[viz\]"):
+        gantt(sliced_plan())

@@ -1,0 +1,115 @@
+"""Plans as text and in tables."""
+
+from dataclasses import replace
+
+import pytest
+from report_plans import measured_run, predicted, sliced_plan
+
+from megatron_epp.report.compare import against, comparison
+from megatron_epp.report.facts import bubble_fraction, recompute_in_backward, recompute_share
+from megatron_epp.report.table import clip, format_bytes, format_cap, format_us
+from megatron_epp.report.text import summary
+from megatron_epp.schedule.action import Action
+from megatron_epp.schedule.serialize import digest
+
+SMALL = """\
+6 sequences of 500 to 2,000 tokens, 4,500 in all, in 4 chunks (1 split, 1 hybrid, 2 batched)
+makespan 19.54 ms (33.6% above the lower bound), bubble 25.2%, recompute 25.0%, peak 4.42 MiB of 16.00 MiB
+
+chunk  kind     tokens  segments
+    0  split     1,000  0[0:1000]
+    1  hybrid    1,500  0[1000:2000] 1
+    2  batched   1,000  2 3
+    3  batched   1,000  4 5
+
+rank  stages      busy  bubble  peak MiB        cap  recompute layers
+   0       0  14.62 ms   25.2%      4.42  16.00 MiB              4/16
+   1       1  14.62 ms   25.2%      3.44  16.00 MiB              4/16
+
+rank 0 | 0F0 0F1 0F2 0B1 0F3 0B0 0B2 0B3
+rank 1 | 1F0 1F1 1B1 1F2 1B0 1F3 1B2 1B3"""
+
+
+def test_a_small_plan_prints_whole():
+    plan = sliced_plan()
+    first, rest = summary(plan).split("\n", 1)
+    assert first == f"plan {digest(plan)[:12]}: planner greedy, costs analytic, 2 stages on 2 ranks, 8 layers"
+    assert rest == SMALL
+
+
+def test_a_long_plan_is_cut_to_the_width_and_to_a_few_chunks():
+    plan = sliced_plan(num_ranks=4, slices=20, batched=80)
+    lines = summary(plan, width=80, max_chunks=5).splitlines()
+    grid = [line for line in lines if line.startswith("rank ") and "|" in line]
+    assert len(grid) == 4
+    assert all(len(line) == 80 and line.endswith("…") for line in grid)
+    assert "  ... and 95 more chunks" in lines
+
+
+def test_without_limits_everything_is_printed():
+    plan = sliced_plan(num_ranks=4, slices=20, batched=80)
+    text = summary(plan, width=None, max_chunks=None)
+    assert "…" not in text
+    assert all(str(step.action) in text.split() for steps in plan.ranks for step in steps)
+
+
+def test_the_planners_notes_are_printed():
+    assert "note: dropped nothing" in summary(replace(sliced_plan(), notes=("dropped nothing",)))
+
+
+def test_recompute_counts_layers_and_tokens():
+    plan = sliced_plan(recompute=1)
+    row = plan.recompute_layers
+    uneven = predicted(replace(plan, recompute_layers=((4, 0, 0, 0), row[1])))
+    tokens = [chunk.num_tokens for chunk in plan.chunks]
+    assert recompute_share(uneven) == pytest.approx((4 * tokens[0] + sum(tokens)) / (8 * sum(tokens)))
+    assert recompute_in_backward(plan)[Action.parse("0B0")] == pytest.approx(0.25 / 2.25)
+
+
+def test_bubbles_of_the_ranks_average_to_the_plans():
+    plan = sliced_plan(num_ranks=4, batched=5)
+    shares = [bubble_fraction(plan, rank) for rank in range(4)]
+    assert sum(shares) / 4 == pytest.approx(plan.predicted.bubble_fraction)
+
+
+def test_plans_compare_in_one_table_with_the_best_at_one():
+    lean, full = sliced_plan(recompute=0), sliced_plan(recompute=4)
+    lines = comparison([("lean", lean), ("full", full)]).splitlines()
+    ratio = full.predicted.makespan_us / lean.predicted.makespan_us
+    assert lines[0].split() == ["plan", "makespan", "x", "best", "bubble", "peak", "cap", "recompute", "chunks"]
+    assert lines[1].split()[:5] == [
+        "lean",
+        f"{lean.predicted.makespan_us / 1e3:.2f}",
+        "ms",
+        "1.000",
+        f"{lean.predicted.bubble_fraction:.1%}",
+    ]
+    assert lines[2].split()[3] == f"{ratio:.3f}"
+    assert lines[1].split()[-2:] == ["0.0%", "4"]
+    assert lines[2].split()[-2:] == ["100.0%", "4"]
+
+
+def test_a_run_twice_as_slow_shows_as_such():
+    plan = sliced_plan(num_ranks=1)
+    rows = {line.split("  ")[0]: line.split()[-1] for line in against(plan, measured_run(plan, slowdown=2.0)).splitlines()}
+    assert rows["makespan"] == rows["all F"] == rows["all B"] == "2.000"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (format_bytes(0), "0.00 B"),
+        (format_bytes(1536), "1.50 KiB"),
+        (format_bytes(80 * 2**30), "80.00 GiB"),
+        (format_cap(2**62), "unlimited"),
+        (format_cap(80 * 2**30), "80.00 GiB"),
+        (format_us(812.5), "812.5 us"),
+        (format_us(12345.6), "12.35 ms"),
+        (format_us(3.21e6), "3.210 s"),
+        (clip("abcdef", 4), "abc…"),
+        (clip("abcd", 4), "abcd"),
+        (clip("abcdef", None), "abcdef"),
+    ],
+)
+def test_numbers_read_well(text, expected):
+    assert text == expected
