@@ -1,0 +1,32 @@
+"""From the lengths of a batch to a plan."""
+
+from __future__ import annotations
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.assemble import Decisions, assemble
+from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem, validate
+from megatron_epp.planner.search import PLANNERS
+from megatron_epp.schedule import Plan, PlanError
+
+__all__ = ["PLANNERS", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "plan"]
+
+
+def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan:  # noqa: B008 - frozen
+    """Plan one iteration. Equal arguments give equal plans, in every process.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: what the user fixed.
+
+    Returns:
+        A plan that `check` finds nothing wrong with, with the simulator's predictions.
+
+    Raises:
+        InfeasibleError: nothing fits the caps; the message names the smallest cap that would do and the flags to change.
+        PlanError: the arguments make no sense, or (a bug) the plan does not pass `check`.
+    """
+    if options.planner not in PLANNERS:
+        raise PlanError(f"no planner {options.planner!r}; there are {', '.join(sorted(PLANNERS))} (--epp-planner)")
+    validate(problem, costs, options)
+    return assemble(problem, costs, options, PLANNERS[options.planner](problem, costs, options))

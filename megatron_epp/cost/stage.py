@@ -1,0 +1,189 @@
+"""The cost model a planner reads: straight lines in tokens and attention pairs for time, bytes per token for memory.
+
+The form is InfiniPipe's (section III): attention costs per pair, everything else per token, and every pass has a fixed part.
+Coefficients come from `analytic_costs` or from measurement; either way they are these dataclasses.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_epp.cost.work import ChunkWork, IntColumn
+from megatron_epp.schedule import EppError
+
+SCHEMA = "megatron-epp/costs"
+VERSION = 1
+
+TimeColumn = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Time of one pass: ``fixed_us + per_token_us * tokens + per_pair_us * pairs``."""
+
+    fixed_us: float = 0.0
+    per_token_us: float = 0.0
+    per_pair_us: float = 0.0
+
+    @overload
+    def time_us(self, tokens: float, pairs: float) -> float: ...
+    @overload
+    def time_us(self, tokens: IntColumn, pairs: IntColumn) -> TimeColumn: ...
+    def time_us(self, tokens: Any, pairs: Any) -> Any:
+        """Time in microseconds.
+
+        Args:
+            tokens: padded tokens, a number or a column.
+            pairs: causal query-key pairs, of the same shape.
+        """
+        return self.fixed_us + self.per_token_us * tokens + self.per_pair_us * pairs
+
+    def scaled(self, factor: float) -> Line:
+        return Line(self.fixed_us * factor, self.per_token_us * factor, self.per_pair_us * factor)
+
+    def __add__(self, other: Line) -> Line:
+        return Line(
+            self.fixed_us + other.fixed_us, self.per_token_us + other.per_token_us, self.per_pair_us + other.per_pair_us
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """Time and memory of one pipeline stage.
+
+    Attributes:
+        num_layers: transformer layers of the stage.
+        forward: one layer's forward; recomputing a layer costs the same.
+        backward: one layer's backward, weight gradient included, recompute not.
+        extra_forward: what the stage does besides its layers: embedding, or final norm, logits and loss.
+        extra_backward: the same, backward.
+        layer_bytes_per_token: kept from forward to backward by a layer that does not recompute, its K and V included.
+        recomputed_layer_bytes_per_token: kept by a layer that does: its input.
+        extra_bytes_per_token: kept by the stage whatever its layers do: embedding output or received input, logits, loss.
+        kv_bytes_per_token: K and V of one layer.
+        static_bytes: weights, gradients, optimizer state.
+    """
+
+    num_layers: int
+    forward: Line
+    backward: Line
+    extra_forward: Line = Line()
+    extra_backward: Line = Line()
+    layer_bytes_per_token: float
+    recomputed_layer_bytes_per_token: float
+    extra_bytes_per_token: float = 0.0
+    kv_bytes_per_token: float
+    static_bytes: int = 0
+
+    @property
+    def stage_forward(self) -> Line:
+        """All the stage does in a forward."""
+        return self.forward.scaled(self.num_layers) + self.extra_forward
+
+    @property
+    def stage_backward(self) -> Line:
+        """All the stage does in a backward without recompute."""
+        return self.backward.scaled(self.num_layers) + self.extra_backward
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCosts:
+    """Costs of every stage and of the messages between them. Implements `megatron_epp.cost.protocol.Costs`.
+
+    Attributes:
+        name: of the profile; the plan records it.
+        stages: one entry per stage, first to last.
+        hidden_bytes_per_token: what a message carries per padded token.
+        message_latency_us: fixed time of a message.
+        message_us_per_byte: time per byte.
+    """
+
+    name: str
+    stages: tuple[StageCosts, ...]
+    hidden_bytes_per_token: float
+    message_latency_us: float = 0.0
+    message_us_per_byte: float = 0.0
+
+    @property
+    def num_layers(self) -> tuple[int, ...]:
+        return tuple(stage.num_layers for stage in self.stages)
+
+    def forward_line(self, stage: int) -> Line:
+        return self.stages[stage].stage_forward
+
+    def backward_line(self, stage: int) -> Line:
+        return self.stages[stage].stage_backward
+
+    def forward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
+        return self.stages[stage].stage_forward.time_us(work.tokens, work.pairs)
+
+    def backward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
+        return self.stages[stage].stage_backward.time_us(work.tokens, work.pairs)
+
+    def recompute_us(self, stage: int, work: ChunkWork, layers: int) -> TimeColumn:
+        return layers * self.stages[stage].forward.time_us(work.tokens, work.pairs)
+
+    def activation_bytes(self, stage: int, work: ChunkWork, recompute_layers: int) -> IntColumn:
+        """Kept from forward to backward, the cache of a sliced sequence's keys and values apart."""
+        costs = self.stages[stage]
+        plain = costs.layer_bytes_per_token - np.where(work.sliced, costs.kv_bytes_per_token, 0.0)
+        per_token = (
+            (costs.num_layers - recompute_layers) * plain
+            + recompute_layers * costs.recomputed_layer_bytes_per_token
+            + costs.extra_bytes_per_token
+        )
+        return _whole_bytes(per_token * work.tokens)
+
+    def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Keys and values of the whole sequence a chunk holds a slice of, all layers. Their gradient takes the same again."""
+        costs = self.stages[stage]
+        return _whole_bytes(costs.num_layers * costs.kv_bytes_per_token * work.cache_tokens)
+
+    def workspace_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """What a backward that recomputes holds beside what was kept: one layer's activations."""
+        return _whole_bytes(self.stages[stage].layer_bytes_per_token * work.tokens)
+
+    def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """What a forward without backward (evaluation) holds while it runs: one layer's activations and the stage's extras."""
+        costs = self.stages[stage]
+        return _whole_bytes((costs.layer_bytes_per_token + costs.extra_bytes_per_token) * work.tokens)
+
+    def static_bytes(self, stage: int) -> int:
+        return self.stages[stage].static_bytes
+
+    def message_us(self, work: ChunkWork) -> TimeColumn:
+        """Time of the message that carries a chunk's activation, or its gradient, between neighbouring stages."""
+        return self.message_latency_us + self.message_us_per_byte * self.hidden_bytes_per_token * work.tokens
+
+    def to_json(self) -> str:
+        """Canonical JSON; `from_json` gives an equal object."""
+        body = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
+        return json.dumps(body, sort_keys=True, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> PipelineCosts:
+        """Read `to_json`. Raises `EppError` when the text is something else."""
+        try:
+            body = json.loads(text)
+            if (body["schema"], body["version"]) != (SCHEMA, VERSION):
+                raise EppError(f"cost profile is {body['schema']!r} version {body['version']}; this reads {SCHEMA!r} {VERSION}")
+            known = {field.name: body[field.name] for field in fields(PipelineCosts)}
+            return PipelineCosts(**known | {"stages": tuple(_stage_from(stage) for stage in body["stages"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise EppError(
+                f"not a cost profile ({type(error).__name__}: {error}); write one with `megatron-epp profile`"
+            ) from error
+
+
+def _stage_from(body: dict[str, Any]) -> StageCosts:
+    lines = {name: Line(**body[name]) for name in ("forward", "backward", "extra_forward", "extra_backward")}
+    return StageCosts(**body | lines)
+
+
+def _whole_bytes(amount: TimeColumn) -> IntColumn:
+    return np.ceil(amount).astype(np.int64)

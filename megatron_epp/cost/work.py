@@ -1,0 +1,68 @@
+"""What a chunk asks of a stage: tokens, query-key pairs, and where it stands in a sliced sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_epp.schedule import Chunk
+from megatron_epp.schedule.chunk import slice_neighbours
+
+IntColumn = NDArray[np.int64]
+BoolColumn = NDArray[np.bool_]
+
+
+def causal_pairs(start: int, end: int) -> int:
+    """Query-key pairs of tokens ``[start, end)`` that attend to every earlier token of their sequence and to themselves."""
+    return (end * (end + 1) - start * (start + 1)) // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkWork:
+    """The work of the chunks of a table, as columns with one entry per chunk.
+
+    Attributes:
+        tokens: after padding.
+        pairs: causal query-key pairs; padding attends to nothing.
+        sliced: the chunk holds a slice of a longer sequence (split and hybrid chunks).
+        first: it holds the first slice, whose forward allocates the sequence's keys and values.
+        last: it holds the last slice, whose backward allocates their gradient.
+        cache_tokens: tokens of that sequence's key and value cache: all padded tokens of its chunks, so the short sequences
+            that ride with the tail are included. Zero where nothing is sliced.
+    """
+
+    tokens: IntColumn
+    pairs: IntColumn
+    sliced: BoolColumn
+    first: BoolColumn
+    last: BoolColumn
+    cache_tokens: IntColumn
+
+
+def work_of(chunks: Sequence[Chunk], lengths: Sequence[int], token_multiple: int = 1) -> ChunkWork:
+    """Derive the work of every chunk.
+
+    Args:
+        chunks: the chunk table.
+        lengths: tokens of every sequence of the batch.
+        token_multiple: chunks are padded to a multiple of this.
+    """
+    tokens = [chunk.padded_tokens(token_multiple) for chunk in chunks]
+    pairs = [sum(causal_pairs(start, end) for _, start, end in chunk.segments) for chunk in chunks]
+    slices = [chunk.slice_of(lengths) for chunk in chunks]
+    neighbours = slice_neighbours(chunks)
+    cache_of: dict[int, int] = {}
+    for own, part in zip(tokens, slices, strict=True):
+        if part is not None:
+            cache_of[part.sequence] = cache_of.get(part.sequence, 0) + own
+    return ChunkWork(
+        tokens=np.array(tokens, dtype=np.int64),
+        pairs=np.array(pairs, dtype=np.int64),
+        sliced=np.array([part is not None for part in slices], dtype=np.bool_),
+        first=np.array([s is not None and p is None for s, p in zip(slices, neighbours.previous, strict=True)], dtype=np.bool_),
+        last=np.array([s is not None and f is None for s, f in zip(slices, neighbours.following, strict=True)], dtype=np.bool_),
+        cache_tokens=np.array([0 if part is None else cache_of[part.sequence] for part in slices], dtype=np.int64),
+    )

@@ -1,0 +1,87 @@
+"""What a planner is asked: the batch and the machine (`Problem`), and what the user fixed (`Options`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_epp.cost import Costs
+from megatron_epp.schedule import InfeasibleError, PlanError
+
+UNLIMITED_BYTES = 1 << 62
+"""A memory cap that binds nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One iteration of one pipeline, before anything is decided.
+
+    Attributes:
+        lengths: tokens of every sequence of the batch.
+        placement: the rank that runs each stage.
+        cap_bytes: what each rank may hold at most, static bytes included; `UNLIMITED_BYTES` where it does not matter.
+        token_multiple: chunk token counts are padded to a multiple of this, and slices end on one.
+        forward_only: plan an evaluation, without backward.
+    """
+
+    lengths: tuple[int, ...]
+    placement: tuple[int, ...]
+    cap_bytes: tuple[int, ...]
+    token_multiple: int = 1
+    forward_only: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user fixed; the planner decides the rest.
+
+    Attributes:
+        chunk_tokens: most padded tokens of a chunk (--epp-chunk-tokens); None for no limit.
+        slices: slices of the longest sequence; None lets the planner search.
+        recompute: "auto" recomputes as much as the memory caps ask for; a number recomputes that many layers of every stage.
+        planner: a name in `PLANNERS`.
+        seed: of a planner's search; recorded in the plan. The planners here do not draw random numbers.
+    """
+
+    chunk_tokens: int | None = None
+    slices: int | None = None
+    recompute: Literal["auto"] | int = "auto"
+    planner: str = "greedy"
+    seed: int = 0
+
+
+def validate(problem: Problem, costs: Costs, options: Options) -> None:
+    """Refuse what no planner here can plan.
+
+    Raises:
+        PlanError: sizes do not match, a number is out of range, or the placement is not one stage per rank in order.
+        InfeasibleError: the token cap is below the multiple that chunks are padded to.
+    """
+    stages = problem.num_stages
+    if not problem.lengths or min(problem.lengths) < 1:
+        raise PlanError(f"a batch needs sequences of at least one token each; got lengths {list(problem.lengths)[:8]}")
+    if problem.placement != tuple(range(stages)) or not stages:
+        raise PlanError(
+            f"planner {options.planner!r} places one stage on each rank, in order; it cannot use placement "
+            f"{list(problem.placement)} (leave --num-layers-per-virtual-pipeline-stage unset)"
+        )
+    if len(costs.num_layers) != stages or len(problem.cap_bytes) != stages:
+        raise PlanError(
+            f"{stages} stages need as many entries of costs and caps; "
+            f"got costs for {len(costs.num_layers)} stages and {len(problem.cap_bytes)} caps"
+        )
+    if problem.token_multiple < 1:
+        raise PlanError(f"token multiple {problem.token_multiple} must be at least 1")
+    if options.slices is not None and options.slices < 1:
+        raise PlanError(f"slices {options.slices} must be at least 1")
+    if options.recompute != "auto" and (not isinstance(options.recompute, int) or options.recompute < 0):
+        raise PlanError(f"recompute {options.recompute!r} must be 'auto' or a number of layers")
+    if options.chunk_tokens is not None and options.chunk_tokens < problem.token_multiple:
+        raise InfeasibleError(
+            f"chunks of at most {options.chunk_tokens} tokens cannot be padded to a multiple of {problem.token_multiple}; "
+            f"raise --epp-chunk-tokens to {problem.token_multiple} or more"
+        )

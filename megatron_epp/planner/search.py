@@ -1,0 +1,103 @@
+"""Planners: each takes a problem, costs and options and returns its decisions. They differ in the tables they try."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.chunking import Chunker, whole_sequences
+from megatron_epp.planner.evaluate import lower_bound_us, makespan_us
+from megatron_epp.planner.memory import fit_recompute
+from megatron_epp.planner.order import Schedule, elastic_1f1b
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tables import tabulate
+from megatron_epp.schedule import Chunk, InfeasibleError
+
+Planner = Callable[[Problem, Costs, Options], Decisions]
+
+GIB = 1 << 30
+CHUNKS_PER_STAGE = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Grains the search may try: total work cut into that many chunks per stage. Coarser leaves bubbles, finer costs overhead."""
+START = CHUNKS_PER_STAGE.index(4)
+PATIENCE = 2
+"""Grains in a row that may be worse before the search turns back."""
+
+
+class Trials:
+    """Chunk tables tried so far, and the best of them."""
+
+    def __init__(self, problem: Problem, costs: Costs, options: Options, schedule: Schedule = elastic_1f1b) -> None:
+        self.problem, self.costs, self.options, self.schedule = problem, costs, options, schedule
+        self.best: Decisions | None = None
+        self.best_us = math.inf
+        self.least_cap = 0
+        self._seen: set[tuple[Chunk, ...]] = set()
+
+    def better(self, chunks: tuple[Chunk, ...]) -> bool:
+        """Try a table. True when it is faster than all before, or when none has fitted yet."""
+        if chunks in self._seen:
+            return self.best is None
+        self._seen.add(chunks)
+        tables = tabulate(chunks, self.problem, self.costs)
+        if lower_bound_us(tables) >= self.best_us:
+            return False
+        order = self.schedule(chunks, self.problem.num_stages, self.problem.forward_only)
+        fit = fit_recompute(order, tables, self.problem.cap_bytes, self.options)
+        if fit.layers is None:
+            self.least_cap = min(self.least_cap or fit.needed_bytes, fit.needed_bytes)
+            return self.best is None
+        took_us = makespan_us(order, tables, fit.layers)
+        if took_us >= self.best_us:
+            return False
+        self.best, self.best_us = Decisions(chunks, order, fit.layers), took_us
+        return True
+
+    def result(self) -> Decisions:
+        """The best decisions. Raises `InfeasibleError` with the smallest cap that would have let one table through."""
+        if self.best is not None:
+            return self.best
+        gib = math.ceil(self.least_cap / GIB * 100) / 100
+        raise InfeasibleError(
+            f"no plan fits a memory cap of {min(self.problem.cap_bytes)} bytes per rank: the least that would do is "
+            f"{self.least_cap} bytes ({gib:.2f} GiB).\n"
+            f"Raise --epp-memory-cap-gb to {gib:.2f}, or lower --epp-chunk-tokens or --seq-length."
+        )
+
+
+def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Slice, pack, order by elastic 1F1B, recompute as needed; the grain with the least simulated makespan wins.
+
+    One whole sequence per chunk in batch order, which is plain 1F1B, is always among what is tried (where the token cap lets it),
+    so the result is never slower than that. With `options.slices` there is nothing to search.
+
+    Raises:
+        InfeasibleError: no grain fits the memory caps.
+    """
+    chunker = Chunker.of(problem, costs, options.chunk_tokens)
+    trials = Trials(problem, costs, options)
+    if options.slices is not None:
+        trials.better(chunker.table(chunker.grain(slices=options.slices)))
+        return trials.result()
+    counts = [problem.num_stages * share for share in CHUNKS_PER_STAGE]
+    for walk in (counts[START:], counts[START - 1 :: -1]):
+        worse = 0
+        for count in walk:
+            worse = 0 if trials.better(chunker.table(chunker.grain(chunks=count))) else worse + 1
+            if worse == PATIENCE:
+                break
+    if max(problem.lengths) <= chunker.token_cap:
+        trials.better(whole_sequences(problem.lengths))
+    return trials.result()
+
+
+def one_f_one_b(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """The baseline: 1F1B over whole sequences, one per chunk, in batch order. Ignores `chunk_tokens` and `slices`."""
+    trials = Trials(problem, costs, options)
+    trials.better(whole_sequences(problem.lengths))
+    return trials.result()
+
+
+PLANNERS: dict[str, Planner] = {"greedy": greedy, "1f1b": one_f_one_b}
+"""Planners by name. A new one is a function here; one that only changes the order passes its schedule to `Trials`."""
