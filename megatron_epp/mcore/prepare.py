@@ -87,16 +87,21 @@ def prepare(
         raise EppError(
             f"no documents: no file ending in {', '.join(suffixes)} under {', '.join(map(str, inputs))}; see --suffixes"
         )
-    partial = f"{prefix}.partial-{os.getpid()}"
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        return _write_and_rename(files, prefix, encoder, append_eod, json_key)
+    except OSError as error:
+        raise EppError(f"{error.filename or prefix}: {error.strerror or error}") from error
+
+
+def _write_and_rename(files: list[Path], prefix: str, encoder: Encoder, append_eod: bool, json_key: str) -> Summary:
+    partial = f"{prefix}.partial-{os.getpid()}"
+    try:
         summary = _write(files, prefix, partial, encoder, append_eod, json_key)
         # The old index goes first: whenever this is interrupted, there is no index rather than one of another .bin.
         Path(f"{prefix}.idx").unlink(missing_ok=True)
         os.replace(f"{partial}.bin", f"{prefix}.bin")
         os.replace(f"{partial}.idx", f"{prefix}.idx")
-    except OSError as error:
-        raise EppError(f"{error.filename or prefix}: {error.strerror or error}") from error
     finally:
         for suffix in (".bin", ".idx"):
             Path(partial + suffix).unlink(missing_ok=True)

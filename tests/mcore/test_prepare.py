@@ -1,0 +1,249 @@
+"""`megatron-epp prepare`: text in, Megatron's indexed files out."""
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+import sentencepiece
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+from megatron_epp.mcore import prepare as prepare_module
+from megatron_epp.mcore.document_dataset import DocumentDataset
+from megatron_epp.mcore.encoders import Encoder, megatron_encoder
+from megatron_epp.mcore.prepare import add_arguments, histogram, prepare, run
+from megatron_epp.schedule.errors import EppError
+
+# In sorted order of path: with what must not matter (hidden, nested, spaces) and what must survive (any byte, CRLF, no newline)
+FILES = {
+    ".hidden.txt": b"dot",
+    "B.txt": "f\u00fcr alle \U0001f600\n".encode(),
+    "a.txt": bytes(range(256)),
+    "deep/er/c.txt": b"x\r\ny",
+    "deep/spaced name.txt": b"z" * 70_000,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "input"
+    for name, content in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    (root / "skip.bin").write_bytes(b"another suffix")
+    return root
+
+
+def documents(prefix):
+    data = IndexedDataset(str(prefix))
+    return [data[i].tolist() for i in range(len(data))]
+
+
+def names(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def jsonl(path, *records):
+    path.write_text("".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records))
+    return path
+
+
+def command(*arguments):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+# What comes out is what went in
+
+
+def test_a_folder_becomes_one_document_per_file_in_sorted_order_byte_for_byte(folder, tmp_path):
+    summary = prepare([folder], tmp_path / "out" / "corpus")
+    assert documents(tmp_path / "out" / "corpus") == [[*content, 256] for content in FILES.values()]
+    assert summary.lengths.tolist() == [len(content) + 1 for content in FILES.values()]
+    assert names(tmp_path / "out") == ["corpus.bin", "corpus.idx"]
+
+
+def test_jsonl_becomes_one_document_per_line_byte_for_byte(tmp_path):
+    texts = ["hello", "gr\u00fc\u00dfe \U0001f600\n\ttab", "\x00\x7f", "half \ud83d pair"]
+    lines = jsonl(tmp_path / "in.jsonl", {"body": texts[0], "id": 1}, "", *({"body": text} for text in texts[1:]))
+    prepare([lines], tmp_path / "corpus", json_key="body")
+    assert documents(tmp_path / "corpus") == [[*text.encode("utf-8", "surrogatepass"), 256] for text in texts]
+
+
+def test_the_dataset_gets_back_the_exact_bytes(folder, tmp_path):
+    prepare([folder], tmp_path / "corpus")
+    dataset = DocumentDataset(str(tmp_path / "corpus"), context_limit=10**6)
+    assert [bytes(dataset.tokens(i)[:-1].astype(np.uint8)) for i in range(len(dataset))] == list(FILES.values())
+
+
+def test_inputs_are_taken_in_the_order_given_and_may_be_single_files(folder, tmp_path):
+    lines = jsonl(tmp_path / "in.jsonl", {"text": "from jsonl"})
+    prepare([lines, folder / "skip.bin", folder / "deep"], tmp_path / "corpus", append_eod=False)
+    assert [bytes(tokens) for tokens in documents(tmp_path / "corpus")] == [
+        b"from jsonl",
+        b"another suffix",
+        FILES["deep/er/c.txt"],
+        FILES["deep/spaced name.txt"],
+    ]
+
+
+def test_empty_documents_are_left_out_and_counted(folder, tmp_path):
+    (folder / "empty.txt").touch()
+    (folder / "zero.txt").touch()
+    summary = prepare([folder], tmp_path / "corpus")
+    assert summary.num_empty == 2
+    assert len(documents(tmp_path / "corpus")) == len(FILES)
+
+
+def test_preparing_again_replaces_the_pair(folder, tmp_path):
+    prepare([folder], tmp_path / "corpus")
+    prepare([folder / "a.txt"], tmp_path / "corpus")
+    assert len(documents(tmp_path / "corpus")) == 1
+    assert names(tmp_path) == ["corpus.bin", "corpus.idx", "input"]
+
+
+# Tokenizers
+
+
+def test_megatron_trains_on_bytes_with_the_flags_that_are_printed(folder, tmp_path, capsys):
+    assert command("--input", folder, "--output-prefix", tmp_path / "corpus") == 0
+    printed = capsys.readouterr().out
+    assert "5 documents, 70,283 tokens (left out: 0 empty, 0 not UTF-8)" in printed
+    assert f"--data-path {tmp_path / 'corpus'} --tokenizer-type NullTokenizer --vocab-size 257" in printed
+    tokenizer = build_tokenizer(argparse.Namespace(tokenizer_type="NullTokenizer", vocab_size=257, pad_vocab_size=False))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+
+
+def test_any_tokenizer_of_megatrons_can_be_used(tmp_path):
+    lines = jsonl(tmp_path / "in.jsonl", {"text": "7 8 9"}, {"text": "70000"})
+    flags = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "70001")
+    command("--input", lines, "--output-prefix", tmp_path / "corpus", *flags)
+    assert documents(tmp_path / "corpus") == [[7, 8, 9, 70000], [70000, 70000]]
+    command("--input", lines, "--output-prefix", tmp_path / "corpus", "--no-append-eod", *flags)
+    assert documents(tmp_path / "corpus") == [[7, 8, 9], [70000]]
+
+
+def test_a_sentencepiece_model_can_be_used(tmp_path):
+    (tmp_path / "text").write_text("the cat sat on the mat and the dog sat on the log\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "model"), vocab_size=40, hard_vocab_limit=False, minloglevel=2
+    )
+    encoder = megatron_encoder(
+        {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(tmp_path / "model.model")}, "flags"
+    )
+    lines = jsonl(tmp_path / "in.jsonl", {"text": "the cat sat"})
+    prepare([lines], tmp_path / "corpus", encoder=encoder)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "model.model"))
+    assert documents(tmp_path / "corpus") == [[*processor.encode("the cat sat"), processor.eos_id()]]
+
+
+def test_documents_that_a_tokenizer_cannot_read_are_left_out_and_counted(tmp_path, caplog):
+    (tmp_path / "latin.txt").write_bytes(b"\xfcber")
+    (tmp_path / "good.txt").write_text("1 2")
+    encoder = megatron_encoder({"tokenizer_type": "NullTokenizer", "vocab_size": 10}, "flags")
+    summary = prepare([tmp_path], tmp_path / "corpus", encoder=encoder)
+    assert (summary.num_unreadable, documents(tmp_path / "corpus")) == (1, [[1, 2, 9]])
+    assert "latin.txt: it is not UTF-8" in caplog.text
+
+
+# Failure leaves nothing behind
+
+NO_EOD = Encoder(encode=lambda raw: np.frombuffer(raw, np.uint8), vocab_size=256, eod=None, flags="")
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "says"),
+    [
+        ([{"text": "ok"}, '{"text": "cut'], {}, r"in\.jsonl:2 is not a JSON object on one line"),
+        ([{"text": "ok"}, {"txt": "ok"}], {}, r"in\.jsonl:2 has no text under 'text'; name the key with --json-key"),
+        ([{"text": "ok"}, '["text"]'], {}, r"in\.jsonl:2 has no text under 'text'"),
+        ([{"text": 5}], {}, r"in\.jsonl:1 has no text under 'text'"),
+        ([{"text": ""}, {"text": ""}], {}, "no documents: all 2 in the input are empty or not UTF-8"),
+        ([], {}, "no documents: all 0 in the input are empty"),
+        ([{"text": "ok"}], {"encoder": NO_EOD}, "no end-of-document token; pass --no-append-eod"),
+        ([{"text": "\xff"}], {"encoder": Encoder(lambda raw: np.array([300]), 257, 256, "")}, "token 300, outside .* of 257"),
+    ],
+)
+def test_bad_input_is_refused_and_earlier_files_stay_as_they_were(tmp_path, lines, options, says):
+    prepare([jsonl(tmp_path / "before.jsonl", {"text": "earlier"})], tmp_path / "corpus")
+    before = names(tmp_path)
+    with pytest.raises(EppError, match=says) as caught:
+        prepare([jsonl(tmp_path / "in.jsonl", *lines)], tmp_path / "corpus", **options)
+    assert str(caught.value).count("\n") <= 1
+    assert names(tmp_path) == sorted([*before, "in.jsonl"])
+    assert [bytes(tokens[:-1]) for tokens in documents(tmp_path / "corpus")] == [b"earlier"]
+
+
+def test_input_that_is_not_there_is_refused_before_anything_is_made(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(EppError, match=r"--input .*nowhere does not exist"):
+        prepare([tmp_path / "nowhere"], tmp_path / "out" / "corpus")
+    with pytest.raises(EppError, match=r"no documents: no file ending in \.tex under .*empty; see --suffixes"):
+        prepare([tmp_path / "empty"], tmp_path / "out" / "corpus", suffixes=[".tex"])
+    assert names(tmp_path) == ["empty"]
+
+
+def test_an_output_that_cannot_be_written_is_named(folder, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(EppError, match=r"/file: (File exists|Not a directory)"):
+        prepare([folder], tmp_path / "file" / "corpus")
+
+
+def test_an_unforeseen_error_leaves_nothing_behind(folder, tmp_path, monkeypatch):
+    def replace(source, target):
+        raise OSError(28, "No space left on device", target)
+
+    monkeypatch.setattr(prepare_module.os, "replace", replace)
+    with pytest.raises(EppError, match=r"corpus\.bin: No space left on device"):
+        prepare([folder], tmp_path / "corpus")
+    assert names(tmp_path) == ["input"]
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError("tokenizer failed")])
+def test_an_interrupted_run_leaves_nothing_behind(folder, tmp_path, interruption):
+    calls = []
+
+    def encode(raw):
+        calls.append(raw)
+        if len(calls) == 3:
+            assert [name for name in names(tmp_path) if name.startswith("corpus.partial")]
+            raise interruption
+        return np.frombuffer(raw, np.uint8)
+
+    with pytest.raises((KeyboardInterrupt, RuntimeError)):
+        prepare([folder], tmp_path / "corpus", encoder=Encoder(encode, 257, 256, ""))
+    assert names(tmp_path) == ["input"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tokenizer-model", "m"], "--tokenizer-model needs --tokenizer-type"),
+        (["--tokenizer-type", "Unheard"], "Megatron cannot build the tokenizer --tokenizer-type Unheard: "),
+        (["--tokenizer-type", "GPTSentencePieceTokenizer"], "Megatron cannot build the tokenizer"),
+    ],
+)
+def test_tokenizers_that_cannot_be_built_are_refused(folder, tmp_path, flags, says):
+    with pytest.raises(EppError, match=says):
+        command("--input", folder, "--output-prefix", tmp_path / "corpus", *flags)
+    assert names(tmp_path) == ["input"]
+
+
+# The summary
+
+
+def test_long_work_reports_progress(folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(prepare_module, "_LOG_EVERY_SECONDS", 0.0)
+    with caplog.at_level("INFO", logger="megatron_epp"):
+        prepare([folder], tmp_path / "corpus")
+    assert "prepared 5 documents, 70,283 tokens; now at" in caplog.text
+
+
+def test_histogram_counts_documents_and_tokens_in_fourfold_bins():
+    lines = histogram(np.array([1, 3, 4, 15, 16, 100, 1000]))
+    counts = [line.split()[3] for line in lines[1:]]
+    assert [line.split()[:3] for line in lines[1:3]] == [["1", "-", "3"], ["4", "-", "15"]]
+    assert counts == ["2", "2", "1", "1", "1"]
+    assert lines[-1].split()[4] == "87.8%"
