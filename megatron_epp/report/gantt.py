@@ -173,4 +173,6 @@ def _legend(figure: Figure, plan: Plan, boxes: Sequence[Box], shades: Shades) ->
         entries.append((COLOURS[Op.R], "recompute inside a backward (estimated)"))
     entries += shades.legend()
     handles = [Patch(facecolor=colour, label=name) for colour, name in entries]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), fontsize=9, frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles) if len(handles) < 6 else 4, fontsize=9, frameon=False
+    )

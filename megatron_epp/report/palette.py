@@ -15,7 +15,6 @@ _SLICED = (1.0, 0.7, 0.85)
 _ODD = 0.86
 """Odd chunks are this much lighter, which tells neighbours apart where there is no room for edges."""
 _LEGEND_BASE = "#444444"
-_LEGEND_ROWS = 3
 
 
 class Shades:
@@ -36,12 +35,16 @@ class Shades:
     def legend(self) -> list[tuple[str, str]]:
         """Colour and meaning of the shades, in grey."""
         entries = [(tint(_LEGEND_BASE, _BATCHED), "light: whole sequences")] if self._has_batched else []
-        for i, sequence in enumerate(self._sliced[:_LEGEND_ROWS]):
-            strength = _SLICED[i % len(_SLICED)]
-            meaning = f"dark: slices of sequence {sequence} ({self._lengths[sequence]:,} tokens)"
-            entries.append((tint(_LEGEND_BASE, strength), meaning))
-        if len(self._sliced) > _LEGEND_ROWS:
-            entries.append(("#FFFFFF", f"and of {len(self._sliced) - _LEGEND_ROWS} more, in turn"))
+        if len(self._sliced) > len(_SLICED):
+            longest = max(self._lengths[sequence] for sequence in self._sliced)
+            meaning = (
+                f"dark: slices of {len(self._sliced)} long sequences (up to {longest:,} tokens), {len(_SLICED)} shades in turn"
+            )
+            return [*entries, (_LEGEND_BASE, meaning)]
+        for sequence, strength in zip(self._sliced, _SLICED, strict=False):
+            entries.append(
+                (tint(_LEGEND_BASE, strength), f"dark: slices of sequence {sequence} ({self._lengths[sequence]:,} tokens)")
+            )
         return entries
 
 

@@ -50,7 +50,7 @@ def trace(plan: Plan, measured: Measured | None = None) -> dict[str, Any]:
 
 def save_trace(plan: Plan, path: str | Path, measured: Measured | None = None) -> None:
     """Write `trace` to a file. Raises as it does."""
-    Path(path).write_text(json.dumps(trace(plan, measured)) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(trace(plan, measured), separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def _thread(source: str, stream: str) -> int:

@@ -1,0 +1,208 @@
+"""The command line: ``megatron-epp plan | check | simulate | compare | show | prepare``.
+
+Everything but `prepare` runs without torch, Megatron or a GPU. Exit codes: 0 done, 1 `check` found violations, 2 an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import megatron_epp
+from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, problem_of
+from megatron_epp.planner import PLANNERS, plan
+from megatron_epp.report.compare import against, comparison
+from megatron_epp.report.gantt import save_gantt
+from megatron_epp.report.measured import Measured
+from megatron_epp.report.table import format_bytes, format_us, table
+from megatron_epp.report.text import summary
+from megatron_epp.report.trace import save_trace
+from megatron_epp.schedule.check import check, report
+from megatron_epp.schedule.check_tables import check_tables
+from megatron_epp.schedule.errors import EppError, PlanError
+from megatron_epp.schedule.plan import Plan
+from megatron_epp.schedule.serialize import load, save
+from megatron_epp.schedule.simulate import simulate
+
+type Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+type Run = Callable[[argparse.Namespace], int]
+
+_PROGRAM = "megatron-epp"
+_PICTURES = (".png", ".svg", ".pdf")
+
+_PLAN_EXAMPLE = """\
+example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
+  megatron-epp plan --lengths 1200,88,40961 -o plan.json
+a batch of 512 drawn from a file of lengths
+  shuf -n 512 lengths.txt | megatron-epp plan --lengths-file - --stages 8 --memory-cap-gb 40
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Errors of this package print one or two lines on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(arguments).parse_args(arguments)
+        run: Run = args.run
+        code = run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (EppError, OSError) as error:
+        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Plan elastic pipeline parallelism from sequence lengths, prove plans, and look at them.",
+        epilog="`megatron-epp COMMAND --help` lists a command's options with their units and defaults.",
+    )
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {megatron_epp.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_plan(commands)
+    _add_check(commands)
+    _add_simulate(commands)
+    _add_compare(commands)
+    _add_show(commands)
+    prepare = commands.add_parser("prepare", help="make Megatron .bin/.idx files of a folder or JSONL file (needs Megatron)")
+    if arguments[:1] == ["prepare"]:  # its flags come from a module that imports Megatron: only when they are wanted
+        module = importlib.import_module("megatron_epp.mcore.prepare")
+        module.add_arguments(prepare)
+        prepare.set_defaults(run=module.run)
+    return parser
+
+
+def _command(commands: Commands, name: str, run: Run, purpose: str, epilog: str = "") -> argparse.ArgumentParser:
+    description = f"{purpose[0].upper()}{purpose[1:]}."
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=purpose, description=description, epilog=epilog, formatter_class=layout)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_plan(commands: Commands) -> None:
+    parser = _command(
+        commands, "plan", _plan, "make a plan for a batch of sequence lengths and print its summary", _PLAN_EXAMPLE
+    )
+    add_problem(parser)
+    parser.add_argument(
+        "--planner", "--epp-planner", choices=sorted(PLANNERS), default="greedy", help="who plans (%(default)s)"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    _add_width(parser)
+
+
+def _add_check(commands: Commands) -> None:
+    parser = _command(commands, "check", _check, "prove a plan, or report every violation; exit code 1 when there are any")
+    parser.add_argument("plan", metavar="PLAN.json")
+
+
+def _add_simulate(commands: Commands) -> None:
+    parser = _command(commands, "simulate", _simulate, "simulate a plan and print when its ranks work and what they hold")
+    parser.add_argument("plan", metavar="PLAN.json")
+
+
+def _add_compare(commands: Commands) -> None:
+    parser = _command(commands, "compare", _compare, "plan one batch with several planners and print them side by side")
+    add_problem(parser)
+    parser.add_argument(
+        "--planner", action="append", choices=sorted(PLANNERS), help="a planner to compare; repeat it for more (default: all)"
+    )
+
+
+def _add_show(commands: Commands) -> None:
+    parser = _command(commands, "show", _show, "show a plan, and a run of it, as text, picture or trace")
+    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("--measured", metavar="FILE", help="a run of this plan, as the training run wrote it, to lay beside it")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="the suffix decides: .png, .svg or .pdf for a Gantt picture, .json for a trace (open it in ui.perfetto.dev), "
+        ".txt for text. Without it: text on the screen",
+    )
+    _add_width(parser)
+
+
+def _add_width(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--width", type=count, default=120, metavar="N", help="characters per line of text (%(default)s)")
+    parser.add_argument("--all", action="store_true", help="print every chunk and whole lines")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    made = plan(problem_of(args), costs_of(args), options_of(args, args.planner))
+    if args.output:
+        save(made, args.output)
+    print(_summary(made, args))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    made = load(args.plan)
+    violations = check(made)
+    print(report(made, violations), end="")
+    return 1 if violations else 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    timeline = simulate(_load(args.plan))
+    rows = []
+    for rank, (starts, ends) in enumerate(zip(timeline.start_us, timeline.end_us, strict=True)):
+        first, last, busy = min(starts, default=0.0), max(ends, default=0.0), timeline.busy_us[rank]
+        idle = f"{1 - busy / timeline.makespan_us:.1%}" if timeline.makespan_us else "0.0%"
+        rows.append([str(rank), *map(format_us, (first, last, busy)), idle, format_bytes(timeline.peak_bytes[rank])])
+    print(f"makespan {format_us(timeline.makespan_us)}, bubble {timeline.bubble_fraction:.1%}\n")
+    print("\n".join(table(("rank", "first start", "last end", "busy", "bubble", "peak"), rows, left=())))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    problem, costs = problem_of(args), costs_of(args)
+    names = list(dict.fromkeys(args.planner or sorted(PLANNERS)))
+    print(comparison([(name, plan(problem, costs, options_of(args, name))) for name in names]))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    made = _load(args.plan)
+    measured = Measured.load(args.measured) if args.measured else None
+    suffix = Path(args.output).suffix.lower() if args.output else ".txt"
+    if suffix in _PICTURES:
+        save_gantt(made, args.output, measured)
+    elif suffix == ".json":
+        save_trace(made, args.output, measured)
+    elif suffix == ".txt":
+        text = _summary(made, args) if measured is None else f"{_summary(made, args)}\n\n{against(made, measured)}"
+        if args.output:
+            Path(args.output).write_text(text + "\n", encoding="utf-8")
+        else:
+            print(text)
+    else:
+        raise EppError(f"--output {args.output}: unknown suffix {suffix!r}; use {', '.join(_PICTURES)}, .json or .txt")
+    return 0
+
+
+def _summary(made: Plan, args: argparse.Namespace) -> str:
+    return summary(made, None, None) if args.all else summary(made, args.width)
+
+
+def _load(path: str) -> Plan:
+    """A plan whose tables fit together; one with other violations is shown all the same, with a word about them."""
+    made = load(path)
+    if faults := list(check_tables(made)):
+        raise PlanError(f"{path}: {faults[0]}")
+    if violations := check(made):
+        print(f"{_PROGRAM}: warning: {len(violations)} violation(s), see: {_PROGRAM} check {path}", file=sys.stderr)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""The command line, called in-process."""
+
+import io
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from report_plans import measured_run
+
+from megatron_epp.cli import main
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.schedule.check import check
+from megatron_epp.schedule.serialize import digest, load, save
+
+MODEL = shlex.split(
+    "--stages 2 --layers 4 --hidden 128 --ffn 512 --heads 4 --kv-heads 2 --vocab 512 --bytes-per-value 4 --rates cpu"
+)
+BATCH = ["--lengths", "4096,300,200,100", *MODEL, "--slices", "4"]
+
+
+@pytest.fixture
+def plan_file(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main(["plan", *BATCH, "-o", str(path)]) == 0
+    capsys.readouterr()
+    return path
+
+
+def error_of(capsys, *argv):
+    """Run a command that must fail: its message, without the prefix."""
+    assert main(list(argv)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("megatron-epp: error: ")
+    assert err.count("\n") <= 2
+    assert "Traceback" not in err
+    return err.removeprefix("megatron-epp: error: ")
+
+
+def test_plan_prints_a_summary_and_writes_a_sound_plan(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main(["plan", *BATCH, "-o", str(path)]) == 0
+    made = load(path)
+    assert check(made) == []
+    assert made.lengths == (4096, 300, 200, 100)
+    assert made.num_stages == 2
+    out = capsys.readouterr().out
+    assert digest(made)[:12] in out
+    assert "rank 1 | 1F0" in out
+
+
+def test_lengths_come_from_a_file_or_from_stdin(tmp_path, capsys, monkeypatch):
+    (tmp_path / "lengths.txt").write_text("4096\n300, 200\n100\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("4096 300 200 100"))
+    outputs = []
+    for source in (
+        ["--lengths", "4096,300,200,100"],
+        ["--lengths-file", str(tmp_path / "lengths.txt")],
+        ["--lengths-file", "-"],
+    ):
+        assert main(["plan", *source, *MODEL]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_flags_go_by_megatrons_names_too(capsys):
+    ours = ["--stages", "4", "--layers", "8", "--kv-heads", "2", "--chunk-tokens", "512"]
+    megatrons = [
+        "--pipeline-model-parallel-size",
+        "4",
+        "--num-layers",
+        "8",
+        "--num-query-groups",
+        "2",
+        "--epp-chunk-tokens",
+        "512",
+    ]
+    assert main(["plan", "--lengths", "4096,88", *ours]) == 0
+    first = capsys.readouterr().out
+    assert main(["plan", "--lengths", "4096,88", *megatrons]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_a_cost_profile_replaces_the_formulas(tmp_path, capsys):
+    widths = {"hidden_size": 128, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 512}
+    shape = ModelShape(num_layers=4, bytes_per_value=4, **widths)
+    (tmp_path / "costs.json").write_text(analytic_costs(shape, CPU, [2, 2]).to_json())
+    assert main(["plan", *BATCH]) == 0
+    first = capsys.readouterr().out
+    assert (
+        main(
+            ["plan", "--lengths", "4096,300,200,100", "--stages", "2", "--slices", "4", "--costs", str(tmp_path / "costs.json")]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out == first
+
+
+def test_check_of_a_sound_plan_exits_with_0(plan_file, capsys):
+    assert main(["check", str(plan_file)]) == 0
+    assert "sound" in capsys.readouterr().out
+
+
+def test_check_of_a_broken_plan_shows_the_fault_and_exits_with_1(plan_file, capsys):
+    made = load(plan_file)
+    first, *rest = made.ranks[1]
+    save(replace(made, ranks=(made.ranks[0], (*rest, first))), plan_file)
+    assert main(["check", str(plan_file)]) == 1
+    out = capsys.readouterr().out
+    assert "^" in out
+    assert "1F0" in out
+
+
+def test_simulate_prints_the_plans_own_prediction(plan_file, capsys):
+    made = load(plan_file)
+    assert main(["simulate", str(plan_file)]) == 0
+    out = capsys.readouterr().out
+    assert f"bubble {made.predicted.bubble_fraction:.1%}" in out
+    assert f"{made.predicted.peak_bytes[1] / 2**20:.2f} MiB" in out
+
+
+def test_a_plan_above_its_cap_is_shown_with_a_warning(plan_file, capsys):
+    made = load(plan_file)
+    save(replace(made, cap_bytes=tuple(peak - 1 for peak in made.predicted.peak_bytes)), plan_file)
+    assert main(["simulate", str(plan_file)]) == 0
+    assert "2 violation(s)" in capsys.readouterr().err
+
+
+def test_compare_prints_one_line_per_planner(capsys):
+    assert main(["compare", *BATCH, "--planner", "greedy", "--planner", "1f1b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["plan", "greedy", "1f1b"]
+
+
+def test_show_prints_text_and_sets_a_run_beside_it(plan_file, tmp_path, capsys):
+    made = load(plan_file)
+    measured_run(made, slowdown=2.0).save(tmp_path / "run.json")
+    assert main(["show", str(plan_file), "--measured", str(tmp_path / "run.json"), "--all"]) == 0
+    out = capsys.readouterr().out
+    assert digest(made)[:12] in out
+    rows = {line.split("  ")[0]: line.split()[-1] for line in out.splitlines() if line}
+    assert rows["all F"] == rows["all B"] == "2.000"
+
+
+def test_show_writes_what_the_suffix_says(plan_file, tmp_path):
+    for suffix in ("png", "svg", "json", "txt"):
+        assert main(["show", str(plan_file), "-o", str(tmp_path / f"out.{suffix}")]) == 0
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "out.svg").read_text()
+    assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    assert "rank 0 | 0F0" in (tmp_path / "out.txt").read_text()
+
+
+def test_errors_name_what_to_change(plan_file, tmp_path, capsys):
+    assert "'x' is not a number of tokens" in error_of(capsys, "plan", "--lengths", "12,x", *MODEL)
+    assert "'0' is not a number of tokens" in error_of(capsys, "plan", "--lengths", "12,0", *MODEL)
+    assert "no lengths" in error_of(capsys, "plan", "--lengths", ",", *MODEL)
+    assert "--layers or --stages" in error_of(capsys, "plan", "--lengths", "12", "--stages", "5")
+    assert "--recompute some" in error_of(capsys, "plan", *BATCH, "--recompute", "some")
+    assert "absent.txt" in error_of(capsys, "plan", "--lengths-file", str(tmp_path / "absent.txt"))
+    assert "memory-cap-gb" in error_of(capsys, "plan", *BATCH, "--memory-cap-gb", "0.001")
+    assert "nodir" in error_of(capsys, "show", str(plan_file), "-o", str(tmp_path / "nodir" / "plan.png"))
+    assert "'.gif'" in error_of(capsys, "show", str(plan_file), "-o", str(tmp_path / "plan.gif"))
+    assert "absent.json" in error_of(capsys, "show", str(tmp_path / "absent.json"))
+    assert "absent.json" in error_of(capsys, "show", str(plan_file), "--measured", str(tmp_path / "absent.json"))
+
+
+def test_a_plan_that_does_not_fit_is_not_written(tmp_path, capsys):
+    error_of(capsys, "plan", *BATCH, "--memory-cap-gb", "0.001", "-o", str(tmp_path / "plan.json"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_another_plan_is_refused(plan_file, tmp_path, capsys):
+    assert main(["plan", *BATCH, "--recompute", "1", "-o", str(tmp_path / "other.json")]) == 0
+    capsys.readouterr()
+    measured_run(load(tmp_path / "other.json")).save(tmp_path / "run.json")
+    message = error_of(capsys, "show", str(plan_file), "--measured", str(tmp_path / "run.json"))
+    assert digest(load(plan_file))[:12] in message
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"schema": "megatron-epp/plan", "version": 9}', "\xff"])
+@pytest.mark.parametrize("command", ["check", "simulate", "show"])
+def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path, capsys, command, content):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content.encode("latin-1"))
+    assert "plan.json" in error_of(capsys, command, str(path))
+
+
+@pytest.mark.parametrize("argv", [[], ["dance"], ["plan"], ["plan", "--lengths", "1", "--stages", "0"], ["check"]])
+def test_a_wrong_command_line_exits_with_2_and_the_usage(capsys, argv):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: megatron-epp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "check", "simulate", "compare", "show"])
+def test_every_command_explains_itself(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "usage: megatron-epp " + command in capsys.readouterr().out
+
+
+def test_the_command_line_loads_neither_torch_nor_megatron_nor_matplotlib():
+    code = "import sys, megatron_epp.cli; print([m for m in ('torch', 'megatron', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_reader_that_stops_early_is_no_error(plan_file):
+    command = f"{sys.executable} -m megatron_epp.cli show {plan_file} --all | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
