@@ -9,8 +9,10 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import megatron_epp
 from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, problem_of
@@ -74,10 +76,20 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     _add_show(commands)
     prepare = commands.add_parser("prepare", help="make Megatron .bin/.idx files of a folder or JSONL file (needs Megatron)")
     if arguments[:1] == ["prepare"]:  # its flags come from a module that imports Megatron: only when they are wanted
-        module = importlib.import_module("megatron_epp.mcore.prepare")
+        module = _quietly_import("megatron_epp.mcore.prepare")
         module.add_arguments(prepare)
         prepare.set_defaults(run=module.run)
     return parser
+
+
+def _quietly_import(name: str) -> ModuleType:
+    """Import a module that needs Megatron, without Megatron's warnings about optional packages."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise EppError(f"this command needs Megatron ({error}); install it with: pip install megatron-epp") from error
 
 
 def _command(commands: Commands, name: str, run: Run, purpose: str, epilog: str = "") -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -213,5 +214,6 @@ def test_the_command_line_loads_neither_torch_nor_megatron_nor_matplotlib():
 
 def test_a_reader_that_stops_early_is_no_error(plan_file):
     command = f"{sys.executable} -m megatron_epp.cli show {plan_file} --all | true"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], env=buffered, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
