@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from argparse import Namespace
+import shlex
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -69,3 +71,41 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
         return np.asarray(tokenizer.tokenize(raw.decode("utf-8")), dtype=np.int64)
 
     return Encoder(encode, max(tokenizer.vocab_size, 1 + (eod or 0)), eod, flags)
+
+
+# Flags and, where it differs, the field of Megatron's TokenizerConfig that each sets.
+_TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
+    "--tokenizer-type": {},
+    "--tokenizer-model": {},
+    "--vocab-file": {},
+    "--merge-file": {},
+    "--vocab-size": {"type": int},
+    "--tiktoken-pattern": {},
+    "--tokenizer-special-tokens": {"nargs": "+", "dest": "special_tokens"},
+    "--tokenizer-hf-no-include-special-tokens": {"action": "store_true"},
+    "--trust-remote-code": {"action": "store_true"},
+}
+
+
+def add_tokenizer_arguments(parser: ArgumentParser) -> None:
+    """Megatron's tokenizer flags, as far as they concern how text becomes ids."""
+    group = parser.add_argument_group("tokenizer", "bytes (0-255, 256 ends a document) unless --tokenizer-type names another")
+    for flag, settings in _TOKENIZER_FLAGS.items():
+        group.add_argument(flag, default=None, **settings)
+
+
+def encoder_from(args: Namespace) -> Encoder:
+    """The encoder that the flags of `add_tokenizer_arguments` ask for; bytes when none was given."""
+    given: dict[str, object] = {}
+    flags: list[str] = []
+    for flag, settings in _TOKENIZER_FLAGS.items():
+        field = settings.get("dest", flag.removeprefix("--").replace("-", "_"))
+        value = getattr(args, field)
+        if value is not None:
+            given[field] = value
+            flags += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
+    if not given:
+        return BYTES
+    if args.tokenizer_type is None:
+        raise EppError(f"{flags[0]} needs --tokenizer-type")
+    return megatron_encoder(given, shlex.join(flags))

@@ -1,4 +1,7 @@
-"""Text to a Megatron ``.bin``/``.idx`` pair: the ``megatron-epp prepare`` command."""
+"""Text to a Megatron ``.bin``/``.idx`` pair: the ``megatron-epp prepare`` command.
+
+Megatron is imported only when there is something to write, so that the flags can be listed without it.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,16 @@ import argparse
 import json
 import logging
 import os
-import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from megatron_epp.mcore.encoders import BYTES, Encoder, megatron_encoder
+from megatron_epp.mcore.encoders import BYTES, Encoder, add_tokenizer_arguments, encoder_from
 from megatron_epp.schedule.errors import EppError
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,8 @@ def _write_and_rename(files: list[Path], prefix: str, encoder: Encoder, append_e
 
 
 def _write(files: list[Path], prefix: str, partial: str, encoder: Encoder, append_eod: bool, json_key: str) -> Summary:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
     builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(encoder.vocab_size))
     end = [encoder.eod] if append_eod else []
     lengths: list[int] = []
@@ -194,51 +197,32 @@ def histogram(lengths: np.ndarray, width: int = 40) -> list[str]:
     return lines
 
 
-# Flags and, where it differs, the field of Megatron's TokenizerConfig that each sets.
-_TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
-    "--tokenizer-type": {},
-    "--tokenizer-model": {},
-    "--vocab-file": {},
-    "--merge-file": {},
-    "--vocab-size": {"type": int},
-    "--tiktoken-pattern": {},
-    "--tokenizer-special-tokens": {"nargs": "+", "dest": "special_tokens"},
-    "--tokenizer-hf-no-include-special-tokens": {"action": "store_true"},
-    "--trust-remote-code": {"action": "store_true"},
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
     parser.add_argument("--input", nargs="+", required=True, help="folders (a document per file), JSONL files, or single files")
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx, for --data-path PREFIX")
-    parser.add_argument("--suffixes", nargs="+", default=list(SUFFIXES), help="files to take from folders (%(default)s)")
+    parser.add_argument(
+        "--suffixes", nargs="+", default=list(SUFFIXES), help=f"files to take from folders ({' '.join(SUFFIXES)})"
+    )
     parser.add_argument("--json-key", default="text", help="where a JSONL line holds its document (%(default)s)")
     parser.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents with a token")
-    group = parser.add_argument_group("tokenizer", "bytes (0-255, 256 ends a document) unless --tokenizer-type names another")
-    for flag, settings in _TOKENIZER_FLAGS.items():
-        group.add_argument(flag, default=None, **settings)
+    add_tokenizer_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """The ``megatron-epp prepare`` command: prepare, then print the summary."""
-    given: dict[str, object] = {}
-    flags: list[str] = []
-    for flag, settings in _TOKENIZER_FLAGS.items():
-        field = settings.get("dest", flag.removeprefix("--").replace("-", "_"))
-        value = getattr(args, field)
-        if value is not None:
-            given[field] = value
-            flags += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
-    if given and args.tokenizer_type is None:
-        raise EppError(f"{flags[0]} needs --tokenizer-type")
-    summary = prepare(
-        args.input,
-        args.output_prefix,
-        encoder=megatron_encoder(given, shlex.join(flags)) if given else BYTES,
-        append_eod=args.append_eod,
-        suffixes=args.suffixes,
-        json_key=args.json_key,
-    )
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron_epp").setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        # On import Megatron warns of missing GPU libraries, which play no part here.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        summary = prepare(
+            args.input,
+            args.output_prefix,
+            encoder=encoder_from(args),
+            append_eod=args.append_eod,
+            suffixes=args.suffixes,
+            json_key=args.json_key,
+        )
     sys.stdout.write(f"{summary}\n")
     return 0
