@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_epp.cost import Costs
-from megatron_epp.planner.assemble import Decisions, assemble
+from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem, validate
 from megatron_epp.planner.search import PLANNERS
 from megatron_epp.schedule import Plan, PlanError
@@ -29,4 +29,4 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     if options.planner not in PLANNERS:
         raise PlanError(f"no planner {options.planner!r}; there are {', '.join(sorted(PLANNERS))} (--epp-planner)")
     validate(problem, costs, options)
-    return assemble(problem, costs, options, PLANNERS[options.planner](problem, costs, options))
+    return build_plan(problem, costs, options, PLANNERS[options.planner](problem, costs, options))

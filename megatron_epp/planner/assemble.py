@@ -30,7 +30,7 @@ class Decisions:
     layers: Layers
 
 
-def assemble(problem: Problem, costs: Costs, options: Options, made: Decisions) -> Plan:
+def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions) -> Plan:
     """Turn decisions into a plan with the simulator's predictions.
 
     Raises:

@@ -42,11 +42,13 @@ def makespan_us(order: Order, tables: Tables, layers: Layers) -> float:
         before = left
         for rank in ranks:
             actions, at, now = order[rank], cursor[rank], clock[rank]
+            size = len(actions)
             inputs = forward_in[rank], backward_in[rank]
             times = tables.forward_us[rank], backward[rank] if backward else []
             to_next = forward_in[rank + 1] if rank + 1 < stages else None
             to_previous = backward_in[rank - 1] if rank > 0 else None
-            for op, _, c in actions[at:]:
+            while at < size:
+                op, _, c = actions[at]
                 kind = 0 if op is forward else 1
                 arrived = inputs[kind][c]
                 if arrived is None:

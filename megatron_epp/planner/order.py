@@ -34,18 +34,22 @@ def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -
     """
     groups = slice_groups(chunks)
     total = len(chunks)
-    if forward_only:
-        return tuple(tuple(Action(Op.F, stage, c) for c in range(total)) for stage in range(num_stages))
-    backward = [c for group in groups for c in reversed(group)]
+    descending = [c for group in groups for c in reversed(group)]
     window = [len(group) for group in groups for _ in group]
     orders = []
     for stage in range(num_stages):
+        forward = [Action(Op.F, stage, c) for c in range(total)]
+        if forward_only:
+            orders.append(tuple(forward))
+            continue
+        backward = [Action(Op.B, stage, c) for c in descending]
         actions: list[Action] = []
-        forwards = 0
-        for done, c in enumerate(backward):
-            ahead = min(total, done + num_stages - stage - 1 + window[done])
-            actions.extend(Action(Op.F, stage, f) for f in range(forwards, ahead))
-            forwards = max(forwards, ahead)
-            actions.append(Action(Op.B, stage, c))
+        run = 0
+        for done, behind in enumerate(window):
+            ahead = done + num_stages - stage - 1 + behind
+            if ahead > run:
+                actions += forward[run:ahead]
+                run = ahead
+            actions.append(backward[done])
         orders.append(tuple(actions))
     return tuple(orders)

@@ -20,6 +20,8 @@ Planner = Callable[[Problem, Costs, Options], Decisions]
 GIB = 1 << 30
 CHUNKS_PER_STAGE = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Grains the search may try: total work cut into that many chunks per stage. Coarser leaves bubbles, finer costs overhead."""
+MOST_CHUNKS = 1024
+"""No grain aims at more chunks than that."""
 START = CHUNKS_PER_STAGE.index(4)
 PATIENCE = 2
 """Grains in a row that may be worse before the search turns back."""
@@ -33,13 +35,11 @@ class Trials:
         self.best: Decisions | None = None
         self.best_us = math.inf
         self.least_cap = 0
-        self._seen: set[tuple[Chunk, ...]] = set()
+        self.seen: set[tuple[Chunk, ...]] = set()
 
     def better(self, chunks: tuple[Chunk, ...]) -> bool:
         """Try a table. True when it is faster than all before, or when none has fitted yet."""
-        if chunks in self._seen:
-            return self.best is None
-        self._seen.add(chunks)
+        self.seen.add(chunks)
         tables = tabulate(chunks, self.problem, self.costs)
         if lower_bound_us(tables) >= self.best_us:
             return False
@@ -69,8 +69,8 @@ class Trials:
 def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Slice, pack, order by elastic 1F1B, recompute as needed; the grain with the least simulated makespan wins.
 
-    One whole sequence per chunk in batch order, which is plain 1F1B, is always among what is tried (where the token cap lets it),
-    so the result is never slower than that. With `options.slices` there is nothing to search.
+    One whole sequence per chunk in batch order, which is plain 1F1B, is always among what is tried where the token cap lets
+    it, so the result is never slower than that. With `options.slices` there is one grain and nothing to search.
 
     Raises:
         InfeasibleError: no grain fits the memory caps.
@@ -80,15 +80,19 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     if options.slices is not None:
         trials.better(chunker.table(chunker.grain(slices=options.slices)))
         return trials.result()
-    counts = [problem.num_stages * share for share in CHUNKS_PER_STAGE]
+    counts = [count for share in CHUNKS_PER_STAGE if (count := problem.num_stages * share) <= MOST_CHUNKS]
     for walk in (counts[START:], counts[START - 1 :: -1]):
         worse = 0
         for count in walk:
-            worse = 0 if trials.better(chunker.table(chunker.grain(chunks=count))) else worse + 1
+            chunks = chunker.table(chunker.grain(chunks=count))
+            if chunks in trials.seen:
+                continue
+            worse = 0 if trials.better(chunks) else worse + 1
             if worse == PATIENCE:
                 break
-    if max(problem.lengths) <= chunker.token_cap:
-        trials.better(whole_sequences(problem.lengths))
+    whole = whole_sequences(problem.lengths)
+    if max(problem.lengths) <= chunker.token_cap and whole not in trials.seen:
+        trials.better(whole)
     return trials.result()
 
 
