@@ -24,7 +24,8 @@ def check_presence(plan: Plan) -> Iterator[Violation]:
                     reason = f"doubled: already at rank {first_rank} position {first}"
                 if reason:
                     yield Violation(rank, position, action, reason, in_copies)
-                seen.setdefault(action, (rank, position))
+                if action.op in (COPY_OPS if in_copies else COMPUTE_OPS):
+                    seen.setdefault(action, (rank, position))
     for op in (Op.F,) if plan.forward_only else (Op.F, Op.B):
         for stage, rank in enumerate(plan.placement):
             for c in range(len(plan.chunks)):

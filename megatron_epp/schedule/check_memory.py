@@ -30,7 +30,7 @@ def _above_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
     if live > cap:
         yield Violation(rank, None, None, f"static bytes {live} are above the cap of {cap}")
         return
-    for event in timeline.memory_events(rank):
+    for event in timeline.memory_events[rank]:
         live += event.delta_bytes
         if live > cap:
             reason = (
@@ -45,7 +45,7 @@ def _above_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
 def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Violation]:
     live: dict[tuple[int, int], int] = {}
     kept: set[Action] = set()
-    for event in timeline.memory_events(rank):
+    for event in timeline.memory_events[rank]:
         op, stage, chunk = action = event.step.action
         key = stage, chains[chunk]
         before = live.get(key, 0)

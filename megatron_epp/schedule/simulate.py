@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_epp.schedule.action import Action, Op
@@ -41,6 +42,7 @@ class Timeline:
         start_us, end_us: of the compute steps.
         copy_start_us, copy_end_us: of the offload and load steps; a row per rank, empty where there are none.
         makespan_us: end of the last step over all ranks.
+        memory_events: of each rank, start and end of every step in time order; at equal times what is given back comes first.
         peak_bytes: most bytes live on each rank at one time, static bytes included.
     """
 
@@ -50,6 +52,7 @@ class Timeline:
     copy_start_us: tuple[tuple[float, ...], ...]
     copy_end_us: tuple[tuple[float, ...], ...]
     makespan_us: float
+    memory_events: tuple[tuple[MemoryEvent, ...], ...]
     peak_bytes: tuple[int, ...]
 
     @property
@@ -65,20 +68,9 @@ class Timeline:
 
     def live_bytes(self, rank: int) -> list[tuple[float, int]]:
         """Steps ``(time_us, bytes)`` of the rank's live bytes, from its static bytes at time 0; each holds until the next."""
-        live = self.plan.static_bytes[rank]
-        steps = [(0.0, live)]
-        for event in self.memory_events(rank):
-            if event.delta_bytes:
-                live += event.delta_bytes
-                steps.append((event.time_us, live))
-        return steps
-
-    def memory_events(self, rank: int) -> Iterator[MemoryEvent]:
-        """Every step's start and end in time order; at equal times what is given back counts before what is taken."""
-        compute = _events(self.plan.ranks[rank], self.start_us[rank], self.end_us[rank])
-        if not self.copy_start_us[rank]:
-            return compute
-        return _merge(compute, _events(self.plan.copies[rank], self.copy_start_us[rank], self.copy_end_us[rank]))
+        events = [event for event in self.memory_events[rank] if event.delta_bytes]
+        times = (0.0, *(event.time_us for event in events))
+        return list(zip(times, _live(self.plan.static_bytes[rank], events), strict=True))
 
     def messages(self) -> list[Message]:
         """Every message between ranks, in rank and position order of its producer."""
@@ -170,10 +162,14 @@ def timeline_of(plan: Plan, graph: Graph, played: Playback) -> Timeline:
     start = [tuple(played.start_us[row]) for row in rows]
     end = [tuple(played.end_us[row]) for row in rows]
     ranks = plan.num_ranks
-    tables = tuple(start[:ranks]), tuple(end[:ranks]), tuple(start[ranks:]), tuple(end[ranks:])
-    bare = Timeline(plan, *tables, makespan_us=max((row[-1] for row in end if row), default=0.0), peak_bytes=())
-    peaks = tuple(max(live for _, live in bare.live_bytes(rank)) for rank in range(ranks))
-    return Timeline(plan, *tables, makespan_us=bare.makespan_us, peak_bytes=peaks)
+    events = tuple(tuple(_memory_events(graph, played, rank)) for rank in range(ranks))
+    return Timeline(
+        plan,
+        *(tuple(start[:ranks]), tuple(end[:ranks]), tuple(start[ranks:]), tuple(end[ranks:])),
+        makespan_us=max((row[-1] for row in end if row), default=0.0),
+        memory_events=events,
+        peak_bytes=tuple(max(_live(plan.static_bytes[rank], events[rank])) for rank in range(ranks)),
+    )
 
 
 def explain(graph: Graph, blocked: Blocked) -> str:
@@ -184,25 +180,27 @@ def explain(graph: Graph, blocked: Blocked) -> str:
     return f"rank {rank} at position {position}: {action} waits for {waits_for} (rank {waits_rank}, position {waits_position})"
 
 
-def _events(steps: Sequence[Step], start: Sequence[float], end: Sequence[float]) -> Iterator[MemoryEvent]:
-    for position, step in enumerate(steps):
-        yield MemoryEvent(start[position], step.alloc_bytes, step, position, False)
-        yield MemoryEvent(end[position], -step.free_bytes, step, position, True)
+def _memory_events(graph: Graph, played: Playback, rank: int) -> list[MemoryEvent]:
+    start, end, steps = played.start_us, played.end_us, graph.steps
+    events = []
+    compute, copies = graph.tracks[rank], graph.tracks[graph.num_ranks + rank]
+    for numbers in (compute, copies):
+        for position, number in enumerate(numbers):
+            step = steps[number]
+            events.append(MemoryEvent(start[number], step.alloc_bytes, step, position, False))
+            events.append(MemoryEvent(end[number], -step.free_bytes, step, position, True))
+    if not copies:
+        return events
+    # At equal times: ends, then starts as they depend on each other. A step of no time takes and gives back in one place.
+    place = {steps[number].action: place for place, number in enumerate(played.order)}
+    took_time = {steps[number].action for numbers in (compute, copies) for number in numbers if end[number] > start[number]}
+
+    def key(event: MemoryEvent) -> tuple[float, bool, int, bool]:
+        action = event.step.action
+        return event.time_us, not (event.at_end and action in took_time), place[action], event.at_end
+
+    return sorted(events, key=key)
 
 
-def _merge(left: Iterator[MemoryEvent], right: Iterator[MemoryEvent]) -> Iterator[MemoryEvent]:
-    """By time, ends before starts. Each side keeps its own order, so a step of no time still takes before it gives back."""
-    a, b = next(left, None), next(right, None)
-    while a is not None and b is not None:
-        if (a.time_us, not a.at_end) <= (b.time_us, not b.at_end):
-            yield a
-            a = next(left, None)
-        else:
-            yield b
-            b = next(right, None)
-    if a is not None:
-        yield a
-    if b is not None:
-        yield b
-    yield from left
-    yield from right
+def _live(static_bytes: int, events: Sequence[MemoryEvent]) -> Iterator[int]:
+    return accumulate((event.delta_bytes for event in events), initial=static_bytes)

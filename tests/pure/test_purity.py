@@ -1,0 +1,47 @@
+"""The parts that plan and report run where there is no torch and no Megatron."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+IMPORT_ALL = """
+import importlib, importlib.util, pkgutil, sys
+name = sys.argv[1]
+if importlib.util.find_spec(name) is None:
+    sys.exit(f"there is no {name}")
+package = importlib.import_module(name)
+found = [name, *(m.name for m in pkgutil.walk_packages(getattr(package, "__path__", []), name + "."))]
+for module in found:
+    importlib.import_module(module)
+print(*found)
+print(*sorted({module.partition(".")[0] for module in sys.modules} & {"torch", "megatron", "transformer_engine"}))
+"""
+
+
+def imported(package, path=None):
+    """Modules of a package, all imported in a fresh interpreter, and which heavy packages came along."""
+    env = os.environ | ({"PYTHONPATH": str(path)} if path else {})
+    run = subprocess.run([sys.executable, "-c", IMPORT_ALL, package], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    found, heavy = run.stdout.splitlines()[-2:]
+    return found.split(), heavy.split()
+
+
+@pytest.mark.parametrize("package", ["schedule", "cost", "planner", "report", "cli"])
+def test_a_pure_package_imports_no_torch(package):
+    found, heavy = imported(f"megatron_epp.{package}")
+    assert f"megatron_epp.{package}" in found
+    assert heavy == []
+
+
+def test_an_import_deep_in_a_package_would_be_noticed(tmp_path):
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "megatron.py").touch()
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "outer" / "__init__.py").touch()
+    (inner / "__init__.py").write_text("import megatron")
+    (inner / "deep.py").write_text("import torch")
+    assert imported("outer", tmp_path) == (["outer", "outer.inner", "outer.inner.deep"], ["megatron", "torch"])
