@@ -191,6 +191,12 @@ def patches() -> tuple[Patch, ...]:
             lambda: 10,
             "asks for CUDA_DEVICE_MAX_CONNECTIONS on older GPUs",
         ),
+        Patch(
+            "megatron.training.training:build_train_valid_test_data_iterators",
+            _leaving_the_generator,
+            "data loaders draw seeds from the CPU generator, which plays the CUDA one here",
+            wraps=True,
+        ),
         Patch("megatron.core.pipeline_parallel.p2p_communication:_p2p_ops", _keep_what_is_sent, _SENT, wraps=True),
         Patch("megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops", _keep_what_is_sent, _SENT, wraps=True),
     )
@@ -209,6 +215,16 @@ def _keep_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(**kwargs)
 
     return send
+
+
+def _leaving_the_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        # A resumed run restores the generator before this and would go on with another dropout than the one it continues.
+        with torch.random.fork_rng(devices=[]):
+            return original(*args, **kwargs)
+
+    return build
 
 
 def _initialize_with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:

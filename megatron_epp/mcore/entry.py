@@ -1,16 +1,12 @@
 """What every way into Megatron does first."""
 
 import contextlib
-import functools
-import importlib.util
 import logging
 import os
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from megatron_epp.mcore import compat, cpu, patching, without_apex
-from megatron_epp.mcore.patching import Patch
+from megatron_epp.mcore import compat, cpu, dataset_helpers, install, patching, plain_torch
 from megatron_epp.schedule.errors import EppError
 
 
@@ -23,11 +19,8 @@ def prepare() -> None:
     compat.check_megatron(allow_unknown)
     if cpu.activate():
         patching.apply(cpu.patches(), allow_unknown=allow_unknown, level=logging.DEBUG)
-    patching.apply((*without_apex.patches(), *_patches()), allow_unknown=allow_unknown)
-    if importlib.util.find_spec("megatron_epp.mcore.install") is not None:
-        from megatron_epp.mcore import install
-
-        install.apply(allow_unknown=allow_unknown)
+    patching.apply((*plain_torch.patches(), *dataset_helpers.patches()), allow_unknown=allow_unknown)
+    install.apply(allow_unknown=allow_unknown)
 
 
 @contextlib.contextmanager
@@ -37,35 +30,3 @@ def errors_in_one_line() -> Iterator[None]:
         yield
     except EppError as error:
         raise SystemExit(f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error}") from None
-
-
-@functools.cache
-def _patches() -> tuple[Patch, ...]:
-    from megatron.core.datasets import utils
-
-    flags = Patch("megatron.training.arguments:add_megatron_arguments", _with_epp_flags, "adds the --epp flags", wraps=True)
-    makefile = os.path.join(os.path.dirname(os.path.abspath(utils.__file__)), "Makefile")
-    if os.path.exists(makefile) or importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-        return (flags,)
-    return (
-        flags,
-        Patch(
-            "megatron.core.datasets.utils:compile_helpers",
-            _use_what_is_shipped,
-            "the wheel ships the compiled dataset helpers and no Makefile, and Megatron exits when make fails",
-        ),
-    )
-
-
-def _with_epp_flags(original: Callable[[ArgumentParser], ArgumentParser]) -> Callable[[ArgumentParser], ArgumentParser]:
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
-        from megatron_epp.mcore.args import add_epp_args
-
-        return add_epp_args(original(parser))
-
-    return add_megatron_arguments
-
-
-def _use_what_is_shipped() -> None:
-    pass

@@ -1,6 +1,6 @@
-"""What Megatron needs where NVIDIA Apex is not installed, on a GPU as on a CPU.
+"""What Megatron needs where NVIDIA Apex or Transformer Engine is not installed, on a GPU as on a CPU.
 
-Megatron's defaults choose kernels that only Apex brings. These patches choose what torch has instead, and say so.
+Megatron's defaults choose kernels that only those bring. These patches choose what torch has instead, and say so.
 """
 
 import copy
@@ -18,24 +18,25 @@ from megatron_epp.mcore.patching import Patch
 
 logger = logging.getLogger(__name__)
 
-# Extension modules that Apex builds, and the Megatron argument that makes it import them.
+# Megatron arguments that are on by default, and the module each needs: extensions of Apex, or Transformer Engine.
 _KERNELS = (
-    ("fused_weight_gradient_mlp_cuda", "gradient_accumulation_fusion"),
-    ("scaled_masked_softmax_cuda", "masked_softmax_fusion"),
+    ("gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"),
+    ("masked_softmax_fusion", "scaled_masked_softmax_cuda"),
+    ("apply_rope_fusion", "transformer_engine"),
 )
 
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """The patches this environment needs; none where Apex is installed with its extensions."""
-    missing = [argument for module, argument in _KERNELS if importlib.util.find_spec(module) is None]
+    """The patches this environment needs; none where everything is installed."""
+    missing = [argument for argument, module in _KERNELS if importlib.util.find_spec(module) is None]
     needed = []
     if missing:
         needed.append(
             Patch(
                 "megatron.training.arguments:validate_args",
                 functools.partial(_without_kernels, missing),
-                "kernels of NVIDIA Apex are not asked for where it is not installed",
+                "kernels that are not installed are not asked for",
                 wraps=True,
             )
         )
@@ -67,7 +68,7 @@ def _without_kernels(missing: list[str], original: Callable[..., Any]) -> Callab
         for name in off:
             setattr(args, name, False)
         if off and os.environ.get("RANK", "0") == "0":
-            logger.warning("NVIDIA Apex is not installed: without %s", ", ".join(off))
+            logger.warning("NVIDIA Apex or Transformer Engine is not installed: off are %s", ", ".join(off))
         return original(args, *rest, **kwargs)
 
     return validate_args

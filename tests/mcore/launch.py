@@ -1,0 +1,90 @@
+"""Starts training processes the way a user does, and reads back what they did."""
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECORDER = Path(__file__).with_name("recorded_training.py")
+
+# A GPT that trains in milliseconds. The padded vocabulary is 128 whatever the tensor-parallel size.
+TINY = shlex.split(
+    "--transformer-impl local --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64 --hidden-dropout 0 "
+    "--attention-dropout 0 --eval-interval 1000 --eval-iters 1 --log-interval 1 --ckpt-format torch_dist"
+)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a launch left behind.
+
+    steps: {iteration: {"loss": ..., "grad_norm": ...}} as exact floats, from the rank that knows the loss.
+    weights: a digest per rank of the parameters after the last step.
+    """
+
+    returncode: int
+    output: str
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    weights: tuple[str, ...] = ()
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {iteration: step["loss"] for iteration, step in self.steps.items()}
+
+
+def launch(num_processes: int, *command: object, env: dict[str, str] | None = None, timeout_s: float = 180) -> Finished:
+    """Run `command` (script or `-m module`, then its arguments) in `num_processes` processes under torch's launcher.
+
+    Raises AssertionError with the output when it takes longer than `timeout_s`; every process it started is gone then.
+    """
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={num_processes}",
+        f"--master-port={free_port()}",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(env or {})}
+    process = subprocess.Popen(
+        [*launcher, *map(str, command)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher then ends its workers, by force after half a minute
+        output, _ = process.communicate()
+        raise AssertionError(f"not finished after {timeout_s} s:\n{output[-5000:]}") from None
+    return Finished(process.returncode, output)
+
+
+def train(folder: Path, num_processes: int, *flags: object, iterations: int, timeout_s: float = 180) -> Finished:
+    """Train TINY with `flags` until `iterations`, recorded in `folder`. Raises AssertionError if it fails."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    arguments = [*TINY, "--train-iters", iterations, *flags]
+    finished = launch(num_processes, RECORDER, *arguments, env={"RECORD_TO": str(folder)}, timeout_s=timeout_s)
+    assert finished.returncode == 0, finished.output[-5000:]
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+    steps = next(
+        {int(i): s for i, s in rank["steps"].items()} for rank in ranks if "loss" in next(iter(rank["steps"].values()))
+    )
+    return Finished(finished.returncode, finished.output, steps, tuple(rank["weights"] for rank in ranks))
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,132 @@
+"""Megatron's own loop, with its own schedules, on a machine without a GPU.
+
+Megatron gives each pipeline stage another seed, so runs are compared from a checkpoint that one process wrote.
+"""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from launch import Finished, train
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU is present: run where torch.cuda.is_available() is False"
+)
+
+MODELS = {
+    "llama": shlex.split(
+        "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
+    ),
+    "gpt2": ["--position-embedding-type", "learned_absolute"],
+}
+CUT, END = 2, 5
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run by one process to iteration END that saved a checkpoint at iteration CUT."""
+
+    run: Finished
+    checkpoints: Path
+    flags: list[str]
+
+    def resume(self, folder: Path, num_processes: int, *flags: object) -> Finished:
+        """Continue from CUT to END in another way."""
+        return train(folder, num_processes, *self.flags, "--load", self.checkpoints, *flags, iterations=END)
+
+
+def save_at_cut(folder: Path, num_processes: int, *flags: object) -> Finished:
+    """Train to END and leave a checkpoint that resumes at CUT."""
+    checkpoints = folder / "checkpoints"
+    run = train(folder / "run", num_processes, *flags, "--save", checkpoints, "--save-interval", CUT, iterations=END)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(CUT))
+    return run
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+    made = {}
+    for name, flags in MODELS.items():
+        folder = tmp_path_factory.mktemp(name)
+        made[name] = Reference(save_at_cut(folder, 1, *flags), folder / "checkpoints", flags)
+    return made
+
+
+def after_cut(run: Finished, key: str = "loss") -> list[float]:
+    return [run.steps[i][key] for i in range(CUT + 1, END + 1)]
+
+
+def test_it_trains_and_evaluates_and_says_once_that_there_is_no_gpu(references: dict[str, Reference]) -> None:
+    for reference in references.values():
+        losses = reference.run.losses
+        assert losses[END] < losses[1] - 0.1
+        assert reference.run.output.count("validation loss at iteration") == 2  # validation set, test set
+        assert reference.run.output.count("no GPU found") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "num_processes", "flags"),
+    [
+        ("llama", 2, "--pipeline-model-parallel-size 2"),
+        ("gpt2", 2, "--pipeline-model-parallel-size 2"),  # the embedding is shared by both stages
+        ("llama", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+        ("llama", 2, "--tensor-model-parallel-size 2"),
+        ("llama", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ("gpt2", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (
+            "gpt2",
+            2,
+            "--pipeline-model-parallel-size 2 --calculate-per-token-loss "
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        ),
+        ("llama", 4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+    ],
+)
+def test_the_losses_do_not_depend_on_how_the_model_is_spread(
+    references: dict[str, Reference], tmp_path: Path, model: str, num_processes: int, flags: str
+) -> None:
+    spread = references[model].resume(tmp_path, num_processes, *flags.split())
+    for key in ("loss", "grad_norm"):
+        found, expected = after_cut(spread, key), after_cut(references[model].run, key)
+        difference = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+        print(f"{model} {flags}: largest relative difference of {key} {difference:.1e}")
+        assert difference < 1e-5
+
+
+DATA_PARALLEL = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+
+
+def test_two_replicas_with_the_distributed_optimizer_train_alike_and_resume_exactly(
+    references: dict[str, Reference], tmp_path: Path
+) -> None:
+    flags = [*MODELS["llama"], *DATA_PARALLEL]
+    whole = save_at_cut(tmp_path, 2, *flags)
+    for iteration, loss in references["llama"].run.losses.items():
+        assert whole.losses[iteration] == pytest.approx(loss, rel=1e-5)
+    resumed = train(tmp_path / "resumed", 2, *flags, "--load", tmp_path / "checkpoints", iterations=END)
+    assert after_cut(resumed) == after_cut(whole)
+    assert resumed.weights == whole.weights
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(references: dict[str, Reference], tmp_path: Path) -> None:
+    resumed = references["llama"].resume(tmp_path, 1)
+    assert after_cut(resumed) == after_cut(references["llama"].run)
+    assert after_cut(resumed, "grad_norm") == after_cut(references["llama"].run, "grad_norm")
+    assert resumed.weights == references["llama"].run.weights
+
+
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def test_with_dropout_recomputation_repeats_the_same_masks_and_a_resumed_run_draws_the_same_ones(tmp_path: Path) -> None:
+    flags = f"--pipeline-model-parallel-size 2 --bf16 {DROPOUT}".split()
+    plain = save_at_cut(tmp_path, 2, *flags)
+    recomputed = train(tmp_path / "recomputed", 2, *flags, *RECOMPUTE.split(), iterations=END)
+    assert recomputed.losses == plain.losses
+    resumed = train(tmp_path / "resumed", 2, *flags, "--load", tmp_path / "checkpoints", iterations=END)
+    assert after_cut(resumed) == after_cut(plain)
+    assert resumed.weights == plain.weights
