@@ -3,7 +3,7 @@
 # Safe to run again and again: what is already done is not done twice, and what broke half-way is done again.
 #
 # Settings (environment):
-#   EPP_PYTHON   the Python interpreter to make .venv with (3.12 or newer)
+#   EPP_PYTHON   make .venv with this Python (3.12 or newer) instead of the first that is found
 
 set -euo pipefail
 
@@ -19,7 +19,11 @@ epp_python_runs() {
 }
 
 epp_python_candidates() {
-    printf '%s\n' "${EPP_PYTHON:-}" python3.12
+    if [ -n "${EPP_PYTHON:-}" ]; then
+        printf '%s\n' "$EPP_PYTHON"
+        return
+    fi
+    printf '%s\n' python3.12
     printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python
     if command -v uv >/dev/null 2>&1; then uv python find 3.12 2>/dev/null || true; fi
     printf '%s\n' python3 python3.13 python3.14
@@ -28,7 +32,7 @@ epp_python_candidates() {
 epp_find_python() {
     local candidate
     while IFS= read -r candidate; do
-        if [ -n "$candidate" ] && epp_python_runs "$candidate"; then
+        if epp_python_runs "$candidate"; then
             printf '%s\n' "$candidate"
             return
         fi

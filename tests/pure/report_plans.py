@@ -87,3 +87,18 @@ def measured_run(plan: Plan, slowdown: float = 1.25) -> Measured:
         for rank, steps in enumerate(plan.ranks)
     ]
     return Measured(digest(plan), tuple(events))
+
+
+def v_shaped_plan() -> Plan:
+    """The forward of one chunk through four stages on two ranks: down the ranks and up again."""
+    base = sliced_plan(num_ranks=4, slices=1, batched=0)
+    steps = [Step(Action(Op.F, stage, 0), 100.0, 0, 0) for stage in range(4)]
+    return replace(
+        base,
+        placement=(0, 1, 1, 0),
+        ranks=((steps[0], steps[3]), (steps[1], steps[2])),
+        static_bytes=(2**20,) * 2,
+        cap_bytes=(2**24,) * 2,
+        forward_only=True,
+        predicted=Prediction(420.0, 400.0, (2**20,) * 2, 0.5),
+    )

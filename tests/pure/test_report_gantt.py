@@ -6,7 +6,7 @@ from dataclasses import replace
 import matplotlib.colors
 import numpy as np
 import pytest
-from report_plans import measured_run, sliced_plan, with_offload
+from report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 from megatron_epp.report.gantt import gantt, save_gantt
 from megatron_epp.report.palette import COLOURS, Shades, text_colour, tint
@@ -93,6 +93,11 @@ def test_chunk_numbers_stand_in_boxes_that_are_wide_enough():
     labels = [text.get_text() for text in gantt(few).axes[0].texts]
     assert sorted(labels) == sorted(str(step.action.chunk) for steps in few.ranks for step in steps)
     assert len(gantt(many).axes[0].texts) < sum(len(steps) for steps in many.ranks) / 10
+
+
+def test_where_a_rank_has_several_stages_boxes_name_the_stage_too():
+    texts = [text.get_text() for text in gantt(v_shaped_plan()).axes[0].texts]
+    assert texts == ["0.0", "3.0", "1.0", "2.0"]
 
 
 def test_memory_is_drawn_against_the_cap():

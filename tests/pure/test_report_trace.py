@@ -5,7 +5,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
-from report_plans import measured_run, sliced_plan, with_offload
+from report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 from megatron_epp.report.trace import save_trace, trace
 from megatron_epp.schedule.simulate import simulate
@@ -55,6 +55,11 @@ def test_every_message_between_ranks_is_one_arrow_from_its_producer_to_its_consu
         for event in pair.values():
             inside = [b for b in boxes if b[:2] == (event["pid"], event["tid"]) and b[2] <= event["ts"] < b[3]]
             assert len(inside) == 1, "an arrow without a box at either end is not drawn"
+
+
+def test_there_is_no_arrow_between_stages_on_one_rank():
+    made = trace(v_shaped_plan())
+    assert [(s["pid"], f["pid"]) for s, f in zip(events(made, "s"), events(made, "f"), strict=True)] == [(1, 0), (0, 1)]
 
 
 def test_the_counter_is_the_simulators_live_bytes():
