@@ -71,35 +71,6 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--epp-measure-memory", action="store_true", help="Count the bytes autograd keeps, per rank. Costs a little time.")
     add("--epp-allow-unknown-megatron", action="store_true", help="Patch a Megatron whose code is not known to work.")
     return parser
-    group = parser.add_argument_group(title="elastic pipeline parallelism")
-    add = group.add_argument
-    add("--epp", action="store_true", help="Plan every iteration from the lengths of its sequences and run the plan.")
-    add(
-        "--epp-schedule",
-        choices=["elastic", "stock", "whole", "padded", "packed"],
-        default="elastic",
-        help="elastic: our plans. The others run Megatron's own schedule on the same documents, for comparison. stock: one "
-        "whole document per microbatch, with Megatron's attention; whole: the same with our attention; padded: each "
-        "document padded to --seq-length; packed: documents packed up to --seq-length.",
-    )
-    add("--epp-planner", default="greedy", help="Who makes the plans (default: greedy).")
-    add("--epp-memory-cap-gb", type=float, default=None, metavar="GB", help="Memory one rank may hold, weights and "
-        "optimizer included. Default: 90%% of the device's; none on CPU.")  # fmt: skip
-    add("--epp-chunk-tokens", type=int, default=None, metavar="N", help="Most tokens in one chunk. Default: chosen per batch.")
-    add("--epp-slices", type=int, default=None, metavar="K", help="Slices of the longest sequence. Default: chosen per batch.")
-    add("--epp-recompute", default="auto", metavar="auto|N", help="Layers per stage that recompute in backward: auto (as few "
-        "as the cap allows, per stage and chunk) or a number. Takes the place of --recompute-granularity and its kin.")  # fmt: skip
-    add("--epp-costs", default="analytic", metavar="analytic|measure|FILE", help="Where predicted times come from: formulas, "
-        "a short measurement at start-up (kept with the checkpoints so that a resumed run plans alike), or a file.")  # fmt: skip
-    add("--epp-lookahead", type=int, default=2, metavar="N", help="Iterations to plan ahead of training (default: 2).")
-    add("--epp-wait-limit-seconds", type=float, default=600.0, metavar="S", help="End the run, naming the action, when an "
-        "action, message or collective takes longer (default: 600).")  # fmt: skip
-    add("--epp-report-dir", default=None, metavar="DIR", help="Write each iteration's planned and measured figures here.")
-    add("--epp-trace-iteration", type=int, default=None, metavar="I", help="Write the plan and the measured times of every "
-        "action of iteration I to --epp-report-dir.")  # fmt: skip
-    add("--epp-measure-memory", action="store_true", help="Count the bytes autograd keeps, per rank. Costs a little time.")
-    add("--epp-allow-unknown-megatron", action="store_true", help="Patch a Megatron whose code is not known to work.")
-    return parser
 
 
 class _Conflict(NamedTuple):

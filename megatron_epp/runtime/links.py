@@ -49,18 +49,16 @@ class Links:
 
     @staticmethod
     def create(pipeline_ranks: Sequence[int], control_ranks: Sequence[int]) -> Links:
-        """Make the groups. Every rank of `control_ranks` must call this with the same arguments.
+        """Make the groups. Every rank of the job must call this at the same point.
 
         Args:
-            pipeline_ranks: global ranks of this pipeline, in order.
+            pipeline_ranks: global ranks of this rank's pipeline, in order.
             control_ranks: all ranks that must run the same plan: the pipelines of every tensor-parallel rank.
         """
-
-        def group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-            return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-
-        pipeline = tuple(pipeline_ranks)
-        return Links(pipeline, group(pipeline), group(pipeline), group(pipeline, "gloo"), group(control_ranks, "gloo"))
+        pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
+        return Links(
+            pipeline, _group(pipeline), _group(pipeline), _group(pipeline, backend="gloo"), _group(control, backend="gloo")
+        )
 
     def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
         """Start sending to pipeline rank `peer`. The tensor's storage is kept until the message has left."""
@@ -85,3 +83,16 @@ class Links:
         """Wait until every message has left."""
         while self._in_flight:
             self._in_flight.popleft()[0].wait()
+
+
+def _group(mine: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    """This rank's group among those all ranks name: torch wants every rank to make every group, in the same order."""
+    named: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(named, mine)
+    found: dist.ProcessGroup | None = None
+    for ranks in sorted({r for r in named if r is not None}):
+        group = dist.new_group(list(ranks), backend=backend)
+        if ranks == mine:
+            found = group
+    assert found is not None
+    return found
