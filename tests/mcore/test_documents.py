@@ -200,6 +200,15 @@ def test_splits_are_disjoint_and_leave_nothing_out(pair, split):
     assert seen == [tuple(document[:301].tolist()) for document in DOCUMENTS]
 
 
+@pytest.mark.parametrize(
+    ("split", "num_documents", "expected"), [("1,1,1", 5, [2, 1, 2]), ("80,15,5", 10, [8, 2, None]), ("98,1,1", 77, [75, 1, 1])]
+)
+def test_split_edges_are_rounded_as_megatron_rounds_them(tmp_path, split, num_documents, expected):
+    prefix = write_pair(tmp_path / "corpus", documents_of([5] * num_documents))
+    splits = build_splits(megatron_args(data_path=[prefix], split=split), (1, 1, 1))
+    assert [each and len(each[0]) for each in splits] == expected
+
+
 def test_iterators_yield_global_batches_of_each_split(pair):
     args = megatron_args(data_path=[pair])
     train, valid, test = iterators(args)
