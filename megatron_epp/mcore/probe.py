@@ -64,8 +64,8 @@ def _synthetic(tokens: int, segments: int = 1) -> Chunk:
 
 
 def _arrays(tokens: int) -> ChunkArrays:
-    ids = torch.zeros(tokens, dtype=torch.long)
-    return ChunkArrays(ids, ids, torch.ones(tokens), torch.arange(tokens))
+    ids = torch.zeros(tokens, dtype=torch.long)  # positions too: learned ones may be fewer than the probe's tokens
+    return ChunkArrays(ids, ids, torch.ones(tokens), ids)
 
 
 def _forward(stage: MegatronStage, chunk: Chunk, recompute_layers: int = 0) -> tuple[Tensor | None, Tensor, ChunkContext]:
