@@ -30,6 +30,12 @@ def test_every_token_is_in_exactly_one_chunk_and_slices_come_first(chunks, reaso
     assert any(reason in fault for fault in faults(plan)), faults(plan)
 
 
+def test_a_part_that_is_there_twice_does_not_hide_or_invent_others():
+    plan = make_plan(["0F0 0F1 0B1 0B0"], whole(4, 4))
+    plan = replace(plan, lengths=(4,), chunks=(chunk((0, 0, 4)), chunk((0, 1, 2))))
+    assert only_fault(plan) == "tokens 1 to 2 of sequence 0 are in chunk 0 and in chunk 1"
+
+
 def test_a_slice_in_the_middle_of_its_sequence_may_have_company():
     assert [c.kind(hybrid().lengths) for c in hybrid().chunks] == ["split", "hybrid", "hybrid"]
     assert check(hybrid()) == []

@@ -103,6 +103,23 @@ def test_a_release_counts_before_an_allocation_at_the_same_time():
     assert simulate(plan).peak_bytes == (140,)
 
 
+def test_a_release_by_a_copy_counts_before_an_allocation_at_the_same_time():
+    plan = make_plan(["0F0 0F1 0F2 0B0 0B1 0B2"], whole(4, 4, 4), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
+    plan = with_step(plan, "0O0", time_us=10.0)  # ends at 20, when 0F2 starts
+    assert max(live for at, live in simulate(plan).live_bytes(0) if at <= 20) == 100 + 3 * 40 - 20
+
+
+def test_steps_of_no_time_take_and_give_back_one_after_the_other():
+    plan = make_plan(["0F0 0B0 0F1 0B1"], whole(4, 4), copies=["0O0 0L0"], offload_share=0.5)
+    for action in ("0F0", "0B0", "0F1", "0B1", "0O0", "0L0"):
+        plan = with_step(plan, action, time_us=0.0)
+    assert [live for _, live in simulate(plan).live_bytes(0)] == [100, 140, 120, 140, 100, 140, 100]
+
+
+def test_the_makespan_is_the_end_of_the_last_step_even_of_a_copy():
+    assert simulate(make_plan(["0F0"], whole(4), copies=["0O0"], forward_only=True)).makespan_us == 15
+
+
 def test_a_workspace_counts_while_its_action_runs():
     plan = with_step(make_plan(["0F0 0B0"], whole(4)), "0B0", alloc_bytes=7, free_bytes=47)
     assert simulate(plan).peak_bytes == (147,)
