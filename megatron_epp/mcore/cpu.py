@@ -50,37 +50,8 @@ def is_active() -> bool:
 class _Stream:
     """Everything on the CPU happens in program order, so a stream has nothing to do."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     def wait_stream(self, stream: Any) -> None:
         pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> "_Event":
-        return event or _Event()
-
-
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
 
 
 def _nothing() -> Callable[..., None]:
@@ -90,32 +61,22 @@ def _nothing() -> Callable[..., None]:
 
 def _stand_in_for_torch_cuda() -> None:
     cuda = torch.cuda
-    # Megatron writes `device=torch.cuda.current_device()` for everything it allocates.
+    # Megatron writes `device=torch.cuda.current_device()` for most of what it allocates.
     cuda.current_device = lambda: _CPU
     cuda.set_device = _nothing()
     cuda.synchronize = _nothing()
     cuda.Stream = _Stream
-    cuda.Event = _Event
-    cuda.current_stream = lambda device=None: _Stream()
-    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.current_stream = _Stream
+    cuda.stream = contextlib.nullcontext
     # The CPU generator plays the CUDA one. torch only queues CUDA seeding until a device appears, silently.
-    for module in (cuda, cuda.random):
-        module.get_rng_state = lambda device="cuda": torch.get_rng_state()
-        module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
-        module.manual_seed = torch.default_generator.manual_seed
-    cuda.memory_stats = lambda device=None: _Zeros()
-
-
-class _Zeros(dict):  # type: ignore[type-arg]
-    """Memory statistics of a device that is not there."""
-
-    def __missing__(self, key: str) -> int:
-        return 0
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
 
 
 # ---- device="cuda" ---------------------------------------------------------------------------------------------------
 
-_FACTORIES = ("arange", "empty", "empty_like", "full", "full_like", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
+_FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")  # those that Megatron calls with device="cuda"
 
 
 def _is_cuda(device: Any) -> bool:

@@ -15,7 +15,9 @@ def record(train_step, steps, digests):
         from megatron.training import get_args
 
         loss, *rest = answer = train_step(forward_step, data_iterator, model, *args, **kwargs)
-        seen = {"grad_norm": float(rest[4])}
+        seen = {}
+        if rest[4] is not None:  # a step that fp16 skipped has none
+            seen["grad_norm"] = float(rest[4])
         if loss:
             seen["loss"] = float(loss["lm loss"])
         steps[get_args().curr_iteration + 1] = seen
