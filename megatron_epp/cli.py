@@ -6,16 +6,14 @@ Everything but `prepare` runs without torch, Megatron or a GPU. Exit codes: 0 do
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import megatron_epp
 from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, problem_of
+from megatron_epp.mcore import prepare
 from megatron_epp.planner import PLANNERS, plan
 from megatron_epp.report.compare import against, comparison
 from megatron_epp.report.gantt import save_gantt
@@ -46,9 +44,8 @@ a batch of 512 drawn from a file of lengths
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors of this package print one or two lines on stderr."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = _parser(arguments).parse_args(arguments)
+        args = _parser().parse_args(argv)
         run: Run = args.run
         code = run(args)
         sys.stdout.flush()
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="Plan elastic pipeline parallelism from sequence lengths, prove plans, and look at them.",
@@ -74,22 +71,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     _add_simulate(commands)
     _add_compare(commands)
     _add_show(commands)
-    prepare = commands.add_parser("prepare", help="make Megatron .bin/.idx files of a folder or JSONL file (needs Megatron)")
-    if arguments[:1] == ["prepare"]:  # its flags come from a module that imports Megatron: only when they are wanted
-        module = _quietly_import("megatron_epp.mcore.prepare")
-        module.add_arguments(prepare)
-        prepare.set_defaults(run=module.run)
+    _add_prepare(commands)
     return parser
-
-
-def _quietly_import(name: str) -> ModuleType:
-    """Import a module that needs Megatron, without Megatron's warnings about optional packages."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module(name)
-    except ImportError as error:
-        raise EppError(f"this command needs Megatron ({error}); install it with: pip install megatron-epp") from error
 
 
 def _command(commands: Commands, name: str, run: Run, purpose: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -142,6 +125,11 @@ def _add_show(commands: Commands) -> None:
         ".txt for text. Without it: text on the screen",
     )
     _add_width(parser)
+
+
+def _add_prepare(commands: Commands) -> None:
+    purpose = "make Megatron .bin/.idx files of folders, JSONL files or single files (needs torch and Megatron)"
+    prepare.add_arguments(_command(commands, "prepare", prepare.run, purpose))
 
 
 def _add_width(parser: argparse.ArgumentParser) -> None:

@@ -198,7 +198,7 @@ def test_a_wrong_command_line_exits_with_2_and_the_usage(capsys, argv):
     assert "usage: megatron-epp" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["plan", "check", "simulate", "compare", "show"])
+@pytest.mark.parametrize("command", ["plan", "check", "simulate", "compare", "show", "prepare"])
 def test_every_command_explains_itself(capsys, command):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
