@@ -78,7 +78,7 @@ class MegatronStage:
         """Differentiate a chunk's output."""
         if grad is None and self.config.grad_scale_func is not None:
             output = self.config.grad_scale_func(output)
-        if self.config.deallocate_pipeline_outputs and grad is not None:
+        if grad is not None and output.shape != grad.shape:  # `release_output` has dropped its storage
             custom_backward(output, grad)
         else:
             torch.autograd.backward(output, grad)
