@@ -54,8 +54,11 @@ def _foreign(plan: Plan, rank: int, action: Action, in_copies: bool) -> str:
 
 def _offloads(plan: Plan, seen: dict[Action, tuple[int, int]]) -> Iterator[Violation]:
     """An offload has its load, and both go with a share above zero."""
+    has_copies = any(plan.copies)
     for stage, shares in enumerate(plan.offload_share):
         for c, share in enumerate(shares):
+            if share == 0 and not has_copies:
+                continue
             for op in (Op.O, Op.L):
                 action = Action(op, stage, c)
                 if share > 0 and action not in seen:
