@@ -64,6 +64,9 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
         # Megatron sets this flag to False whatever the user says, and reads it at every message.
         config.variable_seq_lengths = not fixed
+        if args.epp_recompute not in ("auto", "0"):
+            config.recompute_granularity, config.recompute_method = "full", "block"
+            config.recompute_num_layers = int(args.epp_recompute)
         report = IterationReport.begin(session, batch, call["forward_only"])
         call |= {
             "forward_step_func": forward_step,
