@@ -52,8 +52,8 @@ class Chunker:
             for stage in range(problem.num_stages)
         ]
         slowest = max(lines, key=lambda line: line.time_us(tokens, pairs) + (len(problem.lengths) - 1) * line.fixed_us)
-        line = Line(0.0, slowest.per_token_us, slowest.per_pair_us)
-        if line.time_us(1, 1) <= 0:
+        line = Line(0.0, max(0.0, slowest.per_token_us), max(0.0, slowest.per_pair_us))
+        if line == Line():  # costs nothing: balance tokens
             line = Line(0.0, 1.0)
         multiple = problem.token_multiple
         most = _round_up(max(tokens, 1), multiple) if chunk_tokens is None else chunk_tokens // multiple * multiple
@@ -89,7 +89,9 @@ class Chunker:
         ends: list[int] = []
         before = 0
         for number in range(1, slices + 1):
-            end = longest if number == slices else self._prefix(whole_us * number / slices) // multiple * multiple
+            end = longest
+            if number < slices:
+                end = (self._prefix(whole_us * number / slices) + multiple // 2) // multiple * multiple
             if number < slices and end >= longest:
                 continue
             while end - before > self.token_cap:

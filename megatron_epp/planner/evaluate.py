@@ -11,7 +11,9 @@ Layers = Sizes
 
 
 def backward_times(tables: Tables, layers: Layers) -> Times:
-    """Backward times with recompute, ``[stage][chunk]``."""
+    """Backward times with recompute, ``[stage][chunk]``; no rows in a forward-only plan."""
+    if not tables.backward_us:
+        return []
     return [
         [base + count * layer for base, count, layer in zip(*rows, strict=True)]
         for rows in zip(tables.backward_us, layers, tables.layer_us, strict=True)

@@ -24,13 +24,15 @@ MOST_CHUNKS = 1024
 """No grain aims at more chunks than that."""
 START = CHUNKS_PER_STAGE.index(4)
 PATIENCE = 2
-"""Grains in a row that may be worse before the search turns back."""
+"""Grains in a row that may be no better before the search turns back."""
+CLEARLY = 0.99
+"""While nothing fits, a grain counts as better when its least peak is below this share of the least before."""
 
 
 class Trials:
     """Chunk tables tried so far, and the best of them."""
 
-    def __init__(self, problem: Problem, costs: Costs, options: Options, schedule: Schedule = elastic_1f1b) -> None:
+    def __init__(self, problem: Problem, costs: Costs, options: Options, schedule: Schedule) -> None:
         self.problem, self.costs, self.options, self.schedule = problem, costs, options, schedule
         self.best: Decisions | None = None
         self.best_us = math.inf
@@ -38,7 +40,7 @@ class Trials:
         self.seen: set[tuple[Chunk, ...]] = set()
 
     def better(self, chunks: tuple[Chunk, ...]) -> bool:
-        """Try a table. True when it is faster than all before, or when none has fitted yet."""
+        """Try a table. True when it is faster than all before, or, while none fits, when it needs clearly less memory."""
         self.seen.add(chunks)
         tables = tabulate(chunks, self.problem, self.costs)
         if lower_bound_us(tables) >= self.best_us:
@@ -46,8 +48,9 @@ class Trials:
         order = self.schedule(chunks, self.problem.num_stages, self.problem.forward_only)
         fit = fit_recompute(order, tables, self.problem.cap_bytes, self.options)
         if fit.layers is None:
-            self.least_cap = min(self.least_cap or fit.needed_bytes, fit.needed_bytes)
-            return self.best is None
+            before = self.least_cap or math.inf
+            self.least_cap = int(min(before, fit.needed_bytes))
+            return self.best is None and fit.needed_bytes < CLEARLY * before
         took_us = makespan_us(order, tables, fit.layers)
         if took_us >= self.best_us:
             return False
@@ -58,7 +61,7 @@ class Trials:
         """The best decisions. Raises `InfeasibleError` with the smallest cap that would have let one table through."""
         if self.best is not None:
             return self.best
-        gib = math.ceil(self.least_cap / GIB * 100) / 100
+        gib = -(-self.least_cap * 100 // GIB) / 100
         raise InfeasibleError(
             f"no plan fits a memory cap of {min(self.problem.cap_bytes)} bytes per rank: the least that would do is "
             f"{self.least_cap} bytes ({gib:.2f} GiB).\n"
@@ -66,7 +69,7 @@ class Trials:
         )
 
 
-def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
+def greedy(problem: Problem, costs: Costs, options: Options, schedule: Schedule = elastic_1f1b) -> Decisions:
     """Slice, pack, order by elastic 1F1B, recompute as needed; the grain with the least simulated makespan wins.
 
     One whole sequence per chunk in batch order, which is plain 1F1B, is always among what is tried where the token cap lets
@@ -76,7 +79,7 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
         InfeasibleError: no grain fits the memory caps.
     """
     chunker = Chunker.of(problem, costs, options.chunk_tokens)
-    trials = Trials(problem, costs, options)
+    trials = Trials(problem, costs, options, schedule)
     if options.slices is not None:
         trials.better(chunker.table(chunker.grain(slices=options.slices)))
         return trials.result()
@@ -96,12 +99,16 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     return trials.result()
 
 
-def one_f_one_b(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """The baseline: 1F1B over whole sequences, one per chunk, in batch order. Ignores `chunk_tokens` and `slices`."""
-    trials = Trials(problem, costs, options)
-    trials.better(whole_sequences(problem.lengths))
-    return trials.result()
+def baseline(schedule: Schedule) -> Planner:
+    """A planner for whole sequences, one per chunk in batch order. It ignores `chunk_tokens` and `slices`."""
+
+    def planner(problem: Problem, costs: Costs, options: Options) -> Decisions:
+        trials = Trials(problem, costs, options, schedule)
+        trials.better(whole_sequences(problem.lengths))
+        return trials.result()
+
+    return planner
 
 
-PLANNERS: dict[str, Planner] = {"greedy": greedy, "1f1b": one_f_one_b}
-"""Planners by name. A new one is a function here; one that only changes the order passes its schedule to `Trials`."""
+PLANNERS: dict[str, Planner] = {"greedy": greedy, "1f1b": baseline(elastic_1f1b)}
+"""Planners by name. A new schedule is a function (see `Schedule`) and an entry: `baseline(it)` or `partial(greedy, schedule=it)`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost import Costs, work_of
+from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.work import IntColumn
 from megatron_epp.planner.problem import Problem
 from megatron_epp.schedule import Chunk
@@ -53,27 +53,45 @@ def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs) -> Tables:
     """Evaluate the costs of every stage and chunk.
 
     A sliced sequence's keys and values are allocated by the forward of its first slice, their gradient by the backward of its
-    last; both are freed when the backward of the first slice ends. Without backward, the forward of the last slice frees them.
+    last; both are freed when the backward of the first slice ends. Without backward, the forward of the last slice frees
+    the keys and values, and of everything else a forward holds only what it needs while it runs.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
-    none = np.zeros(len(chunks), dtype=np.int64)
-    columns: list[tuple[IntColumn, ...]] = []
-    forward_us: Times = []
-    backward_us: Times = []
-    layer_us: Times = []
-    for stage in range(problem.num_stages):
-        cache = costs.cache_bytes(stage, work)
-        opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
-        forward_us.append(costs.forward_us(stage, work).tolist())
-        if problem.forward_only:
-            transient = costs.transient_bytes(stage, work)
-            columns.append((none, none, none, opened + transient, closed + transient, none, none))
-            continue
-        backward_us.append(costs.backward_us(stage, work).tolist())
-        layer_us.append(costs.recompute_us(stage, work, 1).tolist())
+    stages = range(problem.num_stages)
+    stage_sizes = [_sizes(stage, work, problem, costs) for stage in stages]
+    sizes: dict[str, Sizes] = {name: [row[name].tolist() for row in stage_sizes] for name in stage_sizes[0]}
+    with_backward = () if problem.forward_only else stages
+    return Tables(
+        num_layers=costs.num_layers,
+        forward_us=[costs.forward_us(stage, work).tolist() for stage in stages],
+        backward_us=[costs.backward_us(stage, work).tolist() for stage in with_backward],
+        layer_us=[costs.recompute_us(stage, work, 1).tolist() for stage in with_backward],
+        message_us=costs.message_us(work).tolist(),
+        static=tuple(costs.static_bytes(stage) for stage in stages),
+        **sizes,
+    )
+
+
+def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[str, IntColumn]:
+    none = np.zeros(len(work.tokens), dtype=np.int64)
+    cache = costs.cache_bytes(stage, work)
+    opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
+    if problem.forward_only:
+        passing = costs.transient_bytes(stage, work)
+        kept = saved = workspace = backward_alloc = backward_free = none
+        forward_alloc, forward_free = opened + passing, closed + passing
+    else:
         kept = costs.activation_bytes(stage, work, 0)
         saved = np.minimum(kept - costs.activation_bytes(stage, work, 1), kept // max(1, costs.num_layers[stage]))
-        columns.append((kept, saved, costs.workspace_bytes(stage, work), opened, none, closed, 2 * opened))
-    sizes: list[Sizes] = [[column.tolist() for column in rows] for rows in zip(*columns, strict=True)]
-    static = tuple(costs.static_bytes(stage) for stage in range(problem.num_stages))
-    return Tables(costs.num_layers, forward_us, backward_us, layer_us, costs.message_us(work).tolist(), *sizes, static)
+        workspace = costs.workspace_bytes(stage, work)
+        forward_alloc, forward_free = opened, none
+        backward_alloc, backward_free = closed, 2 * opened
+    return {
+        "activation": kept,
+        "saved": saved,
+        "workspace": workspace,
+        "forward_alloc": forward_alloc,
+        "forward_free": forward_free,
+        "backward_alloc": backward_alloc,
+        "backward_free": backward_free,
+    }

@@ -1,0 +1,44 @@
+"""Pipelines and batches the planner tests share."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.planner import UNLIMITED_BYTES, Problem
+
+GIB = 1 << 30
+
+
+def pipeline(stages: int, layers: int = 4, *, vocab_size: int = 4096, cpu: bool = False) -> PipelineCosts:
+    """An 8B-like model with a small vocabulary, `layers` layers per stage."""
+    shape = ModelShape(
+        num_layers=stages * layers,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=vocab_size,
+    )
+    return analytic_costs(shape, CPU if cpu else H100, [layers] * stages, state_bytes_per_parameter=8.0)
+
+
+def problem(lengths: Sequence[int], stages: int, cap: int = UNLIMITED_BYTES, **rest: object) -> Problem:
+    return Problem(tuple(lengths), tuple(range(stages)), (cap,) * stages, **rest)  # type: ignore[arg-type]
+
+
+def web_lengths(count: int, seed: int, longest: int = 131072) -> tuple[int, ...]:
+    """Like web text: a log-normal body (median 350, mean 1,000) with a Pareto tail up to `longest`."""
+    draw = random.Random(seed)
+    body = [draw.lognormvariate(5.85, 1.35) for _ in range(count)]
+    tail = [1000 * draw.paretovariate(1.1) for _ in range(count)]
+    return tuple(min(longest, 1 + int(b if draw.random() < 0.97 else t)) for b, t in zip(body, tail, strict=True))
+
+
+def named_cap_bytes(error: Exception) -> int:
+    """The smallest cap that an infeasibility message names."""
+    found = re.search(r"(\d+) bytes \(", str(error))
+    assert found is not None, str(error)
+    return int(found[1])

@@ -1,0 +1,158 @@
+"""The cost model: lines, bytes, what is derived from chunks, and the JSON form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from planner_cases import pipeline
+
+from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_costs, causal_pairs, work_of
+from megatron_epp.schedule import Chunk, EppError, Segment
+
+LENGTHS = (10, 3, 4)
+SPLIT = Chunk((Segment(0, 0, 6),))
+HYBRID = Chunk((Segment(0, 6, 10), Segment(1, 0, 3)))
+BATCHED = Chunk((Segment(2, 0, 4),))
+TABLE = (SPLIT, HYBRID, BATCHED)
+
+STAGE = StageCosts(
+    num_layers=3,
+    forward=Line(10.0, 1.0, 0.5),
+    backward=Line(20.0, 2.0, 1.25),
+    extra_forward=Line(1.0, 0.25),
+    layer_bytes_per_token=100.0,
+    recomputed_layer_bytes_per_token=8.0,
+    extra_bytes_per_token=5.0,
+    kv_bytes_per_token=16.0,
+    static_bytes=1000,
+)
+COSTS = PipelineCosts("by hand", (STAGE,), hidden_bytes_per_token=4.0, message_latency_us=7.0, message_us_per_byte=0.5)
+
+
+def test_pairs_of_a_prefix_are_counted_one_by_one():
+    assert causal_pairs(0, 5) == sum(query + 1 for query in range(5))
+    assert causal_pairs(3, 7) == sum(query + 1 for query in range(3, 7))
+
+
+def test_slices_share_the_pairs_of_their_sequence():
+    assert causal_pairs(0, 400) + causal_pairs(400, 1000) == causal_pairs(0, 1000)
+
+
+def test_work_follows_the_chunk_table():
+    work = work_of(TABLE, LENGTHS, token_multiple=4)
+    assert work.tokens.tolist() == [8, 8, 4]
+    assert work.pairs.tolist() == [21, 34 + 6, 10]
+    assert work.sliced.tolist() == [True, True, False]
+    assert work.first.tolist() == [True, False, False]
+    assert work.last.tolist() == [False, True, False]
+
+
+def test_the_cache_of_a_sequence_holds_its_slices_and_what_rides_with_the_tail():
+    assert work_of(TABLE, LENGTHS).cache_tokens.tolist() == [13, 13, 0]
+    assert work_of(TABLE, LENGTHS, token_multiple=4).cache_tokens.tolist() == [16, 16, 0]
+
+
+def test_a_line_is_evaluated_alike_for_numbers_and_columns():
+    line = Line(3.0, 0.5, 0.25)
+    assert line.time_us(10, 40) == 3.0 + 5.0 + 10.0
+    assert line.time_us(np.array([10, 0]), np.array([40, 0])).tolist() == [18.0, 3.0]
+
+
+def test_a_stage_runs_its_layers_and_its_extras():
+    work = work_of(TABLE, LENGTHS)
+    layer = [10 + tokens + pairs / 2 for tokens, pairs in ((6, 21), (7, 40), (4, 10))]
+    assert COSTS.forward_us(0, work).tolist() == [
+        3 * own + 1 + tokens / 4 for own, tokens in zip(layer, (6, 7, 4), strict=True)
+    ]
+    assert COSTS.recompute_us(0, work, 2).tolist() == [2 * own for own in layer]
+    assert COSTS.backward_us(0, work).tolist() == [3 * (20 + 2 * t + 1.25 * p) for t, p in ((6, 21), (7, 40), (4, 10))]
+
+
+def test_slices_keep_no_keys_and_values_of_their_own_and_recomputed_layers_only_their_input():
+    work = work_of(TABLE, LENGTHS)
+    assert COSTS.activation_bytes(0, work, 0).tolist() == [6 * (3 * 84 + 5), 7 * (3 * 84 + 5), 4 * (3 * 100 + 5)]
+    assert COSTS.activation_bytes(0, work, 2).tolist() == [6 * (84 + 16 + 5), 7 * (84 + 16 + 5), 4 * (100 + 16 + 5)]
+    assert COSTS.cache_bytes(0, work).tolist() == [3 * 16 * 13, 3 * 16 * 13, 0]
+    assert COSTS.workspace_bytes(0, work).tolist() == [600, 700, 400]
+
+
+def test_a_message_costs_its_latency_and_its_bytes():
+    assert COSTS.message_us(work_of(TABLE, LENGTHS)).tolist() == [7 + 0.5 * 4 * tokens for tokens in (6, 7, 4)]
+
+
+def test_json_gives_back_an_equal_profile():
+    for costs in (COSTS, pipeline(3)):
+        assert PipelineCosts.from_json(costs.to_json()) == costs
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"schema": "other", "version": 1}', COSTS.to_json().replace('"stages"', '"stage"')]
+)
+def test_text_that_is_no_profile_is_refused(text: str):
+    with pytest.raises(EppError, match="cost profile"):
+        PipelineCosts.from_json(text)
+
+
+SHAPE = ModelShape(num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+
+
+def with_shape(**changes: object) -> ModelShape:
+    values = {name: getattr(SHAPE, name) for name in ModelShape.__dataclass_fields__}
+    return ModelShape(**values | changes)
+
+
+def linear_flops_per_token(shape: ModelShape, stages: list[int]) -> float:
+    """Operations per token, forward and backward, read back from the times of rates with free memory."""
+    rates = {name: getattr(H100, name) for name in type(H100).__dataclass_fields__} | {"memory_bytes": float("inf")}
+    costs = analytic_costs(shape, type(H100)(**rates), stages)
+    per_token_us = sum(s.stage_forward.per_token_us + s.stage_backward.per_token_us for s in costs.stages)
+    return per_token_us * H100.linear_flops / 1e6
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_linear_work_is_six_operations_per_parameter_and_token(gated: bool):
+    shape = with_shape(gated_mlp=gated)
+    layer = 4 * 64 * 64 + (3 if gated else 2) * 64 * 256
+    assert linear_flops_per_token(shape, [4, 4]) == pytest.approx(6 * (8 * layer + 64 * 1000))
+
+
+def test_grouped_queries_shrink_keys_and_values_and_nothing_of_attention_itself():
+    plain, grouped = (analytic_costs(with_shape(num_query_groups=groups), H100, [8]).stages[0] for groups in (8, 2))
+    assert grouped.kv_bytes_per_token == plain.kv_bytes_per_token / 4
+    assert grouped.forward.per_pair_us == plain.forward.per_pair_us
+    assert grouped.forward.per_token_us < plain.forward.per_token_us
+    assert grouped.layer_bytes_per_token == plain.layer_bytes_per_token - (
+        plain.kv_bytes_per_token - grouped.kv_bytes_per_token
+    )
+
+
+def test_parallel_ranks_share_the_work_and_sequence_parallelism_also_the_residual_stream():
+    one, tensor, sequence = (
+        analytic_costs(shape, H100, [8]).stages[0]
+        for shape in (SHAPE, with_shape(tensor_parallel=2), with_shape(tensor_parallel=2, sequence_parallel=True))
+    )
+    assert tensor.forward.per_pair_us == one.forward.per_pair_us / 2
+    assert tensor.recomputed_layer_bytes_per_token == one.recomputed_layer_bytes_per_token
+    assert sequence.recomputed_layer_bytes_per_token == one.recomputed_layer_bytes_per_token / 2
+    assert sequence.layer_bytes_per_token == pytest.approx(one.layer_bytes_per_token / 2)
+    assert sequence.layer_bytes_per_token < tensor.layer_bytes_per_token < one.layer_bytes_per_token
+
+
+def test_context_parallel_ranks_share_the_tokens():
+    one, two = (analytic_costs(shape, H100, [8]) for shape in (SHAPE, with_shape(context_parallel=2)))
+    assert two.hidden_bytes_per_token == one.hidden_bytes_per_token / 2
+    assert two.stages[0].layer_bytes_per_token == one.stages[0].layer_bytes_per_token / 2
+    assert two.stages[0].static_bytes == one.stages[0].static_bytes
+
+
+def test_only_the_last_stage_pays_for_the_vocabulary():
+    first, middle, last = analytic_costs(SHAPE, CPU, [3, 3, 2]).stages
+    assert middle.extra_forward == middle.extra_backward == Line()
+    assert last.extra_forward.per_token_us > first.extra_forward.per_token_us > 0
+    assert last.extra_bytes_per_token > middle.extra_bytes_per_token
+    assert middle.static_bytes < first.static_bytes
+
+
+def test_layers_that_do_not_add_up_are_refused():
+    with pytest.raises(EppError, match=r"\[3, 4\].*8.*--num-layers"):
+        analytic_costs(SHAPE, H100, [3, 4])

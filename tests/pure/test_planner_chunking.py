@@ -1,0 +1,157 @@
+"""Chunking: slices of equal time, short sequences packed, limits kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from planner_cases import pipeline, problem, web_lengths
+
+from megatron_epp.cost import causal_pairs
+from megatron_epp.planner.chunking import Chunker
+from megatron_epp.planner.packing import Item, pack
+from megatron_epp.schedule import Chunk
+
+WHALE = (131072, 90000, 40000, *web_lengths(60, seed=1, longest=4000))
+
+
+def chunker(lengths: tuple[int, ...], *, multiple: int = 1, chunk_tokens: int | None = None, stages: int = 4) -> Chunker:
+    return Chunker.of(problem(lengths, stages, token_multiple=multiple), pipeline(stages), chunk_tokens)
+
+
+def slices_of(chunks: tuple[Chunk, ...], sequence: int) -> list[tuple[int, int]]:
+    return [(s.start, s.end) for chunk in chunks for s in chunk.segments if s.sequence == sequence]
+
+
+def time_us(cut: Chunker, chunk: Chunk) -> float:
+    return sum(cut.slice_us(s.start, s.end) for s in chunk.segments)
+
+
+@pytest.mark.parametrize("slices", [2, 5, 16, 64])
+def test_the_longest_sequence_is_cut_into_slices_of_equal_time_that_get_shorter(slices: int):
+    cut = chunker(WHALE)
+    parts = slices_of(cut.table(cut.grain(slices=slices)), 0)
+    times = [cut.slice_us(start, end) for start, end in parts]
+    lengths = [end - start for start, end in parts]
+    assert len(parts) == slices
+    assert max(times) < min(times) * 1.002
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 1.3 * lengths[-1]
+
+
+def test_every_long_sequence_is_cut_where_the_longest_is():
+    cut = chunker(WHALE)
+    chunks = cut.table(cut.grain(slices=16))
+    ends = [end for _, end in slices_of(chunks, 0)]
+    for sequence in (1, 2):
+        own = [end for _, end in slices_of(chunks, sequence)]
+        assert own[:-1] == [end for end in ends if end < WHALE[sequence]]
+        assert own[-1] == WHALE[sequence]
+
+
+@pytest.mark.parametrize("multiple", [1, 64, 4096])
+def test_slices_end_on_the_multiple_except_the_last_of_a_sequence(multiple: int):
+    cut = chunker(WHALE, multiple=multiple)
+    for chunk in cut.table(cut.grain(slices=20)):
+        first = chunk.segments[0]
+        assert first.end % multiple == 0 or first.end == WHALE[first.sequence]
+
+
+def test_a_multiple_above_the_slice_length_means_fewer_slices():
+    cut = chunker((1000,), multiple=400)
+    assert slices_of(cut.table(cut.grain(slices=50)), 0) == [(0, 400), (400, 800), (800, 1000)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("multiple", "cap"), [(1, None), (128, 8192), (8, 1000), (1, 50)])
+def test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap(seed: int, multiple: int, cap: int | None):
+    lengths = web_lengths(40, seed, longest=20000)
+    cut = chunker(lengths, multiple=multiple, chunk_tokens=cap)
+    for chunks in (cut.table(cut.grain(chunks=3 + 5 * seed)), cut.table(cut.grain(slices=1 + seed))):
+        found = sorted(segment for chunk in chunks for segment in chunk.segments)
+        for sequence, length in enumerate(lengths):
+            parts = [(s.start, s.end) for s in found if s.sequence == sequence]
+            assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
+            assert parts[-1][1] == length
+        assert max(chunk.padded_tokens(multiple) for chunk in chunks) <= (cap or sum(lengths))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_chunk_holds_at_most_one_slice_and_holds_it_first(seed: int):
+    lengths = web_lengths(60, seed)
+    cut = chunker(lengths)
+    chunks = cut.table(cut.grain(chunks=48))
+    assert {"batched", "split", "hybrid"} >= {chunk.kind(lengths) for chunk in chunks}
+    for chunk in chunks:
+        assert all(s.start == 0 and s.end == lengths[s.sequence] for s in chunk.segments[1:])
+
+
+def test_tail_slices_take_short_sequences_along():
+    cut = chunker(WHALE)
+    chunks = cut.table(cut.grain(slices=16))
+    tails = [chunk for chunk in chunks if chunk.kind(WHALE) == "hybrid"]
+    assert {chunk.segments[0].sequence for chunk in tails} == {1, 2}
+    assert all(chunk.segments[0].end == WHALE[chunk.segments[0].sequence] for chunk in tails)
+
+
+def test_sequences_with_most_slices_come_first_and_batched_chunks_last():
+    cut = chunker((5000, 60000, 200, 300, 131072, 100))
+    chunks = cut.table(cut.grain(slices=16))
+    lengths = cut.problem.lengths
+    whole = [chunk.slice_of(lengths) is None for chunk in chunks]
+    assert whole == sorted(whole)
+    assert list(dict.fromkeys(chunk.segments[0].sequence for chunk in chunks if chunk.slice_of(lengths)))[:2] == [4, 1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chunks_of_web_text_are_of_about_the_same_time(seed: int):
+    lengths = web_lengths(400, seed, longest=8192)
+    cut = chunker(lengths)
+    times = sorted(time_us(cut, chunk) for chunk in cut.table(cut.grain(chunks=48)))
+    mean = sum(times) / len(times)
+    assert times[-1] < 1.35 * mean
+    assert sum(abs(time - mean) for time in times) < 0.15 * sum(times)
+
+
+def test_tiny_sequences_share_chunks():
+    cut = chunker((100,) * 512)
+    chunks = cut.table(cut.grain(chunks=16))
+    assert len(chunks) == 16
+    assert {len(chunk.segments) for chunk in chunks} == {32}
+
+
+def test_equal_sequences_stay_whole_at_one_slice():
+    cut = chunker((4096,) * 8)
+    assert [len(chunk.segments) for chunk in cut.table(cut.grain(slices=1))] == [1] * 8
+
+
+def items(count: int, seed: int) -> list[Item]:
+    draw = random.Random(seed)
+    return [Item(tokens + causal_pairs(0, tokens) / 500, tokens, q) for q in range(count) for tokens in [draw.randint(1, 1000)]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_packing_loses_nothing_and_keeps_the_token_limit(seed: int):
+    tails = [Item(900.0 + q, 300 + q, 1000 + q) for q in range(seed % 4)]
+    shorts = items(50, seed)
+    buckets = pack(tails, shorts, time_limit_us=500.0 + 100 * seed, token_limit=1000 + 50 * seed)
+    assert sorted(q for bucket in buckets for q in bucket.sequences) == list(range(50))
+    assert [bucket.tail for bucket in buckets[: len(tails)]] == [tail.sequence for tail in tails]
+    assert all(bucket.tokens <= 1000 + 50 * seed for bucket in buckets)
+    assert all(bucket.sequences for bucket in buckets[len(tails) :])
+
+
+def test_the_time_limit_is_kept_where_it_can_be():
+    shorts = [Item(10.0, 10, q) for q in range(40)]
+    buckets = pack([], shorts, time_limit_us=50.0, token_limit=1000)
+    assert [bucket.time_us for bucket in buckets] == [50.0] * 8
+
+
+def test_the_time_limit_is_loosened_when_the_tails_are_full_and_all_fresh_buckets_are_open():
+    buckets = pack([Item(90.0, 10, 7)], [Item(60.0, 60, 0), Item(60.0, 60, 1), Item(20.0, 20, 2)], 100.0, token_limit=100)
+    assert [(bucket.tail, bucket.time_us) for bucket in buckets] == [(7, 90.0), (None, 80.0), (None, 60.0)]
+
+
+def test_a_sequence_goes_where_time_per_token_is_smallest():
+    buckets = pack([Item(50.0, 10, 8), Item(50.0, 40, 9)], [Item(20.0, 20, 0)], time_limit_us=100.0, token_limit=100)
+    assert [bucket.sequences for bucket in buckets] == [[], [0]]

@@ -1,0 +1,167 @@
+"""Recompute under memory caps: exact accounts, the least peak, and plans that fit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
+
+from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.memory import fit_recompute, least_peak, peak_bytes
+from megatron_epp.planner.order import elastic_1f1b
+from megatron_epp.planner.tables import tabulate
+from megatron_epp.schedule import Chunk, InfeasibleError, Op, Plan, Segment
+from megatron_epp.schedule.check import check
+
+WHALE = (65536, 20000, *web_lengths(30, seed=5, longest=4000))
+
+
+def small_case(seed: int):
+    """A pipeline of one or two stages, two layers each, with few chunks and odd sizes; chunk tables and costs are random."""
+    draw = random.Random(seed)
+    stages = draw.choice([1, 2])
+    cuts = [sorted(draw.sample(range(1, 40), draw.randint(0, 2))) for _ in range(draw.randint(1, 3))]
+    lengths = [40] * len(cuts)
+    chunks = [
+        Chunk((Segment(q, start, end),))
+        for q, inner in enumerate(sorted(cuts, key=len, reverse=True))
+        for start, end in itertools.pairwise([0, *inner, 40])
+    ]
+    stage = StageCosts(
+        num_layers=2,
+        forward=Line(1.0, draw.random()),
+        backward=Line(1.0, draw.random()),
+        layer_bytes_per_token=draw.randint(8, 20),
+        recomputed_layer_bytes_per_token=draw.randint(0, 9),
+        extra_bytes_per_token=draw.randint(0, 9),
+        kv_bytes_per_token=draw.randint(0, 6),
+        static_bytes=draw.randint(0, 50),
+    )
+    given = problem(lengths, stages)
+    return elastic_1f1b(chunks, stages, False), tabulate(chunks, given, PipelineCosts("small", (stage,) * stages, 0.0))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_least_peak_is_that_of_the_best_choice_there_is(seed: int):
+    order, tables = small_case(seed)
+    for rank, actions in enumerate(order):
+        choices = itertools.product(range(3), repeat=len(tables.message_us))
+        best = min(peak_bytes(actions, tables, rank, list(layers)) for layers in choices)
+        assert least_peak(actions, tables, rank)[0] == best
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_cap_from_the_least_peak_up_is_met_and_below_it_the_least_peak_is_named(seed: int):
+    order, tables = small_case(seed)
+    least = max(least_peak(actions, tables, rank)[0] for rank, actions in enumerate(order))
+    most = max(peak_bytes(actions, tables, rank, [0] * len(tables.message_us)) for rank, actions in enumerate(order))
+    for cap in {least, (2 * least + most) // 3, (least + most) // 2, most}:
+        layers = fit_recompute(order, tables, (cap,) * len(order), Options()).layers
+        assert layers is not None
+        assert all(peak_bytes(actions, tables, rank, layers[rank]) <= cap for rank, actions in enumerate(order))
+    below = fit_recompute(order, tables, (least - 1,) * len(order), Options())
+    assert (below.layers, below.needed_bytes) == (None, least)
+
+
+def test_nothing_is_recomputed_where_memory_is_loose():
+    order, tables = small_case(3)
+    assert fit_recompute(order, tables, (1 << 40,) * len(order), Options()).layers == [[0] * len(tables.message_us)] * len(
+        order
+    )
+
+
+def recompute_us(made: Plan) -> float:
+    costs = {s: pipeline(made.num_stages).stages[s].stage_backward for s in range(made.num_stages)}
+    base = 0.0
+    for steps in made.ranks:
+        for (op, stage, c), _, _, _ in steps:
+            if op is Op.B:
+                segments = made.chunks[c].segments
+                pairs = sum((end * (end + 1) - start * (start + 1)) // 2 for _, start, end in segments)
+                base += costs[stage].time_us(made.padded_tokens(c), pairs)
+    return sum(step.time_us for steps in made.ranks for step in steps if step.action.op is Op.B) - base
+
+
+def test_recompute_rises_as_the_cap_falls():
+    caps = [80, 40, 32, 28, 24, 20, 18]
+    plans = [plan(problem(WHALE, 4, cap * GIB), pipeline(4), Options(slices=24)) for cap in caps]
+    times = [recompute_us(made) for made in plans]
+    assert times == sorted(times)
+    assert times[0] == pytest.approx(0.0, abs=1.0)
+    assert times[-1] > 0.1 * plans[-1].predicted.makespan_us
+    for cap, made in zip(caps, plans, strict=True):
+        assert max(made.predicted.peak_bytes) <= cap * GIB
+
+
+def test_what_does_not_fit_in_whole_sequences_is_cut_finer_until_it_does():
+    lengths = (16384,) * 6
+    cap = least_cap(lengths, 4, Options(slices=1)) - 1
+    made = plan(problem(lengths, 4, cap), pipeline(4))
+    assert check(made) == []
+    assert len(made.chunks) > len(lengths)
+
+
+def least_cap(lengths: tuple[int, ...], stages: int, options: Options) -> int:
+    with pytest.raises(InfeasibleError) as caught:
+        plan(problem(lengths, stages, 1), pipeline(stages), options)
+    return named_cap_bytes(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [Options(), Options(slices=8), Options(chunk_tokens=4096), Options(recompute=2), Options(planner="1f1b")],
+    ids=repr,
+)
+def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Options):
+    cap = least_cap(WHALE, 4, options)
+    fits = plan(problem(WHALE, 4, cap), pipeline(4), options)
+    assert max(fits.predicted.peak_bytes) == cap
+    with pytest.raises(InfeasibleError, match=rf"{cap - 1} bytes per rank"):
+        plan(problem(WHALE, 4, cap - 1), pipeline(4), options)
+
+
+def test_the_error_names_the_flags_and_a_value_for_the_cap_that_fits():
+    with pytest.raises(InfeasibleError) as caught:
+        plan(problem(WHALE, 4, 9 * GIB), pipeline(4))
+    message = str(caught.value)
+    assert all(flag in message for flag in ("--epp-memory-cap-gb", "--epp-chunk-tokens", "--seq-length"))
+    gib = float(message.split("--epp-memory-cap-gb to ")[1].split(",")[0])
+    assert check(plan(problem(WHALE, 4, int(gib * GIB)), pipeline(4))) == []
+
+
+def test_a_cap_on_one_rank_makes_that_rank_recompute():
+    free = plan(problem(WHALE, 4), pipeline(4), Options(slices=24))
+    caps = tuple(peak - (5 * GIB if rank == 2 else 0) for rank, peak in enumerate(free.predicted.peak_bytes))
+    given = problem(WHALE, 4)
+    made = plan(type(given)(given.lengths, given.placement, caps), pipeline(4), Options(slices=24))
+    assert [sum(row) > 0 for row in made.recompute_layers] == [False, False, True, False]
+
+
+def test_a_fixed_recompute_is_kept_and_never_above_the_layers_of_a_stage():
+    for layers, kept in ((0, 0), (3, 3), (99, 4)):
+        made = plan(problem(WHALE, 4), pipeline(4), Options(slices=8, recompute=layers))
+        assert {count for row in made.recompute_layers for count in row} == {kept}
+
+
+def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backward():
+    costs = pipeline(1)
+    made = plan(problem((8192,), 1), costs, Options(slices=2))
+    stage = costs.stages[0]
+    steps = {str(step.action): step for step in made.ranks[0]}
+    cache = int(stage.num_layers * stage.kv_bytes_per_token * 8192)
+    kept = [steps[f"0F{c}"].alloc_bytes - (cache if c == 0 else 0) for c in range(2)]
+    assert list(steps) == ["0F0", "0F1", "0B1", "0B0"]
+    assert steps["0B1"].alloc_bytes == cache
+    assert steps["0B1"].free_bytes == kept[1]
+    assert steps["0B0"].free_bytes == kept[0] + 2 * cache
+    per_token = stage.num_layers * (stage.layer_bytes_per_token - stage.kv_bytes_per_token) + stage.extra_bytes_per_token
+    assert kept[1] == pytest.approx(per_token * made.chunks[1].num_tokens, abs=1)
+
+
+def test_a_backward_that_recomputes_has_a_workspace_of_one_layer():
+    costs = pipeline(1)
+    bare, full = (plan(problem((8192,), 1), costs, Options(slices=1, recompute=layers)).ranks[0][1] for layers in (0, 4))
+    assert (bare.alloc_bytes, full.alloc_bytes) == (0, int(costs.stages[0].layer_bytes_per_token * 8192))

@@ -1,0 +1,95 @@
+"""The order of actions: 1F1B over slices, and what it keeps alive."""
+
+from __future__ import annotations
+
+import pytest
+from planner_cases import problem
+
+from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.planner.evaluate import lower_bound_us, makespan_us
+from megatron_epp.planner.order import elastic_1f1b
+from megatron_epp.planner.tables import tabulate
+from megatron_epp.schedule import Action, Chunk, Op, PlanError, Segment
+
+UNEQUAL = (4, 4, 3, 2, 1, 1, 1, 1)
+
+
+def table(slices: tuple[int, ...], tokens: int = 10) -> tuple[Chunk, ...]:
+    """Sequence q in ``slices[q]`` slices of equal length."""
+    return tuple(Chunk((Segment(q, k * tokens, (k + 1) * tokens),)) for q, count in enumerate(slices) for k in range(count))
+
+
+def tables(slices: tuple[int, ...], stages: int):
+    """Tables of equal chunks: forward 1, backward 2, messages free."""
+    stage = StageCosts(
+        num_layers=1,
+        forward=Line(1.0),
+        backward=Line(2.0),
+        layer_bytes_per_token=1.0,
+        recomputed_layer_bytes_per_token=0.0,
+        kv_bytes_per_token=0.0,
+    )
+    costs = PipelineCosts("equal", (stage,) * stages, hidden_bytes_per_token=0.0)
+    return tabulate(table(slices), problem([10 * count for count in slices], stages), costs)
+
+
+def live_chunks(actions: tuple[Action, ...]) -> int:
+    live = peak = 0
+    for action in actions:
+        live += 1 if action.op is Op.F else -1
+        peak = max(peak, live)
+    return peak
+
+
+def warmup(actions: tuple[Action, ...]) -> int:
+    return next(position for position, action in enumerate(actions) if action.op is Op.B)
+
+
+def test_whole_sequences_run_as_plain_1f1b():
+    order = elastic_1f1b(table((1, 1, 1)), 2, False)
+    assert [" ".join(map(str, actions)) for actions in order] == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+
+
+def test_slices_go_forward_ascending_and_backward_descending():
+    (actions,) = elastic_1f1b(table((3, 2)), 1, False)
+    assert [a.chunk for a in actions if a.op is Op.F] == [0, 1, 2, 3, 4]
+    assert [a.chunk for a in actions if a.op is Op.B] == [2, 1, 0, 4, 3]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 7])
+def test_warmup_covers_the_stages_below_and_the_slices_of_the_longest(stages: int):
+    for rank, actions in enumerate(elastic_1f1b(table(UNEQUAL), stages, False)):
+        assert warmup(actions) == min(sum(UNEQUAL), stages - rank - 1 + max(UNEQUAL))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_no_rank_keeps_more_alive_than_its_warmup(stages: int):
+    for rank, actions in enumerate(elastic_1f1b(table(UNEQUAL), stages, False)):
+        assert live_chunks(actions) == stages - rank - 1 + max(UNEQUAL)
+
+
+def test_the_window_shrinks_once_the_longest_sequence_is_through():
+    (actions,) = elastic_1f1b(table((4, 1, 1, 1, 1)), 1, False)
+    assert " ".join(map(str, actions)) == "0F0 0F1 0F2 0F3 0B3 0F4 0B2 0F5 0B1 0F6 0B0 0B4 0B5 0B6 0F7 0B7"
+
+
+@pytest.mark.parametrize("slices", [(1,) * 8, UNEQUAL, (6,), (3, 3, 3), (2, 1, 1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_equal_chunks_leave_no_bubble_between_fill_and_drain(slices: tuple[int, ...], stages: int):
+    order = elastic_1f1b(table(slices), stages, False)
+    costs = tables(slices, stages)
+    assert makespan_us(order, costs, [[0] * sum(slices)] * stages) == (sum(slices) + stages - 1) * 3.0
+    assert lower_bound_us(costs) == (sum(slices) + stages - 1) * 3.0
+
+
+def test_evaluation_runs_forwards_only_in_order():
+    order = elastic_1f1b(table((2, 1)), 2, True)
+    assert [" ".join(map(str, actions)) for actions in order] == ["0F0 0F1 0F2", "1F0 1F1 1F2"]
+
+
+def test_an_order_that_deadlocks_is_named():
+    order = elastic_1f1b(table((1, 1)), 2, False)
+    crossed = (order[0], tuple(Action(op, stage, 1 - chunk) for op, stage, chunk in order[1]))
+    one_alive = (tuple(sorted(order[0], key=lambda action: action.chunk)), crossed[1])
+    with pytest.raises(PlanError, match=r"deadlock.*0B0, 1F1"):
+        makespan_us(one_alive, tables((1, 1), 2), [[0, 0], [0, 0]])

@@ -1,0 +1,175 @@
+"""The planner as a whole: sound, deterministic, never slower than plain 1F1B, and open to new schedules."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from planner_cases import GIB, pipeline, problem, web_lengths
+
+from megatron_epp.planner import PLANNERS, Options, Problem, plan
+from megatron_epp.planner.search import baseline
+from megatron_epp.schedule import Action, Chunk, InfeasibleError, Op, PlanError
+from megatron_epp.schedule.check import check
+from megatron_epp.schedule.serialize import digest
+from megatron_epp.schedule.simulate import simulate
+
+BATCH = (60000, *web_lengths(40, seed=2))
+
+
+@pytest.mark.parametrize(
+    "options", [Options(), Options(planner="1f1b"), Options(slices=7), Options(chunk_tokens=3000)], ids=repr
+)
+@pytest.mark.parametrize("cap", [30 * GIB, 200 * GIB])
+def test_the_prediction_is_the_simulators(options: Options, cap: int):
+    made = plan(problem(BATCH, 4, cap, token_multiple=16), pipeline(4), options)
+    timeline = simulate(made)
+    assert check(made) == []
+    assert made.predicted.makespan_us == timeline.makespan_us
+    assert made.predicted.peak_bytes == timeline.peak_bytes
+    assert made.predicted.bubble_fraction == timeline.bubble_fraction
+    assert 0 < made.predicted.lower_bound_us <= timeline.makespan_us
+
+
+def test_equal_problems_give_equal_plans_whatever_the_hash_seed():
+    program = (
+        "from planner_cases import pipeline, problem; from megatron_epp.planner import plan; "
+        "from megatron_epp.schedule.serialize import digest; "
+        f"print(digest(plan(problem({BATCH!r}, 4, {25 * GIB}, token_multiple=8), pipeline(4))))"
+    )
+    here = str(Path(__file__).parent)
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": here},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "4242")
+    }
+    own = digest(plan(problem(BATCH, 4, 25 * GIB, token_multiple=8), pipeline(4)))
+    assert digests == {own + "\n"}
+
+
+def test_planning_needs_no_torch():
+    program = (
+        "import sys; from planner_cases import pipeline, problem; from megatron_epp.planner import plan; "
+        "plan(problem((900, 80), 2), pipeline(2)); assert not {'torch', 'megatron.core'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, check=True)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("lengths", [BATCH, (4096,) * 24, (300,) * 64, (70000, 90, 40)], ids=["web", "equal", "tiny", "whale"])
+@pytest.mark.parametrize("cap", [60, 10000])
+def test_the_plan_is_never_slower_than_plain_1f1b_where_that_fits(lengths: tuple[int, ...], stages: int, cap: int):
+    given, costs = problem(lengths, stages, cap * GIB), pipeline(stages)
+    try:
+        plain = plan(given, costs, Options(planner="1f1b"))
+    except InfeasibleError:
+        assert cap == 60
+        return
+    assert plan(given, costs).predicted.makespan_us <= plain.predicted.makespan_us
+
+
+def test_one_whole_sequence_per_chunk_is_the_choice_where_nothing_is_gained_by_cutting_or_packing():
+    """Equal sequences on a machine whose passes cost more than the bubble that cutting would save."""
+    given, costs = problem((256,) * 64, 2), pipeline(2, cpu=True)
+    made, plain = plan(given, costs, Options(slices=1)), plan(given, costs, Options(planner="1f1b"))
+    assert made.ranks == plain.ranks
+    assert [made.predicted, made.chunks] == [plain.predicted, plain.chunks]
+
+
+def test_tiny_sequences_are_packed_because_that_is_faster():
+    given, costs = problem((100,) * 128, 4), pipeline(4)
+    made, plain = plan(given, costs), plan(given, costs, Options(planner="1f1b"))
+    assert len(made.chunks) < 64
+    assert made.predicted.makespan_us < 0.7 * plain.predicted.makespan_us
+
+
+def test_a_whale_is_cut_because_that_is_faster():
+    given, costs = problem((100000, *(500,) * 20), 8), pipeline(8)
+    made, plain = plan(given, costs), plan(given, costs, Options(planner="1f1b"))
+    assert made.predicted.makespan_us < 0.2 * plain.predicted.makespan_us
+    assert made.predicted.bubble_fraction < 0.1
+
+
+def test_the_baseline_is_1f1b_over_whole_sequences_in_batch_order():
+    made = plan(problem((50, 900, 70), 2), pipeline(2), Options(planner="1f1b", slices=9, chunk_tokens=64))
+    assert [chunk.segments for chunk in made.chunks] == [((0, 0, 50),), ((1, 0, 900),), ((2, 0, 70),)]
+    assert [str(step.action) for step in made.ranks[0]] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
+
+
+def test_an_evaluation_plan_has_forwards_only_and_frees_its_caches():
+    made = plan(problem(BATCH, 4, 30 * GIB, forward_only=True), pipeline(4), Options(slices=12, recompute=3))
+    assert check(made) == []
+    assert made.forward_only
+    assert {step.action.op for steps in made.ranks for step in steps} == {Op.F}
+    assert not any(map(any, made.recompute_layers))
+    for steps in made.ranks:
+        assert sum(step.alloc_bytes for step in steps) == sum(step.free_bytes for step in steps)
+    training = plan(problem(BATCH, 4, 60 * GIB), pipeline(4), Options(slices=12))
+    assert max(made.predicted.peak_bytes) < max(training.predicted.peak_bytes)
+
+
+def test_the_plan_records_what_it_was_made_from():
+    made = plan(problem((900, 80), 2, 50 * GIB, token_multiple=4), pipeline(2), Options(seed=7))
+    assert (made.lengths, made.placement, made.cap_bytes, made.token_multiple) == ((900, 80), (0, 1), (50 * GIB,) * 2, 4)
+    assert (made.costs, made.planner, made.seed, made.num_layers) == ("analytic:h100", "greedy", 7, (4, 4))
+    assert made.static_bytes == tuple(stage.static_bytes for stage in pipeline(2).stages)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    [
+        (Problem((5,), (0, 1, 0), (1,) * 3), Options(), "one stage on each rank, in order"),
+        (Problem((5,), (1, 0), (1,) * 2), Options(), "one stage on each rank, in order"),
+        (Problem((5,), (0, 1), (1,)), Options(), "1 caps"),
+        (Problem((5,), (0, 1, 2), (1,) * 3), Options(), "costs for 2 stages"),
+        (Problem((), (0, 1), (1,) * 2), Options(), "at least one token"),
+        (Problem((5, 0), (0, 1), (1,) * 2), Options(), "at least one token"),
+        (Problem((5,), (0, 1), (1,) * 2, token_multiple=0), Options(), "token multiple 0"),
+        (Problem((5,), (0, 1), (1,) * 2), Options(slices=0), "slices 0"),
+        (Problem((5,), (0, 1), (1,) * 2), Options(recompute=-1), "recompute -1"),
+        (Problem((5,), (0, 1), (1,) * 2), Options(planner="best"), "no planner 'best'; there are 1f1b, greedy"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(given: Problem, options: Options, words: str):
+    with pytest.raises(PlanError, match=words):
+        plan(given, pipeline(2), options)
+
+
+def test_a_token_cap_below_the_padding_is_refused():
+    with pytest.raises(InfeasibleError, match="--epp-chunk-tokens to 128"):
+        plan(problem((5,), 2, token_multiple=128), pipeline(2), Options(chunk_tokens=100))
+
+
+def gpipe(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> tuple[tuple[Action, ...], ...]:
+    """All forwards, then all backwards: what a new schedule looks like."""
+    every = range(len(chunks))
+    backward = () if forward_only else every
+    return tuple(
+        (*(Action(Op.F, stage, c) for c in every), *(Action(Op.B, stage, c) for c in backward)) for stage in range(num_stages)
+    )
+
+
+def test_a_new_schedule_is_one_function_and_one_entry(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(PLANNERS, "gpipe", baseline(gpipe))
+    made = plan(problem((500,) * 6, 3), pipeline(3), Options(planner="gpipe"))
+    assert check(made) == []
+    assert made.planner == "gpipe"
+    assert [str(step.action) for step in made.ranks[2]] == [f"2{op}{c}" for op in "FB" for c in range(6)]
+
+
+def test_a_schedule_that_cannot_run_is_refused_with_the_grid(monkeypatch: pytest.MonkeyPatch):
+    def forgets_the_last(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> tuple[tuple[Action, ...], ...]:
+        return gpipe(chunks[:-1], num_stages, forward_only)
+
+    monkeypatch.setitem(PLANNERS, "bad", baseline(forgets_the_last))
+    with pytest.raises(PlanError, match=r"'bad' made a plan that cannot run\n(.|\n)*missing"):
+        plan(problem((500,) * 3, 1), pipeline(1), Options(planner="bad"))

@@ -1,0 +1,102 @@
+"""Two thousand random batches: every plan is sound and within its limits, or the error names a cap that does fit."""
+
+from __future__ import annotations
+
+import functools
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from planner_cases import named_cap_bytes, pipeline, problem
+
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.schedule import InfeasibleError, Plan
+from megatron_epp.schedule.check import check, report
+
+pipelines = functools.cache(pipeline)
+
+lengths = st.lists(st.floats(0, 1).map(lambda share: round(1e6**share)), min_size=1, max_size=24)
+"""From one token to a million, every order of magnitude as likely as another: most tokens are in a few sequences."""
+stages = st.sampled_from([1] * 8 + [2] * 10 + [3] * 8 + [4] * 8 + [5, 5, 6, 6, 7, 8, 12, 16])
+"""Mostly few: what many stages cost is the many chunks they ask for."""
+multiples = st.sampled_from([1, 1, 2, 16, 128, 1000])
+shares = st.floats(0.0, 1.2)
+pace = functools.partial(settings, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def capped(batch: list[int], costs: PipelineCosts, share: float, multiple: int, forward_only: bool = False) -> Problem:
+    """A cap between what is static and a little more than all the batch's activations would take without any planning."""
+    stage = costs.stages[-1]
+    per_token = stage.num_layers * (stage.layer_bytes_per_token + stage.kv_bytes_per_token) + stage.extra_bytes_per_token
+    cap = max(s.static_bytes for s in costs.stages) + int(share**3 * per_token * sum(batch))
+    return problem(batch, len(costs.stages), cap, token_multiple=multiple, forward_only=forward_only)
+
+
+def assert_sound(made: Plan) -> None:
+    faults = check(made)
+    assert not faults, report(made, faults)
+    assert 0 < made.predicted.lower_bound_us <= made.predicted.makespan_us
+
+
+def plan_or_named_cap(asked: Problem, costs: PipelineCosts, options: Options) -> Plan | None:
+    """The plan, or None where the problem is infeasible; then the cap the error names must be larger, and must fit."""
+    try:
+        made = plan(asked, costs, options)
+    except InfeasibleError as error:
+        cap = named_cap_bytes(error)
+        assert cap > min(asked.cap_bytes)
+        stages = len(asked.placement)
+        fits = problem(asked.lengths, stages, cap, token_multiple=asked.token_multiple, forward_only=asked.forward_only)
+        assert_sound(plan(fits, costs, options))
+        return None
+    assert_sound(made)
+    return made
+
+
+@pace(max_examples=600)
+@given(batch=lengths, count=stages, share=shares, multiple=multiples)
+def test_any_batch_under_any_cap(batch: list[int], count: int, share: float, multiple: int):
+    costs = pipelines(count, 2)
+    plan_or_named_cap(capped(batch, costs, share, multiple), costs, Options())
+
+
+@pace(max_examples=800)
+@given(
+    batch=lengths,
+    count=stages,
+    share=shares,
+    multiple=multiples,
+    slices=st.integers(1, 24),
+    chunk_tokens=st.none() | st.integers(50_000, 1_000_000),
+    recompute=st.just("auto") | st.integers(0, 3),
+)
+def test_any_batch_with_slices_chunk_tokens_and_recompute_fixed(
+    batch: list[int], count: int, share: float, multiple: int, slices: int, chunk_tokens: int | None, recompute: str | int
+):
+    costs = pipelines(count, 2)
+    options = Options(slices=slices, chunk_tokens=chunk_tokens, recompute=recompute)  # type: ignore[arg-type]
+    made = plan_or_named_cap(capped(batch, costs, share, multiple), costs, options)
+    if made is None:
+        return
+    assert all(made.padded_tokens(c) <= (chunk_tokens or made.num_tokens + multiple) for c in range(len(made.chunks)))
+    assert all(s.start == 0 and s.end == batch[s.sequence] for chunk in made.chunks for s in chunk.segments[1:])
+    assert all(s.end % multiple == 0 or s.end == batch[s.sequence] for chunk in made.chunks for s in chunk.segments)
+    if recompute != "auto":
+        assert {count for row in made.recompute_layers for count in row} == {min(int(recompute), 2)}
+
+
+@pace(max_examples=200)
+@given(batch=lengths, count=stages, share=shares, multiple=multiples)
+def test_any_batch_evaluated(batch: list[int], count: int, share: float, multiple: int):
+    costs = pipelines(count, 2)
+    plan_or_named_cap(capped(batch, costs, share, multiple, forward_only=True), costs, Options())
+
+
+@pace(max_examples=400)
+@given(batch=lengths, count=stages, multiple=multiples)
+def test_any_batch_is_planned_no_slower_than_plain_1f1b(batch: list[int], count: int, multiple: int):
+    costs = pipelines(count, 2)
+    asked = problem(batch, count, token_multiple=multiple)
+    plain = plan(asked, costs, Options(planner="1f1b"))
+    assert_sound(plain)
+    assert plan(asked, costs).predicted.makespan_us <= plain.predicted.makespan_us
