@@ -1,0 +1,181 @@
+"""Patches are explicit, applied at most once, refused on unknown code, and undone completely."""
+
+import importlib
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron_epp.mcore import compat, patching
+from megatron_epp.mcore.patching import Patch
+from megatron_epp.schedule.errors import EppError
+
+LIBRARY = """
+def greet(name):
+    return "hello " + name
+
+class Greeter:
+    def greet(self, name):
+        return greet(name)
+"""
+IMPORTER = """
+from patched_library import greet
+
+def use():
+    return greet("you")
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "patched_library.py").write_text(LIBRARY)
+    (tmp_path / "patched_importer.py").write_text(IMPORTER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("patched_library")
+    patching.revert(ours())
+    for name in ("patched_library", "patched_importer"):
+        sys.modules.pop(name, None)
+
+
+def ours() -> tuple[Patch, ...]:
+    return tuple(patch for patch in patching.applied() if patch.target.startswith("patched_library:"))
+
+
+def louder(original: Callable[[str], str]) -> Callable[[str], str]:
+    return lambda name: original(name).upper()
+
+
+LOUDER = Patch("patched_library:greet", louder, "shouts", wraps=True)
+BYE = Patch("patched_library:greet", lambda name: "bye " + name, "leaves")
+
+
+def test_a_patch_reaches_names_that_other_modules_imported_before_and_after(library: ModuleType) -> None:
+    importer = importlib.import_module("patched_importer")
+    patching.apply([BYE])
+    assert library.greet("you") == importer.use() == "bye you"
+    late = ModuleType("late")
+    exec("from patched_library import greet", vars(late))
+    assert late.greet("you") == "bye you"
+
+
+def test_applying_twice_is_applying_once(library: ModuleType) -> None:
+    patching.apply([LOUDER])
+    shouting = library.greet
+    patching.apply([LOUDER])
+    assert library.greet is shouting
+    assert ours() == (LOUDER,)
+
+
+def test_reverting_restores_the_original_everywhere_also_where_it_was_imported_since(library: ModuleType) -> None:
+    original = library.greet
+    patching.apply([LOUDER])
+    importer = importlib.import_module("patched_importer")
+    assert importer.use() == "HELLO YOU"
+    patching.revert(ours())
+    assert library.greet is original
+    assert importer.use() == "hello you"
+    assert ours() == ()
+
+
+def test_wrappers_stack_and_come_off_in_reverse_order(library: ModuleType) -> None:
+    patching.apply([BYE, LOUDER])
+    assert library.greet("you") == "BYE YOU"
+    with pytest.raises(EppError, match="revert the later patch first"):
+        patching.revert([BYE])
+    patching.revert([LOUDER])
+    assert library.greet("you") == "bye you"
+
+
+def test_a_method_is_patched_on_its_class(library: ModuleType) -> None:
+    patch = Patch("patched_library:Greeter.greet", lambda self, name: "hi " + name, "is short")
+    patching.apply([patch])
+    assert library.Greeter().greet("you") == "hi you"
+    patching.revert([patch])
+    assert library.Greeter().greet("you") == "hello you"
+
+
+def test_code_with_another_fingerprint_is_refused_and_nothing_is_applied(library: ModuleType) -> None:
+    known = patching.fingerprint("patched_library:greet")
+    strange = Patch("patched_library:Greeter.greet", lambda self, name: name, "expects other code", fingerprints=("0" * 64,))
+    with pytest.raises(EppError, match=r"Greeter\.greet .* is not the code megatron-epp knows .* --epp-allow-unknown-megatron"):
+        patching.apply([Patch(BYE.target, BYE.replacement, BYE.reason, fingerprints=(known,)), strange])
+    assert library.greet("you") == library.Greeter().greet("you") == "hello you"
+    patching.apply([strange], allow_unknown=True)
+    assert library.Greeter().greet("you") == "you"
+
+
+def test_a_fingerprint_sees_through_well_made_wrappers(library: ModuleType) -> None:
+    import functools
+
+    before = patching.fingerprint(LOUDER.target)
+    patching.apply([Patch(LOUDER.target, lambda original: functools.wraps(original)(louder(original)), "shouts", wraps=True)])
+    assert patching.fingerprint(LOUDER.target) == before
+
+
+@pytest.mark.parametrize("target", ["patched_library:nothing", "patched_library:Greeter.nothing", "no_such_module:f"])
+def test_a_target_that_is_not_there_is_named(library: ModuleType, target: str) -> None:
+    with pytest.raises(EppError, match=f"{target} does not exist in megatron-core {compat.installed_version()}"):
+        patching.apply([Patch(target, lambda: None, "")])
+
+
+def test_a_patch_for_another_version_is_left_out(library: ModuleType) -> None:
+    patching.apply([Patch(BYE.target, BYE.replacement, "", versions="<0.1")])
+    assert library.greet("you") == "hello you"
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 2), ("1", 0)])
+def test_rank_0_logs_one_line_per_patch(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: str, lines: int
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with caplog.at_level(logging.INFO, logger="megatron_epp"):
+        patching.apply([BYE, LOUDER])
+    assert len(caplog.messages) == lines
+    assert caplog.messages[:1] in ([], ["patched patched_library:greet: leaves"])
+
+
+def test_the_version_is_that_of_the_megatron_that_would_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compat.matches(compat.check_megatron(), compat.SUPPORTED)
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    (core / "package_info.py").write_text("__version__ = '0.16.1'\n")
+    code = "from megatron_epp.mcore import compat; print(compat.installed_version()); compat.check_megatron()"
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert process.stdout == "0.16.1\n"
+    assert "megatron-core 0.16.1 is installed and megatron-epp supports >=0.19,<0.20: pip install" in process.stderr
+    assert process.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"), [("0.18.9", False), ("0.19.0rc1", False), ("0.19.0", True), ("0.19.2", True), ("0.20.0", False)]
+)
+def test_the_supported_range_is_exactly_0_19(version: str, supported: bool) -> None:
+    assert compat.matches(version, compat.SUPPORTED) is supported
+
+
+def test_all_our_patches_apply_twice_and_revert_to_megatrons_own_objects() -> None:
+    code = """
+from megatron_epp.mcore import cpu, entry, patching
+cpu.activate()
+import megatron.training
+from megatron.training import arguments, training
+pretrain, validate_args = training.pretrain, arguments.validate_args
+entry.prepare()
+first = patching.applied()
+entry.prepare()
+assert patching.applied() == first and len(first) > 5
+assert megatron.training.pretrain is training.pretrain is not pretrain
+assert arguments.validate_args is not validate_args
+patching.revert()
+assert megatron.training.pretrain is training.pretrain is pretrain
+assert arguments.validate_args is validate_args
+print("as it was")
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.stdout.endswith("as it was\n"), process.stderr[-3000:]
