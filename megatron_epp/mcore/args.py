@@ -74,53 +74,64 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 class _Conflict(NamedTuple):
-    """A flag of Megatron's that a plan cannot honour."""
+    """A flag of Megatron's that a plan cannot honour, or can with some values only."""
 
-    attribute: str
     flag: str
-    allowed: tuple[Any, ...]
-    advice: str
+    allowed: tuple[Any, ...] = (None, False)
+    advice: str = "leave it out"
+    dest: str = ""
+
+    @property
+    def attribute(self) -> str:
+        return self.dest or self.flag[2:].replace("-", "_")
 
 
-_NO = (None, False, 0)
 _CONFLICTS = (
-    _Conflict("context_parallel_size", "--context-parallel-size", (1,), "set it to 1"),
-    _Conflict("virtual_pipeline_model_parallel_size", "--num-layers-per-virtual-pipeline-stage", _NO, "leave it out"),
-    _Conflict("pipeline_model_parallel_layout", "--pipeline-model-parallel-layout", _NO, "leave it out"),
-    _Conflict("num_experts", "--num-experts", _NO, "use a dense model"),
-    _Conflict("multi_latent_attention", "--multi-latent-attention", _NO, "leave it out"),
-    _Conflict("mtp_num_layers", "--mtp-num-layers", _NO, "leave it out"),
-    _Conflict("attention_dropout", "--attention-dropout", (0.0,), "set it to 0"),
-    _Conflict("recompute_granularity", "--recompute-granularity", _NO, "use --epp-recompute"),
-    _Conflict("recompute_activations", "--recompute-activations", _NO, "use --epp-recompute"),
-    _Conflict("micro_batch_size", "--micro-batch-size", (1,), "set it to 1: a microbatch is one sequence"),
-    _Conflict("rampup_batch_size", "--rampup-batch-size", _NO, "leave it out"),
-    _Conflict("mock_data", "--mock-data", _NO, "give real documents with --data-path"),
-    _Conflict("sft", "--sft", _NO, "leave it out"),
-    _Conflict("fp8", "--fp8-format", _NO, "leave it out"),
-    _Conflict("fp4", "--fp4-format", _NO, "leave it out"),
-    _Conflict("use_megatron_fsdp", "--use-megatron-fsdp", _NO, "leave it out"),
-    _Conflict("use_torch_fsdp2", "--use-torch-fsdp2", _NO, "leave it out"),
-    _Conflict("window_size", "--window-size", _NO, "leave it out"),
-    _Conflict("softmax_type", "--softmax-type", ("vanilla", None), "leave it out"),
-    _Conflict("hybrid_context_parallel", "--hybrid-context-parallel", _NO, "leave it out"),
-    _Conflict("fine_grained_activation_offloading", "--fine-grained-activation-offloading", _NO, "leave it out"),
-    _Conflict("cpu_offloading", "--cpu-offloading", _NO, "leave it out"),
-    _Conflict("delay_wgrad_compute", "--delay-wgrad-compute", _NO, "leave it out"),
-    _Conflict("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", _NO, "leave it out"),
-    _Conflict("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _NO, "leave it out"),
-    _Conflict("iterations_to_skip", "--iterations-to-skip", (None, []), "leave it out"),
-    _Conflict("full_validation", "--full-validation", _NO, "leave it out"),
-    _Conflict("multiple_validation_sets", "--multiple-validation-sets", _NO, "leave it out"),
-    _Conflict(
-        "dataloader_type", "--dataloader-type", (None, "external"), "leave it out: documents are sampled by this package"
+    _Conflict("--attention-dropout", (0.0,), "set it to 0"),
+    _Conflict("--context-parallel-size", (1,), "set it to 1"),
+    _Conflict("--micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
+    _Conflict("--eval-micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
+    _Conflict("--mock-data", advice="give real documents with --data-path"),
+    _Conflict("--num-experts", advice="use a dense model"),
+    _Conflict("--recompute-granularity", advice="use --epp-recompute"),
+    _Conflict("--recompute-activations", advice="use --epp-recompute"),
+    _Conflict("--cuda-graph-impl", ("none", None), "set it to none: shapes change every iteration"),
+    _Conflict("--dataloader-type", (None, "external"), "leave it out: documents are sampled by this package"),
+    _Conflict("--softmax-type", ("vanilla",)),
+    _Conflict("--fp8-format", dest="fp8"),
+    _Conflict("--fp4-format", dest="fp4"),
+    _Conflict("--iterations-to-skip", ([], None)),
+    *map(
+        _Conflict,
+        (
+            "--num-layers-per-virtual-pipeline-stage",
+            "--num-virtual-stages-per-pipeline-rank",
+            "--pipeline-model-parallel-layout",
+            "--multi-latent-attention",
+            "--experimental-attention-variant",
+            "--log-max-attention-logit",
+            "--mtp-num-layers",
+            "--window-size",
+            "--qk-clip",
+            "--sft",
+            "--fim-data",
+            "--use-megatron-fsdp",
+            "--use-torch-fsdp2",
+            "--hybrid-context-parallel",
+            "--fine-grained-activation-offloading",
+            "--delay-wgrad-compute",
+            "--defer-embedding-wgrad-compute",
+            "--overlap-moe-expert-parallel-comm",
+            "--enable-cuda-graph",
+            "--rampup-batch-size",
+            "--step-batch-size-schedule",
+            "--phase-transition-iterations",
+            "--full-validation",
+            "--multiple-validation-sets",
+            "--logits-load-dir",
+            "--perform-rl-step",
+        ),
     ),
-    _Conflict("fim_data", "--fim-data", _NO, "leave it out"),
-    _Conflict("logits_load_dir", "--logits-load-dir", _NO, "leave it out"),
-    _Conflict("cuda_graph_impl", "--cuda-graph-impl", ("none", None), "set it to none: shapes change every iteration"),
-    _Conflict("enable_cuda_graph", "--enable-cuda-graph", _NO, "leave it out"),
-    _Conflict("qk_clip", "--qk-clip", _NO, "leave it out"),
-    _Conflict("perform_rl_step", "--perform-rl-step", _NO, "leave it out"),
 )
 
 
@@ -135,10 +146,8 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     clashes = [
         f"{c.flag} {value} ({c.advice})"
         for c in _CONFLICTS
-        if (value := getattr(args, c.attribute, c.allowed[0])) not in c.allowed and c.attribute != "micro_batch_size"
+        if hasattr(args, c.attribute) and (value := getattr(args, c.attribute)) not in c.allowed
     ]
-    if args.micro_batch_size not in (None, 1):
-        clashes.append(f"--micro-batch-size {args.micro_batch_size} (set it to 1: a microbatch is one sequence)")
     if clashes:
         raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
     _check_values(args)

@@ -14,7 +14,7 @@ from megatron_epp.data.batch import ChunkArrays, GlobalBatch
 from megatron_epp.mcore import session as sessions
 from megatron_epp.mcore.core_attention import ChunkParams
 from megatron_epp.mcore.loss import token_loss
-from megatron_epp.mcore.report import IterationReport
+from megatron_epp.mcore.report import IterationReport, count_tokens
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.runtime.segments import SegmentTable
@@ -67,6 +67,8 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         if args.epp_recompute not in ("auto", "0"):
             config.recompute_granularity, config.recompute_method = "full", "block"
             config.recompute_num_layers = int(args.epp_recompute)
+        if not call["forward_only"]:
+            count_tokens(batch)
         report = IterationReport.begin(session, batch, call["forward_only"])
         call |= {
             "forward_step_func": forward_step,

@@ -8,12 +8,14 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.training import training
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.session import Session
@@ -130,3 +132,9 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
         "recompute_share": recomputed / layers if layers else 0.0,
         "padding_share": 1 - plan.num_tokens / padded,
     }
+
+
+def count_tokens(batch: GlobalBatch) -> None:
+    """Tell Megatron's throughput log the true lengths; it assumes `--seq-length` tokens per sequence otherwise."""
+    starts = torch.tensor([0, *accumulate(batch.lengths)], dtype=torch.int64)
+    training.update_seqlen_stats_from_cu_seqlens(starts)

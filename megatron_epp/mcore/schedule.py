@@ -13,7 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import session as sessions
-from megatron_epp.mcore.report import IterationReport
+from megatron_epp.mcore.report import IterationReport, count_tokens
 from megatron_epp.mcore.session import Session
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.agreement import agree
@@ -62,6 +62,8 @@ def forward_backward_elastic(
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     batch = _next_batch(data_iterator, num_microbatches, session)
+    if not forward_only:
+        count_tokens(batch)
     report = IterationReport.begin(session, batch, forward_only)
     with _gradient_sync(config, model, session.rank == 0, forward_only) as enable_sync:
         stage.begin(batch.chunk, enable_sync)
