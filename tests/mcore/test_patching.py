@@ -165,16 +165,17 @@ from megatron_epp.mcore import cpu, entry, patching
 cpu.activate()
 import megatron.training
 from megatron.training import arguments, training
-pretrain, validate_args = training.pretrain, arguments.validate_args
+originals = [training.pretrain, arguments.validate_args]  # in a list, where no patch reaches them
 entry.prepare()
 first = patching.applied()
 entry.prepare()
 assert patching.applied() == first and len(first) > 5
-assert megatron.training.pretrain is training.pretrain is not pretrain
-assert arguments.validate_args is not validate_args
+patched = [training.pretrain, arguments.validate_args]
+assert all(a is not b for a, b in zip(patched, originals))
+assert megatron.training.pretrain is training.pretrain
 patching.revert()
-assert megatron.training.pretrain is training.pretrain is pretrain
-assert arguments.validate_args is validate_args
+assert [training.pretrain, arguments.validate_args] == originals
+assert megatron.training.pretrain is training.pretrain
 print("as it was")
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
