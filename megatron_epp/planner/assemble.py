@@ -60,7 +60,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     if faults := check(plan):
         raise PlanError(f"planner {options.planner!r} made a plan that cannot run\n{report(plan, faults)}")
     timeline = simulate(plan)
-    bound_us = min(lower_bound_us(tables), timeline.makespan_us)
+    bound_us = min(lower_bound_us(tables), timeline.makespan_us)  # they add in another order, so may differ in the last digit
     return replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
 
 

@@ -111,4 +111,6 @@ def baseline(schedule: Schedule) -> Planner:
 
 
 PLANNERS: dict[str, Planner] = {"greedy": greedy, "1f1b": baseline(elastic_1f1b)}
-"""Planners by name. A new schedule is a function (see `Schedule`) and an entry: `baseline(it)` or `partial(greedy, schedule=it)`."""
+"""Planners by name. A new schedule is a function (see `Schedule`) and an entry: `baseline(it)` to run whole sequences in it,
+`partial(greedy, schedule=it)` to have chunks searched for it.
+"""

@@ -10,6 +10,8 @@ from planner_cases import named_cap_bytes, pipeline, problem
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.evaluate import lower_bound_us
+from megatron_epp.planner.tables import tabulate
 from megatron_epp.schedule import InfeasibleError, Plan
 from megatron_epp.schedule.check import check, report
 
@@ -53,14 +55,14 @@ def plan_or_named_cap(asked: Problem, costs: PipelineCosts, options: Options) ->
     return made
 
 
-@pace(max_examples=600)
+@pace(max_examples=450)
 @given(batch=lengths, count=stages, share=shares, multiple=multiples)
 def test_any_batch_under_any_cap(batch: list[int], count: int, share: float, multiple: int):
     costs = pipelines(count, 2)
     plan_or_named_cap(capped(batch, costs, share, multiple), costs, Options())
 
 
-@pace(max_examples=800)
+@pace(max_examples=1000)
 @given(
     batch=lengths,
     count=stages,
@@ -75,12 +77,14 @@ def test_any_batch_with_slices_chunk_tokens_and_recompute_fixed(
 ):
     costs = pipelines(count, 2)
     options = Options(slices=slices, chunk_tokens=chunk_tokens, recompute=recompute)  # type: ignore[arg-type]
-    made = plan_or_named_cap(capped(batch, costs, share, multiple), costs, options)
+    asked = capped(batch, costs, share, multiple)
+    made = plan_or_named_cap(asked, costs, options)
     if made is None:
         return
     assert all(made.padded_tokens(c) <= (chunk_tokens or made.num_tokens + multiple) for c in range(len(made.chunks)))
     assert all(s.start == 0 and s.end == batch[s.sequence] for chunk in made.chunks for s in chunk.segments[1:])
     assert all(s.end % multiple == 0 or s.end == batch[s.sequence] for chunk in made.chunks for s in chunk.segments)
+    assert lower_bound_us(tabulate(made.chunks, asked, costs)) <= made.predicted.makespan_us * (1 + 1e-12)
     if recompute != "auto":
         assert {count for row in made.recompute_layers for count in row} == {min(int(recompute), 2)}
 
@@ -92,7 +96,7 @@ def test_any_batch_evaluated(batch: list[int], count: int, share: float, multipl
     plan_or_named_cap(capped(batch, costs, share, multiple, forward_only=True), costs, Options())
 
 
-@pace(max_examples=400)
+@pace(max_examples=350)
 @given(batch=lengths, count=stages, multiple=multiples)
 def test_any_batch_is_planned_no_slower_than_plain_1f1b(batch: list[int], count: int, multiple: int):
     costs = pipelines(count, 2)
