@@ -168,6 +168,13 @@ def _check_values(args: argparse.Namespace) -> None:
         value = getattr(args, f"epp_{name}")
         if value is not None and value <= 0:
             raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be positive")
+    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    needed = multiple * (args.epp_slices or 1)
+    if args.seq_length is not None and args.seq_length < needed:
+        raise ArgumentError(
+            f"--seq-length {args.seq_length} is too short for {args.epp_slices or 1} slices of at least {multiple} tokens: "
+            f"raise it to {needed}, or lower --epp-slices"
+        )
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
     if args.epp_trace_iteration is not None and args.epp_report_dir is None:

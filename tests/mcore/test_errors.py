@@ -1,0 +1,100 @@
+"""Bad input ends a run with one or two lines that name what to change, an exit code, and nothing half-written."""
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launch import Finished, launch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+FLAGS = shlex.split(
+    "--transformer-impl local --num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 "
+    "--global-batch-size 4 --lr 1e-3 --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 257 "
+    "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --eval-interval 1000 --train-iters 2 --split 100,0,0"
+)
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> Path:
+    prefix = tmp_path_factory.mktemp("documents") / "text"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for i in range(16):
+        builder.add_document(torch.arange(40 + i) % 256, [40 + i])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def train(prefix: Path, *flags: object, num_processes: int = 1) -> Finished:
+    command = ["-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--seq-length", 64, "--data-path", prefix, "--epp"]
+    return launch(num_processes, *command, *flags)
+
+
+def message(finished: Finished) -> str:
+    """The two lines a refused run leaves for its user; fails unless there is an exit code and no traceback of the script."""
+    assert finished.returncode != 0, finished.output[-3000:]
+    lines = finished.output.splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith("megatron_epp, rank")), None)
+    assert first is not None, finished.output[-3000:]
+    assert "pretrain_gpt.py" not in "".join(re.findall(r"Traceback.*?Error", finished.output, re.DOTALL))
+    return " ".join(lines[first : first + 2])
+
+
+def test_every_flag_that_plans_cannot_honour_is_named(documents):
+    text = message(train(documents, "--num-experts", 4, "--attention-dropout", 0.1, "--recompute-activations"))
+    for flag in ("--num-experts 4", "--attention-dropout 0.1", "--recompute-activations"):
+        assert flag in text
+
+
+def test_a_context_too_short_for_the_slices_asked_for_is_refused(documents):
+    text = message(train(documents, "--epp-slices", 100))
+    assert "--seq-length 64" in text
+    assert "--epp-slices" in text
+
+
+def test_an_index_without_documents_is_refused(tmp_path):
+    prefix = tmp_path / "empty"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    builder.add_document(torch.tensor([1]), [1])
+    builder.finalize(f"{prefix}.idx")
+    assert str(prefix) in message(train(prefix))
+
+
+def test_a_truncated_index_is_refused(documents, tmp_path):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"cut{suffix}").write_bytes(Path(f"{documents}{suffix}").read_bytes())
+    index = tmp_path / "cut.idx"
+    index.write_bytes(index.read_bytes()[:-20])
+    assert "cut.idx" in message(train(tmp_path / "cut"))
+
+
+def test_a_cap_below_the_minimum_names_the_smallest_cap_which_then_trains(documents, tmp_path):
+    text = message(train(documents, "--epp-memory-cap-gb", 1e-5, "--epp-report-dir", tmp_path / "report"))
+    assert "--epp-memory-cap-gb" in text
+    assert not (tmp_path / "report").exists()
+    smallest = float(re.search(r"--epp-memory-cap-gb to ([\d.]+),", text)[1])
+    assert train(documents, "--epp-memory-cap-gb", smallest).returncode == 0
+
+
+def test_ranks_that_planned_differently_stop_with_both_digests(documents):
+    command = [
+        Path(__file__).with_name("disagreeing_training.py"),
+        *FLAGS,
+        "--seq-length",
+        64,
+        "--data-path",
+        documents,
+        "--epp",
+    ]
+    finished = launch(2, *command, "--pipeline-model-parallel-size", 2)
+    text = message(finished)
+    assert re.search(r"rank 0 planned [0-9a-f]{16} but rank 1 planned [0-9a-f]{16}", text)
+    assert "--epp-*" in text
+
+
+def test_a_nan_in_the_loss_ends_the_run_as_megatron_ends_it(documents):
+    finished = train(documents, "--lr", 1e30, "--clip-grad", 0, "--rerun-mode", "validate_results", "--train-iters", 4)
+    assert finished.returncode != 0
+    assert re.search(r"found (NaN|Inf) in (the loss|local)", finished.output), finished.output[-3000:]
