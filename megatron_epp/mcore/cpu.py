@@ -72,6 +72,10 @@ def _stand_in_for_torch_cuda() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    # So dropout moves the CPU generator, which Megatron takes for a mistake and warns about in every layer.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state" not in record.getMessage()
+    )
 
 
 # ---- device="cuda" ---------------------------------------------------------------------------------------------------
@@ -158,24 +162,7 @@ def patches() -> tuple[Patch, ...]:
             "data loaders draw seeds from the CPU generator, which plays the CUDA one here",
             wraps=True,
         ),
-        Patch("megatron.core.pipeline_parallel.p2p_communication:_p2p_ops", _keep_what_is_sent, _SENT, wraps=True),
-        Patch("megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops", _keep_what_is_sent, _SENT, wraps=True),
     )
-
-
-_SENT = "gloo reads a sent tensor later, when Megatron may have freed it"
-
-
-def _keep_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def send(**kwargs: Any) -> Any:
-        # A second handle on the storage: Megatron empties the first with `tensor.data = ...` while gloo still reads.
-        for name in ("tensor_send_prev", "tensor_send_next"):
-            if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name].detach()
-        return original(**kwargs)
-
-    return send
 
 
 def _leaving_the_generator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ TINY = shlex.split(
     "--transformer-impl local --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64 --hidden-dropout 0 "
-    "--attention-dropout 0 --eval-interval 1000 --eval-iters 1 --log-interval 1 --ckpt-format torch_dist"
+    "--attention-dropout 0 --eval-interval 1000 --eval-iters 1 --log-interval 1 --ckpt-format torch_dist --num-workers 0"
 )
 
 
@@ -43,6 +43,8 @@ class Finished:
 def launch(num_processes: int, *command: object, env: dict[str, str] | None = None, timeout_s: float = 180) -> Finished:
     """Run `command` (script or `-m module`, then its arguments) in `num_processes` processes under torch's launcher.
 
+    They see no GPU, unless `env` says otherwise.
+
     Raises AssertionError with the output when it takes longer than `timeout_s`; every process it started is gone then.
     """
     launcher = [
@@ -52,7 +54,7 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
         f"--nproc-per-node={num_processes}",
         f"--master-port={free_port()}",
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(env or {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
     process = subprocess.Popen(
         [*launcher, *map(str, command)],
         env=environment,

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from launch import Finished, train
-
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a GPU is present: run where torch.cuda.is_available() is False"
-)
 
 MODELS = {
     "llama": shlex.split(
