@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 import torch.distributed as dist
 
@@ -31,19 +33,22 @@ def agree(plan: Plan, group: dist.ProcessGroup) -> None:
     dist.all_gather_object(plans, plan, group=group)
     other = next(i for i, d in enumerate(others) if d != others[0])
     ranks = dist.get_process_group_ranks(group)
-    difference = _difference(plans[0], plans[other])  # type: ignore[arg-type]
+    first, second = plans[0], plans[other]
+    assert first is not None
+    assert second is not None
     raise DisagreementError(
         f"rank {ranks[0]} planned {others[0][:16]} but rank {ranks[other]} planned {others[other][:16]}: "
-        f"{difference}. All ranks need the same data files, --seed and --epp-* flags"
+        f"{_difference(first, second)}. All ranks need the same data files, --seed and --epp-* flags"
     )
 
 
 def _difference(first: Plan, second: Plan) -> str:
-    if first.lengths != second.lengths:
-        return f"sequence lengths differ ({first.lengths[:4]}... and {second.lengths[:4]}...)"
-    for rank, (a, b) in enumerate(zip(first.ranks, second.ranks, strict=False)):
-        for position, (left, right) in enumerate(zip(a, b, strict=False)):
-            if left != right:
-                both = " or ".join(f"{step.action} ({step.time_us:.1f} us)" for step in (left, right))
+    for sequence, (a, b) in enumerate(zip_longest(first.lengths, second.lengths)):
+        if a != b:
+            return f"sequence {sequence} has {a} or {b} tokens"
+    for rank, (left, right) in enumerate(zip_longest(first.ranks, second.ranks, fillvalue=())):
+        for position, steps in enumerate(zip_longest(left, right)):
+            if steps[0] != steps[1]:
+                both = " or ".join("nothing" if s is None else f"{s.action} ({s.time_us:.1f} us)" for s in steps)
                 return f"pipeline rank {rank}, action {position} is {both}"
     return "their actions agree, other fields differ (chunks, recompute or costs)"

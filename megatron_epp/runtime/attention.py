@@ -22,12 +22,14 @@ class _ChunkAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, layer: int, scale: float) -> Tensor:
         view = context.view
         q = _compact(q)
-        if not context.cached:
-            k, v = _compact(k), _compact(v)
-        seen_k, seen_v = (k, v) if view is None else context.relay.append(layer, view, k, v)
-        out, lse = kernels.forward(q, seen_k, seen_v, context.table, scale)
-        ctx.save_for_backward(q, out, lse, *(() if context.cached else (seen_k, seen_v)))
-        ctx.context, ctx.layer, ctx.scale, ctx.num_keys = context, layer, scale, seen_k.shape[0]
+        if view is None:
+            kept = seen = _compact(k), _compact(v)
+        else:
+            seen = context.relay.append(layer, view, k, v)
+            kept = _compact(k[view.num_cached :]), _compact(v[view.num_cached :])
+        out, lse = kernels.forward(q, *seen, context.table, scale)
+        ctx.save_for_backward(q, out, lse, *kept)
+        ctx.context, ctx.layer, ctx.scale = context, layer, scale
         if view is not None and view.is_tail and context.forward_only:
             context.relay.release(layer, view)
         return out
@@ -36,9 +38,9 @@ class _ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ChunkContext = ctx.context
         view = context.view
-        q, out, lse, *saved = ctx.saved_tensors
-        k, v = saved if saved else context.relay.keys_and_values(ctx.layer, view, ctx.num_keys)
-        dq, dk, dv = kernels.backward(grad, q, k, v, out, lse, context.table, ctx.scale)
+        q, out, lse, *kept = ctx.saved_tensors
+        seen = kept if view is None else context.relay.keys_and_values(ctx.layer, view, *kept)
+        dq, dk, dv = kernels.backward(grad, q, *seen, out, lse, context.table, ctx.scale)
         if view is not None:
             dk, dv = context.relay.take_gradient(ctx.layer, view, dk, dv)
         return dq, dk, dv, None, None, None
@@ -46,7 +48,7 @@ class _ChunkAttention(torch.autograd.Function):
 
 def _compact(x: Tensor) -> Tensor:
     """Queries, keys and values are often views of one projection: saving any of them would keep all of it."""
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.contiguous().clone()
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
 
 
 def chunk_attention(q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, layer: int, scale: float) -> Tensor:
@@ -62,5 +64,8 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, laye
 
     Returns:
         ``[tokens, query_heads, channels]``.
+
+    Raises:
+        RelayError: the slices of a sequence run in an order its plan rules out.
     """
     return _ChunkAttention.apply(q, k, v, context, layer, scale)

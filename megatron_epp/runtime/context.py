@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 from megatron_epp.runtime.relay import KVRelay, SliceView
 from megatron_epp.runtime.segments import SegmentTable
 from megatron_epp.schedule import Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChunkContext:
     """One chunk on one stage while it runs.
 
@@ -30,30 +30,26 @@ class ChunkContext:
     recompute_layers: int = 0
     forward_only: bool = False
 
-    @cached_property
-    def cached(self) -> bool:
-        """Whether the relay holds every key and value of the chunk (not so for short sequences beside a slice's middle)."""
-        return self.view is not None and (self.view.is_tail or len(self.table.segments) == 1)
+
+class ChunkLayout(NamedTuple):
+    """What is the same for a chunk on every stage."""
+
+    table: SegmentTable
+    view: SliceView | None
 
 
-def slice_view(plan: Plan, chunk: int) -> SliceView | None:
-    """The slice a chunk holds, with room in its cache for what shares the chunk of the sequence's tail."""
-    part = plan.chunks[chunk].slice_of(plan.lengths)
-    if part is None:
-        return None
-    length = plan.lengths[part.sequence]
-    tail, start = next(
-        (c, s.start)
-        for c, other in enumerate(plan.chunks)
-        for s in other.segments
-        if s.sequence == part.sequence and s.end == length
+def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
+    """The layout of every chunk of a plan."""
+    slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
+    capacity = {
+        part.sequence: part.start + plan.padded_tokens(c)
+        for c, part in enumerate(slices)
+        if part is not None and part.end == plan.lengths[part.sequence]
+    }
+    return tuple(
+        ChunkLayout(
+            SegmentTable.build(chunk, plan.padded_tokens(c)),
+            None if part is None else SliceView(*part, plan.lengths[part.sequence], capacity[part.sequence]),
+        )
+        for c, (chunk, part) in enumerate(zip(plan.chunks, slices, strict=True))
     )
-    capacity = start + plan.padded_tokens(tail)
-    return SliceView(part.sequence, part.start, part.end, length, capacity)
-
-
-def chunk_context(plan: Plan, stage: int, chunk: int, relay: KVRelay) -> ChunkContext:
-    """Everything stage `stage` needs to run `chunk`."""
-    table = SegmentTable.build(plan.chunks[chunk], plan.padded_tokens(chunk))
-    view = slice_view(plan, chunk)
-    return ChunkContext(chunk, table, relay, view, plan.recompute_layers[stage][chunk], plan.forward_only)

@@ -7,17 +7,17 @@ The dispatch table below is the only place that says what an op does at run time
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime.context import ChunkContext, chunk_context
+from megatron_epp.runtime.context import ChunkContext, chunk_layouts
 from megatron_epp.runtime.links import Links, Receive
 from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.runtime.watchdog import Watchdog
+from megatron_epp.runtime.watchdog import Activity, Watchdog
 from megatron_epp.schedule import Action, EppError, Op, Plan
 from megatron_epp.schedule.lowering import lower
 from megatron_epp.schedule.text import to_grid
@@ -49,7 +49,7 @@ class Stage(Protocol):
 
 
 class Executor:
-    """Runs one plan on one rank.
+    """Runs one plan on one rank, once.
 
     Args:
         plan: a checked plan.
@@ -58,6 +58,9 @@ class Executor:
         links: communicators of the pipeline; None when it has a single rank.
         recorder: where the times go.
         watchdog: ends the run when an action or a wait outlasts its limit.
+
+    Raises:
+        RunError: the plan places other stages on this rank, or has actions that this runtime cannot run.
     """
 
     def __init__(
@@ -80,29 +83,47 @@ class Executor:
             Op.SEND_B: self._send_gradient,
             Op.RECV_B: self._post_gradient,
         }
+        self._refuse_what_cannot_run()
+        self._actions = lower(plan)[rank]
+        self._position = 0
+        self._layouts = chunk_layouts(plan)
+        self._last_backward = {a.stage: a for a in self._actions if a.op is Op.B}
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._grads: dict[tuple[int, int], Tensor] = {}
-        self._arriving: dict[tuple[Op, int, int], Receive] = {}
-        self._local: dict[tuple[Op, int, int], Tensor] = {}
-        self._last_backward = {a.stage: a for a in plan.actions(rank) if a.op is Op.B}
+        self._arriving: dict[Action, Receive] = {}
+        self._local: dict[Action, Tensor] = {}
+
+    def _refuse_what_cannot_run(self) -> None:
+        plan, rank = self.plan, self.rank
+        if any(plan.copies):
+            raise RunError("this runtime cannot offload: the plan has copies (O and L actions)")
+        if missing := sorted({a.op for a in plan.actions(rank)} - set(self._handlers)):
+            raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions")
+        placed = [stage for stage, where in enumerate(plan.placement) if where == rank]
+        if placed != sorted(self.stages):
+            raise RunError(f"the plan places stages {placed} on pipeline rank {rank}, which has stages {sorted(self.stages)}")
+        if plan.num_ranks > 1 and self.links is None:
+            raise RunError(f"a plan over {plan.num_ranks} ranks needs links")
 
     def run(self) -> None:
         """Execute every action of this rank in order. Raises `RunError` naming the action that failed."""
-        actions = lower(self.plan)[self.rank]
-        missing = sorted({a.op.value for a in actions if a.op not in self._handlers})
-        if missing:
-            raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions")
         self.recorder.begin()
-        for position, action in enumerate(actions):
-            try:
-                with self._watched(action, position):
+        try:
+            with torch.set_grad_enabled(not self.plan.forward_only), self._watch() as watched:
+                for position, action in enumerate(self._actions):
+                    self._position = position
+                    watched.renew()
                     self._handlers[action.op](action)
-            except EppError:
-                raise
-            except Exception as error:
-                raise RunError(self._describe(action, position, f"failed: {type(error).__name__}: {error}")) from error
+                self._position = len(self._actions)
+                watched.renew()
+                self._finish()
+        except Exception as error:
+            reason = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
+            raise RunError(self._describe(f"failed: {reason}")) from error
+
+    def _finish(self) -> None:
         if self.links is not None:
             self.links.finish_sends()
         for stage in self.stages.values():
@@ -112,16 +133,16 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         _, stage, chunk = action
-        context = chunk_context(self.plan, stage, chunk, self.stages[stage].relay)
-        hidden = self._take(Op.RECV_F, action) if stage > 0 else None
+        hidden = self._take(action, Op.RECV_F) if stage > 0 else None
         if hidden is not None and not self.plan.forward_only:
             hidden.requires_grad_()
+        context = self._context(stage, chunk)
         with self.recorder.action(action):
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
         if is_local:
-            self._local[Op.RECV_F, stage + 1, chunk] = output.detach()
+            self._local[Action(Op.RECV_F, stage + 1, chunk)] = output.detach()
         if not self.plan.forward_only:
             self._contexts[stage, chunk], self._inputs[stage, chunk] = context, hidden
         if not self.plan.forward_only or not (is_last or is_local):
@@ -129,30 +150,31 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         _, stage, chunk = action
-        key = stage, chunk
-        grad = self._take(Op.RECV_B, action) if stage < self.plan.num_stages - 1 else None
+        grad = self._take(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         if self._last_backward[stage] == action:
             self.stages[stage].before_last_backward()
-        output, hidden = self._outputs.pop(key), self._inputs.pop(key)
+        key = stage, chunk
+        context, hidden, output = self._contexts.pop(key), self._inputs.pop(key), self._outputs.pop(key)
         with self.recorder.action(action):
-            self.stages[stage].backward(self._contexts.pop(key), output, grad)
+            self.stages[stage].backward(context, output, grad)
         if hidden is None:
             return
-        assert hidden.grad is not None
+        if hidden.grad is None:
+            raise RunError(f"stage {stage} gave its input no gradient")
         if self._is_local(stage - 1):
-            self._local[Op.RECV_B, stage - 1, chunk] = hidden.grad
+            self._local[Action(Op.RECV_B, stage - 1, chunk)] = hidden.grad
         else:
             self._grads[key] = hidden.grad
 
     def _send_activation(self, action: Action) -> None:
-        key = action.stage, action.chunk
-        output = self._outputs.pop(key) if self.plan.forward_only else self._outputs[key]
-        self._links.send(output, self.plan.placement[action.stage + 1], gradient=False)
-        self.stages[action.stage].release_output(output)
+        _, stage, chunk = action
+        output = self._outputs.pop((stage, chunk)) if self.plan.forward_only else self._outputs[stage, chunk]
+        self._links.send(output, self.plan.placement[stage + 1], gradient=False)
+        self.stages[stage].release_output(output)
 
     def _send_gradient(self, action: Action) -> None:
-        grad = self._grads.pop((action.stage, action.chunk))
-        self._links.send(grad, self.plan.placement[action.stage - 1], gradient=True)
+        _, stage, chunk = action
+        self._links.send(self._grads.pop((stage, chunk)), self.plan.placement[stage - 1], gradient=True)
 
     def _post_activation(self, action: Action) -> None:
         self._post(action, peer=self.plan.placement[action.stage - 1], gradient=False)
@@ -162,40 +184,50 @@ class Executor:
 
     # What they share.
 
+    def _context(self, stage: int, chunk: int) -> ChunkContext:
+        table, view = self._layouts[chunk]
+        recompute_layers = self.plan.recompute_layers[stage][chunk]
+        return ChunkContext(chunk, table, self.stages[stage].relay, view, recompute_layers, self.plan.forward_only)
+
     def _post(self, action: Action, peer: int, gradient: bool) -> None:
         message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
         self._arriving[action] = self._links.post_receive(*message, peer=peer, gradient=gradient)
 
-    def _take(self, op: Op, action: Action) -> Tensor:
-        key = (op, action.stage, action.chunk)
-        local = self._local.pop(key, None)
-        if local is not None:
-            return local
+    def _take(self, action: Action, receive: Op) -> Tensor:
+        """What an action was sent, from another rank or from this one."""
+        key = action._replace(op=receive)
+        if key in self._local:
+            return self._local.pop(key)
         with self.recorder.waiting():
-            return self._arriving.pop(Action(*key)).wait()
+            tensor = self._arriving[key].wait()
+        del self._arriving[key]  # not before: `_waits_for` looks here
+        return tensor
 
     def _is_local(self, stage: int) -> bool:
         return self.plan.placement[stage] == self.rank
 
     @property
     def _links(self) -> Links:
-        assert self.links is not None, "a plan over several ranks needs links"
+        assert self.links is not None  # checked at the start
         return self.links
 
-    def _watched(self, action: Action, position: int) -> nullcontext[None]:
+    def _watch(self) -> AbstractContextManager[Activity]:
         if self.watchdog is None:
-            return nullcontext()
-        limit = self.watchdog.limit_s
-        text = f"has not finished after {limit:.0f} s (--epp-wait-limit-seconds), {self._waits_for(action)}"
-        return self.watchdog.watch(lambda: self._describe(action, position, text))  # type: ignore[return-value]
+            return nullcontext(Activity(str))
+        text = f"has not finished after {self.watchdog.limit_s:.3g} s (--epp-wait-limit-seconds), "
+        return self.watchdog.watch(lambda: self._describe(text + self._waits_for()))
 
-    def _waits_for(self, action: Action) -> str:
+    def _waits_for(self) -> str:
+        if self._position == len(self._actions):
+            return "waiting for other ranks to take its messages"
+        action = self._actions[self._position]
         source = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}.get(action.op)
-        pending = source is not None and Action(source, action.stage, action.chunk) in self._arriving
-        if not pending:
+        if source is None or action._replace(op=source) not in self._arriving:
             return "in compute or in a collective of its own"
         peer = action.stage + (-1 if action.op is Op.F else 1)
-        return f"waiting for {Action(action.op, peer, action.chunk)} of rank {self.plan.placement[peer]}"
+        return f"waiting for {action._replace(stage=peer)} of rank {self.plan.placement[peer]}"
 
-    def _describe(self, action: Action, position: int, what: str) -> str:
-        return f"pipeline rank {self.rank}, step {position}, action {action} {what}\n{to_grid(self.plan)}"
+    def _describe(self, what: str) -> str:
+        done = self._position == len(self._actions)
+        step = "the end of the plan" if done else f"action {self._actions[self._position]}"
+        return f"pipeline rank {self.rank}, step {self._position}, {step} {what}\n{to_grid(self.plan)}"

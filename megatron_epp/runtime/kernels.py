@@ -2,7 +2,7 @@
 
 All kernels share one shape: queries ``[tokens, query_heads, channels]``, keys and values ``[keys, kv_heads, channels]`` where
 segment i owns ``keys[key_starts[i]:key_starts[i + 1]]``, and the mask is aligned to the bottom right: the last query of a
-segment sees all of its keys. The log-sum-exp is ``[query_heads, tokens]`` in float32.
+segment sees all of its keys. The log-sum-exp is ``[query_heads, tokens]``, in float64 for float64 and in float32 for the rest.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: 
     """Exact attention in blocks, merged by their log-sum-exp: any dtype, any device."""
     num_heads = q.shape[1]
     out = torch.empty_like(q)
-    lse = torch.empty(num_heads, q.shape[0], dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_heads, q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for queries, keys, causal, merge in _blocks(table):
         part, part_lse = _attend(*(_heads_first(x, num_heads) for x in (q[queries], k[keys], v[keys])), causal, scale)
         part, part_lse = part[0].transpose(0, 1), part_lse[0]

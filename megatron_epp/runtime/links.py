@@ -7,13 +7,14 @@ so there is no handshake.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_epp.schedule import EppError
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class Links:
     gradients: dist.ProcessGroup
     reports: dist.ProcessGroup
     control: dist.ProcessGroup
-    _in_flight: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    _in_flight: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     @staticmethod
     def create(pipeline_ranks: Sequence[int], control_ranks: Sequence[int]) -> Links:
@@ -57,42 +58,54 @@ class Links:
         """
         pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
         return Links(
-            pipeline, _group(pipeline), _group(pipeline), _group(pipeline, backend="gloo"), _group(control, backend="gloo")
+            ranks=pipeline,
+            activations=_new_group(pipeline),
+            gradients=_new_group(pipeline),
+            reports=_new_group(pipeline, backend="gloo"),
+            control=_new_group(control, backend="gloo"),
         )
 
     def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
-        """Start sending to pipeline rank `peer`. The tensor's storage is kept until the message has left."""
-        while self._in_flight and self._in_flight[0][0].is_completed():
-            self._in_flight.popleft()
-        group = self.gradients if gradient else self.activations
+        """Start sending to pipeline rank `peer`.
+
+        The tensor's storage is kept until the message is known to have left: on NCCL until the first send after that, on
+        gloo, which tells only whoever waits, until `finish_sends`.
+        """
+        self._in_flight = [message for message in self._in_flight if not message[0].is_completed()]
         payload = tensor.detach().contiguous()  # its own reference: the caller may drop the storage of `tensor`
-        work = dist.isend(payload, self.ranks[peer], group=group)
-        assert work is not None
-        self._in_flight.append((work, payload))
+        work = dist.isend(payload, self.ranks[peer], group=self._group(gradient))
+        self._in_flight.append((self._started(work), payload))
 
     def post_receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, peer: int, gradient: bool
     ) -> Receive:
         """Start receiving from pipeline rank `peer` into a fresh buffer."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
-        work = dist.irecv(buffer, self.ranks[peer], group=self.gradients if gradient else self.activations)
-        assert work is not None
-        return Receive(buffer, work)
+        work = dist.irecv(buffer, self.ranks[peer], group=self._group(gradient))
+        return Receive(buffer, self._started(work))
 
     def finish_sends(self) -> None:
         """Wait until every message has left."""
-        while self._in_flight:
-            self._in_flight.popleft()[0].wait()
+        for work, _ in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
+
+    def _group(self, gradient: bool) -> dist.ProcessGroup:
+        return self.gradients if gradient else self.activations
+
+    def _started(self, work: dist.Work | None) -> dist.Work:
+        if work is None:  # torch's answer to whoever is not in the group
+            raise EppError(f"rank {dist.get_rank()} is not in the pipeline of ranks {self.ranks}")
+        return work
 
 
-def _group(mine: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+def _new_group(mine: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
     """This rank's group among those all ranks name: torch wants every rank to make every group, in the same order."""
     named: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(named, mine)
     found: dist.ProcessGroup | None = None
     for ranks in sorted({r for r in named if r is not None}):
         group = dist.new_group(list(ranks), backend=backend)
-        if ranks == mine:
-            found = group
-    assert found is not None
+        found = group if ranks == mine else found
+    assert found is not None  # `mine` is among the named
     return found

@@ -2,7 +2,7 @@
 
 Forward of a slice writes its keys and values behind those of the earlier slices and attends over all of them. Backward runs the
 slices last to first; each adds the gradient of the whole prefix to accumulators and takes out its own part, which is complete
-because every later slice has run. Buffers are made once per sequence at its full length: nothing is ever concatenated.
+because every later slice has run. Buffers are made once per sequence at its full length: nothing grows.
 """
 
 from __future__ import annotations
@@ -19,19 +19,12 @@ class RelayError(EppError):
     """A slice met the cache in a state its plan rules out."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    """Cache of one sequence in one layer: ``[capacity, kv_heads, channels]`` each."""
-
-    k: Tensor
-    v: Tensor
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class SliceView:
     """One chunk's window on the cache of its sliced sequence.
+
+    The cache takes the slice, and of the sequence's last chunk everything: what shares that chunk lies behind the sequence's
+    end. What shares the chunk of an earlier slice stays *beside* the cache.
 
     Attributes:
         sequence: index of the sequence.
@@ -51,6 +44,34 @@ class SliceView:
     def is_tail(self) -> bool:
         return self.end == self.length
 
+    @property
+    def stop(self) -> int:
+        """One past the last place in the buffer that the chunk fills."""
+        return self.capacity if self.is_tail else self.end
+
+    @property
+    def num_cached(self) -> int:
+        """How many of the chunk's tokens, from its first, go to the buffer."""
+        return self.stop - self.start
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Cache of one sequence in one layer: ``[capacity, kv_heads, channels]`` each."""
+
+    k: Tensor
+    v: Tensor
+    filled: int = 0
+    """Keys and values are there up to here."""
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    taken_from: int = 0
+    """Gradients have been handed out from here on."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.k, self.v, self.dk, self.dv) if t is not None)
+
 
 @dataclass(slots=True)
 class KVRelay:
@@ -61,66 +82,110 @@ class KVRelay:
     """Bytes of all caches and accumulators now."""
 
     def append(self, layer: int, view: SliceView, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a chunk's keys and values and return all that its queries may see, as ``[keys, kv_heads, channels]``.
+        """Store a chunk's keys and values and return all that its queries may see.
 
-        The chunk's tokens are the slice, then whatever shares its chunk. A recomputed forward writes the same values to the
-        same place, so it may run any number of times.
+        A recomputed forward writes the same values to the same place, so it may run any number of times.
+
+        Args:
+            layer: number of the layer.
+            view: the chunk's slice.
+            k: ``[tokens, kv_heads, channels]``: the slice, then whatever shares its chunk.
+            v: as `k`.
+
+        Returns:
+            keys and values ``[keys, kv_heads, channels]``.
+
+        Raises:
+            RelayError: an earlier slice has not run.
         """
         entry = self._entries.get((layer, view.sequence))
-        if entry is None:
-            if view.start > 0:
-                raise RelayError(f"layer {layer}, sequence {view.sequence}: no slice before token {view.start} left its cache")
+        if entry is None and view.start == 0:
             entry = _Entry(k.new_empty((view.capacity, *k.shape[1:])), v.new_empty((view.capacity, *v.shape[1:])))
             self._entries[layer, view.sequence] = entry
-            self.num_bytes += entry.k.nbytes + entry.v.nbytes
-        num_slice = view.end - view.start
-        if view.is_tail:  # the rest of the chunk fits behind the sequence's end
-            stop = view.start + k.shape[0]
-            entry.k[view.start : stop], entry.v[view.start : stop] = k, v
-            return entry.k[:stop], entry.v[:stop]
-        entry.k[view.start : view.end], entry.v[view.start : view.end] = k[:num_slice], v[:num_slice]
-        if k.shape[0] == num_slice:
-            return entry.k[: view.end], entry.v[: view.end]
-        return torch.cat([entry.k[: view.end], k[num_slice:]]), torch.cat([entry.v[: view.end], v[num_slice:]])
+            self.num_bytes += entry.num_bytes
+        filled = 0 if entry is None else entry.filled
+        if entry is None or filled < view.start:
+            raise RelayError(
+                f"{_where(layer, view)}: forward of the slice at token {view.start} finds the keys of {filled} tokens before it"
+            )
+        count = view.num_cached
+        entry.k[view.start : view.stop] = k[:count]
+        entry.v[view.start : view.stop] = v[:count]
+        entry.filled = max(filled, view.stop)
+        return self.keys_and_values(layer, view, k[count:], v[count:])
+
+    def keys_and_values(self, layer: int, view: SliceView, k_beside: Tensor, v_beside: Tensor) -> tuple[Tensor, Tensor]:
+        """What `append` returned for a chunk, without writing.
+
+        Args:
+            layer: number of the layer.
+            view: the chunk's slice.
+            k_beside: keys of the chunk that are not in the cache; often none.
+            v_beside: as `k_beside`.
+        """
+        entry = self._entry(layer, view)
+        k, v = entry.k[: view.stop], entry.v[: view.stop]
+        if not k_beside.shape[0]:
+            return k, v
+        return torch.cat([k, k_beside]), torch.cat([v, v_beside])
 
     def take_gradient(self, layer: int, view: SliceView, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradient of everything a chunk's queries saw and return the part that belongs to the chunk's own tokens."""
-        entry = self._entries.get((layer, view.sequence))
-        if entry is None:
-            raise RelayError(f"layer {layer}, sequence {view.sequence}: backward at token {view.start} finds no cache")
-        if view.is_tail:
+        """Add the gradient of everything a chunk's queries saw and return the part of the chunk's own tokens.
+
+        After the sequence's first slice its cache is freed.
+
+        Args:
+            layer: number of the layer.
+            view: the chunk's slice.
+            dk: ``[keys, kv_heads, channels]``; of a tail it becomes the accumulator, so nobody else may hold it.
+            dv: as `dk`.
+
+        Returns:
+            ``[tokens, kv_heads, channels]`` of keys and of values, complete.
+
+        Raises:
+            RelayError: a later slice has not run backward, or this one has.
+        """
+        entry = self._entry(layer, view)
+        if entry.dk is None or entry.dv is None:
+            if not view.is_tail:
+                raise RelayError(f"{_where(layer, view)}: backward at token {view.start} precedes the last slice's")
             entry.dk, entry.dv = dk, dv
             self.num_bytes += dk.nbytes + dv.nbytes
-        elif entry.dk is None or entry.dv is None:
+        elif entry.taken_from != view.end:
             raise RelayError(
-                f"layer {layer}, sequence {view.sequence}: backward at token {view.start} precedes a later slice's"
+                f"{_where(layer, view)}: backward of tokens {view.start} to {view.end} is not the next; "
+                f"slices have run backward down to token {entry.taken_from}"
             )
         else:
-            entry.dk[: view.end] += dk[: view.end]
-            entry.dv[: view.end] += dv[: view.end]
-        own = [self._own(acc, grad, view) for acc, grad in ((entry.dk, dk), (entry.dv, dv))]
+            entry.dk[: view.stop] += dk[: view.stop]
+            entry.dv[: view.stop] += dv[: view.stop]
+        entry.taken_from = view.start
+        own_dk, own_dv = _own(entry.dk, dk, view), _own(entry.dv, dv, view)
         if view.start == 0:
             self.release(layer, view)
-        return own[0], own[1]
-
-    @staticmethod
-    def _own(accumulated: Tensor, grad: Tensor, view: SliceView) -> Tensor:
-        if view.is_tail:
-            return grad[view.start :]
-        own = accumulated[view.start : view.end]
-        return own if grad.shape[0] == view.end else torch.cat([own, grad[view.end :]])
+        return own_dk, own_dv
 
     def release(self, layer: int, view: SliceView) -> None:
         """Drop a sequence's cache: after its first slice's backward, or after its last forward where no backward follows."""
-        entry = self._entries.pop((layer, view.sequence))
-        self.num_bytes -= sum(t.nbytes for t in (entry.k, entry.v, entry.dk, entry.dv) if t is not None)
-
-    def keys_and_values(self, layer: int, view: SliceView, num_keys: int) -> tuple[Tensor, Tensor]:
-        """What `append` returned for this chunk, without writing."""
-        entry = self._entries[layer, view.sequence]
-        return entry.k[:num_keys], entry.v[:num_keys]
+        self.num_bytes -= self._entries.pop((layer, view.sequence)).num_bytes
 
     def assert_empty(self) -> None:
         """Raise `RelayError` if a cache outlived its iteration."""
         if self._entries:
             raise RelayError(f"caches of (layer, sequence) {sorted(self._entries)} were never freed")
+
+    def _entry(self, layer: int, view: SliceView) -> _Entry:
+        entry = self._entries.get((layer, view.sequence))
+        if entry is None:
+            raise RelayError(f"{_where(layer, view)}: backward of the slice at token {view.start} finds no cache")
+        return entry
+
+
+def _own(accumulated: Tensor, grad: Tensor, view: SliceView) -> Tensor:
+    own, beside = accumulated[view.start : view.stop], grad[view.stop :]
+    return torch.cat([own, beside]) if beside.shape[0] else own
+
+
+def _where(layer: int, view: SliceView) -> str:
+    return f"layer {layer}, sequence {view.sequence}"

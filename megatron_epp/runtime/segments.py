@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-
-import torch
 
 from megatron_epp.schedule import Chunk, Segment
 
@@ -18,7 +15,6 @@ class SegmentTable:
         segments: the chunk's segments, then one for the padding (sequence -1) when there is any.
         query_starts: ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``).
         key_starts: ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix.
-        position_ids: ``[tokens]`` position of every token in its own sequence.
     """
 
     segments: tuple[Segment, ...]
@@ -36,10 +32,6 @@ class SegmentTable:
     @property
     def max_key(self) -> int:
         return max(s.end for s in self.segments)
-
-    @cached_property
-    def position_ids(self) -> torch.Tensor:
-        return torch.cat([torch.arange(s.start, s.end) for s in self.segments])
 
     @staticmethod
     def build(chunk: Chunk, padded_tokens: int) -> SegmentTable:

@@ -1,0 +1,39 @@
+"""What the ranks of a test pipeline run: a plan on plain stages."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from plain_stage import PlainStage, batch_of, build_part
+
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.meter import SavedTensorMeter
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a run left in one stage."""
+
+    gradients: dict[str, np.ndarray | None]
+    loss: float
+    calls: list[str]
+    live_bytes: int
+
+
+def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False):
+    """Run this rank's part of a plan. Returns {stage: StageResult}."""
+    batch = batch_of(plan)
+    stages = {
+        s: PlainStage(build_part(plan.num_layers, s, dtype), batch, reentrant)
+        for s, r in enumerate(plan.placement)
+        if r == rank
+    }
+    parameters = [p for stage in stages.values() for p in stage.part.parameters()]
+    with SavedTensorMeter(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as meter:
+        Executor(plan, rank, stages, links).run()
+    left = meter.live_bytes + sum(stage.relay.num_bytes for stage in stages.values())
+    return {s: StageResult(_arrays(stage.gradients()), stage.loss, stage.calls, left) for s, stage in stages.items()}
+
+
+def _arrays(gradients):
+    return {name: None if grad is None else grad.numpy() for name, grad in gradients.items()}

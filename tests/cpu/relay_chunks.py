@@ -1,0 +1,90 @@
+"""Runs the attention of hand-made chunks forward and backward, one layer at a time, and compares with whole sequences."""
+
+import itertools
+
+import torch
+from dense_attention import dense_attention
+from synthetic_sequences import plan_of
+from torch.utils.checkpoint import checkpoint
+
+from megatron_epp.runtime.attention import chunk_attention
+from megatron_epp.runtime.context import ChunkContext, chunk_layouts
+from megatron_epp.runtime.relay import KVRelay
+
+QUERY_HEADS, KV_HEADS, CHANNELS, SCALE = 4, 2, 4, 0.4
+RECOMPUTE = {
+    "kept": lambda run, *x: run(*x),
+    "recomputed": lambda run, *x: checkpoint(run, *x, use_reentrant=False),
+    "recomputed, reentrant": lambda run, *x: checkpoint(run, *x, use_reentrant=True),
+}
+
+
+class ChunkedLayer:
+    """Queries, keys and values of whole sequences, run as chunks through `layers` attention layers with the same inputs.
+
+    sequences: (q, k, v) per sequence, float64, requiring gradients; `weights` is what each output is summed with.
+    outputs: per layer and chunk, what attention returned.
+    """
+
+    def __init__(self, lengths, chunks, token_multiple=1, layers=1, forward_only=False, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        heads = QUERY_HEADS, KV_HEADS, KV_HEADS
+        random = [[torch.randn(n, h, CHANNELS, generator=generator, dtype=torch.float64) for h in heads] for n in lengths]
+        self.sequences = [[x.requires_grad_() for x in qkv] for qkv in random]
+        self.weights = [torch.randn(n, QUERY_HEADS, CHANNELS, generator=generator, dtype=torch.float64) for n in lengths]
+        self.plan = plan_of(lengths, chunks, token_multiple)
+        self.relay = KVRelay()
+        self.layers = layers
+        self.contexts = [ChunkContext(c, *_of(layout, self.relay)) for c, layout in enumerate(chunk_layouts(self.plan))]
+        if forward_only:
+            self.contexts = [ChunkContext(x.chunk, x.table, x.relay, x.view, forward_only=True) for x in self.contexts]
+        self.outputs = {}
+
+    def forward(self, chunk, mode="kept"):
+        """Run a chunk through every layer; `mode` is a key of RECOMPUTE."""
+        segments = self.plan.chunks[chunk].segments
+        padding = self.plan.padded_tokens(chunk) - self.plan.chunks[chunk].num_tokens
+        rows = [torch.cat([self.sequences[s.sequence][i][s.start : s.end] for s in segments]) for i in range(3)]
+        q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding), value=7.0) for x in rows)
+        for layer in range(self.layers):
+
+            def attend(q, k, v, layer=layer):
+                return chunk_attention(q, k, v, self.contexts[chunk], layer, SCALE)
+
+            self.outputs[layer, chunk] = RECOMPUTE[mode](attend, q, k, v)
+        return self.outputs[0, chunk]
+
+    def backward(self, chunk):
+        """Run a chunk backward through every layer, last to first."""
+        segments = self.plan.chunks[chunk].segments
+        weight = torch.cat([self.weights[s.sequence][s.start : s.end] for s in segments])
+        for layer in reversed(range(self.layers)):
+            (self.outputs.pop((layer, chunk))[: len(weight)] * weight).sum().backward()
+
+    def whole(self):
+        """The same by dense attention: output and gradients of q, k, v for every sequence, over all layers."""
+        results = []
+        for (q, k, v), weight in zip(self.sequences, self.weights, strict=True):
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = dense_attention(*inputs, SCALE)
+            (out * weight).sum().backward()
+            results.append([out.detach(), *(x.grad * self.layers for x in inputs)])
+        return results
+
+    def chunked(self):
+        """Gradients of q, k, v of every sequence as the chunks left them."""
+        return [[x.grad for x in qkv] for qkv in self.sequences]
+
+    def cache_bytes(self):
+        """Keys and values of every sliced sequence and of what shares the chunk of its tail."""
+        views = {x.view.sequence: x.view for x in self.contexts if x.view is not None}
+        return sum(self.layers * 2 * view.capacity * KV_HEADS * CHANNELS * 8 for view in views.values())
+
+
+def _of(layout, relay):
+    return layout.table, relay, layout.view
+
+
+def slices(sequence, *cuts):
+    """The slices of a sequence between cuts, each a chunk of its own."""
+    return [[(sequence, a, b)] for a, b in itertools.pairwise(cuts)]

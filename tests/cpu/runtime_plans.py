@@ -1,0 +1,77 @@
+"""Plans for the tests of the runtime: by the real planner, and by hand where the planner has no such plan."""
+
+from megatron_epp import planner
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.schedule import Chunk, Messages, Plan, Prediction, Segment, Step, check, from_grid
+
+
+def planned(lengths, num_layers, token_multiple=1, forward_only=False, **options):
+    """What the planner makes of a batch for stages of `num_layers` layers."""
+    shape = ModelShape(num_layers=sum(num_layers), hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
+    ranks = len(num_layers)
+    problem = Problem(tuple(lengths), tuple(range(ranks)), (UNLIMITED_BYTES,) * ranks, token_multiple, forward_only)
+    return planner.plan(problem, analytic_costs(shape, CPU, num_layers), Options(**options))
+
+
+def by_hand(rows, chunks, placement=None, recompute_layers=0, num_layers=2, forward_only=False, token_multiple=1):
+    """A plan from its rows, ``["0F0 0B0", "1F0 1B0"]``, and chunks of ``(sequence, start, end)``, without costs."""
+    grid = from_grid("\n".join(f"rank {i} | {row}" for i, row in enumerate(rows)))
+    table = tuple(Chunk(tuple(Segment(*s) for s in chunk)) for chunk in chunks)
+    placement = tuple(placement if placement is not None else range(len(rows)))
+    ends = {}
+    for segment in (s for chunk in table for s in chunk.segments):
+        ends[segment.sequence] = max(ends.get(segment.sequence, 0), segment.end)
+    stages, ranks = len(placement), len(rows)
+    no_time = ((0.0,) * len(table),) * (stages - 1)
+    plan = Plan(
+        lengths=tuple(ends[i] for i in range(len(ends))),
+        chunks=table,
+        num_layers=(num_layers,) * stages,
+        placement=placement,
+        recompute_layers=((recompute_layers,) * len(table),) * stages,
+        offload_share=((0.0,) * len(table),) * stages,
+        ranks=tuple(tuple(Step(action, 1.0, 0, 0) for action in row) for row in grid),
+        messages=Messages(no_time, no_time),
+        static_bytes=(0,) * ranks,
+        cap_bytes=(1,) * ranks,
+        predicted=Prediction(0.0, 0.0, (0,) * ranks, 0.0),
+        forward_only=forward_only,
+        token_multiple=token_multiple,
+    )
+    assert check(plan) == []
+    return plan
+
+
+SLICED_THEN_WHOLE = ([(0, 0, 9)], [(0, 9, 14), (1, 0, 3)], [(2, 0, 6)])
+"""Two slices, the second with a short sequence beside it, and a sequence of its own."""
+
+
+def one_rank(**changes):
+    return by_hand(["0F0 0F1 0F2 0B1 0B0 0B2"], SLICED_THEN_WHOLE, **changes)
+
+
+def one_rank_two_stages(**changes):
+    return by_hand(["0F0 1F0 0F1 1F1 1B1 0B1 0F2 1F2 1B2 1B0 0B0 0B2"], SLICED_THEN_WHOLE, placement=(0, 0), **changes)
+
+
+def two_ranks(**changes):
+    return by_hand(["0F0 0F1 0F2 0B1 0B0 0B2", "1F0 1F1 1B1 1B0 1F2 1B2"], SLICED_THEN_WHOLE, **changes)
+
+
+def v_shape(**changes):
+    """Four stages on two ranks, there and back: stages 1 and 2 share a rank, and so do stages 0 and 3."""
+    rows = [
+        "0F0 0F1 0F2 3F0 3F1 3B1 3B0 3F2 3B2 0B1 0B0 0B2",
+        "1F0 2F0 1F1 2F1 1F2 2F2 2B1 1B1 2B0 1B0 2B2 1B2",
+    ]
+    return by_hand(rows, SLICED_THEN_WHOLE, placement=(0, 1, 1, 0), **changes)
+
+
+def looped(**changes):
+    """Four stages on two ranks, twice around: two boundaries share each link."""
+    rows = [
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B1 2B0 2B2 0B1 0B0 0B2",
+        "1F0 1F1 1F2 3F0 3F1 3B1 3B0 3F2 3B2 1B1 1B0 1B2",
+    ]
+    return by_hand(rows, SLICED_THEN_WHOLE, placement=(0, 1, 0, 1), **changes)

@@ -1,0 +1,167 @@
+"""One rank's executor: what it refuses, how it fails, what it drops and when."""
+
+import threading
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from pipeline_runs import run_plan
+from plain_stage import PlainStage, batch_of, build_part
+from runtime_plans import by_hand, one_rank, one_rank_two_stages, two_ranks
+
+from megatron_epp.runtime.executor import Executor, RunError
+from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.relay import RelayError, SliceView
+from megatron_epp.runtime.watchdog import Watchdog
+from megatron_epp.schedule import Action, Op, Step, to_grid
+
+
+def stages_of(plan, kind=PlainStage):
+    batch = batch_of(plan)
+    return {stage: kind(build_part(plan.num_layers, stage), batch) for stage in range(plan.num_stages)}
+
+
+class FaultyStage(PlainStage):
+    """Runs `fault` in the forward of chunk 1."""
+
+    @staticmethod
+    def fault():
+        raise ValueError("no such word")
+
+    def forward(self, context, hidden):
+        if context.chunk == 1:
+            self.fault()
+        return super().forward(context, hidden)
+
+
+def test_actions_run_in_the_order_of_the_plan():
+    plan = one_rank()
+    calls = run_plan(0, None, plan)[0].calls
+    assert [call for call in calls if call != "last"] == [str(action)[1:] for action in plan.actions(0)]
+
+
+@pytest.mark.parametrize("stages", [{}, {1: None}, {0: None, 1: None}])
+def test_stages_that_the_plan_places_elsewhere_are_refused(stages):
+    with pytest.raises(RunError, match=r"places stages \[0\] on pipeline rank 0, which has stages"):
+        Executor(one_rank(), 0, stages)
+
+
+def test_a_plan_over_several_ranks_needs_links():
+    with pytest.raises(RunError, match="over 2 ranks needs links"):
+        Executor(two_ranks(), 0, {0: None})
+
+
+def test_actions_without_a_handler_are_refused_before_anything_runs():
+    plan = one_rank()
+    split = replace(plan, ranks=((*plan.ranks[0], *(Step(Action(Op.W, 0, c), 0.0, 0, 0) for c in range(3))),))
+    with pytest.raises(RunError, match="no handler for the plan's W actions"):
+        Executor(split, 0, {0: None})
+    offload = replace(plan, copies=((Step(Action(Op.O, 0, 0), 0.0, 0, 0), Step(Action(Op.L, 0, 0), 0.0, 0, 0)),))
+    with pytest.raises(RunError, match="cannot offload"):
+        Executor(offload, 0, {0: None})
+
+
+def test_a_failing_action_is_named_with_its_rank_and_the_grid():
+    plan = one_rank()
+    with pytest.raises(RunError) as failure:
+        Executor(plan, 0, stages_of(plan, FaultyStage)).run()
+    first_line, grid = str(failure.value).split("\n", 1)
+    assert first_line == "pipeline rank 0, step 1, action 0F1 failed: ValueError: no such word"
+    assert grid == to_grid(plan)
+    assert isinstance(failure.value.__cause__, ValueError)
+
+
+def test_our_own_errors_get_the_action_too():
+    class OutOfOrder(FaultyStage):
+        @staticmethod
+        def fault():
+            raise RelayError("layer 0, sequence 0: no cache")
+
+    plan = one_rank()
+    with pytest.raises(RunError, match=r"action 0F1 failed: layer 0, sequence 0: no cache\n"):
+        Executor(plan, 0, stages_of(plan, OutOfOrder)).run()
+
+
+def test_a_cache_left_over_is_found_at_the_end_of_the_plan():
+    plan = one_rank()
+    stages = stages_of(plan)
+    stages[0].relay.append(0, SliceView(8, 0, 2, 4, 4), torch.zeros(2, 1, 1), torch.zeros(2, 1, 1))
+    with pytest.raises(RunError, match=r"step 6, the end of the plan failed: caches of \(layer, sequence\) \[\(0, 8\)\]"):
+        Executor(plan, 0, stages).run()
+
+
+def test_a_stage_that_gives_its_input_no_gradient_is_found_out():
+    class Cut(PlainStage):
+        def forward(self, context, hidden):
+            return super().forward(context, None if hidden is None else hidden.detach())
+
+    plan = one_rank_two_stages()
+    with pytest.raises(RunError, match="action 1B1 failed: stage 1 gave its input no gradient"):
+        Executor(plan, 0, stages_of(plan, Cut)).run()
+
+
+def test_a_hanging_action_is_named():
+    expired = threading.Event()
+    messages = []
+
+    def on_expiry(message):
+        messages.append(message)
+        expired.set()
+
+    class Hanging(FaultyStage):
+        @staticmethod
+        def fault():
+            assert expired.wait(60)
+
+    plan = one_rank()
+    Executor(plan, 0, stages_of(plan, Hanging), watchdog=Watchdog(0.5, on_expiry)).run()
+    assert messages[-1].startswith("pipeline rank 0, step 1, action 0F1 has not finished after 0.5 s")
+    assert "--epp-wait-limit-seconds), in compute or in a collective of its own" in messages[-1]
+    assert messages[-1].endswith(to_grid(plan))
+
+
+class CountingStage(PlainStage):
+    """Notes at the start of each of its actions which chunks' inputs and outputs are still alive."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._tensors = []
+        self.alive = {}
+
+    def forward(self, context, hidden):
+        self._note(f"F{context.chunk}")
+        output = super().forward(context, hidden)
+        self._tensors += [(context.chunk, weakref.ref(x)) for x in (hidden, output) if x is not None]
+        return output
+
+    def backward(self, context, output, grad):
+        self._note(f"B{context.chunk}")
+        self._tensors.append((context.chunk, weakref.ref(output)))
+        super().backward(context, output, grad)
+
+    def _note(self, action):
+        self.alive[action] = {chunk for chunk, tensor in self._tensors if tensor() is not None}
+
+
+def test_inputs_and_outputs_live_from_forward_to_backward_and_no_longer():
+    plan = one_rank_two_stages()
+    stages = stages_of(plan, CountingStage)
+    executor = Executor(plan, 0, stages)
+    executor.run()
+    expected = {"F0": set(), "F1": {0}, "B1": {0, 1}, "F2": {0}, "B2": {0, 2}, "B0": {0}}
+    assert stages[1].alive == expected
+    assert stages[0].alive == {"F0": set(), "F1": {0}, "B1": {0, 1}, "F2": {0}, "B0": {0, 2}, "B2": {2}}
+    assert not any(tensor() is not None for stage in stages.values() for _, tensor in stage._tensors)
+
+
+def test_evaluation_drops_everything_at_once_and_builds_no_graph():
+    plan = by_hand(
+        ["0F0 1F0 0F1 1F1 0F2 1F2"], [[(0, 0, 9)], [(0, 9, 14), (1, 0, 3)], [(2, 0, 6)]], placement=(0, 0), forward_only=True
+    )
+    stages = stages_of(plan, CountingStage)
+    with SavedTensorMeter() as meter:
+        Executor(plan, 0, stages).run()
+    assert meter.peak_bytes == 0
+    for stage in stages.values():
+        assert stage.alive == {"F0": set(), "F1": set(), "F2": set()}

@@ -1,0 +1,73 @@
+"""Variable-length attention against dense attention in float64, segment by segment."""
+
+import pytest
+import torch
+from dense_attention import dense_attention, relative_difference
+
+from megatron_epp.runtime import kernels
+from megatron_epp.runtime.segments import SegmentTable
+from megatron_epp.schedule import Chunk, Segment
+
+SCALE = 0.3
+CHUNKS = {
+    "whole": ([(0, 0, 37)], 37),
+    "first slice": ([(0, 0, 20)], 20),
+    "later slice": ([(0, 20, 37)], 17),
+    "packed": ([(0, 0, 5), (1, 0, 1), (2, 0, 9)], 15),
+    "hybrid": ([(0, 11, 20), (1, 0, 4), (2, 0, 1)], 14),
+    "hybrid, padded": ([(0, 11, 20), (1, 0, 4)], 16),
+    "one token": ([(0, 0, 1)], 1),
+    "one token after a prefix": ([(0, 300, 301)], 1),
+    "one token after another": ([(0, 1, 2), (1, 0, 1), (2, 0, 1)], 4),
+}
+
+
+def table_of(name):
+    segments, padded_tokens = CHUNKS[name]
+    return SegmentTable.build(Chunk(tuple(Segment(*s) for s in segments)), padded_tokens)
+
+
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_forward_and_backward_equal_dense_attention(name, dtype, tolerance, query_heads, kv_heads):
+    table = table_of(name)
+    torch.manual_seed(0)
+    q, grad = (torch.randn(table.num_tokens, query_heads, 8).to(dtype) for _ in range(2))
+    k, v = (torch.randn(table.key_starts[-1], kv_heads, 8).to(dtype) for _ in range(2))
+    out, lse = kernels.forward(q, k, v, table, SCALE)
+    grads = kernels.backward(grad, q, k, v, out, lse, table, SCALE)
+    assert [x.dtype for x in (out, *grads)] == [dtype] * 4
+
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    parts = []
+    for i in range(len(table.segments)):
+        queries, keys = slice(*table.query_starts[i : i + 2]), slice(*table.key_starts[i : i + 2])
+        parts.append(dense_attention(exact[0][queries], exact[1][keys], exact[2][keys], SCALE))
+    expected = torch.cat(parts)
+    expected.backward(grad.double())
+    for actual, wanted in zip((out, *grads), (expected, *(x.grad for x in exact)), strict=True):
+        assert relative_difference(actual, wanted) < tolerance
+
+
+def test_the_table_counts_a_slices_prefix_among_its_keys_and_padding_as_a_segment_of_its_own():
+    table = table_of("hybrid, padded")
+    assert table.query_starts == (0, 9, 13, 16)
+    assert table.key_starts == (0, 20, 24, 27)
+    assert table.segments[-1].num_tokens == 3
+    assert (table.max_query, table.max_key) == (9, 20)
+
+
+def test_strided_queries_keys_and_values_are_read_rightly():
+    table = table_of("packed")
+    torch.manual_seed(0)
+    projection = torch.randn(15, 3, 2, 8, dtype=torch.float64)
+    strided = projection.unbind(1)
+    dense = [x.contiguous() for x in strided]
+    grad = torch.randn(15, 2, 8, dtype=torch.float64)
+    out, lse = kernels.forward(*strided, table, SCALE)
+    grads = kernels.backward(grad.transpose(0, 1).contiguous().transpose(0, 1), *strided, out, lse, table, SCALE)
+    same_out, same_lse = kernels.forward(*dense, table, SCALE)
+    same_grads = kernels.backward(grad, *dense, same_out, same_lse, table, SCALE)
+    for actual, wanted in zip((out, lse, *grads), (same_out, same_lse, *same_grads), strict=True):
+        torch.testing.assert_close(actual, wanted)

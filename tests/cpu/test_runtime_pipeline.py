@@ -1,0 +1,110 @@
+"""A pipeline of 1, 2 or 4 ranks run by plan gives the loss and gradients of whole sequences run in one process."""
+
+import functools
+
+import pytest
+import torch
+from dense_attention import relative_difference
+from pipeline_runs import run_plan
+from plain_stage import whole_run
+from rank_processes import Ranks
+from runtime_plans import looped, one_rank_two_stages, planned, two_ranks, v_shape
+
+LAYERS = 2  # of each stage
+BATCHES = {
+    "sliced": ((57,), {"slices": 4}),
+    "packed": ((9, 4, 7, 1, 5, 3), {"chunk_tokens": 12}),
+    "hybrid": ((41, 22, 3, 1, 6), {"slices": 3}),
+    "padded": ((41, 22, 3, 1, 5), {"slices": 3, "token_multiple": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Gives the ranks of a job by their number; all live as long as this file runs."""
+    jobs = {}
+
+    def of(size):
+        if size not in jobs:
+            jobs[size] = Ranks(size, tmp_path_factory.mktemp(f"ranks{size}"))
+        return jobs[size]
+
+    yield of
+    for job in jobs.values():
+        job.__exit__()
+
+
+@functools.cache
+def expected(plan, dtype):
+    return whole_run(plan, plan.num_layers, dtype)
+
+
+def run(ranks, plan, dtype=torch.float32, **options):
+    """The results of all stages, in order."""
+    if plan.num_ranks == 1:
+        found = run_plan(0, None, plan, dtype, **options)
+    else:
+        found = {s: r for part in ranks(plan.num_ranks).run(run_plan, plan, dtype, *options.values()) for s, r in part.items()}
+    return [found[s] for s in range(plan.num_stages)]
+
+
+def assert_equals_whole_sequences(results, plan, tolerance, dtype=torch.float32):
+    loss, gradients = expected(plan, dtype)
+    assert abs(results[-1].loss - loss) / loss < tolerance
+    for result, wanted in zip(results, gradients, strict=True):
+        assert result.gradients.keys() == wanted.keys()
+        for name, grad in result.gradients.items():
+            assert relative_difference(torch.from_numpy(grad), wanted[name]) < tolerance, name
+
+
+@pytest.mark.parametrize("recompute", [0, 1, LAYERS])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_planned_batches(ranks, size, batch, recompute):
+    lengths, options = BATCHES[batch]
+    plan = planned(lengths, (LAYERS,) * size, recompute=recompute, **options)
+    results = run(ranks, plan)
+    assert_equals_whole_sequences(results, plan, 1e-5)
+    assert [result.live_bytes for result in results] == [0] * size
+
+
+def test_the_batches_are_what_they_are_called():
+    kinds = {}
+    for name, (lengths, options) in BATCHES.items():
+        plan = planned(lengths, (LAYERS,) * 2, recompute=0, **options)
+        kinds[name] = {chunk.kind(plan.lengths) for chunk in plan.chunks}
+        padded = any(plan.padded_tokens(c) > chunk.num_tokens for c, chunk in enumerate(plan.chunks))
+        assert padded == (name == "padded")
+    assert kinds == {"sliced": {"split"}, "packed": {"batched"}, "hybrid": {"split", "hybrid"}, "padded": {"split", "hybrid"}}
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("make", [one_rank_two_stages, two_ranks, v_shape, looped])
+def test_hand_made_plans_with_several_stages_per_rank(ranks, make, recompute):
+    plan = make(recompute_layers=recompute)
+    assert_equals_whole_sequences(run(ranks, plan), plan, 1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_float64_nothing_but_rounding_is_left(ranks, reentrant):
+    lengths, options = BATCHES["padded"]
+    plan = planned(lengths, (LAYERS,) * 2, recompute=1, **options)
+    results = run(ranks, plan, torch.float64, reentrant=reentrant)
+    assert_equals_whole_sequences(results, plan, 1e-12, torch.float64)
+
+
+@pytest.mark.parametrize("make", [two_ranks, v_shape, looped])
+def test_gradient_reduction_may_start_once_per_stage_ahead_of_its_last_backward(ranks, make):
+    for result in run(ranks, make()):
+        assert [call for call in result.calls if not call.startswith("F")] == ["B1", "B0", "last", "B2"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_evaluation_gives_the_loss_and_leaves_nothing_behind(ranks, size):
+    plan = planned((41, 30, 3, 1, 6), (LAYERS,) * size, forward_only=True, slices=3)
+    results = run(ranks, plan)
+    loss, _ = expected(plan, torch.float32)
+    assert abs(results[-1].loss - loss) / loss < 1e-5
+    for result in results:
+        assert result.live_bytes == 0
+        assert set(result.gradients.values()) == {None}

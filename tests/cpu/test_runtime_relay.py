@@ -1,0 +1,203 @@
+"""Attention over slices equals attention over whole sequences; the relay holds what it must, no longer than it must."""
+
+import pytest
+import torch
+from dense_attention import relative_difference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, RECOMPUTE, ChunkedLayer, slices
+
+from megatron_epp.runtime.attention import chunk_attention
+from megatron_epp.runtime.context import chunk_layouts
+from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.relay import KVRelay, RelayError, SliceView
+
+CASES = {
+    "split": ((23,), slices(0, 0, 9, 16, 22, 23), 1),
+    "packed": ((5, 1, 8), [[(0, 0, 5), (1, 0, 1), (2, 0, 8)]], 1),
+    "hybrid tail": ((13, 4, 1), [[(0, 0, 7)], [(0, 7, 13), (1, 0, 4), (2, 0, 1)]], 1),
+    "hybrid middle": ((13, 4, 2), [[(0, 0, 5), (1, 0, 4)], [(0, 5, 9), (2, 0, 2)], [(0, 9, 13)]], 1),
+    "padded": ((13, 4), [[(0, 0, 8)], [(0, 8, 13), (1, 0, 4)]], 4),
+    "padded middle": ((13,), slices(0, 0, 5, 9, 13), 4),
+    "two sliced sequences": ((9, 12), [[(0, 0, 5)], [(1, 0, 6)], [(1, 6, 12)], [(0, 5, 9)]], 1),
+}
+
+
+def assert_equals_whole_sequences(layer):
+    for expected, actual in zip(layer.whole(), layer.chunked(), strict=True):
+        for wanted, got in zip(expected[1:], actual, strict=True):
+            assert relative_difference(got, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("mode", RECOMPUTE)
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_run_last_to_first_give_the_gradients_of_whole_sequences(case, mode):
+    layer = ChunkedLayer(*CASES[case], layers=2)
+    chunks = range(len(layer.plan.chunks))
+    for c in chunks:
+        layer.forward(c, mode)
+    for c in reversed(chunks):
+        layer.backward(c)
+    assert_equals_whole_sequences(layer)
+    layer.relay.assert_empty()
+    assert layer.relay.num_bytes == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_of_chunks_are_rows_of_the_whole_sequences_outputs(case):
+    layer = ChunkedLayer(*CASES[case])
+    expected = [whole[0] for whole in layer.whole()]
+    for c, chunk in enumerate(layer.plan.chunks):
+        rows = torch.cat([expected[s.sequence][s.start : s.end] for s in chunk.segments])
+        assert relative_difference(layer.forward(c)[: len(rows)], rows) < 1e-12
+
+
+@st.composite
+def segmentations(draw):
+    """Lengths, chunks and a token multiple: sequences cut at random, short ones anywhere, slices of a sequence in order."""
+    lengths = draw(st.lists(st.integers(1, 24), min_size=1, max_size=5))
+    sliced = [draw(st.booleans()) and n > 1 for n in lengths]
+    queues = []
+    for sequence, n in enumerate(lengths):
+        if sliced[sequence]:
+            inner = draw(st.sets(st.integers(1, n - 1), min_size=1, max_size=4))
+            queues.append(slices(sequence, 0, *sorted(inner), n))
+    chunks = []
+    while queues := [queue for queue in queues if queue]:
+        chunks.append(draw(st.sampled_from(queues)).pop(0))
+    for sequence, n in enumerate(lengths):
+        if not sliced[sequence]:
+            place = draw(st.integers(0, len(chunks)))
+            chunks[place : place + 1] = [[*(chunks[place] if place < len(chunks) else []), (sequence, 0, n)]]
+    return lengths, chunks, draw(st.sampled_from([1, 2, 8]))
+
+
+@st.composite
+def backward_orders(draw, chunks):
+    """Any order in which the slices of a sequence go last to first."""
+    order = draw(st.permutations(range(len(chunks))))
+    sequences = [chunk[0][0] for chunk in chunks]
+    later_first = {q: [c for c in reversed(range(len(chunks))) if sequences[c] == q] for q in sequences}
+    return [later_first[sequences[c]].pop(0) for c in order]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_segmentation_gives_the_gradients_of_whole_sequences(data):
+    lengths, chunks, multiple = data.draw(segmentations())
+    layer = ChunkedLayer(lengths, chunks, multiple, layers=2)
+    for c in range(len(chunks)):
+        layer.forward(c, data.draw(st.sampled_from(sorted(RECOMPUTE))))
+    assert layer.relay.num_bytes == layer.cache_bytes()
+    for c in data.draw(backward_orders(chunks)):
+        layer.backward(c)
+    assert_equals_whole_sequences(layer)
+    assert layer.relay.num_bytes == 0
+
+
+def test_bytes_follow_the_cache_from_the_first_slice_and_its_gradients_from_the_last_slices_backward():
+    layer = ChunkedLayer((13, 4), [[(0, 0, 7)], [(0, 7, 11)], [(0, 11, 13), (1, 0, 4)]], layers=3)
+    cache = 3 * 2 * 17 * KV_HEADS * CHANNELS * 8
+    assert layer.cache_bytes() == cache
+    seen = []
+    for c in range(3):
+        layer.forward(c)
+        seen.append(layer.relay.num_bytes)
+    for c in reversed(range(3)):
+        layer.backward(c)
+        seen.append(layer.relay.num_bytes)
+    assert seen == [cache, cache, cache, 2 * cache, 2 * cache, 0]
+
+
+def test_without_backward_the_last_slice_frees_the_cache():
+    layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9), layers=2, forward_only=True)
+    seen = []
+    with torch.no_grad():
+        for c in range(3):
+            layer.forward(c)
+            seen.append(layer.relay.num_bytes)
+    assert seen == [layer.cache_bytes(), layer.cache_bytes(), 0]
+    layer.relay.assert_empty()
+
+
+def test_forward_again_without_gradients_changes_nothing():
+    layer = ChunkedLayer((9,), slices(0, 0, 4, 9))
+    for c in (0, 1):
+        with torch.no_grad():
+            discarded = layer.forward(c).clone()
+        again = layer.forward(c)
+        assert torch.equal(discarded, again)
+    assert layer.relay.num_bytes == layer.cache_bytes()
+    for c in (1, 0):
+        layer.backward(c)
+    assert_equals_whole_sequences(layer)
+
+
+def test_a_slice_keeps_its_queries_output_and_log_sum_exp_and_nothing_of_the_projection_they_came_from():
+    context = ChunkedLayer((9, 3), [[(0, 0, 4), (1, 0, 3)], [(0, 4, 9)]]).contexts[0]
+    projection = torch.zeros(7, QUERY_HEADS + 2 * KV_HEADS, CHANNELS, requires_grad=True) * 1.0
+    q, k, v = projection.split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)
+    with SavedTensorMeter() as meter:
+        out = chunk_attention(q, k, v, context, 0, 0.5)
+    rows = 2 * QUERY_HEADS * CHANNELS + QUERY_HEADS  # queries, output, log-sum-exp
+    beside = 2 * KV_HEADS * CHANNELS  # keys and values of the three tokens that share the chunk
+    assert meter.live_bytes == 4 * (7 * rows + 3 * beside)
+    assert out.shape == (7, QUERY_HEADS, CHANNELS)
+
+
+def test_forward_of_a_slice_whose_prefix_never_ran_is_refused():
+    layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9))
+    with pytest.raises(RelayError, match="layer 0, sequence 0: forward of the slice at token 4 finds the keys of 0 tokens"):
+        layer.forward(1)
+    layer.forward(0)
+    with pytest.raises(RelayError, match="slice at token 7 finds the keys of 4 tokens"):
+        layer.forward(2)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ((0,), "backward at token 0 precedes the last slice's"),
+        ((1,), "backward at token 4 precedes the last slice's"),
+        ((2, 0), "backward of tokens 0 to 4 is not the next; slices have run backward down to token 7"),
+    ],
+)
+def test_backward_of_a_slice_before_a_later_one_is_refused(order, message):
+    layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9))
+    for c in range(3):
+        layer.forward(c)
+    for c in order[:-1]:
+        layer.backward(c)
+    with pytest.raises(RelayError, match=message):
+        layer.backward(order[-1])
+
+
+def test_backward_of_a_slice_twice_is_refused():
+    relay = KVRelay()
+    first, last = (SliceView(3, a, b, 5, 5) for a, b in ((0, 2), (2, 5)))
+    for view in (first, last):
+        relay.append(7, view, *(torch.zeros(view.num_cached, 1, 2) for _ in "kv"))
+    relay.take_gradient(7, last, torch.zeros(5, 1, 2), torch.zeros(5, 1, 2))
+    with pytest.raises(RelayError, match="layer 7, sequence 3: backward of tokens 2 to 5 is not the next"):
+        relay.take_gradient(7, last, torch.zeros(5, 1, 2), torch.zeros(5, 1, 2))
+    relay.take_gradient(7, first, torch.zeros(2, 1, 2), torch.zeros(2, 1, 2))
+    with pytest.raises(RelayError, match="backward of the slice at token 0 finds no cache"):
+        relay.take_gradient(7, first, torch.zeros(2, 1, 2), torch.zeros(2, 1, 2))
+
+
+def test_a_cache_left_over_is_an_error_that_names_layer_and_sequence():
+    layer = ChunkedLayer((9, 3), [[(1, 0, 3)], *slices(0, 0, 4, 9)], layers=2)
+    layer.forward(0)
+    layer.relay.assert_empty()
+    layer.forward(1)
+    with pytest.raises(RelayError, match=r"\[\(0, 0\), \(1, 0\)\] were never freed"):
+        layer.relay.assert_empty()
+
+
+def test_layouts_give_the_buffer_of_a_sliced_sequence_room_for_all_of_its_last_chunk():
+    plan = ChunkedLayer((13, 4, 3), [[(0, 0, 8)], [(0, 8, 13), (1, 0, 4)], [(2, 0, 3)]], 4).plan
+    first, tail, whole = (layout.view for layout in chunk_layouts(plan))
+    assert (first.start, first.end, first.capacity, first.is_tail) == (0, 8, 8 + 12, False)
+    assert (tail.start, tail.end, tail.capacity, tail.is_tail) == (8, 13, 8 + 12, True)
+    assert (first.num_cached, tail.num_cached) == (8, 12)
+    assert whole is None

@@ -1,0 +1,66 @@
+"""Measured times: ordered, inside the iteration, one per compute action."""
+
+import itertools
+
+import pytest
+from plain_stage import PlainStage, batch_of, build_part
+from runtime_plans import one_rank
+
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.trace import Recorder
+from megatron_epp.schedule import Action, Op
+
+
+def run(recorder):
+    plan = one_rank()
+    Executor(plan, 0, {0: PlainStage(build_part(plan.num_layers, 0), batch_of(plan))}, recorder=recorder).run()
+    return plan
+
+
+def test_events_are_the_plans_actions_in_order_and_do_not_overlap():
+    recorder = Recorder()
+    plan = run(recorder)
+    events = recorder.events()
+    assert [name for name, _, _ in events] == [str(action) for action in plan.actions(0)]
+    times = [time for _, start, end in events for time in (0.0, start, end)[1:]]
+    assert times == sorted(times)
+    assert times[0] >= 0.0
+    assert all(start < end for _, start, end in events)
+
+
+def test_an_iteration_starts_its_own_clock_and_forgets_the_one_before():
+    recorder = Recorder()
+    run(recorder)
+    first = recorder.events()
+    run(recorder)
+    second = recorder.events()
+    assert [name for name, _, _ in second] == [name for name, _, _ in first]
+    assert second[0][1] < first[-1][2] + second[-1][2]  # counted from its own start, not from the first's
+
+
+def test_a_recorder_that_is_off_records_nothing():
+    recorder = Recorder(enabled=False)
+    run(recorder)
+    assert recorder.events() == ()
+
+
+def test_waiting_adds_up():
+    recorder = Recorder()
+    recorder.begin()
+    waits = []
+    for _ in range(2):
+        with recorder.waiting():
+            sum(range(1000))
+        waits.append(recorder.wait_us)
+    assert 0.0 < waits[0] < waits[1]
+
+
+def test_an_action_that_fails_leaves_no_event():
+    recorder = Recorder()
+    recorder.begin()
+    with pytest.raises(ValueError, match="boom"), recorder.action(Action(Op.F, 0, 0)):
+        raise ValueError("boom")
+    with recorder.action(Action(Op.F, 0, 1)):
+        pass
+    assert [name for name, _, _ in recorder.events()] == ["0F1"]
+    assert all(a <= b for a, b in itertools.pairwise(recorder.events()[0][1:]))

@@ -1,0 +1,97 @@
+"""The watchdog, with a clock that the test turns."""
+
+import threading
+
+import pytest
+
+from megatron_epp.runtime import watchdog as watchdog_module
+from megatron_epp.runtime.watchdog import Watchdog
+
+
+class Clock:
+    """Takes the place of the time module in the watchdog; the watchdog looks once per `advance`."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self._may_look, self._sleeps = threading.Semaphore(0), threading.Semaphore(0)
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, _):
+        self._sleeps.release()
+        self._may_look.acquire()
+
+    def advance(self, seconds):
+        """Let time pass, then let the watchdog look and go back to sleep."""
+        assert self._sleeps.acquire(timeout=60)
+        self.now_s += seconds
+        self._may_look.release()
+        assert self._sleeps.acquire(timeout=60)
+        self._sleeps.release()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(watchdog_module, "time", clock)
+    return clock
+
+
+def test_an_activity_is_reported_once_when_it_outlasts_the_limit(clock):
+    reports = []
+    with Watchdog(10, reports.append).watch(lambda: "reading"):
+        clock.advance(10)
+        assert reports == []
+        clock.advance(0.1)
+        assert reports == ["reading"]
+        clock.advance(100)
+    assert reports == ["reading"]
+
+
+def test_each_of_several_activities_has_its_own_time(clock):
+    reports = []
+    watchdog = Watchdog(10, reports.append)
+    for name in ("first", "second"):
+        with watchdog.watch(lambda name=name: name):
+            clock.advance(9)
+    clock.advance(100)
+    assert reports == []
+
+
+def test_an_activity_stays_watched_when_one_inside_it_ends(clock):
+    reports = []
+    watchdog = Watchdog(10, reports.append)
+    with watchdog.watch(lambda: "outer"):
+        with watchdog.watch(lambda: "inner"):
+            clock.advance(9)
+        clock.advance(2)
+    assert reports == ["outer"]
+
+
+def test_of_two_that_lie_inside_each_other_the_inner_is_reported_first(clock):
+    reports = []
+    watchdog = Watchdog(10, reports.append)
+    with watchdog.watch(lambda: "outer"), watchdog.watch(lambda: "inner"):
+        clock.advance(11)
+    assert reports == ["inner", "outer"]
+
+
+def test_renewing_starts_the_time_again(clock):
+    reports = []
+    with Watchdog(10, reports.append).watch(lambda: "walking") as activity:
+        for _ in range(3):
+            clock.advance(9)
+            activity.renew()
+        assert reports == []
+        clock.advance(11)
+    assert reports == ["walking"]
+
+
+def test_an_activity_that_failed_is_no_longer_watched(clock):
+    reports = []
+    watchdog = Watchdog(10, reports.append)
+    with pytest.raises(KeyError), watchdog.watch(lambda: "failing"):
+        raise KeyError
+    clock.advance(100)
+    assert reports == []
