@@ -122,7 +122,6 @@ class Chunker:
         buckets = pack(tails, shorts, grain.time_us, self._token_limit(ends[0], shorts, grain.time_us))
         groups = [_slices(q, cuts[q], bucket, lengths) for q, bucket in zip(long, buckets, strict=False)]
         fresh = sorted(buckets[len(long) :], key=lambda bucket: (-bucket.time_us, bucket.sequences))
-        groups.sort(key=len, reverse=True)
         return (*(chunk for group in groups for chunk in group), *(Chunk(_whole(b.sequences, lengths)) for b in fresh))
 
     def _token_limit(self, first_slice: int, shorts: Sequence[Item], time_us: float) -> int:

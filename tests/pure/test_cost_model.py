@@ -116,6 +116,12 @@ def test_linear_work_is_six_operations_per_parameter_and_token(gated: bool):
     assert linear_flops_per_token(shape, [4, 4]) == pytest.approx(6 * (8 * layer + 64 * 1000))
 
 
+def test_attention_is_two_products_forward_and_five_backward_over_the_pairs_and_the_query_width():
+    stage = analytic_costs(SHAPE, H100, [8]).stages[0]
+    assert stage.forward.per_pair_us * H100.attention_forward_flops / 1e6 == pytest.approx(2 * 2 * 64)
+    assert stage.backward.per_pair_us * H100.attention_backward_flops / 1e6 == pytest.approx(5 * 2 * 64)
+
+
 def test_grouped_queries_shrink_keys_and_values_and_nothing_of_attention_itself():
     plain, grouped = (analytic_costs(with_shape(num_query_groups=groups), H100, [8]).stages[0] for groups in (8, 2))
     assert grouped.kv_bytes_per_token == plain.kv_bytes_per_token / 4

@@ -62,6 +62,11 @@ def test_a_multiple_above_the_slice_length_means_fewer_slices():
     assert slices_of(cut.table(cut.grain(slices=50)), 0) == [(0, 400), (400, 800), (800, 1000)]
 
 
+def test_a_last_slice_that_rounding_made_too_long_is_cut_again():
+    cut = chunker((81,), multiple=10, chunk_tokens=30)
+    assert slices_of(cut.table(cut.grain(chunks=1)), 0) == [(0, 30), (30, 50), (50, 80), (80, 81)]
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("multiple", "cap"), [(1, None), (128, 8192), (8, 1000), (1, 50)])
 def test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap(seed: int, multiple: int, cap: int | None):

@@ -96,6 +96,15 @@ def test_recompute_rises_as_the_cap_falls():
         assert max(made.predicted.peak_bytes) <= cap * GIB
 
 
+def test_what_saves_most_bytes_per_time_is_recomputed_first():
+    """Slices of equal time: the first has the most tokens and the fewest pairs."""
+    free = plan(problem((65536,), 1), pipeline(1), Options(slices=4))
+    cap = free.predicted.peak_bytes[0] - GIB
+    (layers,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4)).recompute_layers
+    assert layers[0] > 0
+    assert layers[1:] == (0, 0, 0)
+
+
 def test_what_does_not_fit_in_whole_sequences_is_cut_finer_until_it_does():
     lengths = (16384,) * 6
     cap = least_cap(lengths, 4, Options(slices=1)) - 1

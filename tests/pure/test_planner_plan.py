@@ -12,7 +12,9 @@ import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
 
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.search import baseline
+from megatron_epp.planner.tables import tabulate
 from megatron_epp.schedule import Action, Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.schedule.check import check
 from megatron_epp.schedule.serialize import digest
@@ -29,6 +31,9 @@ def test_the_prediction_is_the_simulators(options: Options, cap: int):
     made = plan(problem(BATCH, 4, cap, token_multiple=16), pipeline(4), options)
     timeline = simulate(made)
     assert check(made) == []
+    order = tuple(made.actions(rank) for rank in range(4))
+    tables = tabulate(made.chunks, problem(BATCH, 4, token_multiple=16), pipeline(4))
+    assert makespan_us(order, tables, [list(row) for row in made.recompute_layers]) == timeline.makespan_us
     assert made.predicted.makespan_us == timeline.makespan_us
     assert made.predicted.peak_bytes == timeline.peak_bytes
     assert made.predicted.bubble_fraction == timeline.bubble_fraction
@@ -75,6 +80,12 @@ def test_the_plan_is_never_slower_than_plain_1f1b_where_that_fits(lengths: tuple
         assert cap == 60
         return
     assert plan(given, costs).predicted.makespan_us <= plain.predicted.makespan_us
+
+
+@pytest.mark.parametrize(("lengths", "stages"), [((50, 400, 100), 3), ((200, 800, 800), 2)])
+def test_plain_1f1b_is_among_what_is_tried_and_wins_where_nothing_else_is_as_fast(lengths: tuple[int, ...], stages: int):
+    given, costs = problem(lengths, stages), pipeline(stages, 2)
+    assert plan(given, costs).ranks == plan(given, costs, Options(planner="1f1b")).ranks
 
 
 def test_one_whole_sequence_per_chunk_is_the_choice_where_nothing_is_gained_by_cutting_or_packing():
