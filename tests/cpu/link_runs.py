@@ -1,0 +1,48 @@
+"""What ranks run in the tests of links."""
+
+import torch
+
+
+def cross_talk(rank, links):
+    """Rank 0 sends four activations and four gradients, interleaved; rank 1 receives them in another interleaving."""
+    if rank == 0:
+        for i in range(4):
+            links.send(torch.full((2, 3), float(i)), peer=1, gradient=False)
+            links.send(torch.full((5,), 10.0 + i, dtype=torch.float64), peer=1, gradient=True)
+        links.finish_sends()
+        return None
+    gradients = [links.post_receive((5,), torch.float64, torch.device("cpu"), 0, gradient=True) for _ in range(4)]
+    activations = [links.post_receive((2, 3), torch.float32, torch.device("cpu"), 0, gradient=False) for _ in range(4)]
+    return [[receive.wait().tolist() for receive in kind] for kind in (activations, gradients)]
+
+
+def both_ways(rank, links):
+    """Each rank sends before it receives."""
+    links.send(torch.tensor([float(rank)]), peer=1 - rank, gradient=False)
+    received = links.post_receive((1,), torch.float32, torch.device("cpu"), 1 - rank, gradient=False).wait()
+    links.finish_sends()
+    return received.item()
+
+
+def strided_and_released(rank, links):
+    """Rank 0 sends a transposed tensor and lets go of its storage before anyone receives."""
+    if rank == 0:
+        square = torch.arange(6.0).reshape(2, 3)
+        links.send(square.t(), peer=1, gradient=False)
+        whole = torch.arange(1000.0)
+        links.send(whole, peer=1, gradient=False)
+        whole.data = torch.empty(1)
+        junk = [torch.zeros(1000) for _ in range(50)]
+        torch.distributed.barrier(links.reports)
+        links.finish_sends()
+        return len(junk)
+    torch.distributed.barrier(links.reports)
+    shapes = (3, 2), (1000,)
+    receives = [links.post_receive(shape, torch.float32, torch.device("cpu"), 0, gradient=False) for shape in shapes]
+    return [receive.wait().tolist() for receive in receives]
+
+
+def groups(rank, links):
+    """Ranks of each communicator."""
+    made = links.activations, links.gradients, links.reports, links.control
+    return links.ranks, [torch.distributed.get_process_group_ranks(group) for group in made]
