@@ -3,7 +3,10 @@
 Megatron gives each pipeline stage another seed, so runs are compared from a checkpoint that one process wrote.
 """
 
+import os
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +55,26 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 
 def after_cut(run: Finished, key: str = "loss") -> list[float]:
     return [run.steps[i][key] for i in range(CUT + 1, END + 1)]
+
+
+def test_outside_megatron_torch_goes_on_telling_the_truth() -> None:
+    code = """
+import torch
+from megatron_epp.mcore import cpu
+assert cpu.activate() and cpu.activate()
+assert torch.zeros(2, device="cuda").cuda().device == torch.cuda.current_device() == torch.device("cpu")
+assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
+ask = "answer = torch.zeros(1).type(), torch.compile(ask)"
+for name, answer in (("a.user", "torch.FloatTensor"), ("megatron.core", "torch.cuda.FloatTensor")):
+    module = {"__name__": name, "torch": torch, "ask": lambda: None}
+    exec(ask, module)
+    assert module["answer"][0] == answer
+    assert (module["answer"][1] is module["ask"]) == (name == "megatron.core")
+print("true")
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert process.stdout == "true\n", process.stderr[-3000:]
 
 
 def test_it_trains_and_evaluates_and_says_once_that_there_is_no_gpu(references: dict[str, Reference]) -> None:
