@@ -17,6 +17,7 @@ from megatron_epp.mcore.costs import pipeline_costs
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.runtime.links import Links
+from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.schedule import EppError, Plan
 
@@ -79,7 +80,9 @@ class Session:
         options = Options(
             chunk_tokens=args.epp_chunk_tokens, slices=args.epp_slices, recompute=recompute, planner=args.epp_planner
         )
-        return planner.plan(problem, self.costs, options)
+        plan = planner.plan(problem, self.costs, options)
+        prepare(plan, self.rank)  # here, beside the running iteration: the executor finds it done
+        return plan
 
     def _cap_bytes(self) -> int:
         if self.args.epp_memory_cap_gb is not None:

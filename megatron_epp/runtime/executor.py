@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime.context import ChunkContext, chunk_layouts
+from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import Links, Receive
+from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Activity, Watchdog
 from megatron_epp.schedule import Action, EppError, Op, Plan
-from megatron_epp.schedule.lowering import lower
 from megatron_epp.schedule.text import to_grid
 
 
@@ -84,9 +84,9 @@ class Executor:
             Op.RECV_B: self._post_gradient,
         }
         self._refuse_what_cannot_run()
-        self._actions = lower(plan)[rank]
+        program = prepare(plan, rank)
+        self._actions, self._layouts = program.actions, program.layouts
         self._position = 0
-        self._layouts = chunk_layouts(plan)
         self._last_backward = {a.stage: a for a in self._actions if a.op is Op.B}
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
