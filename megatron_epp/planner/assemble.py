@@ -23,11 +23,13 @@ class Decisions:
         chunks: the chunk table.
         order: the actions of every rank.
         layers: recomputed layers ``[stage][chunk]``.
+        token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
     """
 
     chunks: tuple[Chunk, ...]
     order: Order
     layers: Layers
+    token_multiple: int | None = None
 
 
 def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions) -> Plan:
@@ -36,6 +38,8 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     Raises:
         PlanError: the result does not pass `check`. The message is its report.
     """
+    if made.token_multiple is not None:
+        problem = replace(problem, token_multiple=made.token_multiple)
     tables = tabulate(made.chunks, problem, costs)
     backward_us = backward_times(tables, made.layers)
     hops = (tuple(tables.message_us),) * (problem.num_stages - 1)

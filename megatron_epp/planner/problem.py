@@ -42,6 +42,7 @@ class Options:
     Attributes:
         chunk_tokens: most padded tokens of a chunk (--epp-chunk-tokens); None for no limit.
         slices: slices of the longest sequence; None lets the planner search.
+        context: tokens of a row of the planners that pad or pack to a fixed length; None for the longest sequence.
         recompute: "auto" recomputes as much as the memory caps ask for; a number recomputes that many layers of every stage.
         planner: a name in `PLANNERS`.
         seed: of a planner's search; recorded in the plan. The planners here do not draw random numbers.
@@ -49,6 +50,7 @@ class Options:
 
     chunk_tokens: int | None = None
     slices: int | None = None
+    context: int | None = None
     recompute: Literal["auto"] | int = "auto"
     planner: str = "greedy"
     seed: int = 0
