@@ -1,7 +1,9 @@
 """Time and memory of every action: the cost model, and where its coefficients come from."""
 
-from megatron_epp.cost.analytic import CPU, H100, ModelShape, Rates, analytic_costs
+from megatron_epp.cost.analytic import CPU, H100, Rates, analytic_costs, analytic_profile
+from megatron_epp.cost.profile import Part, Profile
 from megatron_epp.cost.protocol import Costs
+from megatron_epp.cost.shape import ModelShape
 from megatron_epp.cost.stage import Line, PipelineCosts, StageCosts
 from megatron_epp.cost.work import ChunkWork, causal_pairs, work_of
 
@@ -12,10 +14,13 @@ __all__ = [
     "Costs",
     "Line",
     "ModelShape",
+    "Part",
     "PipelineCosts",
+    "Profile",
     "Rates",
     "StageCosts",
     "analytic_costs",
+    "analytic_profile",
     "causal_pairs",
     "work_of",
 ]

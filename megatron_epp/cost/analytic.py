@@ -1,90 +1,24 @@
 """Costs of a GPT from its shape: counted operations and bytes, divided by a few measured rates.
 
 Good to within tens of percent, which is enough to plan with before anything was measured on the machine at hand.
+
+Short chunks run their matrix products below the full rate. With a rate that is half reached at h tokens, ``n / (n + h)``, n
+tokens take as long as n + h at the full rate: a fixed time more. Attention works in square tiles of pairs, and those on the
+diagonal are half empty: half a tile of pairs more for every token. So both curves are lines, and the cost model stays linear.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_epp.cost.stage import Line, PipelineCosts, StageCosts
+from megatron_epp.cost.profile import Part, Profile
+from megatron_epp.cost.shape import ModelShape
+from megatron_epp.cost.stage import Line, PipelineCosts
 from megatron_epp.schedule import EppError
 
 MICROSECONDS = 1e6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """Shape of a GPT and how one layer is spread over ranks.
-
-    Attributes:
-        num_layers: of the whole model.
-        hidden_size: width of the residual stream.
-        ffn_hidden_size: width inside the MLP.
-        num_attention_heads: query heads.
-        num_query_groups: key and value heads; None means as many as query heads.
-        kv_channels: width of a head; None means hidden_size / num_attention_heads.
-        vocab_size: after padding.
-        gated_mlp: two input projections (SwiGLU) instead of one.
-        bytes_per_value: of activations and messages (2 for bf16, 4 for fp32).
-        tensor_parallel: ranks that share the heads, the MLP and the vocabulary.
-        sequence_parallel: those ranks also share the tokens between the layers' matrix products.
-        context_parallel: ranks that share the tokens (the heads, inside attention).
-    """
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    vocab_size: int
-    gated_mlp: bool = True
-    bytes_per_value: int = 2
-    tensor_parallel: int = 1
-    sequence_parallel: bool = False
-    context_parallel: int = 1
-
-    @property
-    def query_width(self) -> int:
-        return self.num_attention_heads * (self.kv_channels or self.hidden_size // self.num_attention_heads)
-
-    @property
-    def kv_width(self) -> int:
-        """Of the keys, and again of the values."""
-        groups = self.num_query_groups or self.num_attention_heads
-        return groups * (self.kv_channels or self.hidden_size // self.num_attention_heads)
-
-    @property
-    def layer_parameters(self) -> int:
-        attention = self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
-        return attention + (3 if self.gated_mlp else 2) * self.hidden_size * self.ffn_hidden_size
-
-    @property
-    def vocabulary_parameters(self) -> int:
-        """Of the embedding, and again of the output layer where it is not tied."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def hidden_bytes_per_token(self) -> float:
-        """The residual stream of one token on one rank."""
-        shared = self.tensor_parallel if self.sequence_parallel else 1
-        return self.hidden_size * self.bytes_per_value / (shared * self.context_parallel)
-
-    @property
-    def kv_bytes_per_token(self) -> float:
-        return 2 * self.kv_width * self.bytes_per_value / (self.tensor_parallel * self.context_parallel)
-
-    @property
-    def layer_bytes_per_token(self) -> float:
-        """Kept by a layer: four of residual width (input and output of either norm), queries, keys, values and attention's
-        output, what enters and leaves the MLP's nonlinearity, and one fp32 number per head (log-sum-exp).
-        """
-        mlp = (3 if self.gated_mlp else 2) * self.ffn_hidden_size
-        values = 2 * self.query_width + 2 * self.kv_width + mlp
-        inside = values * self.bytes_per_value + 4 * self.num_attention_heads
-        return 4 * self.hidden_bytes_per_token + inside / (self.tensor_parallel * self.context_parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +34,11 @@ class Rates:
         layer_overhead_us: launch and other fixed time of one layer and pass.
         message_latency_us: of a message between stages.
         message_bytes: per second between stages.
+        saturation_tokens: of a chunk whose matrix products run at half of `linear_flops`.
+        attention_tile: tokens of a tile of attention's pairs.
+        exchange_bytes: per second among the ranks that share a layer.
+        host_latency_us: of a copy between device and host.
+        host_bytes: per second between device and host, either way; 0 where there is no such link.
     """
 
     name: str
@@ -110,6 +49,11 @@ class Rates:
     layer_overhead_us: float
     message_latency_us: float
     message_bytes: float
+    saturation_tokens: float = 0.0
+    attention_tile: float = 0.0
+    exchange_bytes: float = math.inf
+    host_latency_us: float = 0.0
+    host_bytes: float = 0.0
 
 
 H100 = Rates(
@@ -121,8 +65,13 @@ H100 = Rates(
     layer_overhead_us=150.0,
     message_latency_us=20.0,
     message_bytes=40e9,
+    saturation_tokens=128,
+    attention_tile=128,
+    exchange_bytes=300e9,
+    host_latency_us=20.0,
+    host_bytes=40e9,
 )
-"""An H100-like GPU in bf16, one 400 Gb/s link between stages."""
+"""An H100-like GPU in bf16, one 400 Gb/s link between stages, 16 lanes of PCIe 5 to the host."""
 
 CPU = Rates(
     name="cpu",
@@ -146,70 +95,77 @@ def analytic_costs(
         shape: of the model.
         rates: of the machine.
         layers_per_stage: layers of each stage; their sum must be the model's.
-        state_bytes_per_parameter: weight, gradient and optimizer state; 18 is bf16 Adam with fp32 gradients and master
-            weights and nothing sharded. With a distributed optimizer over d replicas it is 6 + 12 / d.
+        state_bytes_per_parameter: see `Profile.costs`.
 
     Raises:
         EppError: the layers do not add up.
     """
     if sum(layers_per_stage) != shape.num_layers or min(layers_per_stage, default=-1) < 0:
         raise EppError(f"stages of {list(layers_per_stage)} layers do not make the model's {shape.num_layers} (--num-layers)")
-    last = len(layers_per_stage) - 1
-    stages = tuple(
-        _stage(shape, rates, layers, stage == 0, stage == last, state_bytes_per_parameter)
-        for stage, layers in enumerate(layers_per_stage)
-    )
-    return PipelineCosts(
+    return analytic_profile(shape, rates).costs(layers_per_stage, state_bytes_per_parameter=state_bytes_per_parameter)
+
+
+def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
+    """Costs of the model's parts by formula."""
+    copy = Line(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
+    vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
+    return Profile(
         name=f"analytic:{rates.name}",
-        stages=stages,
+        layer=_layer(shape, rates),
+        embedding=Part(forward=copy, backward=copy, parameters=vocabulary),
+        head=_head(shape, rates),
+        recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
         hidden_bytes_per_token=shape.hidden_bytes_per_token,
         message_latency_us=rates.message_latency_us,
         message_us_per_byte=MICROSECONDS / rates.message_bytes,
+        host_latency_us=rates.host_latency_us,
+        host_us_per_byte=MICROSECONDS / rates.host_bytes if rates.host_bytes else math.inf,
     )
 
 
-def _stage(shape: ModelShape, rates: Rates, layers: int, first: bool, last: bool, state_bytes: float) -> StageCosts:
-    head_forward, head_backward, head_bytes = _head(shape, rates) if last else (Line(), Line(), 0.0)
-    copy = Line(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
-    vocabulary = (int(first) + int(last)) * shape.vocabulary_parameters
-    parameters = (layers * shape.layer_parameters + vocabulary) / shape.tensor_parallel
-    return StageCosts(
-        num_layers=layers,
-        forward=_layer_forward(shape, rates),
-        backward=_layer_backward(shape, rates),
-        extra_forward=head_forward + (copy if first else Line()),
-        extra_backward=head_backward + (copy if first else Line()),
-        layer_bytes_per_token=shape.layer_bytes_per_token,
-        recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
-        extra_bytes_per_token=shape.hidden_bytes_per_token + head_bytes,
-        kv_bytes_per_token=shape.kv_bytes_per_token,
-        static_bytes=int(parameters * state_bytes),
+def _layer(shape: ModelShape, rates: Rates) -> Part:
+    """Backward has twice the matrix products with weights, half of them for the weights' gradient, and five products over the
+    pairs where forward has two.
+    """
+    overhead = Line(rates.layer_overhead_us)
+    linear = _linear(shape.parameters_per_token / shape.ranks, rates)
+    exchange = Line(0.0, MICROSECONDS * shape.exchanged_bytes_per_token / rates.exchange_bytes)
+    moved = Line(0.0, MICROSECONDS * shape.layer_bytes_per_token / rates.memory_bytes)
+    width = shape.query_width / shape.ranks
+    attention_forward = _attention(4 * width / rates.attention_forward_flops, rates)
+    attention_backward = _attention(10 * width / rates.attention_backward_flops, rates)
+    return Part(
+        forward=overhead + linear + moved.scaled(2) + exchange + attention_forward,
+        backward=overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
+        weight=linear,
+        bytes_per_token=shape.layer_bytes_per_token,
+        weight_bytes_per_token=shape.weight_bytes_per_token,
+        parameters=shape.layer_parameters_on_rank,
     )
 
 
-def _layer_forward(shape: ModelShape, rates: Rates) -> Line:
-    ranks = shape.tensor_parallel * shape.context_parallel
-    linear = 2 * shape.layer_parameters / ranks / rates.linear_flops
-    moved = 2 * shape.layer_bytes_per_token / rates.memory_bytes
-    pair = 4 * shape.query_width / ranks / rates.attention_forward_flops
-    return Line(rates.layer_overhead_us, MICROSECONDS * (linear + moved), MICROSECONDS * pair)
+def _head(shape: ModelShape, rates: Rates) -> Part:
+    """Final norm, logits and loss; they keep the norm's two tensors and fp32 probabilities."""
+    kept = 4.0 * shape.vocab_size / shape.ranks + 2 * shape.hidden_bytes_per_token
+    linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
+    rest = Line(rates.layer_overhead_us, MICROSECONDS * 3 * kept / rates.memory_bytes)
+    return Part(
+        forward=linear + rest,
+        backward=linear.scaled(2) + rest,
+        weight=linear,
+        bytes_per_token=kept,
+        weight_bytes_per_token=shape.vocab_size * shape.bytes_per_value / shape.ranks + shape.hidden_bytes_per_token,
+        parameters=shape.vocabulary_parameters / shape.tensor_parallel,
+    )
 
 
-def _layer_backward(shape: ModelShape, rates: Rates) -> Line:
-    """Twice the matrix products with weights; five products over the pairs where forward has two."""
-    ranks = shape.tensor_parallel * shape.context_parallel
-    linear = 4 * shape.layer_parameters / ranks / rates.linear_flops
-    moved = 3 * shape.layer_bytes_per_token / rates.memory_bytes
-    pair = 10 * shape.query_width / ranks / rates.attention_backward_flops
-    return Line(rates.layer_overhead_us, MICROSECONDS * (linear + moved), MICROSECONDS * pair)
+def _linear(parameters_per_token: float, rates: Rates) -> Line:
+    """One matrix product with each of so many parameters."""
+    per_token_us = MICROSECONDS * 2 * parameters_per_token / rates.linear_flops
+    return Line(rates.saturation_tokens * per_token_us, per_token_us)
 
 
-def _head(shape: ModelShape, rates: Rates) -> tuple[Line, Line, float]:
-    """Final norm, logits and loss: forward, backward, and what they keep (the norm's two tensors, fp32 probabilities)."""
-    ranks = shape.tensor_parallel * shape.context_parallel
-    kept = 4.0 * shape.vocab_size / ranks + 2 * shape.hidden_bytes_per_token
-    linear = 2 * shape.vocabulary_parameters / ranks / rates.linear_flops
-    moved = 3 * kept / rates.memory_bytes
-    forward = Line(rates.layer_overhead_us, MICROSECONDS * (linear + moved))
-    backward = Line(rates.layer_overhead_us, MICROSECONDS * (2 * linear + moved))
-    return forward, backward, kept
+def _attention(pair_s: float, rates: Rates) -> Line:
+    per_pair_us = MICROSECONDS * pair_s
+    return Line(0.0, rates.attention_tile / 2 * per_pair_us, per_pair_us)

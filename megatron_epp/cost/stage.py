@@ -7,6 +7,7 @@ Coefficients come from `analytic_costs` or from measurement; either way they are
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, overload
 
@@ -60,24 +61,32 @@ class StageCosts:
         num_layers: transformer layers of the stage.
         forward: one layer's forward; recomputing a layer costs the same.
         backward: one layer's backward, weight gradient included, recompute not.
+        weight: one layer's weight gradient, a part of `backward`: where W is an action of its own, B takes the rest.
         extra_forward: what the stage does besides its layers: embedding, or final norm, logits and loss.
         extra_backward: the same, backward.
+        extra_weight: the same, weight gradient, a part of `extra_backward`.
         layer_bytes_per_token: kept from forward to backward by a layer that does not recompute, its K and V included.
         recomputed_layer_bytes_per_token: kept by a layer that does: its input.
         extra_bytes_per_token: kept by the stage whatever its layers do: embedding output or received input, logits, loss.
         kv_bytes_per_token: K and V of one layer.
+        weight_bytes_per_token: what a layer's W still needs after its B: inputs and output gradients of the linear layers.
+        extra_weight_bytes_per_token: the same of the stage's extras.
         static_bytes: weights, gradients, optimizer state.
     """
 
     num_layers: int
     forward: Line
     backward: Line
+    weight: Line = Line()
     extra_forward: Line = Line()
     extra_backward: Line = Line()
+    extra_weight: Line = Line()
     layer_bytes_per_token: float
     recomputed_layer_bytes_per_token: float
     extra_bytes_per_token: float = 0.0
     kv_bytes_per_token: float
+    weight_bytes_per_token: float = 0.0
+    extra_weight_bytes_per_token: float = 0.0
     static_bytes: int = 0
 
     @property
@@ -90,6 +99,11 @@ class StageCosts:
         """All the stage does in a backward without recompute."""
         return self.backward.scaled(self.num_layers) + self.extra_backward
 
+    @property
+    def stage_weight(self) -> Line:
+        """All weight gradients of the stage, a part of `stage_backward`."""
+        return self.weight.scaled(self.num_layers) + self.extra_weight
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
@@ -101,6 +115,9 @@ class PipelineCosts:
         hidden_bytes_per_token: what a message carries per padded token.
         message_latency_us: fixed time of a message.
         message_us_per_byte: time per byte.
+        host_latency_us: fixed time of a copy between device and host, either way.
+        host_us_per_byte: time per byte; infinite where nothing can be offloaded.
+        offloadable_share: most of a chunk's activation bytes that may leave the device.
     """
 
     name: str
@@ -108,10 +125,18 @@ class PipelineCosts:
     hidden_bytes_per_token: float
     message_latency_us: float = 0.0
     message_us_per_byte: float = 0.0
+    host_latency_us: float = 0.0
+    host_us_per_byte: float = math.inf
+    offloadable_share: float = 1.0
 
     @property
     def num_layers(self) -> tuple[int, ...]:
         return tuple(stage.num_layers for stage in self.stages)
+
+    @property
+    def splits_weight(self) -> bool:
+        """The weight gradient has a time of its own, so that W can be an action of its own."""
+        return any(stage.stage_weight != Line() for stage in self.stages)
 
     def forward_line(self, stage: int) -> Line:
         return self.stages[stage].stage_forward
@@ -125,6 +150,10 @@ class PipelineCosts:
     def backward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         return self.stages[stage].stage_backward.time_us(work.tokens, work.pairs)
 
+    def weight_us(self, stage: int, work: ChunkWork) -> TimeColumn:
+        """Time of the weight gradients, a part of `backward_us`."""
+        return self.stages[stage].stage_weight.time_us(work.tokens, work.pairs)
+
     def recompute_us(self, stage: int, work: ChunkWork, layers: int) -> TimeColumn:
         return layers * self.stages[stage].forward.time_us(work.tokens, work.pairs)
 
@@ -137,6 +166,12 @@ class PipelineCosts:
             + recompute_layers * costs.recomputed_layer_bytes_per_token
             + costs.extra_bytes_per_token
         )
+        return _whole_bytes(per_token * work.tokens)
+
+    def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Held from the end of B to the end of W where the two are split."""
+        costs = self.stages[stage]
+        per_token = costs.num_layers * costs.weight_bytes_per_token + costs.extra_weight_bytes_per_token
         return _whole_bytes(per_token * work.tokens)
 
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
@@ -160,19 +195,27 @@ class PipelineCosts:
         """Time of the message that carries a chunk's activation, or its gradient, between neighbouring stages."""
         return self.message_latency_us + self.message_us_per_byte * self.hidden_bytes_per_token * work.tokens
 
+    def host_us(self, num_bytes: float) -> float:
+        """Time to copy bytes from the device to the host, or back; infinite where there is no such link."""
+        if math.isinf(self.host_us_per_byte):
+            return math.inf
+        return self.host_latency_us + self.host_us_per_byte * num_bytes
+
     def to_json(self) -> str:
-        """Canonical JSON; `from_json` gives an equal object."""
+        """Canonical JSON; `from_json` gives an equal object. No link to the host is written as null."""
         body = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
-        return json.dumps(body, sort_keys=True, indent=1)
+        if math.isinf(self.host_us_per_byte):
+            body["host_us_per_byte"] = None
+        return json.dumps(body, sort_keys=True, indent=1, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> PipelineCosts:
-        """Read `to_json`. Raises `EppError` when the text is something else."""
+        """Read `to_json`; what older files lack keeps its default. Raises `EppError` when the text is something else."""
         try:
             body = json.loads(text)
             if (body["schema"], body["version"]) != (SCHEMA, VERSION):
                 raise EppError(f"cost profile is {body['schema']!r} version {body['version']}; this reads {SCHEMA!r} {VERSION}")
-            known = {field.name: body[field.name] for field in fields(PipelineCosts)}
+            known = {field.name: body[field.name] for field in fields(PipelineCosts) if body.get(field.name) is not None}
             return PipelineCosts(**known | {"stages": tuple(_stage_from(stage) for stage in body["stages"])})
         except (ValueError, KeyError, TypeError) as error:
             raise EppError(
@@ -181,7 +224,7 @@ class PipelineCosts:
 
 
 def _stage_from(body: dict[str, Any]) -> StageCosts:
-    lines = {name: Line(**body[name]) for name in ("forward", "backward", "extra_forward", "extra_backward")}
+    lines = {name: Line(**value) for name, value in body.items() if isinstance(value, dict)}
     return StageCosts(**body | lines)
 
 

@@ -103,7 +103,8 @@ def with_shape(**changes: object) -> ModelShape:
 
 def linear_flops_per_token(shape: ModelShape, stages: list[int]) -> float:
     """Operations per token, forward and backward, read back from the times of rates with free memory."""
-    rates = {name: getattr(H100, name) for name in type(H100).__dataclass_fields__} | {"memory_bytes": float("inf")}
+    rates = {name: getattr(H100, name) for name in type(H100).__dataclass_fields__}
+    rates |= {"memory_bytes": float("inf"), "attention_tile": 0.0}
     costs = analytic_costs(shape, type(H100)(**rates), stages)
     per_token_us = sum(s.stage_forward.per_token_us + s.stage_backward.per_token_us for s in costs.stages)
     return per_token_us * H100.linear_flops / 1e6

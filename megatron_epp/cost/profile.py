@@ -1,0 +1,147 @@
+"""A profile: what one layer, the embedding and the head of a model cost on one machine, to be put together to any pipeline.
+
+JSON form, times in microseconds and sizes in bytes, everything per rank::
+
+    {"schema": "megatron-epp/profile", "version": 1, "name": "measured:h100", "origin": {...},
+     "layer": {"forward": {"fixed_us": 90.0, "per_token_us": 0.8, "per_pair_us": 4e-05}, "backward": {...}, "weight": {...},
+               "bytes_per_token": 180000.0, "weight_bytes_per_token": 150000.0, "parameters": 218103808},
+     "embedding": {...}, "head": {...}, "recomputed_layer_bytes_per_token": 8192.0, ...}
+
+`origin` says where the figures come from (machine, versions, date, model shape, residuals); nothing is computed from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from megatron_epp.cost.stage import Line, PipelineCosts, StageCosts
+from megatron_epp.schedule import EppError
+
+SCHEMA = "megatron-epp/profile"
+VERSION = 1
+
+_NOTHING = Line()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One layer, or the embedding, or the head (final norm, logits, loss).
+
+    Attributes:
+        forward: of a chunk.
+        backward: of a chunk, weight gradient included.
+        weight: the weight gradient, a part of `backward`.
+        bytes_per_token: kept from forward to backward.
+        weight_bytes_per_token: what the weight gradient needs, kept from B to W where the two are split.
+        parameters: on one rank.
+    """
+
+    forward: Line = _NOTHING
+    backward: Line = _NOTHING
+    weight: Line = _NOTHING
+    bytes_per_token: float = 0.0
+    weight_bytes_per_token: float = 0.0
+    parameters: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Costs of a model's parts on one machine.
+
+    Attributes:
+        name: for the plan's record.
+        layer, embedding, head: the parts.
+        recomputed_layer_bytes_per_token: kept by a layer that recomputes: its input.
+        kv_bytes_per_token: keys and values of one layer.
+        hidden_bytes_per_token: the residual stream, which is what a message carries.
+        message_latency_us, message_us_per_byte: of the link between stages.
+        host_latency_us, host_us_per_byte: of a copy between device and host, either way; infinite where there is no link.
+        origin: machine, versions, date, shape, residuals.
+    """
+
+    name: str
+    layer: Part
+    embedding: Part = Part()
+    head: Part = Part()
+    recomputed_layer_bytes_per_token: float
+    kv_bytes_per_token: float
+    hidden_bytes_per_token: float
+    message_latency_us: float = 0.0
+    message_us_per_byte: float = 0.0
+    host_latency_us: float = 0.0
+    host_us_per_byte: float = math.inf
+    origin: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def costs(self, layers_per_stage: Sequence[int], *, state_bytes_per_parameter: float = 18.0) -> PipelineCosts:
+        """Costs of a pipeline of this model. The first stage embeds; the last has the head.
+
+        Args:
+            layers_per_stage: layers of each stage.
+            state_bytes_per_parameter: weight, gradient and optimizer state; 18 is bf16 Adam with fp32 gradients and master
+                weights and nothing sharded. With a distributed optimizer over d replicas it is 6 + 12 / d.
+
+        Raises:
+            EppError: a stage of fewer than no layers, or no stage.
+        """
+        if min(layers_per_stage, default=-1) < 0:
+            raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline (--num-layers)")
+        last = len(layers_per_stage) - 1
+        return PipelineCosts(
+            name=self.name,
+            stages=tuple(
+                self._stage(layers, stage == 0, stage == last, state_bytes_per_parameter)
+                for stage, layers in enumerate(layers_per_stage)
+            ),
+            hidden_bytes_per_token=self.hidden_bytes_per_token,
+            message_latency_us=self.message_latency_us,
+            message_us_per_byte=self.message_us_per_byte,
+            host_latency_us=self.host_latency_us,
+            host_us_per_byte=self.host_us_per_byte,
+        )
+
+    def _stage(self, layers: int, first: bool, last: bool, state_bytes: float) -> StageCosts:
+        extras = [part for part, there in ((self.embedding, first), (self.head, last)) if there]
+        parameters = layers * self.layer.parameters + sum(part.parameters for part in extras)
+        return StageCosts(
+            num_layers=layers,
+            forward=self.layer.forward,
+            backward=self.layer.backward,
+            weight=self.layer.weight,
+            extra_forward=sum((part.forward for part in extras), _NOTHING),
+            extra_backward=sum((part.backward for part in extras), _NOTHING),
+            extra_weight=sum((part.weight for part in extras), _NOTHING),
+            layer_bytes_per_token=self.layer.bytes_per_token,
+            recomputed_layer_bytes_per_token=self.recomputed_layer_bytes_per_token,
+            extra_bytes_per_token=self.hidden_bytes_per_token + sum(part.bytes_per_token for part in extras),
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            weight_bytes_per_token=self.layer.weight_bytes_per_token,
+            extra_weight_bytes_per_token=sum(part.weight_bytes_per_token for part in extras),
+            static_bytes=int(parameters * state_bytes),
+        )
+
+    def to_json(self) -> str:
+        """Canonical JSON; `from_json` gives an equal object. No link to the host is written as null."""
+        body = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
+        if math.isinf(self.host_us_per_byte):
+            body["host_us_per_byte"] = None
+        return json.dumps(body, sort_keys=True, indent=1, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Read `to_json`. Raises `EppError` when the text is something else."""
+        try:
+            body = json.loads(text)
+            if (body["schema"], body["version"]) != (SCHEMA, VERSION):
+                raise EppError(f"profile is {body['schema']!r} version {body['version']}; this reads {SCHEMA!r} {VERSION}")
+            known = {field.name: body[field.name] for field in fields(Profile) if body.get(field.name) is not None}
+            return Profile(**known | {name: _part(known[name]) for name in ("layer", "embedding", "head") if name in known})
+        except (ValueError, KeyError, TypeError) as error:
+            raise EppError(f"not a profile ({type(error).__name__}: {error}); write one with `megatron-epp profile`") from error
+
+
+def _part(body: dict[str, Any]) -> Part:
+    return Part(**body | {name: Line(**value) for name, value in body.items() if isinstance(value, dict)})
