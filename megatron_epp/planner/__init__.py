@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions, build_plan
+from megatron_epp.planner.baselines import BASELINES
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem, validate
-from megatron_epp.planner.search import PLANNERS
+from megatron_epp.planner.search import PLANNERS as OUR_PLANNERS
+from megatron_epp.planner.search import Planner
 from megatron_epp.schedule import Plan, PlanError
 
 __all__ = ["PLANNERS", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "plan"]
+
+PLANNERS: dict[str, Planner] = {**OUR_PLANNERS, **BASELINES}
+"""Every planner, by the name `--epp-planner` takes."""
 
 
 def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan:  # noqa: B008 - frozen

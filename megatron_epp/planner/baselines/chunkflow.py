@@ -1,0 +1,61 @@
+"""ChunkFlow (2503.02356): chunks of one size, and the activations of a sequence's last K chunks only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_recompute_only
+from megatron_epp.planner.baselines.rows import chunk_sizes, first_fit, split
+from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.order import elastic_1f1b, slice_groups
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.schedule import Chunk, Segment
+
+
+def chunkflow(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Chunk size C and retain budget K by grid search, state-aware 1F1B.
+
+    Sequences longer than C are cut into dependent chunks of C, the others packed into standalone chunks. Of a sequence's
+    chunks the last K keep their activations; those before run their forward again just ahead of their backward.
+
+    Differs from the paper: C and K are searched for every batch (the paper fixes them for a run), which favours the baseline.
+    A chunk that is not retained recomputes all layers of the stage one by one, as our runtime does, so it keeps every
+    layer's input and needs the workspace of one layer; the original keeps only the stage's input and repeats the forward of
+    the whole stage at once. With `options.chunk_tokens` that is C.
+
+    Raises:
+        InfeasibleError: no C fits the cap with K = 1.
+    """
+    own_recompute_only(options)
+    contest = Contest(problem, costs, options)
+    for size in chunk_sizes(problem, options):
+        chunks = uniform_chunks(problem.lengths, size)
+        tables = contest.tables(chunks)
+        order = elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
+        most = max(map(len, slice_groups(chunks)))
+        budgets = sorted({min(1 << power, most) for power in range(MOST_CHUNKS.bit_length())}, reverse=True)
+        for retain in budgets if not problem.forward_only else [most]:
+            # More retained is never slower, so the first that fits is this size's best.
+            if contest.enter(Decisions(chunks, order, recompute_all_but_last(chunks, tables.num_layers, retain)), tables):
+                break
+    return contest.result()
+
+
+def uniform_chunks(lengths: Sequence[int], size: int) -> tuple[Chunk, ...]:
+    """Dependent chunks, most of one sequence first, then standalone chunks in as few bins as first fit makes of them."""
+    long = sorted((q for q, length in enumerate(lengths) if length > size), key=lambda q: (-lengths[q], q))
+    short = sorted((q for q, length in enumerate(lengths) if length <= size), key=lambda q: (-lengths[q], q))
+    bins = first_fit([(q, lengths[q]) for q in short], size)
+    standalone = (Chunk(tuple(Segment(q, 0, lengths[q]) for q in held)) for held in bins)
+    return (*(chunk for q in long for chunk in split(q, lengths[q], size)), *standalone)
+
+
+def recompute_all_but_last(chunks: Sequence[Chunk], num_layers: Sequence[int], retain: int) -> Layers:
+    """Layers ``[stage][chunk]``: all of a stage's for every chunk that `retain` or more chunks of its sequence follow."""
+    dropped = [False] * len(chunks)
+    for group in slice_groups(chunks):
+        for c in group[:-retain]:
+            dropped[c] = True
+    return [[count if drop else 0 for drop in dropped] for count in num_layers]

@@ -1,0 +1,101 @@
+"""What the baselines share: the fastest of several candidates under the memory caps, judged as every planner's are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.evaluate import Layers, makespan_us
+from megatron_epp.planner.memory import peak_bytes
+from megatron_epp.planner.order import Order
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.schedule import Chunk, InfeasibleError, PlanError
+
+GIB = 1 << 30
+MOST_CHUNKS = 1024
+"""No baseline tries a chunk table that is longer."""
+
+
+class Contest:
+    """Candidates for one batch: the fastest that fits so far, and what the least demanding would need where none fits."""
+
+    def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
+        """Raises `PlanError` when the placement is not one stage per rank in order, which is all the baselines know."""
+        if problem.placement != tuple(range(problem.num_stages)):
+            raise PlanError(
+                f"planner {options.planner!r} places one stage on each rank, in order; it cannot use placement "
+                f"{list(problem.placement)} (leave --num-layers-per-virtual-pipeline-stage unset)"
+            )
+        self.problem, self.costs, self.options = problem, costs, options
+        self.best: Decisions | None = None
+        self.best_us = math.inf
+        self.needed_bytes = 0
+
+    def tables(self, chunks: Sequence[Chunk]) -> Tables:
+        return tabulate(chunks, self.problem, self.costs)
+
+    def enter(self, made: Decisions, tables: Tables) -> bool:
+        """Judge a candidate. True when it fits the caps, whether or not it is the fastest."""
+        if not self.fits(made.order, tables, made.layers):
+            return False
+        took_us = makespan_us(made.order, tables, made.layers)
+        if took_us < self.best_us:
+            self.best, self.best_us = made, took_us
+        return True
+
+    def fits(self, order: Order, tables: Tables, layers: Layers) -> bool:
+        """Whether every rank stays under its cap; if not, what it takes is remembered for the error."""
+        peaks = peaks_bytes(order, tables, layers)
+        if all(peak <= cap for peak, cap in zip(peaks, self.problem.cap_bytes, strict=True)):
+            return True
+        self.would_do(max(peaks))
+        return False
+
+    def would_do(self, cap: int) -> None:
+        """Note that some candidate fits under this cap."""
+        self.needed_bytes = min(cap, self.needed_bytes or cap)
+
+    def enter_uniform(self, chunks: tuple[Chunk, ...], order: Order, token_multiple: int | None = None) -> bool:
+        """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for."""
+        problem = self.problem if token_multiple is None else with_multiple(self.problem, token_multiple)
+        tables = tabulate(chunks, problem, self.costs)
+        fixed = 0 if problem.forward_only else self.options.recompute
+        counts = range(max(tables.num_layers) + 1) if fixed == "auto" else (fixed,)
+        for count in counts:
+            layers = [[min(count, most)] * len(chunks) for most in tables.num_layers]
+            if self.enter(Decisions(chunks, order, layers, token_multiple=token_multiple), tables):
+                return True
+        return False
+
+    def result(self) -> Decisions:
+        """The fastest candidate. Raises `InfeasibleError` with a cap that would have let one through."""
+        if self.best is not None:
+            return self.best
+        gib = -(-self.needed_bytes * 100 // GIB) / 100
+        raise InfeasibleError(
+            f"no plan of {self.options.planner!r} fits a memory cap of {min(self.problem.cap_bytes)} bytes per rank: the least "
+            f"that would do is {self.needed_bytes} bytes ({gib:.2f} GiB).\n"
+            f"Raise --epp-memory-cap-gb to {gib:.2f}, lower --seq-length, or use --epp-planner greedy."
+        )
+
+
+def peaks_bytes(order: Order, tables: Tables, layers: Layers) -> list[int]:
+    """Peak of every rank."""
+    return [peak_bytes(actions, tables, rank, layers[rank]) for rank, actions in enumerate(order)]
+
+
+def with_multiple(problem: Problem, token_multiple: int) -> Problem:
+    """The same problem with chunks padded to another multiple."""
+    return Problem(problem.lengths, problem.placement, problem.cap_bytes, token_multiple, problem.forward_only)
+
+
+def own_recompute_only(options: Options) -> None:
+    """Raises `PlanError` when the user fixed the recompute that a planner is there to choose."""
+    if options.recompute != "auto":
+        raise PlanError(
+            f"planner {options.planner!r} chooses recompute itself; it cannot take {options.recompute} layers "
+            f"(leave --epp-recompute at auto)"
+        )

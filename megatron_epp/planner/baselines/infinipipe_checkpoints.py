@@ -1,0 +1,100 @@
+"""InfiniPipe's stage-aware chunk-level checkpointing: the integer program of Equations 15 to 20, solved with HiGHS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_epp.planner.baselines.contest import peaks_bytes
+from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.milp import Model
+from megatron_epp.planner.order import Order
+from megatron_epp.planner.tables import Tables
+from megatron_epp.schedule import Op
+
+GAP = 0.02
+"""Optimality gap the paper gives its solver."""
+UNIT_BYTES = 1 << 20
+MARGINS = (0.0, 1.0)
+"""Units kept free: none, and enough to make up for the solver's tolerance where the first answer is above a cap by a hair."""
+
+
+def diagonal_checkpoints(order: Order, tables: Tables, caps: tuple[int, ...]) -> tuple[int, Layers] | None:
+    """Recomputed layers that are the same along each diagonal, as few in all as the caps allow.
+
+    A layer recomputed in the k-th backward of a stage delays every other stage alike, so the backwards that wait for it, one
+    more per stage, may recompute as much for nothing: ``layers[p][chunk of the k-th backward] = C[k + num_stages - 1 - p]``.
+
+    Memory is counted at every backward with our own bytes, caches and the workspace of a recomputing backward included, where
+    the paper sums activations over a window; a binary per diagonal says whether there is a workspace. A diagonal recomputes
+    at most what its shallowest stage has.
+
+    Args:
+        order: of one pipeline, from its first forward to its last backward; chunks not in it are left alone.
+        tables: of the whole chunk table.
+        caps: of every rank.
+
+    Returns:
+        The sum of C, in layers, and the layers ``[stage][chunk]``; None where nothing fits.
+    """
+    stages = len(order)
+    none = [[0] * len(tables.message_us) for _ in order]
+    if _fit(order, tables, none, caps):
+        return 0, none
+    backwards = [[action.chunk for action in actions if action.op is Op.B] for actions in order]
+    diagonal = [{c: k + stages - 1 - p for k, c in enumerate(row)} for p, row in enumerate(backwards)]
+    num_chunks = len(backwards[0])
+    most = [
+        min(tables.num_layers[p] for p in range(stages) if 0 <= d - (stages - 1 - p) < num_chunks)
+        for d in range(num_chunks + stages - 1)
+    ]
+    for margin in MARGINS:
+        counts = _solve(order, tables, caps, diagonal, most, margin)
+        if counts is None:
+            return None
+        layers = [[counts[place[c]] if c in place else 0 for c in range(len(row))] for place, row in zip(diagonal, none, strict=True)]
+        if _fit(order, tables, layers, caps):
+            return sum(counts), layers
+    return None
+
+
+def _solve(
+    order: Order, tables: Tables, caps: tuple[int, ...], diagonal: list[dict[int, int]], most: list[int], margin: float
+) -> list[int] | None:
+    model = Model()
+    count = [model.variable(0, bound, integer=True, cost=1.0) for bound in most]
+    any_layer = [model.binary() for _ in most]
+    for d, bound in enumerate(most):
+        model.row([(count[d], 1.0), (any_layer[d], -bound)], upper=0.0)
+    for p, place in enumerate(diagonal):
+        for level, alive, c in _levels(order, tables, p):
+            room = (caps[p] - level) / UNIT_BYTES - margin
+            workspace = tables.workspace[p][c] / UNIT_BYTES
+            if workspace <= room:
+                continue
+            terms = [(count[place[u]], -tables.saved[p][u] / UNIT_BYTES) for u in alive]
+            model.row([*terms, (any_layer[place[c]], workspace)], upper=room)
+    values = model.solve(gap=GAP).values
+    return None if values is None else [round(values[variable]) for variable in count]
+
+
+def _levels(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, list[int], int]]:
+    """At every backward of a stage: live bytes with nothing recomputed, the chunks alive, and the one whose backward it is.
+
+    Between backwards bytes only rise, so no forward is above the backward that follows it.
+    """
+    activation = tables.activation[p]
+    live = tables.static[p]
+    alive: dict[int, None] = {}
+    for op, _, c in order[p]:
+        if op is Op.F:
+            live += activation[c] + tables.forward_alloc[p][c] - tables.forward_free[p][c]
+            alive[c] = None
+        else:
+            live += tables.backward_alloc[p][c]
+            yield live, list(alive), c
+            live -= activation[c] + tables.backward_free[p][c]
+            del alive[c]
+
+
+def _fit(order: Order, tables: Tables, layers: Layers, caps: tuple[int, ...]) -> bool:
+    return all(peak <= cap for peak, cap in zip(peaks_bytes(order, tables, layers), caps, strict=True))

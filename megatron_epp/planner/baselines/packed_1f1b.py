@@ -1,0 +1,29 @@
+"""Stock 1F1B, whole sequences packed up to the context length."""
+
+from __future__ import annotations
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.baselines.contest import Contest
+from megatron_epp.planner.baselines.order import seq1f1b_order
+from megatron_epp.planner.baselines.rows import context_tokens, first_fit
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.schedule import Chunk, Segment
+
+
+def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Rows of whole sequences up to `options.context` tokens (first fit, longest first); the least uniform recompute that fits.
+
+    Kinder than the original: rows are not padded to the context, and sequences of a row do not attend to each other.
+
+    Raises:
+        InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context.
+    """
+    contest = Contest(problem, costs, options)
+    lengths = problem.lengths
+    longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
+    rows = first_fit([(q, lengths[q]) for q in longest_first], context_tokens(problem, options))
+    chunks = tuple(Chunk(tuple(Segment(q, 0, lengths[q]) for q in row)) for row in rows)
+    order = seq1f1b_order([[c] for c in range(len(chunks))], problem.num_stages, problem.forward_only)
+    contest.enter_uniform(chunks, order)
+    return contest.result()

@@ -1,0 +1,46 @@
+"""Seq1F1B with chunks of one fixed size and uniform recompute: the strongest rival InfiniPipe measures itself against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.baselines.contest import Contest
+from megatron_epp.planner.baselines.order import seq1f1b_order
+from megatron_epp.planner.baselines.rows import chunk_sizes, first_fit, split
+from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.schedule import Chunk, Segment
+
+
+def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Cut what is longer than the chunk size, pack the rest up to it; the least uniform recompute that fits; the best size.
+
+    A real run fixes one size for all batches; here every batch gets its own best of about ten, which favours the baseline.
+    With `options.chunk_tokens` that is the size.
+
+    Raises:
+        InfeasibleError: no size fits the cap, even with all layers recomputed.
+    """
+    contest = Contest(problem, costs, options)
+    for size in chunk_sizes(problem, options):
+        chunks = fixed_size_chunks(problem.lengths, size)
+        order = seq1f1b_order(slice_groups(chunks), problem.num_stages, problem.forward_only)
+        contest.enter_uniform(chunks, order)
+    return contest.result()
+
+
+def fixed_size_chunks(lengths: Sequence[int], size: int) -> tuple[Chunk, ...]:
+    """Slices of `size` tokens; short sequences fill up the last slices and then chunks of their own, first fit in batch order.
+
+    Sequences with the most slices come first.
+    """
+    long = sorted((q for q, length in enumerate(lengths) if length > size), key=lambda q: (-(-(-lengths[q] // size)), q))
+    slices = [split(q, lengths[q], size) for q in long]
+    short = [(q, length) for q, length in enumerate(lengths) if length <= size]
+    bins = first_fit(short, size, [parts[-1].num_tokens for parts in slices])
+    whole = [tuple(Segment(q, 0, lengths[q]) for q in held) for held in bins]
+    for parts, riders in zip(slices, whole, strict=False):
+        parts[-1] = Chunk(parts[-1].segments + riders)
+    return (*(chunk for parts in slices for chunk in parts), *map(Chunk, whole[len(slices) :]))
