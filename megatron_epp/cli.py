@@ -1,6 +1,6 @@
-"""The command line: ``megatron-epp plan | check | simulate | compare | show | prepare``.
+"""The command line: ``megatron-epp plan | check | simulate | compare | show | profile | rehearse | prepare``.
 
-Everything but `prepare` runs without torch, Megatron or a GPU. Exit codes: 0 done, 1 `check` found violations, 2 an error.
+Everything but the last three runs without torch, Megatron or a GPU. Exit codes: 0 done, 1 `check` found violations, 2 an error.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megatron_epp
+from megatron_epp.cli_compare import compare
 from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, problem_of
+from megatron_epp.cli_progress import progress
 from megatron_epp.mcore import prepare
 from megatron_epp.planner import PLANNERS, plan
-from megatron_epp.report.compare import against, comparison
+from megatron_epp.report.compare import against
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.table import format_bytes, format_us, table
@@ -38,7 +40,10 @@ _PLAN_EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
   megatron-epp plan --lengths 1200,88,40961 -o plan.json
 a batch of 512 drawn from a file of lengths
-  shuf -n 512 lengths.txt | megatron-epp plan --lengths-file - --stages 8 --memory-cap-gb 40
+  shuf -n 512 lengths.txt | megatron-epp plan --lengths - --pipeline-size 8 --memory-gb 40
+the first 512 documents of a Megatron index, for a shipped model and cluster
+  megatron-epp plan --lengths documents.idx --batch-size 512 --context 131072 \\
+    --model llama3-8b --cluster h100x8 --pipeline-size 8 -o plan.json
 """
 
 
@@ -106,8 +111,9 @@ def _add_simulate(commands: Commands) -> None:
 
 
 def _add_compare(commands: Commands) -> None:
-    parser = _command(commands, "compare", _compare, "plan one batch with several planners and print them side by side")
-    add_problem(parser)
+    parser = _command(commands, "compare", _compare, "plan batches with several planners and print them side by side")
+    add_problem(parser, several_batches=True)
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON, a row per batch and planner")
     parser.add_argument(
         "--planner", action="append", choices=sorted(PLANNERS), help="a planner to compare; repeat it for more (default: all)"
     )
@@ -124,6 +130,8 @@ def _add_show(commands: Commands) -> None:
         help="the suffix decides: .png, .svg or .pdf for a Gantt picture, .json for a trace (open it in ui.perfetto.dev), "
         ".txt for text. Without it: text on the screen",
     )
+    parser.add_argument("--png", metavar="FILE", help="write a Gantt picture with the memory of every stage")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
     _add_width(parser)
 
 
@@ -138,7 +146,9 @@ def _add_width(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    made = plan(problem_of(args), costs_of(args), options_of(args, args.planner))
+    problem, costs = problem_of(args), costs_of(args)
+    with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
+        made = plan(problem, costs, options_of(args, args.planner))
     if args.output:
         save(made, args.output)
     print(_summary(made, args))
@@ -165,29 +175,32 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    problem, costs = problem_of(args), costs_of(args)
-    names = list(dict.fromkeys(args.planner or sorted(PLANNERS)))
-    print(comparison([(name, plan(problem, costs, options_of(args, name))) for name in names]))
+    print(compare(args))
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
     made = _load(args.plan)
     measured = Measured.load(args.measured) if args.measured else None
-    suffix = Path(args.output).suffix.lower() if args.output else ".txt"
-    if suffix in _PICTURES:
-        save_gantt(made, args.output, measured)
-    elif suffix == ".json":
-        save_trace(made, args.output, measured)
-    elif suffix == ".txt":
-        text = _summary(made, args) if measured is None else f"{_summary(made, args)}\n\n{against(made, measured)}"
-        if args.output:
-            Path(args.output).write_text(text + "\n", encoding="utf-8")
-        else:
-            print(text)
-    else:
-        raise EppError(f"--output {args.output}: unknown suffix {suffix!r}; use {', '.join(_PICTURES)}, .json or .txt")
+    outputs = [args.output, args.png, args.trace]
+    if not any(outputs):
+        print(_text(made, measured, args))
+    with progress("drawing"):
+        for path in filter(None, outputs):
+            suffix = Path(path).suffix.lower()
+            if path is args.png or suffix in _PICTURES:
+                save_gantt(made, path, measured)
+            elif path is args.trace or suffix == ".json":
+                save_trace(made, path, measured)
+            elif suffix == ".txt":
+                Path(path).write_text(_text(made, measured, args) + "\n", encoding="utf-8")
+            else:
+                raise EppError(f"--output {path}: unknown suffix {suffix!r}; use {', '.join(_PICTURES)}, .json or .txt")
     return 0
+
+
+def _text(made: Plan, measured: Measured | None, args: argparse.Namespace) -> str:
+    return _summary(made, args) if measured is None else f"{_summary(made, args)}\n\n{against(made, measured)}"
 
 
 def _summary(made: Plan, args: argparse.Namespace) -> str:

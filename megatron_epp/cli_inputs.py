@@ -3,33 +3,69 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any, Literal
 
-from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.cli_lengths import add_batch, lengths_of
+from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile
+from megatron_epp.cost.library import (
+    RATES,
+    Cluster,
+    balanced_layers,
+    even_layers,
+    load_cluster,
+    load_costs,
+    load_flags,
+    shape_of,
+    shipped,
+)
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.schedule.errors import EppError
 
-_RATES = {"h100": H100, "cpu": CPU}
+_MODEL: dict[str, Any] = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+    "swiglu": True,
+    "bf16": True,
+}
+"""Without --model: as Llama 3 8B, so that planning needs no YAML."""
+_HEADROOM = 0.9
+"""Share of a device's memory that a plan may fill where no cap is given."""
 
 
-def add_problem(parser: argparse.ArgumentParser) -> None:
-    """Add the flags. Those that Megatron has too also go by Megatron's names, those of the plugin also by ``--epp-...``."""
-    batch = parser.add_argument_group("batch")
-    source = batch.add_mutually_exclusive_group(required=True)
-    source.add_argument("--lengths", metavar="N,N,...", help="tokens of every sequence")
-    source.add_argument("--lengths-file", metavar="FILE", help="numbers separated by spaces, commas or lines; - reads stdin")
-    batch.add_argument("--forward-only", action="store_true", help="plan an evaluation, without backward")
+def add_problem(parser: argparse.ArgumentParser, several_batches: bool = False) -> None:
+    """Add the flags. Those that Megatron has too also go by Megatron's names, those of the plugin also by ``--epp-...``.
 
+    Args:
+        several_batches: the flags that name batches may be given several times.
+    """
+    add_batch(parser, several_batches)
+    _add_pipeline(parser)
+    _add_costs(parser)
+
+
+def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     pipeline = parser.add_argument_group("pipeline")
-    _count(pipeline, "--stages", "--pipeline-model-parallel-size", default=4, help="pipeline stages, one per rank (default: 4)")
+    names = ("--stages", "--pipeline-size", "--pipeline-model-parallel-size")
+    _count(pipeline, *names, default=4, help="pipeline stages, one per rank (default: 4)")
+    pipeline.add_argument(
+        "--layers-per-stage",
+        default="even",
+        metavar="even|balanced|N,N,...",
+        help="balanced: fewer where the vocabulary's work comes on top (default: even)",
+    )
     pipeline.add_argument(
         "--memory-cap-gb",
+        "--memory-gb",
         "--epp-memory-cap-gb",
         type=_positive_number,
         metavar="GB",
-        help="what one rank may hold, in 2^30 bytes, weights and optimizer included (default: no cap)",
+        help="what one rank may hold, in 2^30 bytes, weights and optimizer included "
+        "(default: 90%% of the --cluster's device memory; no cap without)",
     )
     _count(pipeline, "--chunk-tokens", "--epp-chunk-tokens", help="most tokens of a chunk (default: no limit)")
     _count(pipeline, "--slices", "--epp-slices", help="slices of the longest sequence (default: the planner chooses)")
@@ -41,29 +77,56 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
         help="layers per stage that recompute in backward: as few as the cap allows, or a number (default: auto)",
     )
     _count(pipeline, "--token-multiple", default=1, help="pad chunks to a multiple of this many tokens (default: 1)")
+    pipeline.add_argument("--seed", type=int, default=0, metavar="S", help="of the planner's search (default: 0)")
 
-    costs = parser.add_argument_group("costs", "from a profile, or by formula from the model's shape (default: an 8B model)")
-    costs.add_argument("--costs", metavar="FILE", help="a cost profile (JSON), in place of the flags below; it fixes --stages")
-    costs.add_argument(
-        "--rates", choices=sorted(_RATES), default="h100", help="the machine the formulas assume (default: h100)"
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    costs = parser.add_argument_group(
+        "costs", "from a profile, or by formula from a model and a machine (default: an 8B model)"
     )
-    _count(costs, "--layers", "--num-layers", default=32, help="transformer layers (default: 32)")
-    _count(costs, "--hidden", "--hidden-size", default=4096, help="width of the residual stream (default: 4096)")
-    _count(costs, "--ffn", "--ffn-hidden-size", default=14336, help="width inside the MLP (default: 14336)")
-    _count(costs, "--heads", "--num-attention-heads", default=32, help="query heads (default: 32)")
-    _count(costs, "--kv-heads", "--num-query-groups", default=8, help="key and value heads (default: 8)")
-    _count(costs, "--vocab", "--vocab-size", default=128256, help="vocabulary size (default: 128256)")
-    costs.add_argument("--no-gated-mlp", dest="gated_mlp", action="store_false", help="one input projection, not two (SwiGLU)")
-    _count(costs, "--bytes-per-value", default=2, help="of activations: 2 for bf16, 4 for fp32 (default: 2)")
-    _count(costs, "--tensor-parallel", "--tensor-model-parallel-size", default=1, help="ranks that share a layer (default: 1)")
+    costs.add_argument(
+        "--costs", metavar="FILE", help="what `megatron-epp profile` or a training run wrote, in place of formulas"
+    )
+    costs.add_argument(
+        "--model", metavar="NAME|FILE", help=f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))}"
+    )
+    costs.add_argument(
+        "--cluster", metavar="NAME|FILE", help=f"YAML of a machine's rates; shipped: {', '.join(shipped('clusters'))}"
+    )
+    costs.add_argument("--rates", choices=sorted(RATES), help="the machine the formulas assume (default: h100)")
+    _count(costs, "--layers", "--num-layers", help="transformer layers (default: 32)")
+    _count(costs, "--hidden", "--hidden-size", help="width of the residual stream (default: 4096)")
+    _count(costs, "--ffn", "--ffn-hidden-size", help="width inside the MLP, or inside an expert (default: 14336)")
+    _count(costs, "--heads", "--num-attention-heads", help="query heads (default: 32)")
+    _count(costs, "--kv-heads", "--num-query-groups", help="key and value heads (default: 8)")
+    _count(costs, "--vocab", "--vocab-size", help="vocabulary size (default: 128256)")
+    costs.add_argument("--no-gated-mlp", action="store_true", help="one input projection, not two (SwiGLU)")
+    _count(costs, "--experts", "--num-experts", help="experts per layer (default: none)")
+    _count(costs, "--experts-per-token", "--moe-router-topk", help="experts a token passes (default: 2)")
+    _count(costs, "--bytes-per-value", help="of activations: 2 for bf16, 4 for fp32 (default: 2)")
+    _count(costs, "--tensor-parallel", "--tensor-model-parallel-size", help="ranks that share a layer (default: 1)")
     costs.add_argument("--sequence-parallel", action="store_true", help="they share the tokens between matrix products too")
+    _count(costs, "--context-parallel", "--context-parallel-size", help="ranks that share the tokens (default: 1)")
+    _count(costs, "--expert-parallel", "--expert-model-parallel-size", help="ranks that share the experts (default: 1)")
+    _count(costs, "--data-parallel", default=1, help="replicas that share the optimizer's state (default: 1)")
 
 
-def problem_of(args: argparse.Namespace) -> Problem:
-    """Raises `EppError` when the lengths are not what they should be."""
-    cap_bytes = UNLIMITED_BYTES if args.memory_cap_gb is None else int(args.memory_cap_gb * 2**30)
+def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None) -> Problem:
+    """The problem of one batch.
+
+    Args:
+        args: parsed flags.
+        lengths: of the batch; None for the one that the flags name.
+
+    Raises:
+        EppError: the lengths, or the cluster's file, are not what they should be.
+    """
+    cap_gb = args.memory_cap_gb
+    if cap_gb is None and (cluster := _cluster(args)) is not None and cluster.device_memory_gb is not None:
+        cap_gb = _HEADROOM * cluster.device_memory_gb
+    cap_bytes = UNLIMITED_BYTES if cap_gb is None else int(cap_gb * 2**30)
     return Problem(
-        lengths=_lengths(args),
+        lengths=lengths_of(args) if lengths is None else lengths,
         placement=tuple(range(args.stages)),
         cap_bytes=(cap_bytes,) * args.stages,
         token_multiple=args.token_multiple,
@@ -76,43 +139,88 @@ def options_of(args: argparse.Namespace, planner: str) -> Options:
     if args.recompute != "auto" and not args.recompute.isdecimal():
         raise EppError(f"--recompute {args.recompute}: give auto or a number of layers")
     recompute: Literal["auto"] | int = "auto" if args.recompute == "auto" else int(args.recompute)
-    return Options(chunk_tokens=args.chunk_tokens, slices=args.slices, recompute=recompute, planner=planner)
+    return Options(
+        chunk_tokens=args.chunk_tokens,
+        slices=args.slices,
+        context=args.context,
+        recompute=recompute,
+        planner=planner,
+        seed=args.seed,
+    )
 
 
 def costs_of(args: argparse.Namespace) -> PipelineCosts:
-    """Raises `EppError` when the profile cannot be read or the layers do not divide into the stages."""
-    if args.costs is not None:
-        return PipelineCosts.from_json(Path(args.costs).read_text(encoding="utf-8", errors="replace"))
-    if args.layers % args.stages:
-        raise EppError(f"{args.layers} layers do not divide into {args.stages} stages; change --layers or --stages")
-    shape = ModelShape(
-        num_layers=args.layers,
-        hidden_size=args.hidden,
-        ffn_hidden_size=args.ffn,
-        num_attention_heads=args.heads,
-        num_query_groups=args.kv_heads,
-        vocab_size=args.vocab,
-        gated_mlp=args.gated_mlp,
-        bytes_per_value=args.bytes_per_value,
-        tensor_parallel=args.tensor_parallel,
-        sequence_parallel=args.sequence_parallel,
-    )
-    return analytic_costs(shape, _RATES[args.rates], [args.layers // args.stages] * args.stages)
+    """Raises `EppError` when a file cannot be read, a flag does not fit the model, or the layers do not make the stages."""
+    if args.costs is None:
+        profile = analytic_profile(shape_of(flags_of(args)), _rates(args))
+    else:
+        stored = load_costs(args.costs)
+        if isinstance(stored, PipelineCosts):
+            return stored
+        profile = stored
+    num_layers = flags_of(args)["num_layers"] if args.costs is None or args.layers or args.model else profile.num_layers
+    return profile.costs(_layers(args, profile, num_layers), state_bytes_per_parameter=6 + 12 / args.data_parallel)
 
 
-def count(text: str) -> int:
-    """A whole number from 1, as argparse reads it."""
-    if not _is_count(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
+def _layers(args: argparse.Namespace, profile: Profile, num_layers: int) -> tuple[int, ...]:
+    """Layers of every stage."""
+    if args.layers_per_stage == "even":
+        return even_layers(num_layers, args.stages)
+    if args.layers_per_stage == "balanced":
+        return balanced_layers(profile, num_layers, args.stages)
+    words = args.layers_per_stage.split(",")
+    layers = tuple(int(word) for word in words if word.isdecimal())
+    if len(layers) != len(words) or len(layers) != args.stages or sum(layers) != num_layers:
+        raise EppError(
+            f"--layers-per-stage {args.layers_per_stage}: give even, balanced, or {args.stages} whole numbers (one for each of "
+            f"--stages) that add up to {num_layers} (--layers)"
+        )
+    return layers
+
+
+def flags_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Megatron's flags of the model: those of the file, or of an 8B model, and over them those given."""
+    flags = dict(_MODEL) if args.model is None else dict(load_flags(args.model))
+    given = {
+        "num_layers": args.layers,
+        "hidden_size": args.hidden,
+        "ffn_hidden_size": args.ffn,
+        "num_attention_heads": args.heads,
+        "group_query_attention": True if args.kv_heads else None,
+        "num_query_groups": args.kv_heads,
+        "vocab_size": args.vocab,
+        "swiglu": False if args.no_gated_mlp else None,
+        "num_experts": args.experts,
+        "moe_router_topk": args.experts_per_token,
+        "bf16": None if args.bytes_per_value is None else args.bytes_per_value == 2,
+        "tensor_model_parallel_size": args.tensor_parallel,
+        "sequence_parallel": args.sequence_parallel or None,
+        "context_parallel_size": args.context_parallel,
+        "expert_model_parallel_size": args.expert_parallel,
+    }
+    return flags | {name: value for name, value in given.items() if value is not None}
+
+
+def _cluster(args: argparse.Namespace) -> Cluster | None:
+    return None if args.cluster is None else load_cluster(args.cluster)
+
+
+def _rates(args: argparse.Namespace) -> Rates:
+    if args.cluster is not None and args.rates is not None:
+        raise EppError("--cluster and --rates both name a machine; give one of them")
+    cluster = _cluster(args)
+    return RATES[args.rates or "h100"] if cluster is None else cluster.rates
 
 
 def _count(group: argparse._ArgumentGroup, *flags: str, **settings: Any) -> None:
     group.add_argument(*flags, type=count, metavar="N", **settings)
 
 
-def _is_count(text: str) -> bool:
-    return text.isdecimal() and len(text) < 16 and int(text) > 0
+def count(text: str) -> int:
+    """A whole number from 1, as argparse reads it."""
+    if not (text.isdecimal() and len(text) < 16 and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
 
 
 def _positive_number(text: str) -> float:
@@ -123,21 +231,3 @@ def _positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value
-
-
-def _lengths(args: argparse.Namespace) -> tuple[int, ...]:
-    if args.lengths is not None:
-        flag, text = "--lengths", args.lengths
-    else:
-        flag = f"--lengths-file {args.lengths_file}"
-        text = (
-            sys.stdin.read()
-            if args.lengths_file == "-"
-            else Path(args.lengths_file).read_text(encoding="utf-8", errors="replace")
-        )
-    words = text.replace(",", " ").split()
-    if wrong := next((word for word in words if not _is_count(word)), None):
-        raise EppError(f"{flag}: {wrong!r} is not a number of tokens (a whole number, 1 or more)")
-    if not words:
-        raise EppError(f"{flag}: no lengths")
-    return tuple(int(word) for word in words)

@@ -58,8 +58,8 @@ def flags_of(settings: dict[str, Any]) -> list[str]:
 
 
 def tiny_gpt(**changes: Any) -> dict[str, Any]:
-    """The settings of ``configs/tiny-gpt.yaml`` with changes; on a GPU in bf16 over NCCL."""
-    settings: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "tiny-gpt.yaml").read_text())["megatron"]
+    """The settings of ``configs/models/tiny-gpt.yaml`` with changes; on a GPU in bf16 over NCCL."""
+    settings: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "models" / "tiny-gpt.yaml").read_text())["megatron"]
     if torch.cuda.is_available():
         settings |= {"bf16": True, "distributed_backend": "nccl"}
     else:

@@ -111,6 +111,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
     return Profile(
         name=f"analytic:{rates.name}",
+        num_layers=shape.num_layers,
         layer=_layer(shape, rates),
         embedding=Part(forward=copy, backward=copy, parameters=vocabulary),
         head=_head(shape, rates),

@@ -54,6 +54,7 @@ class Profile:
 
     Attributes:
         name: for the plan's record.
+        num_layers: of the model that was profiled; a pipeline of it may have others.
         layer, embedding, head: the parts.
         recomputed_layer_bytes_per_token: kept by a layer that recomputes: its input.
         kv_bytes_per_token: keys and values of one layer.
@@ -64,6 +65,7 @@ class Profile:
     """
 
     name: str
+    num_layers: int
     layer: Part
     embedding: Part = Part()
     head: Part = Part()

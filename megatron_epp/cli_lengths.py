@@ -1,0 +1,122 @@
+"""Lengths of batches from the command line: numbers, text files, or Megatron's index files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from megatron_epp.schedule.errors import EppError
+
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+
+
+def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
+    """Add the flags that name the batch, or with `several` the batches."""
+    batch = parser.add_argument_group("batches" if several else "batch")
+    repeat = "; repeat it for more batches" if several else ""
+    batch.add_argument(
+        "--lengths",
+        "--lengths-file",
+        action="append" if several else "store",
+        required=True,
+        metavar="FILE|N,N,...",
+        help="tokens of every sequence: a file with one number per line (commas and spaces will do), a Megatron .idx file, "
+        f"- for stdin, or the numbers themselves{repeat}",
+    )
+    batch.add_argument(
+        "--context", type=_whole, metavar="N", help="longer sequences are cut to this many tokens (default: none)"
+    )
+    batch.add_argument(
+        "--batch-size",
+        type=_whole,
+        metavar="N",
+        help="a batch is this many sequences, from the file's first on"
+        + (", --batches times" if several else "")
+        + " (default: all)",
+    )
+    if several:
+        batch.add_argument(
+            "--batches", type=_whole, default=1, metavar="K", help="batches per file with --batch-size (default: 1)"
+        )
+    batch.add_argument("--forward-only", action="store_true", help="plan an evaluation, without backward")
+
+
+def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
+    """The one batch. Raises `EppError`."""
+    return _cut(_read(args.lengths), args.context)[: args.batch_size]
+
+
+def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and lengths of every batch. Raises `EppError`."""
+    batches = []
+    for source in args.lengths:
+        lengths, size = _cut(_read(source), args.context), args.batch_size
+        if size is None:
+            batches.append((source, lengths))
+            continue
+        for number in range(args.batches):
+            if part := lengths[number * size : (number + 1) * size]:
+                batches.append((f"{source}[{number * size}:{number * size + len(part)}]", part))
+    return batches
+
+
+def _read(source: str) -> tuple[int, ...]:
+    if re.fullmatch(r"[\d,\s]+", source):
+        return _numbers(source, f"--lengths {source}")
+    if source == "-":
+        return _numbers(sys.stdin.read(), "--lengths -")
+    path = Path(source)
+    if not path.is_file():
+        wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
+        raise EppError(f"--lengths {source}: there is no such file, and {wrong!r} is not a number of tokens")
+    if path.suffix == ".idx":
+        return _index(path)
+    return _numbers(path.read_text(encoding="utf-8", errors="replace"), f"--lengths {source}")
+
+
+def _numbers(text: str, flag: str) -> tuple[int, ...]:
+    words = text.replace(",", " ").split()
+    if wrong := next((word for word in words if not _is_count(word)), None):
+        raise EppError(f"{flag}: {wrong!r} is not a number of tokens (a whole number, 1 or more)")
+    if not words:
+        raise EppError(f"{flag}: no lengths")
+    return tuple(map(int, words))
+
+
+def _index(path: Path) -> tuple[int, ...]:
+    """Positions that each document of a Megatron index trains: its tokens but one. Those of fewer than two are left out."""
+    raw = path.read_bytes()
+    if len(raw) < _INDEX_HEADER.size or not raw.startswith(_INDEX_MAGIC):
+        raise EppError(f"--lengths {path}: not a Megatron index")
+    *_, sequences, boundaries = _INDEX_HEADER.unpack_from(raw)
+    try:
+        sizes = np.frombuffer(raw, np.int32, sequences, _INDEX_HEADER.size)
+        starts = np.frombuffer(raw, np.int64, boundaries, _INDEX_HEADER.size + 12 * sequences)
+        ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[starts]
+    except (ValueError, IndexError) as error:
+        raise EppError(f"--lengths {path}: the index does not fit its header ({error})") from error
+    positions = np.diff(ends) - 1
+    lengths = tuple(positions[positions > 0].tolist())
+    if not lengths:
+        raise EppError(f"--lengths {path}: no document of two tokens or more")
+    return lengths
+
+
+def _cut(lengths: tuple[int, ...], context: int | None) -> tuple[int, ...]:
+    return lengths if context is None else tuple(min(length, context) for length in lengths)
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) < 16 and int(text) > 0
+
+
+def _whole(text: str) -> int:
+    if not _is_count(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)

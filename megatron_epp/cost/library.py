@@ -1,0 +1,188 @@
+"""Models and clusters as YAML files, by path or by the name of one that ships with the package.
+
+A model file holds Megatron's own flags under ``megatron:``; a cluster file holds `Rates` and the memory of a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cost.analytic import CPU, H100, Rates
+from megatron_epp.cost.profile import SCHEMA as PROFILE_SCHEMA
+from megatron_epp.cost.profile import Profile
+from megatron_epp.cost.shape import ModelShape
+from megatron_epp.cost.stage import PipelineCosts
+from megatron_epp.schedule import EppError
+
+RATES = {"h100": H100, "cpu": CPU}
+"""Rates by name: what a cluster file starts from."""
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+"""Where shipped files are: inside an installed package, or beside the package in a checkout."""
+_VOCABULARY_MULTIPLE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A kind of machine. device_memory_gb: of one device, in 2^30 bytes; None where it sets no cap."""
+
+    name: str
+    rates: Rates
+    device_memory_gb: float | None
+
+
+def shipped(kind: str) -> list[str]:
+    """Names of the shipped files of a kind: ``models``, ``clusters`` or ``profiles``."""
+    return sorted(path.stem for folder in _FOLDERS for path in (folder / kind).glob("*.*") if path.suffix in (".yaml", ".json"))
+
+
+def find(kind: str, name: str) -> Path:
+    """The file that a name or a path stands for.
+
+    Raises:
+        EppError: there is none; the message lists the shipped names.
+    """
+    candidates = [folder / kind / f"{name}{suffix}" for folder in _FOLDERS for suffix in (".yaml", ".json")]
+    for path in (Path(name), *candidates):
+        if path.is_file():
+            return path
+    raise EppError(f"there is no file {name}, and no such name among the shipped {kind}: {', '.join(shipped(kind))}")
+
+
+def load_flags(name: str) -> dict[str, Any]:
+    """Megatron's flags of a model, a dictionary with underscores in the names. Raises `EppError`."""
+    path = find("models", name)
+    flags = _mapping(path).get("megatron")
+    if not isinstance(flags, dict):
+        raise EppError(f"{path} has no `megatron:` with Megatron's flags under it")
+    return flags
+
+
+def load_cluster(name: str) -> Cluster:
+    """Read a cluster file. Raises `EppError` naming the entry that is wrong."""
+    path = find("clusters", name)
+    entries = _mapping(path)
+    base, memory = entries.pop("rates", "h100"), entries.pop("device_memory_gb", None)
+    if base not in RATES:
+        raise EppError(f"{path}: rates {base!r}; give one of {', '.join(RATES)}")
+    known = {field.name for field in fields(Rates)} - {"name"}
+    if unknown := sorted(set(entries) - known):
+        raise EppError(f"{path}: unknown {', '.join(unknown)}; there are device_memory_gb, rates, {', '.join(sorted(known))}")
+    numbers = {key: _number(path, key, value) for key, value in entries.items()}
+    rates = replace(RATES[base], name=path.stem, **numbers)
+    return Cluster(path.stem, rates, None if memory is None else _number(path, "device_memory_gb", memory))
+
+
+def load_costs(name: str) -> Profile | PipelineCosts:
+    """Read a profile, or the costs of a whole pipeline.
+
+    Args:
+        name: of a file, or of a shipped profile.
+
+    Raises:
+        EppError: there is no such file, or it is neither.
+    """
+    text = find("profiles", name).read_text(encoding="utf-8", errors="replace")
+    return Profile.from_json(text) if f'"{PROFILE_SCHEMA}"' in text else PipelineCosts.from_json(text)
+
+
+def shape_of(flags: dict[str, Any]) -> ModelShape:
+    """The shape that Megatron's flags describe, with Megatron's defaults.
+
+    Args:
+        flags: names with underscores; those that do not bear on the shape are ignored.
+
+    Raises:
+        EppError: a flag that makes a shape is missing or is not a whole number.
+    """
+
+    def whole(name: str, default: int | None = None) -> int:
+        value = flags.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or value < 1:
+            raise EppError(f"the model needs {name}, a whole number from 1; got {value!r}")
+        return value
+
+    gated, hidden, tensor = bool(flags.get("swiglu")), whole("hidden_size"), whole("tensor_model_parallel_size", 1)
+    ffn = whole("ffn_hidden_size", int(8 * hidden / 3 / 64) * 64 if gated else 4 * hidden)
+    heads, experts = whole("num_attention_heads"), flags.get("num_experts")
+    multiple = whole("make_vocab_size_divisible_by", _VOCABULARY_MULTIPLE) * tensor
+    return ModelShape(
+        num_layers=whole("num_layers"),
+        hidden_size=hidden,
+        ffn_hidden_size=ffn if experts is None else whole("moe_ffn_hidden_size", ffn),
+        num_attention_heads=heads,
+        num_query_groups=whole("num_query_groups", 1) if flags.get("group_query_attention") else None,
+        kv_channels=whole("kv_channels", hidden // heads),
+        vocab_size=-(-whole("vocab_size") // multiple) * multiple,
+        gated_mlp=gated,
+        num_experts=None if experts is None else whole("num_experts"),
+        experts_per_token=whole("moe_router_topk", 2) if experts is not None else 1,
+        bytes_per_value=2 if flags.get("bf16") or flags.get("fp16") else 4,
+        tensor_parallel=tensor,
+        sequence_parallel=bool(flags.get("sequence_parallel")),
+        context_parallel=whole("context_parallel_size", 1),
+        expert_parallel=whole("expert_model_parallel_size", 1),
+    )
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as whole layers allow; earlier stages take one more, for the last has the head too.
+
+    Raises:
+        EppError: there are more stages than layers.
+    """
+    if num_stages > num_layers:
+        raise EppError(f"{num_layers} layers do not make {num_stages} stages; change --layers or --stages")
+    each, more = divmod(num_layers, num_stages)
+    return tuple(each + (stage < more) for stage in range(num_stages))
+
+
+def balanced_layers(profile: Profile, num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage such that the stages' times per token come close: a large vocabulary takes layers off the last.
+
+    Each layer goes to the stage that would be done first with it, the earliest among equals.
+
+    Raises:
+        EppError: there are more stages than layers.
+    """
+    even_layers(num_layers, num_stages)
+    layer, embedding, head = (
+        (part.forward + part.backward).per_token_us for part in (profile.layer, profile.embedding, profile.head)
+    )
+    times = [0.0] * num_stages
+    times[0] += embedding
+    times[-1] += head
+    layers = [0] * num_stages
+    for _ in range(num_layers):
+        stage = min(range(num_stages), key=lambda s: (times[s], s))
+        times[stage] += layer
+        layers[stage] += 1
+    return tuple(layers)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise EppError(f"reading {path} needs PyYAML: pip install pyyaml (megatron-core[training] brings it)") from error
+    try:
+        body = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise EppError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(body, dict):
+        raise EppError(f"{path} holds no names with values")
+    return body
+
+
+def _number(path: Path, key: str, value: Any) -> float:
+    try:
+        number = float(value)  # YAML 1.1 reads 40e9 as text
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise EppError(f"{path}: {key} is {value!r}; it must be a number from 0")
+    return number
