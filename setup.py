@@ -21,8 +21,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.12",
-    packages=find_packages(include=["megatron_epp", "megatron_epp.*"]),
-    package_data={"megatron_epp": ["py.typed"]},
+    packages=[*find_packages(include=["megatron_epp", "megatron_epp.*"]), "megatron_epp.configs"],
+    package_dir={"megatron_epp.configs": "configs"},
+    package_data={"megatron_epp": ["py.typed"], "megatron_epp.configs": ["*/*.yaml", "*/*.json"]},
     install_requires=["torch>=2.6", "megatron-core[training]>=0.19,<0.20", "numpy"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],

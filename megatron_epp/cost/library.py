@@ -130,7 +130,9 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as whole layers allow; earlier stages take one more, for the last has the head too.
+    """Layers of each stage, as even as whole layers allow.
+
+    Those just before the last take one more: earlier ones hold more chunks at a time, and the last has the head.
 
     Raises:
         EppError: there are more stages than layers.
@@ -138,13 +140,13 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     if num_stages > num_layers:
         raise EppError(f"{num_layers} layers do not make {num_stages} stages; change --layers or --stages")
     each, more = divmod(num_layers, num_stages)
-    return tuple(each + (stage < more) for stage in range(num_stages))
+    return tuple(each + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages))
 
 
 def balanced_layers(profile: Profile, num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage such that the stages' times per token come close: a large vocabulary takes layers off the last.
 
-    Each layer goes to the stage that would be done first with it, the earliest among equals.
+    Each layer goes to the stage that has least to do, the latest among equals, where fewest chunks are held at a time.
 
     Raises:
         EppError: there are more stages than layers.
@@ -158,7 +160,7 @@ def balanced_layers(profile: Profile, num_layers: int, num_stages: int) -> tuple
     times[-1] += head
     layers = [0] * num_stages
     for _ in range(num_layers):
-        stage = min(range(num_stages), key=lambda s: (times[s], s))
+        stage = min(range(num_stages), key=lambda s: (times[s], -s))
         times[stage] += layer
         layers[stage] += 1
     return tuple(layers)
