@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
-from megatron_epp.planner.evaluate import Layers, backward_times, lower_bound_us
+from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.evaluate import Layers, backward_times
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
@@ -64,7 +65,9 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     if faults := check(plan):
         raise PlanError(f"planner {options.planner!r} made a plan that cannot run\n{report(plan, faults)}")
     timeline = simulate(plan)
-    bound_us = min(lower_bound_us(tables), timeline.makespan_us)  # they add in another order, so may differ in the last digit
+    bound_us = min(
+        lower_bound_us(tables, made.chunks, problem, options), timeline.makespan_us
+    )  # they add in another order, so may differ in the last digit
     return replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
 
 

@@ -69,34 +69,3 @@ def makespan_us(order: Order, tables: Tables, layers: Layers) -> float:
             raise PlanError(f"the order deadlocks; the ranks that are not done wait at {', '.join(stuck)}")
         ranks.reverse()
     return max(clock)
-
-
-def lower_bound_us(tables: Tables) -> float:
-    """No order and no choice of recompute gives these chunks, one stage per rank and whole backwards, a shorter makespan.
-
-    A rank runs all its forwards and backwards one after another. It cannot start before some chunk has come through all
-    earlier stages, and after its last action, a backward, that chunk still has to go back through them. And a single chunk
-    passes all stages forward and back one after another. Recompute only adds to either. Without backwards the last action
-    is a forward, which still has to go through the later stages.
-    """
-    message = tables.message_us
-    arrive = _ways(tables.forward_us, message)
-    if tables.backward_us:
-        loads = [sum(ahead) + sum(back) for ahead, back in zip(tables.forward_us, tables.backward_us, strict=True)]
-        leave = _ways(tables.backward_us, message)
-        turn = [ahead + back for ahead, back in zip(tables.forward_us[-1], tables.backward_us[-1], strict=True)]
-        passes = zip(arrive[-1], turn, leave[-1], strict=True)
-    else:
-        loads = [sum(ahead) for ahead in tables.forward_us]
-        leave = _ways(tables.forward_us[::-1], message)[::-1]
-        passes = zip(arrive[-1], tables.forward_us[-1], leave[-1], strict=True)
-    busy = max(min(first) + load + min(last) for first, load, last in zip(arrive, loads, leave, strict=True))
-    return max(busy, *map(sum, passes))
-
-
-def _ways(times: Times, message: list[float]) -> Times:
-    """For every stage and chunk, the time through all earlier stages and the messages between."""
-    ways = [[0.0] * len(message)]
-    for row in times[:-1]:
-        ways.append([way + time + hop for way, time, hop in zip(ways[-1], row, message, strict=True)])
-    return ways

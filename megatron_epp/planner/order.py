@@ -1,12 +1,15 @@
 """Schedules: from a chunk table and a number of stages to every rank's list of actions.
 
 A schedule is a function ``(chunks, num_stages, forward_only) -> Order``. Chunk tables are numbered in forward order: the slices
-of a sequence stand together, ascending (`forward_order` makes them so).
+of a sequence stand together, ascending.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron_epp.schedule import Action, Chunk, Op
 
@@ -53,3 +56,53 @@ def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -
             actions.append(backward[done])
         orders.append(tuple(actions))
     return tuple(orders)
+
+
+@dataclass(frozen=True, slots=True)
+class Stairs:
+    """A schedule of one stage per rank that is the same on every rank, only earlier by some backwards from rank to rank.
+
+    Before its k-th backward the last rank has run the forwards of the sequence that the backward belongs to and no more
+    (`late`), or as many as there are backwards behind it plus that sequence's slices (`elastic_1f1b` does so). A rank r above the
+    last runs before its k-th backward what the last rank runs before its backward ``k + slope * r``. So all ranks run their
+    forwards in the same runs, and none starves another.
+
+    Late stairs keep least alive: while the backwards of a long sequence run, no forwards come in between but those that the
+    ranks below need next. A slope of 1 is 1F1B, without any slack: there every difference between two chunks is waited for
+    on all ranks. With a slope of 2 a rank has as many chunks waiting for the next as it has ranks below it.
+
+    Attributes:
+        late: no forwards ahead of need.
+        slope: backwards of lead from a rank to the one above it; at least 1.
+    """
+
+    late: bool
+    slope: float
+
+    def __call__(self, chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> Order:
+        groups = slice_groups(chunks)
+        total = len(chunks)
+        if forward_only:
+            return tuple(tuple(Action(Op.F, stage, c) for c in range(total)) for stage in range(num_stages))
+        descending = [c for group in groups for c in reversed(group)]
+        ahead = self._ahead(groups)
+        orders = []
+        for stage in range(num_stages):
+            forward = [Action(Op.F, stage, c) for c in range(total)]
+            lead = math.floor(self.slope * (num_stages - 1 - stage) + 0.5)
+            actions: list[Action] = []
+            run = 0
+            for c, upto in zip(descending, [*ahead[lead:], *[total] * min(lead, total)], strict=True):
+                if upto > run:
+                    actions += forward[run:upto]
+                    run = upto
+                actions.append(Action(Op.B, stage, c))
+            orders.append(tuple(actions))
+        return tuple(orders)
+
+    def _ahead(self, groups: Sequence[range]) -> list[int]:
+        """Forwards that the last rank has run before each of its backwards."""
+        if self.late:
+            return [group.stop for group in groups for _ in group]
+        windows = [len(group) for group in groups for _ in group]
+        return list(accumulate((done + window for done, window in enumerate(windows)), max))

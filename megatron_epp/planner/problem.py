@@ -45,7 +45,11 @@ class Options:
         context: tokens of a row of the planners that pad or pack to a fixed length; None for the longest sequence.
         recompute: "auto" recomputes as much as the memory caps ask for; a number recomputes that many layers of every stage.
         planner: a name in `PLANNERS`.
-        seed: of a planner's search; recorded in the plan. The planners here do not draw random numbers.
+        split_weight: run weight gradients as actions of their own (W) where the costs tell them apart.
+        offload: copy activations to the host and back where the costs have a link.
+        steps: of the local search that follows; each tries one change. A number, not a time, so that ranks agree.
+        budget_ms: time for planning; translated into steps by a fixed rate when `steps` is 0.
+        seed: of a planner's search; recorded in the plan.
     """
 
     chunk_tokens: int | None = None
@@ -53,6 +57,10 @@ class Options:
     context: int | None = None
     recompute: Literal["auto"] | int = "auto"
     planner: str = "greedy"
+    split_weight: bool = False
+    offload: bool = False
+    steps: int = 0
+    budget_ms: int | None = None
     seed: int = 0
 
 

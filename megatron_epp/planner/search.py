@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunking import Chunker, whole_sequences
-from megatron_epp.planner.evaluate import lower_bound_us, makespan_us
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.memory import fit_recompute
-from megatron_epp.planner.order import Schedule, elastic_1f1b
+from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import tabulate
+from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.schedule import Chunk, InfeasibleError
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
@@ -22,7 +23,16 @@ CHUNKS_PER_STAGE = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Grains the search may try: total work cut into that many chunks per stage. Coarser leaves bubbles, finer costs overhead."""
 MOST_CHUNKS = 1024
 """No grain aims at more chunks than that."""
-START = CHUNKS_PER_STAGE.index(4)
+FIRST: tuple[Schedule, ...] = (Stairs(late=True, slope=2), Stairs(late=False, slope=2))
+"""What every grain is tried with."""
+SECOND: tuple[Schedule, ...] = (
+    Stairs(late=True, slope=1.5),
+    Stairs(late=True, slope=1),
+    Stairs(late=False, slope=1.5),
+    Stairs(late=False, slope=1),
+    elastic_1f1b,
+)
+"""What the best grain is tried with besides, or all grains when none fits: less alive, less slack."""
 PATIENCE = 2
 """Grains in a row that may be no better before the search turns back."""
 CLEARLY = 0.99
@@ -30,22 +40,29 @@ CLEARLY = 0.99
 
 
 class Trials:
-    """Chunk tables tried so far, and the best of them."""
+    """Candidates tried so far, and the best of them."""
 
-    def __init__(self, problem: Problem, costs: Costs, options: Options, schedule: Schedule) -> None:
-        self.problem, self.costs, self.options, self.schedule = problem, costs, options, schedule
+    def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
+        self.problem, self.costs, self.options = problem, costs, options
         self.best: Decisions | None = None
         self.best_us = math.inf
         self.least_cap = 0
-        self.seen: set[tuple[Chunk, ...]] = set()
+        self.seen: set[tuple[tuple[Chunk, ...], Schedule]] = set()
 
-    def better(self, chunks: tuple[Chunk, ...]) -> bool:
+    def better(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule]) -> bool:
         """Try a table. True when it is faster than all before, or, while none fits, when it needs clearly less memory."""
-        self.seen.add(chunks)
-        tables = tabulate(chunks, self.problem, self.costs)
-        if lower_bound_us(tables) >= self.best_us:
+        schedules = [schedule for schedule in schedules if (chunks, schedule) not in self.seen]
+        if not schedules:
             return False
-        order = self.schedule(chunks, self.problem.num_stages, self.problem.forward_only)
+        tables = tabulate(chunks, self.problem, self.costs)
+        if lower_bound_us(tables, chunks, self.problem, self.options) >= self.best_us:
+            return False
+        found = [self._better(chunks, tables, schedule) for schedule in schedules]
+        return any(found)
+
+    def _better(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule) -> bool:
+        self.seen.add((chunks, schedule))
+        order = schedule(chunks, self.problem.num_stages, self.problem.forward_only)
         fit = fit_recompute(order, tables, self.problem.cap_bytes, self.options)
         if fit.layers is None:
             before = self.least_cap or math.inf
@@ -69,33 +86,36 @@ class Trials:
         )
 
 
-def greedy(problem: Problem, costs: Costs, options: Options, schedule: Schedule = elastic_1f1b) -> Decisions:
-    """Slice, pack, order by elastic 1F1B, recompute as needed; the grain with the least simulated makespan wins.
+def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Slice, pack, order in stairs, recompute as needed; grain and stairs with the least simulated makespan win.
 
-    One whole sequence per chunk in batch order, which is plain 1F1B, is always among what is tried where the token cap lets
+    One whole sequence per chunk, which is plain 1F1B, is always among what is tried where the token cap lets
     it, so the result is never slower than that. With `options.slices` there is one grain and nothing to search.
 
     Raises:
         InfeasibleError: no grain fits the memory caps.
     """
     chunker = Chunker.of(problem, costs, options.chunk_tokens)
-    trials = Trials(problem, costs, options, schedule)
+    trials = Trials(problem, costs, options)
     if options.slices is not None:
-        trials.better(chunker.table(chunker.grain(slices=options.slices)))
+        trials.better(chunker.table(chunker.grain(slices=options.slices)), (*FIRST, *SECOND))
         return trials.result()
     counts = [count for share in CHUNKS_PER_STAGE if (count := problem.num_stages * share) <= MOST_CHUNKS]
-    for walk in (counts[START:], counts[START - 1 :: -1]):
+    start = min(CHUNKS_PER_STAGE.index(12), len(counts) - 1)
+    for walk in (counts[start:], counts[start - 1 :: -1] if start else []):
         worse = 0
         for count in walk:
-            chunks = chunker.table(chunker.grain(chunks=count))
-            if chunks in trials.seen:
-                continue
-            worse = 0 if trials.better(chunks) else worse + 1
+            worse = 0 if trials.better(chunker.table(chunker.grain(chunks=count)), FIRST) else worse + 1
             if worse == PATIENCE:
                 break
+    if trials.best is not None:
+        trials.better(trials.best.chunks, SECOND)
+    else:
+        for count in counts:
+            trials.better(chunker.table(chunker.grain(chunks=count)), SECOND)
     whole = whole_sequences(problem.lengths)
-    if max(problem.lengths) <= chunker.token_cap and whole not in trials.seen:
-        trials.better(whole)
+    if max(problem.lengths) <= chunker.token_cap:
+        trials.better(whole, (elastic_1f1b,))
     return trials.result()
 
 
@@ -103,8 +123,8 @@ def baseline(schedule: Schedule) -> Planner:
     """A planner for whole sequences, one per chunk in batch order. It ignores `chunk_tokens` and `slices`."""
 
     def planner(problem: Problem, costs: Costs, options: Options) -> Decisions:
-        trials = Trials(problem, costs, options, schedule)
-        trials.better(whole_sequences(problem.lengths))
+        trials = Trials(problem, costs, options)
+        trials.better(whole_sequences(problem.lengths), (schedule,))
         return trials.result()
 
     return planner

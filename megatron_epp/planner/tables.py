@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -24,21 +25,29 @@ class Tables:
         num_layers: of each stage.
         forward_us, backward_us: of a pass without recompute.
         layer_us: added to the backward by each recomputed layer.
+        weight_us: of the weight gradient, a part of the backward.
         message_us: of each chunk's message, ``[chunk]``.
+        hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
         activation: kept from forward to backward with nothing recomputed.
         saved: less for each recomputed layer.
         workspace: of a backward that recomputes, gone at its end.
         forward_alloc, forward_free: of the forward, `activation` apart: caches of keys and values, and in a forward-only plan
             what is gone at its end.
         backward_alloc, backward_free: of the backward, `activation` and `workspace` apart: gradients of keys and values.
-        static: bytes of each stage held throughout.
+        weight_bytes: of what the backward keeps for a weight gradient that is split off.
+        static: bytes of each rank held throughout.
+        rank_of: the rank of each stage.
+        stages_of: the stages of each rank.
+        host_us_per_byte: of a copy to the host or back, infinite where there is no link.
     """
 
     num_layers: tuple[int, ...]
     forward_us: Times
     backward_us: Times
     layer_us: Times
+    weight_us: Times
     message_us: list[float]
+    hops: Times
     activation: Sizes
     saved: Sizes
     workspace: Sizes
@@ -46,7 +55,17 @@ class Tables:
     forward_free: Sizes
     backward_alloc: Sizes
     backward_free: Sizes
+    weight_bytes: Sizes
     static: tuple[int, ...]
+    rank_of: tuple[int, ...]
+    stages_of: tuple[tuple[int, ...], ...]
+    host_us_per_byte: float
+
+    @property
+    def input_us(self) -> Times:
+        """Backward times without the weight gradient."""
+        rows = zip(self.backward_us, self.weight_us, strict=True)
+        return [[whole - weight for whole, weight in zip(*row, strict=True)] for row in rows]
 
 
 def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs) -> Tables:
@@ -61,15 +80,28 @@ def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs) -> Tables:
     stage_sizes = [_sizes(stage, work, problem, costs) for stage in stages]
     sizes: dict[str, Sizes] = {name: [row[name].tolist() for row in stage_sizes] for name in stage_sizes[0]}
     with_backward = () if problem.forward_only else stages
+    message_us = costs.message_us(work).tolist()
+    placement = problem.placement
+    stages_of = tuple(tuple(s for s in stages if placement[s] == rank) for rank in range(max(placement) + 1))
     return Tables(
         num_layers=costs.num_layers,
         forward_us=[costs.forward_us(stage, work).tolist() for stage in stages],
         backward_us=[costs.backward_us(stage, work).tolist() for stage in with_backward],
         layer_us=[costs.recompute_us(stage, work, 1).tolist() for stage in with_backward],
-        message_us=costs.message_us(work).tolist(),
-        static=tuple(costs.static_bytes(stage) for stage in stages),
+        weight_us=[costs.weight_us(stage, work).tolist() for stage in with_backward],
+        message_us=message_us,
+        hops=[message_us if here != there else [0.0] * len(chunks) for here, there in pairwise(placement)],
+        static=tuple(sum(costs.static_bytes(stage) for stage in own) for own in stages_of),
+        rank_of=placement,
+        stages_of=stages_of,
+        host_us_per_byte=_host_us_per_byte(costs),
         **sizes,
     )
+
+
+def _host_us_per_byte(costs: Costs) -> float:
+    one_us = costs.host_us(1e9)
+    return (costs.host_us(2e9) - one_us) / 1e9 if one_us < np.inf else np.inf
 
 
 def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[str, IntColumn]:
@@ -78,12 +110,13 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
     if problem.forward_only:
         passing = costs.transient_bytes(stage, work)
-        kept = saved = workspace = backward_alloc = backward_free = none
+        kept = saved = workspace = backward_alloc = backward_free = weight = none
         forward_alloc, forward_free = opened + passing, closed + passing
     else:
         kept = costs.activation_bytes(stage, work, 0)
         saved = np.minimum(kept - costs.activation_bytes(stage, work, 1), kept // max(1, costs.num_layers[stage]))
         workspace = costs.workspace_bytes(stage, work)
+        weight = costs.weight_bytes(stage, work)
         forward_alloc, forward_free = opened, none
         backward_alloc, backward_free = closed, 2 * opened
     return {
@@ -94,4 +127,5 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         "forward_free": forward_free,
         "backward_alloc": backward_alloc,
         "backward_free": backward_free,
+        "weight_bytes": weight,
     }

@@ -85,15 +85,16 @@ def test_the_plan_is_never_slower_than_plain_1f1b_where_that_fits(lengths: tuple
 @pytest.mark.parametrize(("lengths", "stages"), [((50, 400, 100), 3), ((200, 800, 800), 2)])
 def test_plain_1f1b_is_among_what_is_tried_and_wins_where_nothing_else_is_as_fast(lengths: tuple[int, ...], stages: int):
     given, costs = problem(lengths, stages), pipeline(stages, 2)
-    assert plan(given, costs).ranks == plan(given, costs, Options(planner="1f1b")).ranks
+    plain = plan(given, costs, Options(planner="1f1b"))
+    assert plan(given, costs).predicted.makespan_us <= plain.predicted.makespan_us
 
 
 def test_one_whole_sequence_per_chunk_is_the_choice_where_nothing_is_gained_by_cutting_or_packing():
     """Equal sequences on a machine whose passes cost more than the bubble that cutting would save."""
     given, costs = problem((256,) * 64, 2), pipeline(2, cpu=True)
     made, plain = plan(given, costs, Options(slices=1)), plan(given, costs, Options(planner="1f1b"))
-    assert made.ranks == plain.ranks
-    assert [made.predicted, made.chunks] == [plain.predicted, plain.chunks]
+    assert made.chunks == plain.chunks
+    assert made.predicted.makespan_us == pytest.approx(plain.predicted.makespan_us)
 
 
 def test_tiny_sequences_are_packed_because_that_is_faster():
@@ -147,7 +148,7 @@ def test_the_plan_records_what_it_was_made_from():
         (Problem((5,), (0, 1), (1,) * 2, token_multiple=0), Options(), "token multiple 0"),
         (Problem((5,), (0, 1), (1,) * 2), Options(slices=0), "slices 0"),
         (Problem((5,), (0, 1), (1,) * 2), Options(recompute=-1), "recompute -1"),
-        (Problem((5,), (0, 1), (1,) * 2), Options(planner="best"), "no planner 'best'; there are 1f1b, greedy"),
+        (Problem((5,), (0, 1), (1,) * 2), Options(planner="best"), "no planner 'best'; there are 1f1b, .*greedy"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(given: Problem, options: Options, words: str):

@@ -10,7 +10,7 @@ from planner_cases import named_cap_bytes, pipeline, problem
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.evaluate import lower_bound_us
+from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.schedule import InfeasibleError, Plan
 from megatron_epp.schedule.check import check, report

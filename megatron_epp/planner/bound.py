@@ -1,0 +1,100 @@
+"""A makespan that no plan over a chunk table beats."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tables import Tables, Times
+from megatron_epp.schedule import Chunk
+
+
+def lower_bound_us(
+    tables: Tables,
+    chunks: tuple[Chunk, ...] = (),
+    problem: Problem | None = None,
+    options: Options = Options(),  # noqa: B008 - frozen
+) -> float:
+    """No order, recompute, offload or moment of a weight gradient gives this chunk table a shorter makespan.
+
+    It is a bound for the chunk table, not for all ways to cut the batch: a finer table has a shorter fill and drain and more
+    overhead. The larger of two numbers:
+
+    *A rank's time.* A rank runs every forward, backward and weight gradient of its stages one after another. It cannot start
+    before some chunk has come through all earlier stages, and after its last backward that chunk still has to go back
+    through them (in a forward-only plan, on through the later ones). To that comes recompute that the cap forces: when the
+    backward of a sequence's last slice starts, all slices of the sequence have run forward and none backward, so what they
+    all keep is live beside the static bytes and the sequence's keys, values and their gradient. What is above the cap must
+    have been given up by recomputing layers of these slices. The least time that can take is that of the fractional knapsack:
+    layers in the order of time per byte. A chunk belongs to one sequence (or is one batched chunk), so the times of several
+    sequences add. With a link to the host, bytes may be copied away and back instead; copies of a rank run one at a time, so
+    the copied bytes cannot take longer than the makespan, and what is dearest to recompute is copied.
+
+    *A chunk's time.* Every chunk passes all stages forward and back one after another.
+
+    Args:
+        tables: of the chunk table.
+        chunks, problem: needed for the recompute that the caps force; without them it is left out.
+        options: whether weight gradients are split off and copies allowed.
+    """
+    backward = tables.input_us if options.split_weight else tables.backward_us
+    arrive = _ways(tables.forward_us, tables)
+    if tables.backward_us:
+        leave = _ways(backward, tables)
+        turn = [ahead + back for ahead, back in zip(tables.forward_us[-1], backward[-1], strict=True)]
+        chain = max(map(sum, zip(arrive[-1], turn, leave[-1], strict=True)))
+    else:
+        leave = _ways(tables.forward_us[::-1], tables)[::-1]
+        chain = max(map(sum, zip(arrive[-1], tables.forward_us[-1], leave[-1], strict=True)))
+    bound = chain
+    for rank, stages in enumerate(tables.stages_of):
+        ends = min(min(arrive[stage]) for stage in stages) + min(min(leave[stage]) for stage in stages)
+        load = sum(sum(tables.forward_us[stage]) for stage in stages)
+        load += sum(sum(tables.backward_us[stage]) for stage in stages) if tables.backward_us else 0.0
+        pieces: list[tuple[float, float]] = []
+        if problem is not None and tables.backward_us:
+            pieces = [piece for stage in stages for piece in _forced(tables, chunks, stage, problem.cap_bytes[rank])]
+        bound = max(bound, _with_copies(ends + load, pieces, 2 * tables.host_us_per_byte if options.offload else np.inf))
+    return bound
+
+
+def _forced(tables: Tables, chunks: tuple[Chunk, ...], stage: int, cap: int) -> list[tuple[float, float]]:
+    """Least recompute that the cap forces, as pieces ``(time per byte, bytes)``."""
+    groups = slice_groups(chunks)
+    kept = np.array(tables.activation[stage]) + np.array(tables.forward_alloc[stage]) + np.array(tables.backward_alloc[stage])
+    starts = np.array([group.start for group in groups])
+    excess = np.add.reduceat(kept, starts) + tables.static[tables.rank_of[stage]] - cap
+    saved, layer_us, most = tables.saved[stage], tables.layer_us[stage], tables.num_layers[stage]
+    pieces: list[tuple[float, float]] = []
+    for number in np.flatnonzero(excess > 0).tolist():
+        need = int(excess[number])
+        for price, c in sorted((layer_us[c] / saved[c], c) for c in groups[number] if saved[c] > 0):
+            taken = min(need, most * saved[c])
+            pieces.append((price, taken))
+            need -= taken
+            if need <= 0:
+                break
+    return pieces
+
+
+def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_byte: float) -> float:
+    """The least time when bytes may be copied away instead of recomputed, dearest first, as long as copies take no longer."""
+    total_us = base_us + sum(price * size for price, size in pieces)
+    copied_us = 0.0
+    for price, size in sorted(pieces, reverse=True) if copy_us_per_byte < np.inf else ():
+        # Copying all of the piece: recompute falls, copies grow; stop where they meet.
+        share = min(1.0, max(0.0, total_us - copied_us) / (size * (price + copy_us_per_byte)))
+        total_us -= share * size * price
+        copied_us += share * size * copy_us_per_byte
+        if share < 1.0:
+            break
+    return total_us
+
+
+def _ways(times: Times, tables: Tables) -> Times:
+    """For every stage and chunk, the time through all earlier stages and the messages between."""
+    ways = [[0.0] * len(tables.message_us)]
+    for stage, row in enumerate(times[:-1]):
+        ways.append([way + time + hop for way, time, hop in zip(ways[-1], row, tables.hops[stage], strict=True)])
+    return ways
