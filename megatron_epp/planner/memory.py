@@ -32,6 +32,52 @@ class Fit:
     needed_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The tables of one rank. An item is a stage and a chunk, numbered stage by stage; columns are by item.
+
+    Attributes:
+        number: item of chunk 0 of each stage.
+        most: layers of the item's stage.
+        static: bytes held throughout.
+        activation, saved, layer_us, workspace, forward_alloc, forward_free, backward_alloc, backward_free: as in `Tables`.
+    """
+
+    number: dict[int, int]
+    most: list[int]
+    static: int
+    activation: list[int]
+    saved: list[int]
+    layer_us: list[float]
+    workspace: list[int]
+    forward_alloc: list[int]
+    forward_free: list[int]
+    backward_alloc: list[int]
+    backward_free: list[int]
+
+    @staticmethod
+    def of(tables: Tables, rank: int) -> Ledger:
+        stages, chunks = tables.stages_of[rank], len(tables.message_us)
+        none: list[float] = [0.0] * chunks
+
+        def flat[T](rows: list[list[T]]) -> list[T]:
+            return rows[stages[0]] if len(stages) == 1 else [entry for stage in stages for entry in rows[stage]]
+
+        return Ledger(
+            number={stage: at * chunks for at, stage in enumerate(stages)},
+            most=[tables.num_layers[stage] for stage in stages for _ in range(chunks)],
+            static=tables.static[rank],
+            activation=flat(tables.activation),
+            saved=flat(tables.saved),
+            layer_us=flat(tables.layer_us or [none] * len(tables.rank_of)),
+            workspace=flat(tables.workspace),
+            forward_alloc=flat(tables.forward_alloc),
+            forward_free=flat(tables.forward_free),
+            backward_alloc=flat(tables.backward_alloc),
+            backward_free=flat(tables.backward_free),
+        )
+
+
 def fit_recompute(order: Order, tables: Tables, caps: tuple[int, ...], options: Options) -> Fit:
     """Keep every rank under its cap with as little recompute time as the greedy rule of `_sweep` finds.
 
@@ -39,45 +85,60 @@ def fit_recompute(order: Order, tables: Tables, caps: tuple[int, ...], options: 
     """
     chunks = len(tables.message_us)
     fixed = options.recompute if tables.backward_us else 0
+    ranks = range(len(order))
     if fixed != "auto":
         layers = [[min(fixed, count)] * chunks for count in tables.num_layers]
-        peaks = [peak_bytes(actions, tables, rank, layers[rank]) for rank, actions in enumerate(order)]
+        rows = [[count for stage in tables.stages_of[rank] for count in layers[stage]] for rank in ranks]
+        peaks = [peak_bytes(order[rank], tables, rank, rows[rank]) for rank in ranks]
         return Fit(layers) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
-    layers = []
-    for rank, actions in enumerate(order):
-        row: list[int] | None = [0] * chunks
-        if peak_bytes(actions, tables, rank, [0] * chunks) > caps[rank]:
-            row = _sweep(actions, tables, rank, caps[rank], frozenset())
+    layers = [[0] * chunks for _ in tables.rank_of]
+    for rank in ranks:
+        row = fit_rank(order[rank], tables, rank, caps[rank])
         if row is None:
-            least, plain = least_peak(actions, tables, rank)
-            if least > caps[rank]:
-                return Fit(None, max(least_peak(other, tables, number)[0] for number, other in enumerate(order)))
-            row = _sweep(actions, tables, rank, caps[rank], plain)
-        assert row is not None  # with `plain` chunks left alone, full recompute of the rest is the least peak
-        layers.append(row)
+            return Fit(None, max(least_peak(order[other], tables, other)[0] for other in ranks))
+        for at, stage in enumerate(tables.stages_of[rank]):
+            layers[stage] = row[at * chunks : (at + 1) * chunks]
     return Fit(layers)
 
 
+def fit_rank(actions: tuple[Action, ...], tables: Tables, rank: int, cap: int) -> list[int] | None:
+    """Recomputed layers of every item of a rank that keep it under its cap, or None where nothing does."""
+    ledger = Ledger.of(tables, rank)
+    row: list[int] | None = [0] * len(ledger.most)
+    if peak_bytes(actions, tables, rank, [0] * len(ledger.most)) <= cap:
+        return row
+    row = _sweep(actions, ledger, cap, frozenset())
+    if row is None:
+        least, plain = least_peak(actions, tables, rank)
+        if least > cap:
+            return None
+        row = _sweep(actions, ledger, cap, plain)
+        assert row is not None  # with `plain` chunks left alone, full recompute of the rest is the least peak
+    return row
+
+
 def peak_bytes(actions: tuple[Action, ...], tables: Tables, rank: int, layers: list[int]) -> int:
-    """Most bytes live at one time on a rank."""
-    activation, saved, workspace = tables.activation[rank], tables.saved[rank], tables.workspace[rank]
-    forward_alloc, forward_free = tables.forward_alloc[rank], tables.forward_free[rank]
-    backward_alloc, backward_free = tables.backward_alloc[rank], tables.backward_free[rank]
+    """Most bytes live at one time on a rank, `layers` by item (by chunk where the rank has one stage)."""
+    ledger = Ledger.of(tables, rank)
+    activation, saved, workspace, number = ledger.activation, ledger.saved, ledger.workspace, ledger.number
+    forward_alloc, forward_free = ledger.forward_alloc, ledger.forward_free
+    backward_alloc, backward_free = ledger.backward_alloc, ledger.backward_free
     forward = Op.F
-    live = peak = tables.static[rank]
-    for op, _, c in actions:
+    live = peak = ledger.static
+    for op, stage, c in actions:
+        item = number[stage] + c
         if op is forward:
-            live += activation[c] - layers[c] * saved[c] + forward_alloc[c]
+            live += activation[item] - layers[item] * saved[item] + forward_alloc[item]
             peak = max(peak, live)
-            live -= forward_free[c]
+            live -= forward_free[item]
         else:
-            live += backward_alloc[c]
-            peak = max(peak, live + workspace[c] if layers[c] else live)
-            live -= activation[c] - layers[c] * saved[c] + backward_free[c]
+            live += backward_alloc[item]
+            peak = max(peak, live + workspace[item] if layers[item] else live)
+            live -= activation[item] - layers[item] * saved[item] + backward_free[item]
     return peak
 
 
-def _sweep(actions: tuple[Action, ...], tables: Tables, rank: int, cap: int, plain: AbstractSet[int]) -> list[int] | None:
+def _sweep(actions: tuple[Action, ...], ledger: Ledger, cap: int, plain: AbstractSet[int]) -> list[int] | None:
     """Walk along the rank's list; wherever it is above the cap, recompute more of what is alive.
 
     What is alive gives up layers in the order of bytes saved per time of recompute, and among equals what stays longest.
@@ -89,13 +150,13 @@ def _sweep(actions: tuple[Action, ...], tables: Tables, rank: int, cap: int, pla
     Returns:
         Recomputed layers per chunk, or None when the walk meets a peak it cannot lower.
     """
-    activation, saved, workspace = tables.activation[rank], tables.saved[rank], tables.workspace[rank]
-    most, layer_us = tables.num_layers[rank], tables.layer_us[rank]
-    leaves = {c: position for position, (op, _, c) in enumerate(actions) if op is Op.B}
+    activation, saved, workspace, number = ledger.activation, ledger.saved, ledger.workspace, ledger.number
+    most, layer_us = ledger.most, ledger.layer_us
+    leaves = {number[stage] + c: position for position, (op, stage, c) in enumerate(actions) if op is Op.B}
     layers = [0] * len(activation)
     alive: list[tuple[float, int, int]] = []  # cheapest first; what has left is dropped when it comes up
     gone = [False] * len(activation)
-    live = tables.static[rank]
+    live = ledger.static
 
     def shed(excess: int, but: int = -1) -> int:
         """Lower `live` by at least `excess` if possible; returns what is still missing."""
@@ -103,12 +164,12 @@ def _sweep(actions: tuple[Action, ...], tables: Tables, rank: int, cap: int, pla
         kept = None
         while excess > 0 and alive:
             c = alive[0][2]
-            if gone[c] or layers[c] == most:
+            if gone[c] or layers[c] == most[c]:
                 heapq.heappop(alive)
             elif c == but:
                 kept = heapq.heappop(alive)
             else:
-                count = min(most - layers[c], -(-excess // saved[c]))
+                count = min(most[c] - layers[c], -(-excess // saved[c]))
                 layers[c] += count
                 live -= count * saved[c]
                 excess -= count * saved[c]
@@ -116,24 +177,25 @@ def _sweep(actions: tuple[Action, ...], tables: Tables, rank: int, cap: int, pla
             heapq.heappush(alive, kept)
         return excess
 
-    for op, _, c in actions:
+    for op, stage, chunk in actions:
+        c = number[stage] + chunk
         if op is Op.F:
-            live += activation[c] + tables.forward_alloc[rank][c]
+            live += activation[c] + ledger.forward_alloc[c]
             if saved[c] > 0 and c not in plain:
                 heapq.heappush(alive, (layer_us[c] / saved[c], -leaves[c], c))
             if shed(live - cap) > 0:
                 return None
         else:
-            live += tables.backward_alloc[rank][c]
+            live += ledger.backward_alloc[c]
             if layers[c]:
                 missing = shed(live + workspace[c] - cap)
             elif (missing := shed(live - cap, but=c)) > 0 and c not in plain:
-                layers[c] = most  # the last resort: all of its own, which pays for the workspace or does not
-                live -= most * saved[c]
+                layers[c] = most[c]  # the last resort: all of its own, which pays for the workspace or does not
+                live -= most[c] * saved[c]
                 missing = live + workspace[c] - cap
             if missing > 0:
                 return None
-            live -= activation[c] - layers[c] * saved[c] + tables.backward_free[rank][c]
+            live -= activation[c] - layers[c] * saved[c] + ledger.backward_free[c]
             gone[c] = True
     return layers
 
@@ -145,33 +207,36 @@ def least_peak(actions: tuple[Action, ...], tables: Tables, rank: int) -> tuple[
     chunks. If the peak lies in the backward of a chunk whose workspace outweighs what its recompute saves, any choice with a
     lower peak leaves that chunk plain; make it so and look again. If it lies elsewhere, no choice is lower.
     """
-    activation, saved, workspace = tables.activation[rank], tables.saved[rank], tables.workspace[rank]
-    most = tables.num_layers[rank]
+    ledger = Ledger.of(tables, rank)
+    activation, workspace, number = ledger.activation, ledger.workspace, ledger.number
+    saving = [max(0, most * saved) for most, saved in zip(ledger.most, ledger.saved, strict=True)]
     level = np.zeros(len(actions) + 1, dtype=np.int64)
     starts: dict[int, int] = {}
-    after = tables.static[rank]
-    full = [most > 0 and size > 0 for size in saved]
-    for position, (op, _, c) in enumerate(actions):
-        kept = activation[c] - (most * saved[c] if full[c] else 0)
+    after = ledger.static
+    full = [size > 0 for size in saving]
+    for position, (op, stage, chunk) in enumerate(actions):
+        c = number[stage] + chunk
+        kept = activation[c] - saving[c]
         if op is Op.F:
             starts[c] = position
-            after += kept + tables.forward_alloc[rank][c]
+            after += kept + ledger.forward_alloc[c]
             level[position] = after
-            after -= tables.forward_free[rank][c]
+            after -= ledger.forward_free[c]
         else:
-            after += tables.backward_alloc[rank][c]
+            after += ledger.backward_alloc[c]
             level[position] = after + (workspace[c] if full[c] else 0)
-            after -= kept + tables.backward_free[rank][c]
-    level[-1] = tables.static[rank]
+            after -= kept + ledger.backward_free[c]
+    level[-1] = ledger.static
     best = int(level.max())
     plain = {c for c, recomputes in enumerate(full) if not recomputes}
     best_plain = frozenset(plain)
     while (position := int(level.argmax())) < len(actions):
-        op, _, c = actions[position]
-        if op is Op.F or c in plain or most * saved[c] >= workspace[c]:
+        op, stage, chunk = actions[position]
+        c = number[stage] + chunk
+        if op is Op.F or c in plain or saving[c] >= workspace[c]:
             break
         plain.add(c)
-        level[starts[c] : position + 1] += most * saved[c]
+        level[starts[c] : position + 1] += saving[c]
         level[position] -= workspace[c]
         if (peak := int(level.max())) < best:
             best, best_plain = peak, frozenset(plain)
