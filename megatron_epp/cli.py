@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megatron_epp
+from megatron_epp import cli_profile, cli_rehearse
 from megatron_epp.cli_compare import compare
 from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, problem_of
 from megatron_epp.cli_progress import progress
@@ -76,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     _add_compare(commands)
     _add_show(commands)
+    _add_profile(commands)
+    _add_rehearse(commands)
     _add_prepare(commands)
     return parser
 
@@ -133,6 +136,16 @@ def _add_show(commands: Commands) -> None:
     parser.add_argument("--png", metavar="FILE", help="write a Gantt picture with the memory of every stage")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
     _add_width(parser)
+
+
+def _add_profile(commands: Commands) -> None:
+    purpose = "measure a model's parts on this machine and write a cost profile (needs torch)"
+    cli_profile.add_arguments(_command(commands, "profile", cli_profile.run, purpose, cli_profile.EXAMPLE))
+
+
+def _add_rehearse(commands: Commands) -> None:
+    purpose = "run a plan's ranks as processes of this machine, with timed waits for compute (needs torch)"
+    cli_rehearse.add_arguments(_command(commands, "rehearse", cli_rehearse.run, purpose, cli_rehearse.EXAMPLE))
 
 
 def _add_prepare(commands: Commands) -> None:

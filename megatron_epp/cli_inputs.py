@@ -87,13 +87,19 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument(
         "--costs", metavar="FILE", help="what `megatron-epp profile` or a training run wrote, in place of formulas"
     )
-    costs.add_argument(
-        "--model", metavar="NAME|FILE", help=f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))}"
-    )
+    add_model(costs)
     costs.add_argument(
         "--cluster", metavar="NAME|FILE", help=f"YAML of a machine's rates; shipped: {', '.join(shipped('clusters'))}"
     )
     costs.add_argument("--rates", choices=sorted(RATES), help="the machine the formulas assume (default: h100)")
+    _count(costs, "--data-parallel", default=1, help="replicas that share the optimizer's state (default: 1)")
+
+
+def add_model(costs: argparse._ArgumentGroup) -> None:
+    """Add the flags that make a model's shape."""
+    costs.add_argument(
+        "--model", metavar="NAME|FILE", help=f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))}"
+    )
     _count(costs, "--layers", "--num-layers", help="transformer layers (default: 32)")
     _count(costs, "--hidden", "--hidden-size", help="width of the residual stream (default: 4096)")
     _count(costs, "--ffn", "--ffn-hidden-size", help="width inside the MLP, or inside an expert (default: 14336)")
@@ -108,7 +114,6 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--sequence-parallel", action="store_true", help="they share the tokens between matrix products too")
     _count(costs, "--context-parallel", "--context-parallel-size", help="ranks that share the tokens (default: 1)")
     _count(costs, "--expert-parallel", "--expert-model-parallel-size", help="ranks that share the experts (default: 1)")
-    _count(costs, "--data-parallel", default=1, help="replicas that share the optimizer's state (default: 1)")
 
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None) -> Problem:

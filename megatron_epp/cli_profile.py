@@ -1,0 +1,101 @@
+"""The command that measures this machine and writes a cost profile."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cli_inputs import add_model, flags_of
+from megatron_epp.cli_progress import progress
+from megatron_epp.cost.fit import fit_profile
+from megatron_epp.cost.library import RATES, shape_of
+from megatron_epp.cost.profile import Profile
+from megatron_epp.report.table import table
+from megatron_epp.schedule.errors import EppError
+
+EXAMPLE = """\
+example: the model of the quickstart, here, then a plan with what was measured
+  megatron-epp profile --model tiny-gpt -o profile.json
+  megatron-epp plan --lengths 1200,88,4096 --costs profile.json --pipeline-size 2
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_model(parser.add_argument_group("model", "a layer, the embedding and the head are measured (default: an 8B model)"))
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="where to measure (default: a GPU if there is one)")
+    parser.add_argument("--tokens", type=_numbers, metavar="N,N,...", help="tokens of chunks and slices to measure")
+    parser.add_argument("--prefixes", type=_numbers, metavar="N,N,...", help="tokens before a slice to measure, from 0")
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="write the profile as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, fit, write, and print the residuals. Raises `EppError`."""
+    profile = _measured(args)
+    Path(args.output).write_text(profile.to_json() + "\n", encoding="utf-8")
+    rows = [
+        [kind, str(r["points"]), f"{r['median']:.1%}", f"{r['worst']:.1%}"] for kind, r in profile.origin["residuals"].items()
+    ]
+    lines = table(("kind", "points", "median error of the fit", "worst"), rows)
+    print("\n".join([f"{profile.name} on {profile.origin['machine']}", "", *lines]))
+    return 0
+
+
+def _measured(args: argparse.Namespace) -> Profile:
+    try:
+        import torch
+
+        from megatron_epp.runtime.link_probe import measure_link
+        from megatron_epp.runtime.profiling import Grid, measure
+    except ImportError as error:
+        raise EppError(f"profile needs torch: {error}") from error
+    shape = shape_of(flags_of(args))
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    usual = Grid.of(device)
+    grid = Grid(args.tokens or usual.tokens, usual.prefixes if args.prefixes is None else args.prefixes)
+    now = ["starting"]
+    with progress("profiling", lambda: now[0]):
+        points = measure(shape, device, grid, lambda kind: now.append(now.pop() and kind))
+        if device.type == "cpu" or torch.cuda.device_count() > 1:
+            now[0] = "message"
+            points["message"] = measure_link(gpus=device.type == "cuda")
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    origin: dict[str, Any] = {
+        "source": "measured",
+        "machine": gpu or _cpu(),
+        "threads": None if gpu else torch.get_num_threads(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "megatron-epp")},
+        "shape": asdict(shape),
+    }
+    rates = RATES["h100" if gpu else "cpu"]
+    return fit_profile(points, shape, rates, f"measured:{gpu or 'cpu'}", origin)
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers between commas")
+    return tuple(map(int, words))

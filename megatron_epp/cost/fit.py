@@ -1,0 +1,119 @@
+"""From measured points to lines of the cost model, with what the lines leave over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_epp.cost.analytic import MICROSECONDS, Rates, analytic_profile
+from megatron_epp.cost.profile import Profile
+from megatron_epp.cost.shape import ModelShape
+from megatron_epp.cost.stage import Line
+
+
+class Point(NamedTuple):
+    """One measurement. tokens, pairs: of the chunk (bytes of a message go as tokens)."""
+
+    tokens: float
+    pairs: float
+    time_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A line through points.
+
+    Attributes:
+        line: the line.
+        errors: ``(line - measured) / measured`` of every point.
+    """
+
+    line: Line
+    errors: tuple[float, ...]
+
+    def residuals(self) -> dict[str, float]:
+        """How far the points lie off, as shares of what was measured."""
+        distances = np.abs(self.errors)
+        return {"points": len(self.errors), "median": float(np.median(distances)), "worst": float(distances.max())}
+
+
+def fit_line(points: Sequence[Point], pairs: bool = True) -> Fit:
+    """Least squares over relative errors, so that large points do not drown small ones; no coefficient below zero.
+
+    Args:
+        points: at least one.
+        pairs: whether the time may depend on pairs.
+    """
+    times = np.maximum([point.time_us for point in points], 1e-3)
+    columns = [np.ones(len(points)), [p.tokens for p in points], [p.pairs for p in points]][: 3 if pairs else 2]
+    matrix = np.array(columns, dtype=float).T / times[:, None]
+    scale = np.where((largest := np.abs(matrix).max(axis=0)) > 0, largest, 1.0)
+    active = list(range(matrix.shape[1]))
+    solution = np.zeros(3)
+    while active:
+        part = np.linalg.lstsq(matrix[:, active] / scale[active], np.ones(len(points)), rcond=None)[0]
+        if (part >= 0).all():
+            solution[active] = part / scale[active]
+            break
+        active.pop(int(part.argmin()))
+    line = Line(*solution.tolist())
+    return Fit(line, tuple(line.time_us(p.tokens, p.pairs) / t - 1.0 for p, t in zip(points, times.tolist(), strict=True)))
+
+
+def fit_profile(
+    points: Mapping[str, Sequence[Point]], shape: ModelShape, rates: Rates, name: str, origin: dict[str, Any]
+) -> Profile:
+    """Put a profile together from measurements.
+
+    Memory is by formula, and so are the link, the host copy and what ranks that share a layer exchange, where not measured.
+
+    Args:
+        points: by kind, as `megatron_epp.runtime.profiling.measure` names them, and ``message``.
+        shape: of the model.
+        rates: for the formulas.
+        name: of the profile.
+        origin: where the figures come from; points, residuals and what was not measured are added.
+    """
+    fits = {kind: fit_line(some, pairs=kind.startswith("attention")) for kind, some in points.items()}
+    formula = analytic_profile(shape, rates)
+    exchange = Line(0.0, MICROSECONDS * shape.exchanged_bytes_per_token / rates.exchange_bytes)
+    layer_backward = fits["linear backward"].line
+    profile = replace(
+        formula,
+        name=name,
+        layer=replace(
+            formula.layer,
+            forward=fits["linear forward"].line + fits["attention forward"].line + exchange,
+            backward=layer_backward + fits["attention backward"].line + exchange,
+            weight=_part_of(fits["linear weight"].line, layer_backward),
+        ),
+        embedding=replace(formula.embedding, forward=fits["embedding forward"].line, backward=fits["embedding backward"].line),
+        head=replace(
+            formula.head,
+            forward=fits["loss forward"].line,
+            backward=fits["loss backward"].line,
+            weight=_part_of(fits["loss weight"].line, fits["loss backward"].line),
+        ),
+    )
+    if link := fits.get("message"):
+        profile = replace(profile, message_latency_us=link.line.fixed_us, message_us_per_byte=link.line.per_token_us)
+    if host := fits.get("host copy"):
+        profile = replace(profile, host_latency_us=host.line.fixed_us, host_us_per_byte=host.line.per_token_us)
+    by_formula = ["memory", *(kind for kind in ("message", "host copy") if kind not in fits)]
+    return replace(
+        profile,
+        origin=origin
+        | {
+            "by_formula": [*by_formula, "exchange between ranks"] if exchange.per_token_us else by_formula,
+            "residuals": {kind: fit.residuals() for kind, fit in fits.items()},
+            "points": {kind: [list(point) for point in some] for kind, some in points.items()},
+        },
+    )
+
+
+def _part_of(line: Line, whole: Line) -> Line:
+    """The line, held below the one that it is a part of."""
+    return Line(min(line.fixed_us, whole.fixed_us), min(line.per_token_us, whole.per_token_us))
