@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.evaluate import Layers, backward_times
+from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, split_off
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
@@ -25,12 +24,16 @@ class Decisions:
         order: the actions of every rank.
         layers: recomputed layers ``[stage][chunk]``.
         token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
+        copies: offloads and loads of every rank, in order; empty where there are none.
+        offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
     """
 
     chunks: tuple[Chunk, ...]
     order: Order
     layers: Layers
     token_multiple: int | None = None
+    copies: Order = ()
+    offload: tuple[tuple[float, ...], ...] = ()
 
 
 def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions) -> Plan:
@@ -42,17 +45,17 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
     tables = tabulate(made.chunks, problem, costs)
-    backward_us = backward_times(tables, made.layers)
-    hops = (tuple(tables.message_us),) * (problem.num_stages - 1)
+    writer = _Writer(tables, made)
     plan = Plan(
         lengths=problem.lengths,
         chunks=made.chunks,
         num_layers=costs.num_layers,
         placement=problem.placement,
         recompute_layers=tuple(map(tuple, made.layers)),
-        offload_share=((0.0,) * len(made.chunks),) * problem.num_stages,
-        ranks=tuple(_steps(actions, tables, backward_us, made.layers) for actions in made.order),
-        messages=Messages(hops, hops),
+        offload_share=made.offload or ((0.0,) * len(made.chunks),) * problem.num_stages,
+        ranks=tuple(tuple(map(writer.step, actions)) for actions in made.order),
+        copies=tuple(tuple(map(writer.copy, actions)) for actions in made.copies),
+        messages=Messages(*[tuple(map(tuple, tables.hops))] * 2),
         static_bytes=tables.static,
         cap_bytes=problem.cap_bytes,
         predicted=Prediction(0.0, 0.0, tables.static, 0.0),
@@ -71,16 +74,32 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     return replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
 
 
-def _steps(actions: Sequence[Action], tables: Tables, backward_us: list[list[float]], layers: Layers) -> tuple[Step, ...]:
-    steps = []
-    for action in actions:
-        op, stage, c = action
-        kept = tables.activation[stage][c] - layers[stage][c] * tables.saved[stage][c]
+class _Writer:
+    """Writes what each action was planned to cost."""
+
+    def __init__(self, tables: Tables, made: Decisions) -> None:
+        self.tables, self.layers, self.offload = tables, made.layers, made.offload
+        self.backward_us = backward_times(tables, made.layers, made.order)
+        self.split = split_off(made.order)
+
+    def step(self, action: Action) -> Step:
+        (op, stage, c), tables = action, self.tables
+        layers = self.layers[stage][c]
+        kept = tables.activation[stage][c] - layers * tables.saved[stage][c]
+        held = tables.weight_bytes[stage][c]
         if op is Op.F:
             alloc, free = kept + tables.forward_alloc[stage][c], tables.forward_free[stage][c]
-            steps.append(Step(action, tables.forward_us[stage][c], alloc, free))
-        else:
-            workspace = tables.workspace[stage][c] if layers[stage][c] else 0
-            alloc, free = tables.backward_alloc[stage][c] + workspace, kept + tables.backward_free[stage][c] + workspace
-            steps.append(Step(action, backward_us[stage][c], alloc, free))
-    return tuple(steps)
+            return Step(action, tables.forward_us[stage][c], alloc, free)
+        if op is Op.W:
+            return Step(action, tables.weight_us[stage][c], 0, held)
+        workspace = tables.workspace[stage][c] if layers else 0
+        alloc, free = tables.backward_alloc[stage][c] + workspace, kept + tables.backward_free[stage][c] + workspace
+        if (stage, c) in self.split:
+            alloc, free = alloc + max(0, held - kept), free - min(held, kept)
+        return Step(action, self.backward_us[stage][c], alloc, free)
+
+    def copy(self, action: Action) -> Step:
+        op, stage, c = action
+        tables = self.tables
+        moved = moved_bytes(tables, self.layers, stage, c, self.offload[stage][c])
+        return Step(action, tables.host_us(moved), *((0, moved) if op is Op.O else (moved, 0)))

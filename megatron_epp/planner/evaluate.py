@@ -53,6 +53,11 @@ def split_off(order: Order) -> set[tuple[int, int]]:
     return {(stage, c) for actions in order for op, stage, c in actions if op is weight}
 
 
+def moved_bytes(tables: Tables, layers: Layers, stage: int, c: int, share: float) -> int:
+    """What an offload of a share of a chunk's kept bytes moves."""
+    return int((tables.activation[stage][c] - layers[stage][c] * tables.saved[stage][c]) * share)
+
+
 def makespan_us(order: Order, tables: Tables, layers: Layers) -> float:
     """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks."""
     return play(order, tables, layers).makespan_us
@@ -67,10 +72,10 @@ def play(order: Order, tables: Tables, layers: Layers, copies: Copies = ()) -> P
     Raises:
         PlanError: the order deadlocks.
     """
-    return _Player(order, tables, backward_times(tables, layers, order), copies).run()
+    return Player(order, tables, backward_times(tables, layers, order), copies).run()
 
 
-class _Player:
+class Player:
     def __init__(self, order: Order, tables: Tables, backward_us: Times, copies: Copies) -> None:
         stages, chunks = len(tables.rank_of), len(tables.message_us)
         self.order, self.tables, self.copies = order, tables, copies

@@ -7,6 +7,7 @@ bytes the plan's steps carry.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ class Ledger:
 
 
 def fit_recompute(order: Order, tables: Tables, caps: tuple[int, ...], options: Options) -> Fit:
-    """Keep every rank under its cap with as little recompute time as the greedy rule of `_sweep` finds.
+    """Keep every rank under its cap with as little recompute time as the greedy rule of `sweep` finds.
 
     When the caps can be met at all, they are: the search for the least peak is exact.
     """
@@ -107,12 +108,12 @@ def fit_rank(actions: tuple[Action, ...], tables: Tables, rank: int, cap: int) -
     row: list[int] | None = [0] * len(ledger.most)
     if peak_bytes(actions, tables, rank, [0] * len(ledger.most)) <= cap:
         return row
-    row = _sweep(actions, ledger, cap, frozenset())
+    row = sweep(actions, ledger, cap, frozenset())
     if row is None:
         least, plain = least_peak(actions, tables, rank)
         if least > cap:
             return None
-        row = _sweep(actions, ledger, cap, plain)
+        row = sweep(actions, ledger, cap, plain)
         assert row is not None  # with `plain` chunks left alone, full recompute of the rest is the least peak
     return row
 
@@ -138,14 +139,33 @@ def peak_bytes(actions: tuple[Action, ...], tables: Tables, rank: int, layers: l
     return peak
 
 
-def _sweep(actions: tuple[Action, ...], ledger: Ledger, cap: int, plain: AbstractSet[int]) -> list[int] | None:
+def levels(actions: tuple[Action, ...], ledger: Ledger, layers: list[int]) -> tuple[list[int], list[int]]:
+    """What every action of a rank takes when it starts and gives back when it ends, bytes."""
+    takes, gives = [], []
+    for op, stage, c in actions:
+        item = ledger.number[stage] + c
+        kept = ledger.activation[item] - layers[item] * ledger.saved[item]
+        if op is Op.F:
+            takes.append(kept + ledger.forward_alloc[item])
+            gives.append(ledger.forward_free[item])
+        else:
+            workspace = ledger.workspace[item] if layers[item] else 0
+            takes.append(ledger.backward_alloc[item] + workspace)
+            gives.append(kept + ledger.backward_free[item] + workspace)
+    return takes, gives
+
+
+def sweep(
+    actions: tuple[Action, ...], ledger: Ledger, cap: int, plain: AbstractSet[int], away: Sequence[int] = ()
+) -> list[int] | None:
     """Walk along the rank's list; wherever it is above the cap, recompute more of what is alive.
 
     What is alive gives up layers in the order of bytes saved per time of recompute, and among equals what stays longest.
     Raising the recompute of a chunk takes nothing from the past, so one walk is enough.
 
     Args:
-        plain: chunks that must not recompute, because the workspace of their backward would not fit.
+        plain: items that must not recompute, because the workspace of their backward would not fit or they are copied away.
+        away: bytes that are on the host while an action runs, by position; none where empty.
 
     Returns:
         Recomputed layers per chunk, or None when the walk meets a peak it cannot lower.
@@ -177,22 +197,23 @@ def _sweep(actions: tuple[Action, ...], ledger: Ledger, cap: int, plain: Abstrac
             heapq.heappush(alive, kept)
         return excess
 
-    for op, stage, chunk in actions:
+    for position, (op, stage, chunk) in enumerate(actions):
         c = number[stage] + chunk
+        room = cap + away[position] if away else cap
         if op is Op.F:
             live += activation[c] + ledger.forward_alloc[c]
             if saved[c] > 0 and c not in plain:
                 heapq.heappush(alive, (layer_us[c] / saved[c], -leaves[c], c))
-            if shed(live - cap) > 0:
+            if shed(live - room) > 0:
                 return None
         else:
             live += ledger.backward_alloc[c]
             if layers[c]:
-                missing = shed(live + workspace[c] - cap)
-            elif (missing := shed(live - cap, but=c)) > 0 and c not in plain:
+                missing = shed(live + workspace[c] - room)
+            elif (missing := shed(live - room, but=c)) > 0 and c not in plain:
                 layers[c] = most[c]  # the last resort: all of its own, which pays for the workspace or does not
                 live -= most[c] * saved[c]
-                missing = live + workspace[c] - cap
+                missing = live + workspace[c] - room
             if missing > 0:
                 return None
             live -= activation[c] - layers[c] * saved[c] + ledger.backward_free[c]

@@ -63,8 +63,8 @@ class Stairs:
     """A schedule of one stage per rank that is the same on every rank, only earlier by some backwards from rank to rank.
 
     Before its k-th backward the last rank has run the forwards of the sequence that the backward belongs to and no more
-    (`late`), or as many as there are backwards behind it plus that sequence's slices (`elastic_1f1b` does so). A rank r above the
-    last runs before its k-th backward what the last rank runs before its backward ``k + slope * r``. So all ranks run their
+    (`late`), or as many as there are backwards behind it plus that sequence's slices (`elastic_1f1b` does so). A rank r above
+    the last runs before its k-th backward what the last rank runs before its backward ``k + slope * r``. So all ranks run their
     forwards in the same runs, and none starves another.
 
     Late stairs keep least alive: while the backwards of a long sequence run, no forwards come in between but those that the

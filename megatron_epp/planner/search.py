@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
@@ -14,6 +15,7 @@ from megatron_epp.planner.memory import fit_recompute
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.weight import split_weights
 from megatron_epp.schedule import Chunk, InfeasibleError
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
@@ -99,7 +101,7 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     trials = Trials(problem, costs, options)
     if options.slices is not None:
         trials.better(chunker.table(chunker.grain(slices=options.slices)), (*FIRST, *SECOND))
-        return trials.result()
+        return finished(trials.result(), problem, costs, options)
     counts = [count for share in CHUNKS_PER_STAGE if (count := problem.num_stages * share) <= MOST_CHUNKS]
     start = min(CHUNKS_PER_STAGE.index(12), len(counts) - 1)
     for walk in (counts[start:], counts[start - 1 :: -1] if start else []):
@@ -116,7 +118,18 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     whole = whole_sequences(problem.lengths)
     if max(problem.lengths) <= chunker.token_cap:
         trials.better(whole, (elastic_1f1b,))
-    return trials.result()
+    return finished(trials.result(), problem, costs, options)
+
+
+def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Split weight gradients off where that is asked for, the costs tell them apart and it is faster."""
+    if not options.split_weight or not costs.splits_weight or problem.forward_only:
+        return made
+    tables = tabulate(made.chunks, problem, costs)
+    order = split_weights(made.order, tables, made.layers, problem.cap_bytes)
+    if makespan_us(order, tables, made.layers) >= makespan_us(made.order, tables, made.layers):
+        return made
+    return replace(made, order=order)
 
 
 def baseline(schedule: Schedule) -> Planner:

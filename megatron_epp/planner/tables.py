@@ -38,7 +38,8 @@ class Tables:
         static: bytes of each rank held throughout.
         rank_of: the rank of each stage.
         stages_of: the stages of each rank.
-        host_us_per_byte: of a copy to the host or back, infinite where there is no link.
+        host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
+        offloadable_share: most of a chunk's kept bytes that may leave.
     """
 
     num_layers: tuple[int, ...]
@@ -59,7 +60,12 @@ class Tables:
     static: tuple[int, ...]
     rank_of: tuple[int, ...]
     stages_of: tuple[tuple[int, ...], ...]
+    host_latency_us: float
     host_us_per_byte: float
+    offloadable_share: float
+
+    def host_us(self, num_bytes: int) -> float:
+        return self.host_latency_us + self.host_us_per_byte * num_bytes
 
     @property
     def input_us(self) -> Times:
@@ -94,7 +100,9 @@ def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs) -> Tables:
         static=tuple(sum(costs.static_bytes(stage) for stage in own) for own in stages_of),
         rank_of=placement,
         stages_of=stages_of,
+        host_latency_us=costs.host_us(0),
         host_us_per_byte=_host_us_per_byte(costs),
+        offloadable_share=costs.offloadable_share,
         **sizes,
     )
 

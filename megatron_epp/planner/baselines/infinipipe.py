@@ -13,6 +13,7 @@ from megatron_epp.planner.baselines.infinipipe_checkpoints import diagonal_check
 from megatron_epp.planner.baselines.infinipipe_chunks import algorithm_1
 from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.chunking import Chunker
+from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
@@ -56,6 +57,8 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
 def _enter(contest: Contest, chunks: tuple[Chunk, ...]) -> None:
     problem, tables = contest.problem, contest.tables(chunks)
+    if lower_bound_us(tables, chunks, problem, contest.options) >= contest.best_us:
+        return
     if problem.forward_only:
         order = seq1f1b_order(slice_groups(chunks), problem.num_stages, forward_only=True)
         contest.enter(Decisions(chunks, order, [[0] * len(chunks) for _ in tables.num_layers]), tables)
@@ -110,25 +113,28 @@ class Grouping:
     def pipelines(self) -> list[Pipeline] | None:
         """The cheapest partition into runs of like numbers of chunks, longest first; None where no partition fits."""
         counts = sorted({len(group) for group in self.groups})
-        if any(self._pipeline([count]) is None for count in counts):
+        alone = [self._pipeline([count]) for count in counts]
+        if None in alone:
             self._note_cap(counts)
             return None
         best: list[tuple[float, list[Pipeline]]] = [(0.0, [])]
         for upto in range(1, len(counts) + 1):
             cheapest: tuple[float, list[Pipeline]] = (math.inf, [])
-            for start in range(upto):
+            for start in reversed(range(upto)):
                 before_us, before = best[start]
-                if before_us + self.startup_us >= cheapest[0]:
-                    continue
-                made = self._pipeline(counts[start:upto])
+                made = alone[start] if start == upto - 1 else self._pipeline(counts[start:upto], cheapest[0] - before_us)
                 if made is not None and before_us + made.cost_us < cheapest[0]:
                     cheapest = before_us + made.cost_us, [made, *before]
             best.append(cheapest)
         return best[-1][1]
 
-    def _pipeline(self, counts: Sequence[int]) -> Pipeline | None:
+    def _pipeline(self, counts: Sequence[int], limit_us: float = math.inf) -> Pipeline | None:
+        """None where nothing fits the caps, or nothing cheaper than the limit does."""
+        if limit_us <= self.startup_us:
+            return None
         order = self._order(counts)
-        found = diagonal_checkpoints(order, self.tables, self.contest.problem.cap_bytes)
+        limit = (limit_us - self.startup_us) / self.layer_us if self.layer_us > 0 else math.inf
+        found = diagonal_checkpoints(order, self.tables, self.contest.problem.cap_bytes, limit)
         return None if found is None else Pipeline(order, found[1], self.startup_us + self.layer_us * found[0])
 
     def _order(self, counts: Sequence[int]) -> Order:
