@@ -1,4 +1,4 @@
-"""Costs of the model at hand: formulas for time, the model itself for memory, and on request a measurement of both."""
+"""Costs of the model at hand: the model itself for memory; for time formulas, a profile, or on request a measurement."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_costs
-from megatron_epp.mcore.probe import measure_bytes, measure_times
+from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_profile
+from megatron_epp.cost.library import find, load_costs
+from megatron_epp.mcore.probe import measure_bytes, measure_link, measure_times
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.links import Links
 from megatron_epp.schedule import EppError
@@ -29,8 +30,9 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
     """Costs of the whole pipeline, the same on every rank of the run.
 
     Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run.
-    Times vary, so they are formulas unless `--epp-costs measure` asks otherwise; then they are kept with the checkpoints, and a
-    resumed run plans as the interrupted one did.
+    Times vary, so they are formulas, or those of the profile that `--epp-costs` names, unless `--epp-costs measure` asks
+    otherwise; then they are kept with the checkpoints, and a resumed run plans as the interrupted one did. A file with costs
+    of a whole pipeline is taken as it is.
 
     Args:
         args: Megatron's arguments.
@@ -39,18 +41,22 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
         rank: of the stage in the pipeline.
     """
     source = _stored(args)
-    if source is not None:
-        return _check(PipelineCosts.from_json(source.read_text()), source, len(links.ranks))
-    layers = _gathered(stage.num_layers, links)
-    base = analytic_costs(model_shape(args), H100 if torch.cuda.is_initialized() else CPU, layers)
+    stored = None if source is None else load_costs(str(source))
+    if isinstance(stored, PipelineCosts):
+        return _check(stored, str(source), len(links.ranks))
+    profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
+    base = profile.costs(_gathered(stage.num_layers, links))
+    link = base.message_latency_us, base.message_us_per_byte
     with _undisturbed(stage):
         mine = measure_bytes(stage, base.stages[rank])
         mine = replace(mine, static_bytes=_static_bytes(args, stage))
         if args.epp_costs == "measure":
             mine = measure_times(stage, mine)
+            link = measure_link(stage, links, rank)
     stages = _gathered(mine, links)
+    latency_us, us_per_byte = _gathered(link, links)[0]
     name = "measured" if args.epp_costs == "measure" else base.name
-    costs = [replace(base, stages=tuple(stages), name=name)]
+    costs = [replace(base, stages=tuple(stages), name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte)]
     dist.broadcast_object_list(costs, src=0)  # replicas measure too; all take the first one's figures
     if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
         os.makedirs(args.save, exist_ok=True)
@@ -76,18 +82,19 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
 
 
 def _stored(args: argparse.Namespace) -> Path | None:
-    """The file that already holds the costs: the one named, or that of the run being resumed."""
+    """The file that already holds costs: the one named, a shipped profile's, or that of the run being resumed."""
     if args.epp_costs == "analytic":
         return None
     if args.epp_costs == "measure":
         kept = Path(args.load, FILE_NAME) if args.load else None
         return kept if kept is not None and kept.exists() else None
-    if not os.path.exists(args.epp_costs):
-        raise EppError(f"--epp-costs {args.epp_costs}: no such file; give analytic, measure or a cost profile")
-    return Path(args.epp_costs)
+    try:
+        return find("profiles", args.epp_costs)
+    except EppError as error:
+        raise EppError(f"--epp-costs {args.epp_costs}: {error}. Or give analytic or measure") from error
 
 
-def _check(costs: PipelineCosts, source: Path, num_stages: int) -> PipelineCosts:
+def _check(costs: PipelineCosts, source: str, num_stages: int) -> PipelineCosts:
     if len(costs.stages) != num_stages:
         raise EppError(f"{source} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}; measure again")
     return costs

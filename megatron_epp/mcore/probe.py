@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_epp.cost import Line, StageCosts, causal_pairs
+from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.links import Links
 from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.relay import SliceView
 from megatron_epp.runtime.segments import SegmentTable
 from megatron_epp.schedule import Chunk, Segment
 
 _BYTES_TOKENS = 256
-_TIME_TOKENS = (256, 1024)
-_PACKED_IN = 8
-_REPEATS = 3
+_REPEATS = 5
+_LINK_TOKENS = (64, 1024)
+_LINK_REPEATS = 12
 
 
 def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
@@ -37,30 +41,86 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
 
 def measure_times(stage: MegatronStage, costs: StageCosts) -> StageCosts:
-    """Fit the stage's lines to few, many and packed tokens; what is not the layers' own goes to the stage's extras."""
-    points = [(tokens, segments) for tokens in _TIME_TOKENS for segments in (1, _PACKED_IN)]
-    rows, forward, backward, head_forward, head_backward = [], [], [], [], []
-    for tokens, segments in points:
-        chunk = _synthetic(tokens, segments)
-        rows.append((1.0, float(tokens), float(sum(causal_pairs(0, s.num_tokens) for s in chunk.segments))))
-        total, block = _time_pass(stage, chunk)
-        forward.append(block[0])
-        backward.append(block[1])
-        head_forward.append(total[0] - block[0])
-        head_backward.append(total[1] - block[1])
+    """Fit the stage's lines to whole, packed and sliced sequences; what is not the layers' own goes to the stage's extras."""
+    runs: list[list[_Times]] = [[] for _ in _CASES]
+    for _ in range(_REPEATS + 1):  # in turn, so that drift of the machine's speed hits all alike
+        for case, seen in zip(_CASES, runs, strict=True):
+            seen.append(_time_once(stage, case))
+    times = [_Times(*map(statistics.median, zip(*seen[1:], strict=True))) for seen in runs]
+
+    def fit(pick: Callable[[_Times], float], pairs: bool) -> Line:
+        points = [Point(c.tokens, c.pairs, max(0.0, pick(t))) for c, t in zip(_CASES, times, strict=True)]
+        return fit_line(points, pairs).line
+
     layers = max(1, stage.num_layers)
     return replace(
         costs,
-        forward=_fit(rows, forward).scaled(1 / layers),
-        backward=_fit(rows, backward).scaled(1 / layers),
-        extra_forward=_fit([r[:2] for r in rows], head_forward),
-        extra_backward=_fit([r[:2] for r in rows], head_backward),
+        forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
+        backward=fit(lambda t: t.layers_backward, True).scaled(1 / layers),
+        extra_forward=fit(lambda t: t.forward - t.layers_forward, False),
+        extra_backward=fit(lambda t: t.backward - t.layers_backward, False),
     )
 
 
-def _synthetic(tokens: int, segments: int = 1) -> Chunk:
-    each = tokens // segments
-    return Chunk(tuple(Segment(i, 0, each) for i in range(segments)))
+def measure_link(stage: MegatronStage, links: Links, rank: int) -> tuple[float, float]:
+    """Latency and time per byte of a message between the first two ranks: half a round trip, the fastest of some.
+
+    Every rank of the pipeline may call this; those after the second return zeros at once.
+    """
+    if rank > 1 or len(links.ranks) < 2:
+        return 0.0, 0.0
+    points = []
+    for tokens in _LINK_TOKENS:
+        shape, dtype, device = stage.message(tokens)
+        payload, best_us = torch.zeros(shape, dtype=dtype, device=device), math.inf
+        for _ in range(_LINK_REPEATS):
+            start_us = _now_us()
+            if rank == 0:
+                links.send(payload, 1, gradient=False)
+            links.post_receive(shape, dtype, device, peer=1 - rank, gradient=rank == 0).wait()
+            if rank == 1:
+                links.send(payload, 0, gradient=True)
+            links.finish_sends()
+            best_us = min(best_us, (_now_us() - start_us) / 2)
+        points.append(Point(payload.nbytes, 0, best_us))
+    line = fit_line(points, pairs=False).line
+    return line.fixed_us, line.per_token_us
+
+
+class _Case(NamedTuple):
+    """One sequence, a slice behind a prefix, or several sequences of one length."""
+
+    tokens: int
+    segments: int = 1
+    prefix: int = 0
+
+    @property
+    def pairs(self) -> int:
+        return self.segments * causal_pairs(self.prefix, self.prefix + self.tokens // self.segments)
+
+    def parts(self) -> list[tuple[Chunk, SliceView | None]]:
+        """The chunks to run: the prefix, if there is one, and what is to be timed."""
+        if self.prefix == 0:
+            each = self.tokens // self.segments
+            return [(Chunk(tuple(Segment(i, 0, each) for i in range(self.segments))), None)]
+        length = self.prefix + self.tokens
+        bounds = ((0, self.prefix), (self.prefix, length))
+        return [(Chunk((Segment(0, a, b),)), SliceView(0, a, b, length, length)) for a, b in bounds]
+
+
+class _Times(NamedTuple):
+    """Microseconds of a pass of the whole stage, and of its layers alone."""
+
+    forward: float
+    backward: float
+    layers_forward: float
+    layers_backward: float
+
+
+_CASES = (
+    *(_Case(tokens, segments) for tokens in (128, 512, 1024) for segments in (1, 8)),
+    *(_Case(tokens, prefix=prefix) for tokens in (128, 512) for prefix in (512, 1536)),
+)
 
 
 def _arrays(tokens: int) -> ChunkArrays:
@@ -68,46 +128,53 @@ def _arrays(tokens: int) -> ChunkArrays:
     return ChunkArrays(ids, ids, torch.ones(tokens), ids)
 
 
-def _forward(stage: MegatronStage, chunk: Chunk, recompute_layers: int = 0) -> tuple[Tensor | None, Tensor, ChunkContext]:
+def _forward(
+    stage: MegatronStage, chunk: Chunk, view: SliceView | None = None, recompute_layers: int = 0
+) -> tuple[Tensor | None, Tensor, ChunkContext]:
     tokens = chunk.num_tokens
     stage.begin(lambda _: _arrays(tokens), lambda: None)
     shape, dtype, device = stage.message(tokens)
     hidden = None if stage.is_first else torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
-    context = ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, recompute_layers=recompute_layers)
+    context = ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute_layers)
     return hidden, stage.forward(context, hidden), context
+
+
+def _backward(stage: MegatronStage, output: Tensor, context: ChunkContext) -> None:
+    stage.backward(context, output, None if stage.is_last else torch.ones_like(output))
 
 
 def _kept_bytes(stage: MegatronStage, recompute_layers: int) -> int:
     meter = SavedTensorMeter(stage.model.parameters())
+    ((chunk, view),) = _Case(_BYTES_TOKENS).parts()
     with meter:
-        kept = _forward(stage, _synthetic(_BYTES_TOKENS), recompute_layers)
+        kept = _forward(stage, chunk, view, recompute_layers)
     num_bytes = meter.live_bytes
     del kept
     return num_bytes
 
 
-def _time_pass(stage: MegatronStage, chunk: Chunk) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Median ``(forward, backward)`` microseconds of the whole stage and of its layers alone."""
-    runs = [_time_once(stage, chunk) for _ in range(_REPEATS + 1)][1:]
-    medians = [statistics.median(column) for column in zip(*runs, strict=True)]
-    return (medians[0], medians[1]), (medians[2], medians[3])
-
-
-def _time_once(stage: MegatronStage, chunk: Chunk) -> tuple[float, float, float, float]:
+def _time_once(stage: MegatronStage, case: _Case) -> _Times:
+    *before, timed = case.parts()
+    earlier = [_forward(stage, *part) for part in before]
     clock: dict[str, float] = {}
     handles = _clock_layers(stage.decoder, lambda name: clock.__setitem__(name, _now_us()))
     try:
         clock["forward"] = _now_us()
-        _, output, context = _forward(stage, chunk)
+        _, output, context = _forward(stage, *timed)
         clock["middle"] = _now_us()
-        stage.backward(context, output, None if stage.is_last else torch.ones_like(output))
+        _backward(stage, output, context)
         clock["end"] = _now_us()
     finally:
         for handle in handles:
             handle.remove()
+    for _, output, context in reversed(earlier):
+        _backward(stage, output, context)
     total_backward = clock["end"] - clock["middle"]
-    block_backward = clock.get("block gradient out", clock["end"]) - clock.get("block gradient in", clock["middle"])
-    return clock["middle"] - clock["forward"], total_backward, clock["block out"] - clock["block in"], block_backward
+    block_end = clock.get("block gradient out", clock["end"])
+    block_start = clock.get("block gradient in", clock["middle"])
+    return _Times(
+        clock["middle"] - clock["forward"], total_backward, clock["block out"] - clock["block in"], block_end - block_start
+    )
 
 
 def _clock_layers(decoder: torch.nn.Module, note: Callable[[str], None]) -> list[torch.utils.hooks.RemovableHandle]:
@@ -134,18 +201,3 @@ def _now_us() -> float:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter() * 1e6
-
-
-def _fit(rows: list[tuple[float, ...]], times_us: list[float]) -> Line:
-    """Least squares with weights against the large points' dominance; no coefficient below zero."""
-    weights = 1.0 / np.maximum(np.asarray(times_us), 1.0)
-    matrix, target = np.asarray(rows) * weights[:, None], np.asarray(times_us) * weights
-    active = list(range(matrix.shape[1]))
-    solution = np.zeros(3)
-    while active:
-        part = np.linalg.lstsq(matrix[:, active], target, rcond=None)[0]
-        if (part >= 0).all():
-            solution[active] = part
-            break
-        active.pop(int(part.argmin()))
-    return Line(*solution.tolist())
