@@ -61,10 +61,11 @@ class Model:
         self.row_lower.append(lower)
         self.row_upper.append(upper)
 
-    def solve(self, *, gap: float = 0.0, time_limit_s: float | None = None) -> Solution:
+    def solve(self, *, gap: float = 0.0, time_limit_s: float | None = None, relaxed: bool = False) -> Solution:
         """Minimise.
 
         Args:
+            relaxed: let integers take any value between.
             gap: a solution this close to the bound, relative to it, is good enough.
             time_limit_s: stop after so many seconds with the best found so far. Results under a limit depend on the machine.
 
@@ -80,14 +81,15 @@ class Model:
         matrix = sparse.csr_array((values, (rows, columns)), shape=shape)
         found = optimize.milp(
             self.cost,
-            integrality=[int(flag) for flag in self.integer],
+            integrality=[int(flag and not relaxed) for flag in self.integer],
             bounds=optimize.Bounds(self.lower, self.upper),
             constraints=[optimize.LinearConstraint(matrix, self.row_lower, self.row_upper)] if self.row_lower else [],
             options=options,
         )
         if found.status == INFEASIBLE:
             return Solution(None, math.inf, True)
-        bound = -math.inf if found.mip_dual_bound is None else float(found.mip_dual_bound)
+        bound = found.fun if relaxed else found.mip_dual_bound
+        bound = -math.inf if bound is None else float(bound)
         return Solution(None if found.x is None else [float(x) for x in found.x], bound, found.status == 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron_epp.planner.baselines.contest import peaks_bytes
@@ -18,7 +19,9 @@ MARGINS = (0.0, 1.0)
 """Units kept free: none, and enough to make up for the solver's tolerance where the first answer is above a cap by a hair."""
 
 
-def diagonal_checkpoints(order: Order, tables: Tables, caps: tuple[int, ...]) -> tuple[int, Layers] | None:
+def diagonal_checkpoints(
+    order: Order, tables: Tables, caps: tuple[int, ...], limit: float = math.inf
+) -> tuple[int, Layers] | None:
     """Recomputed layers that are the same along each diagonal, as few in all as the caps allow.
 
     A layer recomputed in the k-th backward of a stage delays every other stage alike, so the backwards that wait for it, one
@@ -32,9 +35,10 @@ def diagonal_checkpoints(order: Order, tables: Tables, caps: tuple[int, ...]) ->
         order: of one pipeline, from its first forward to its last backward; chunks not in it are left alone.
         tables: of the whole chunk table.
         caps: of every rank.
+        limit: a sum of C from here on is of no use.
 
     Returns:
-        The sum of C, in layers, and the layers ``[stage][chunk]``; None where nothing fits.
+        The sum of C, in layers, and the layers ``[stage][chunk]``; None where nothing fits, or nothing of use does.
     """
     stages = len(order)
     none = [[0] * len(tables.message_us) for _ in order]
@@ -48,7 +52,7 @@ def diagonal_checkpoints(order: Order, tables: Tables, caps: tuple[int, ...]) ->
         for d in range(num_chunks + stages - 1)
     ]
     for margin in MARGINS:
-        counts = _solve(order, tables, caps, diagonal, most, margin)
+        counts = _solve(order, tables, caps, diagonal, most, margin, limit)
         if counts is None:
             return None
         layers = [[counts[place[c]] if c in place else 0 for c in range(len(row))] for place, row in zip(diagonal, none, strict=True)]
@@ -58,7 +62,13 @@ def diagonal_checkpoints(order: Order, tables: Tables, caps: tuple[int, ...]) ->
 
 
 def _solve(
-    order: Order, tables: Tables, caps: tuple[int, ...], diagonal: list[dict[int, int]], most: list[int], margin: float
+    order: Order,
+    tables: Tables,
+    caps: tuple[int, ...],
+    diagonal: list[dict[int, int]],
+    most: list[int],
+    margin: float,
+    limit: float,
 ) -> list[int] | None:
     model = Model()
     count = [model.variable(0, bound, integer=True, cost=1.0) for bound in most]
@@ -73,6 +83,9 @@ def _solve(
                 continue
             terms = [(count[place[u]], -tables.saved[p][u] / UNIT_BYTES) for u in alive]
             model.row([*terms, (any_layer[place[c]], workspace)], upper=room)
+    relaxed = model.solve(relaxed=True)
+    if relaxed.values is None or math.ceil(relaxed.bound - 1e-6) >= limit:
+        return None
     values = model.solve(gap=GAP).values
     return None if values is None else [round(values[variable]) for variable in count]
 
