@@ -18,6 +18,7 @@ from megatron.core import mpu
 from megatron.training import training
 
 from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.mcore import writers
 from megatron_epp.mcore.session import Session
 from megatron_epp.report.measured import Event, Measured
 from megatron_epp.runtime.meter import SavedTensorMeter
@@ -32,9 +33,10 @@ LINES = "iterations.jsonl"
 
 @dataclass(slots=True)
 class IterationReport:
-    """Collects one iteration's figures on every rank; the first rank writes them.
+    """Collects one iteration's figures on every rank. The first writes them to `--epp-report-dir`; the last hands them to
+    Megatron's log and writers.
 
-    Without `--epp-report-dir` nothing is collected.
+    Without `--epp-report-dir`, only iterations that Megatron logs too are collected.
     """
 
     session: Session
@@ -42,8 +44,10 @@ class IterationReport:
     iteration: int
     recorder: Recorder
     meter: SavedTensorMeter | None
-    writes: bool
+    collects: bool
     start_s: float
+    planning_us: float
+    plan_wait_us: float
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
@@ -52,11 +56,14 @@ class IterationReport:
         assert stage is not None
         if not forward_only:
             session.iteration += 1
-        writes = args.epp_report_dir is not None and not forward_only
+        due = session.iteration % min(args.log_interval, args.tensorboard_log_interval) == 0
+        collects = (args.epp_report_dir is not None or (due and batch.plan is not None)) and not forward_only
         meter = None
         if args.epp_measure_memory and not forward_only:
             meter = SavedTensorMeter(stage.model.parameters(), lambda: stage.relay.num_bytes)
-        return IterationReport(session, batch, session.iteration, Recorder(enabled=writes), meter, writes, time.perf_counter())
+        recorder, now_s = Recorder(enabled=collects), time.perf_counter()
+        waits = session.planning_us(batch.plan), session.plan_wait_us
+        return IterationReport(session, batch, session.iteration, recorder, meter, collects, now_s, *waits)
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -65,12 +72,12 @@ class IterationReport:
             yield
 
     def finish(self, loss: torch.Tensor | None) -> None:
-        """Gather the ranks' figures, append a line to ``iterations.jsonl``, and write plan and trace where asked for.
+        """Gather the ranks' figures, log them, append a line to ``iterations.jsonl``, write plan and trace where asked for.
 
         Args:
             loss: on the last stage ``[sum, tokens]``, None elsewhere.
         """
-        if not self.writes:
+        if not self.collects:
             return
         elapsed_us = (time.perf_counter() - self.start_s) * 1e6
         if loss is not None:
@@ -82,34 +89,53 @@ class IterationReport:
             "peak": self.meter.peak_bytes if self.meter is not None else None,
             "loss": None if loss is None else loss.tolist(),
             "elapsed_us": elapsed_us,
+            "planning_us": self.planning_us,
+            "plan_wait_us": self.plan_wait_us,
         }
         assert self.session.links is not None
         everyone: list[Any] = [None] * len(self.session.links.ranks)
         dist.all_gather_object(everyone, mine, group=self.session.links.reports)
-        if dist.get_rank() == 0:
-            self._write(everyone)
+        first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+        if not (first or last):
+            return
+        measured = None if self.batch.plan is None else _measured(self.batch.plan, everyone)
+        line = self._line(everyone, measured)
+        if first and self.session.args.epp_report_dir is not None:
+            self._write(line, measured)
+        if last and measured is not None:
+            self._log(line)
 
-    def _write(self, everyone: list[dict[str, Any]]) -> None:
-        args = self.session.args
-        folder = Path(args.epp_report_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+    def _line(self, everyone: list[dict[str, Any]], measured: Measured | None) -> dict[str, Any]:
         loss_sum, num_tokens = next(entry["loss"] for entry in reversed(everyone) if entry["loss"] is not None)
         line = {
             "iteration": self.iteration,
-            "schedule": args.epp_schedule,
+            "schedule": self.session.args.epp_schedule,
             "loss": loss_sum / max(1.0, num_tokens),
             "sequences": len(self.batch.lengths),
             "tokens": sum(self.batch.lengths),
             "elapsed_us": max(entry["elapsed_us"] for entry in everyone),
             "peak_activation_bytes": [entry["peak"] for entry in everyone],
         }
-        if self.batch.plan is not None:
-            measured = _measured(self.batch.plan, everyone)
-            line |= _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
-            if self.iteration == args.epp_trace_iteration:
-                save(self.batch.plan, folder / "plan.json")
-                measured.save(folder / "measured.json")
-                logger.info("wrote plan.json and measured.json of iteration %d to %s", self.iteration, folder)
+        if self.batch.plan is None or measured is None:
+            return line
+        line |= {name: max(entry[name] for entry in everyone) for name in ("planning_us", "plan_wait_us")}
+        return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
+
+    def _log(self, line: dict[str, Any]) -> None:
+        args = self.session.args
+        if self.iteration % args.log_interval == 0:
+            writers.log(line)
+        if self.iteration % args.tensorboard_log_interval == 0:
+            writers.write(line)
+
+    def _write(self, line: dict[str, Any], measured: Measured | None) -> None:
+        args = self.session.args
+        folder = Path(args.epp_report_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        if measured is not None and self.batch.plan is not None and self.iteration == args.epp_trace_iteration:
+            save(self.batch.plan, folder / "plan.json")
+            measured.save(folder / "measured.json")
+            logger.info("wrote plan.json and measured.json of iteration %d to %s", self.iteration, folder)
         with open(folder / LINES, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 

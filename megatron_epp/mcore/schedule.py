@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,7 +90,9 @@ def _only(item: Any) -> Any:
 
 
 def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, session: Session) -> GlobalBatch:
+    start_s = time.perf_counter()
     batch = next(data_iterator)
+    session.plan_wait_us = (time.perf_counter() - start_s) * 1e6
     if not isinstance(batch, GlobalBatch) or batch.plan is None:
         raise EppError("--epp needs the document iterators of megatron_epp.mcore.documents; another dataset provider is in use")
     if len(batch.lengths) != num_microbatches:

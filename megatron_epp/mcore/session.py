@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import threading
+import time
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from megatron_epp.schedule import EppError, Plan
 
 logger = logging.getLogger(__name__)
 
+_LONGEST = 8
+"""Lengths that an error names."""
+
 
 class Session:
     """One process's share of an elastic training run.
@@ -40,7 +44,10 @@ class Session:
         self.stage: MegatronStage | None = None
         self.links: Links | None = None
         self.costs: PipelineCosts | None = None
+        self.plan_wait_us = 0.0
+        """How long the last batch was waited for."""
         self._costs_known = threading.Event()
+        self._planning_us: dict[int, float] = {}
 
     def attach(self, model: torch.nn.Module, config: Any) -> MegatronStage:
         """Wrap the model and learn its costs, at the first call; later calls return the same stage."""
@@ -80,9 +87,18 @@ class Session:
         options = Options(
             chunk_tokens=args.epp_chunk_tokens, slices=args.epp_slices, recompute=recompute, planner=args.epp_planner
         )
-        plan = planner.plan(problem, self.costs, options)
+        start_s = time.perf_counter()
+        try:
+            plan = planner.plan(problem, self.costs, options)
+        except EppError as error:
+            raise type(error)(f"{error}\nThe batch that this is about has {_summary(lengths)}.") from error
         prepare(plan, self.rank)  # here, beside the running iteration: the executor finds it done
+        self._planning_us[id(plan)] = (time.perf_counter() - start_s) * 1e6
         return plan
+
+    def planning_us(self, plan: Plan | None) -> float:
+        """How long a plan took to make. Known once; afterwards zero."""
+        return self._planning_us.pop(id(plan), 0.0)
 
     def _cap_bytes(self) -> int:
         if self.args.epp_memory_cap_gb is not None:
@@ -90,6 +106,13 @@ class Session:
         if torch.cuda.is_initialized():
             return int(0.9 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
         return UNLIMITED_BYTES
+
+
+def _summary(lengths: tuple[int, ...]) -> str:
+    """``8 sequences of 39 to 7,172 tokens, 12,345 in all, the longest 7172, 3001, 988``."""
+    longest = ", ".join(map(str, sorted(lengths, reverse=True)[:_LONGEST]))
+    spread = f"{min(lengths, default=0):,} to {max(lengths, default=0):,} tokens"
+    return f"{len(lengths)} sequences of {spread}, {sum(lengths):,} in all, the longest {longest}"
 
 
 _session: Session | None = None

@@ -1,0 +1,63 @@
+"""An iteration's figures for people: one line of Megatron's log, and its TensorBoard and W&B writers under ``epp/``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.training import global_vars
+from megatron.training.utils.common_utils import print_rank_last
+
+_MS, _GIB = 1e3, 2**30
+
+
+def scalars(line: dict[str, Any]) -> dict[str, float]:
+    """Names and values for the writers.
+
+    Args:
+        line: an iteration's figures as `IterationReport` puts them together, with a plan.
+    """
+    found: dict[str, float] = {}
+    for source in ("planned", "measured"):
+        found[f"epp/{source} makespan (ms)"] = line["makespan_us"][source] / _MS
+        found[f"epp/{source} bubble"] = line["bubble_fraction"][source]
+    found["epp/planned peak activations (GiB)"] = max(line["planned_peak_activation_bytes"]) / _GIB
+    measured = [peak for peak in line["peak_activation_bytes"] if peak is not None]
+    if measured:
+        found["epp/measured peak activations (GiB)"] = max(measured) / _GIB
+    return found | {
+        "epp/planning (ms)": line["planning_us"] / _MS,
+        "epp/waiting for the plan (ms)": line["plan_wait_us"] / _MS,
+        "epp/chunks": line["chunks"],
+        "epp/recompute share": line["recompute_share"],
+        "epp/padding share": line["padding_share"],
+    }
+
+
+def write(line: dict[str, Any]) -> None:
+    """Hand the figures to whatever writers this rank has (Megatron gives them to the last)."""
+    values, iteration = scalars(line), line["iteration"]
+    if (tensorboard := global_vars.get_tensorboard_writer()) is not None:
+        for name, value in values.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if (wandb := global_vars.get_wandb_writer()) is not None:
+        wandb.log(values, iteration)
+
+
+def log(line: dict[str, Any]) -> None:
+    """One line beside Megatron's own, on the last rank."""
+    makespan, bubble = line["makespan_us"], line["bubble_fraction"]
+    parts = [
+        f"epp iteration {line['iteration']}",
+        f"makespan (ms): {makespan['planned'] / _MS:.1f} planned, {makespan['measured'] / _MS:.1f} measured",
+        f"bubble: {bubble['planned']:.1%} planned, {bubble['measured']:.1%} measured",
+        f"chunks: {line['chunks']}",
+        f"peak activations (GiB): {_peaks(line)}",
+        f"planning (ms): {line['planning_us'] / _MS:.1f}, waiting for it: {line['plan_wait_us'] / _MS:.1f}",
+    ]
+    print_rank_last(" | ".join(parts))
+
+
+def _peaks(line: dict[str, Any]) -> str:
+    measured = [peak for peak in line["peak_activation_bytes"] if peak is not None]
+    planned = f"{max(line['planned_peak_activation_bytes']) / _GIB:.3g} planned"
+    return f"{planned}, {max(measured) / _GIB:.3g} measured" if measured else planned
