@@ -14,16 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sequence_lengths import wikipedia
 from training_runs import ROOT, Run, machine, pipeline_size, tiny_gpt, train
 
 FOLDER = ROOT / "runs" / "bench_training"
-
-# Quantiles of the token counts of 250,000 Wikipedia articles (mean 1,009): most are short, a few are very long.
-SKEWED = (
-    (0.0, 2), (0.01, 39), (0.05, 68), (0.1, 87), (0.2, 121), (0.3, 171), (0.4, 242), (0.5, 344), (0.6, 469), (0.7, 681),
-    (0.8, 1088), (0.9, 2118), (0.95, 3706), (0.98, 7009), (0.99, 10668), (0.995, 16030), (0.998, 26508), (0.999, 36977),
-    (0.9995, 52158), (0.9999, 107286), (1.0, 269428),
-)  # fmt: skip
 
 
 def write_corpus(name: str, lengths: np.ndarray) -> str:
@@ -39,12 +33,6 @@ def write_corpus(name: str, lengths: np.ndarray) -> str:
         builder.add_document(torch.from_numpy(generator.randint(0, 256, length + 1)), [length + 1])
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
-
-
-def skewed_lengths(count: int) -> np.ndarray:
-    """Draw lengths from the quantile table, log-linear between its points."""
-    shares, lengths = zip(*SKEWED, strict=True)
-    return np.exp(np.interp(np.random.RandomState(1).rand(count), shares, np.log(lengths))).astype(int)
 
 
 def in_turn(name: str, ranks: int, variants: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[Run]]:
@@ -93,7 +81,7 @@ def fitting_recompute(ranks: int, settings: dict[str, Any], cap_bytes: int, laye
 def bench_skewed(ranks: int, seq_length: int, batch: int, iterations: int, rounds: int, share: float) -> dict[str, Any]:
     """Skewed documents under a cap of `share` of what whole sequences without recompute take."""
     base = tiny_gpt(
-        data_path=write_corpus("skewed", skewed_lengths(4096)),
+        data_path=write_corpus("skewed", wikipedia(4096, seed=1)),
         seq_length=seq_length,
         max_position_embeddings=seq_length,
         global_batch_size=batch,

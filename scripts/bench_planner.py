@@ -1,0 +1,222 @@
+"""Measures the planner: how fast it plans, how far its plans are from the best, and how they compare with other planners'.
+
+Everything is planned, nothing is trained: all planners share costs (analytic) and caps, makespans are the simulator's. Writes
+report.json and report.md. `--reduced` runs a bit of everything in seconds, `--full` everything there is, which takes hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+from planner_report import markdown
+from planner_suite import OURS, RIVALS, Case, all_cases, row, sampled_cases
+from sequence_lengths import wikipedia
+
+from megatron_epp.cost import H100, ModelShape, analytic_costs
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan
+from megatron_epp.schedule import InfeasibleError, PlanError
+
+FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_planner"
+TIE = 0.005
+"""Makespans closer than this share count as equal."""
+
+
+def speed(repeats: int, sizes: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Processor time of planning wikipedia-like batches. sizes: sequences and stages."""
+    shape = shape_of(load_flags("llama3-8b"))
+    rows = []
+    for sequences, stages in sizes:
+        costs = analytic_costs(replace(shape, num_layers=2 * stages), H100, [2] * stages, state_bytes_per_parameter=7.5)
+        problem = Problem(tuple(wikipedia(sequences, 0).tolist()), tuple(range(stages)), (80 << 30,) * stages)
+        times = []
+        for _ in range(repeats + 1):
+            start_s = time.process_time()
+            made = plan(problem, costs, Options(planner=OURS))
+            times.append((time.process_time() - start_s) * 1e3)
+        rows.append(
+            {"sequences": sequences, "stages": stages, "chunks": len(made.chunks), "planning_ms": min(times[1:] or times)}
+        )
+        say(f"speed: {sequences} sequences on {stages} stages: {rows[-1]['planning_ms']:.0f} ms")
+    return rows
+
+
+def small_cases(seed: int) -> Iterator[tuple[Problem, Any, Options]]:
+    """Random batches of up to eight chunks under caps that bind, one after another."""
+    draw = random.Random(seed)
+    while True:
+        stages = draw.choice((2, 3, 4))
+        shape = ModelShape(
+            num_layers=4 * stages,
+            hidden_size=4096,
+            ffn_hidden_size=14336,
+            num_attention_heads=32,
+            num_query_groups=8,
+            vocab_size=draw.choice((4096, 32000)),
+        )
+        costs = analytic_costs(shape, H100, [4] * stages, state_bytes_per_parameter=4.0)
+        lengths = tuple(int(exp(draw.uniform(log(500), log(30000)))) for _ in range(draw.randint(1, 6)))
+        options = Options(planner=OURS, slices=draw.randint(1, 5))
+        free = Problem(lengths, tuple(range(stages)), (UNLIMITED_BYTES,) * stages)
+        made = plan(free, costs, options)
+        if not 2 <= len(made.chunks) <= 8:
+            continue
+        highest, static = max(made.predicted.peak_bytes), max(made.static_bytes)
+        cap = static + int((highest - static) * draw.uniform(0.35, 0.95))
+        yield Problem(lengths, free.placement, (cap,) * stages), costs, options
+
+
+def small(count: int, limit_s: float, most_chunks: int) -> dict[str, Any]:
+    """Against the oracle, on its own chunk tables; where it is not done in time, against the best it has."""
+    try:
+        from megatron_epp.planner.oracle import oracle
+    except ImportError as error:
+        return {"skipped": f"no oracle: {error}"}
+    gaps, bounds, proven, lost, both = [], [], 0, 0, 0
+    cases = small_cases(seed=0)
+    done = 0
+    while done < count:
+        problem, costs, options = next(cases)
+        free = Problem(problem.lengths, problem.placement, (UNLIMITED_BYTES,) * problem.num_stages)
+        chunks = plan(free, costs, options).chunks
+        if len(chunks) * problem.num_stages > most_chunks:
+            continue
+        done += 1
+        try:
+            made = plan(problem, costs, options)
+        except InfeasibleError:
+            made = None
+        start = None
+        if made is not None:
+            start = Decisions(made.chunks, tuple(made.actions(r) for r in range(made.num_ranks)), made.recompute_layers)
+            chunks = made.chunks
+        try:
+            best = oracle(chunks, problem, costs, Options(), start=start, time_limit_s=limit_s)
+        except InfeasibleError:
+            both += made is None
+            continue
+        except PlanError as error:
+            return {"skipped": str(error)}
+        if made is None:
+            lost += best.decisions is not None
+            continue
+        proven += best.optimal
+        gaps.append(made.predicted.makespan_us / min(best.makespan_us, made.predicted.makespan_us) - 1)
+        bounds.append(made.predicted.makespan_us / best.bound_us - 1)
+        say(f"small: {done} of {count}, {len(chunks)} chunks on {problem.num_stages} stages, gap {gaps[-1]:.2%}")
+    return {
+        "cases": count,
+        "compared": len(gaps),
+        "proven_optimal": proven,
+        "time_limit_s": limit_s,
+        "most_chunks_times_stages": most_chunks,
+        "mean_gap": statistics.fmean(gaps) if gaps else None,
+        "worst_gap": max(gaps, default=None),
+        "mean_gap_to_proven_bound": statistics.fmean(bounds) if bounds else None,
+        "worst_gap_to_proven_bound": max(bounds, default=None),
+        "infeasible_for_both": both,
+        "infeasible_for_the_planner_alone": lost,
+    }
+
+
+def large(cases: list[Case], planners: tuple[str, ...], jobs: int) -> dict[str, Any]:
+    """Gap to the bound, and ratios to other planners, over the suite."""
+    rows = []
+    with ProcessPoolExecutor(jobs) as pool:
+        for found in (
+            pool.map(partial(row, planners=planners), cases) if jobs > 1 else map(partial(row, planners=planners), cases)
+        ):
+            rows.append(found)
+            say(f"large: {len(rows)} of {len(cases)}, {name_of(found)}: gap {found.get('gap', float('nan')):.2%}")
+    gaps = [r["gap"] for r in rows if "gap" in r]
+    return {
+        "cases": len(rows),
+        "planned": len(gaps),
+        "median_gap": statistics.median(gaps) if gaps else None,
+        "worst_gap": max(gaps, default=None),
+        "share_within_5_percent": sum(gap <= 0.05 for gap in gaps) / len(gaps) if gaps else None,
+        "against": {name: against(rows, name) for name in planners},
+        "rows": rows,
+    }
+
+
+def against(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Geometric mean of their makespan over ours, where both have a plan."""
+    both = [
+        (r["rivals"][name]["makespan_us"] / r["makespan_us"], r)
+        for r in rows
+        if "makespan_us" in r and r["rivals"][name]["makespan_us"] is not None
+    ]
+    tight = [ratio for ratio, r in both if r["recompute_share"] > 0]
+    return {
+        "both_have_a_plan": len(both),
+        "only_we_have_one": sum("makespan_us" in r and r["rivals"][name]["makespan_us"] is None for r in rows),
+        "only_they_have_one": sum("makespan_us" not in r and r["rivals"][name]["makespan_us"] is not None for r in rows),
+        "geometric_mean": geometric_mean([ratio for ratio, _ in both]),
+        "geometric_mean_where_memory_binds": geometric_mean(tight),
+        "least": min((ratio for ratio, _ in both), default=None),
+        "most": max((ratio for ratio, _ in both), default=None),
+        "ties": [name_of(r) for ratio, r in both if abs(ratio - 1) <= TIE],
+        "they_win": [f"{name_of(r)}: {ratio:.3f}" for ratio, r in both if ratio < 1 - TIE],
+    }
+
+
+def geometric_mean(ratios: list[float]) -> float | None:
+    return exp(statistics.fmean(map(log, ratios))) if ratios else None
+
+
+def name_of(r: dict[str, Any]) -> str:
+    return f"{r['lengths']} {r['context'] // 1024}K, {r['stages']} stages, {r['model']}, {r['cap_gb']} GB"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--reduced", action="store_true", help="a few small cases")
+    size.add_argument("--full", action="store_true", help="all 540 cases of the suite and 200 against the oracle")
+    parser.add_argument("--parts", default="speed,small,large", help="what to measure (default: speed,small,large)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes for the suite (default 1); speed is always measured alone"
+    )
+    parser.add_argument("-o", "--output", type=Path, default=FOLDER, help="folder for report.json and report.md")
+    a = parser.parse_args()
+    parts, start_s = a.parts.split(","), time.perf_counter()
+    sizes = [(512, 16), (1024, 16), (1024, 32), (2048, 32), (4096, 64)]
+    report: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+    if "speed" in parts:
+        report["speed"] = speed(0 if a.reduced else 3, [(64, 4), (128, 4)] if a.reduced else sizes)
+    if "small" in parts:
+        limits = (3, 1.0, 12) if a.reduced else (200, 60.0, 32) if a.full else (60, 4.0, 24)
+        report["small"] = small(*limits)
+    if "large" in parts:
+        cases = all_cases() if a.full else sampled_cases()
+        if a.reduced:
+            cases = [case for case in islice(cases, 0, None, 7) if case.stages == 4 and case.context <= 131072]
+        report["large"] = large(cases, RIVALS, a.jobs)
+    report["minutes"] = (time.perf_counter() - start_s) / 60
+    a.output.mkdir(parents=True, exist_ok=True)
+    (a.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (a.output / "report.md").write_text(markdown(report))
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The cases that `bench_planner.py` plans, and what it asks of each plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+import sequence_lengths
+
+from megatron_epp.cost import PipelineCosts, analytic_profile
+from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.tables import tabulate
+from megatron_epp.schedule import InfeasibleError, Op, Plan
+
+SEQUENCES = {"wikipedia": 512, "code": 128, "chat": 128, "equal": 64, "whale": 501}
+"""Per batch: about half a million to a few million tokens."""
+CONTEXTS = {32768: 1, 131072: 1, 196608: 1, 524288: 4, 1048576: 8}
+"""Context limit, and the context-parallel ranks it takes to hold it."""
+STAGES = (4, 8, 16)
+MODELS = ("llama3-8b", "llama2-13b", "llama-30b", "llama3-70b")
+CAPS_GB = (40, 80, 141)
+CLUSTER = "h100x8"
+REPLICAS = 8
+"""Data-parallel replicas that share the optimizer's state: 7.5 bytes per parameter."""
+OURS = "greedy"
+RIVALS = ("infinipipe", "seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch on one pipeline."""
+
+    lengths_like: str
+    context: int
+    stages: int
+    model: str
+    cap_gb: int
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        draw: Callable[[int, int], np.ndarray] = getattr(sequence_lengths, self.lengths_like)
+        seed = self.context // 1024 + self.stages  # another batch for each
+        return tuple(np.minimum(draw(SEQUENCES[self.lengths_like], seed), self.context).tolist())
+
+    @cached_property
+    def costs(self) -> PipelineCosts:
+        shape = replace(shape_of(load_flags(self.model)), context_parallel=CONTEXTS[self.context])
+        profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
+        layers = balanced_layers(profile, shape.num_layers, self.stages)
+        return profile.costs(layers, state_bytes_per_parameter=6 + 12 / REPLICAS)
+
+    @cached_property
+    def problem(self) -> Problem:
+        flags = load_flags(self.model)
+        multiple = flags.get("tensor_model_parallel_size", 1) * CONTEXTS[self.context]
+        caps = (self.cap_gb << 30,) * self.stages
+        return Problem(self.lengths, tuple(range(self.stages)), caps, token_multiple=multiple)
+
+    def plan(self, planner: str, **options: Any) -> tuple[Plan | None, float]:
+        """The plan, None when nothing fits, and the processor time it took in ms."""
+        problem, costs = self.problem, self.costs
+        start_s = time.process_time()
+        try:
+            made = plan(problem, costs, Options(planner=planner, context=self.context, **options))
+        except InfeasibleError:
+            made = None
+        return made, (time.process_time() - start_s) * 1e3
+
+
+def all_cases() -> list[Case]:
+    return [Case(*values) for values in product(("wikipedia", "code", "chat"), CONTEXTS, STAGES, MODELS, CAPS_GB)]
+
+
+def sampled_cases() -> list[Case]:
+    """One for every kind of lengths, context and number of stages; models and caps take turns. And two extremes."""
+    cases = [
+        Case(kind, context, stages, MODELS[(k + c + s) % 4], CAPS_GB[(k + c + 2 * s) % 3])
+        for k, kind in enumerate(("wikipedia", "code", "chat"))
+        for c, context in enumerate(CONTEXTS)
+        for s, stages in enumerate(STAGES)
+    ]
+    extremes = [Case("equal", 32768, stages, "llama3-8b", 40) for stages in STAGES]
+    return cases + extremes + [Case("whale", 1048576, stages, "llama3-8b", 80) for stages in STAGES]
+
+
+def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
+    """All figures of one case."""
+    found: dict[str, Any] = {
+        "lengths": case.lengths_like,
+        "context": case.context,
+        "stages": case.stages,
+        "model": case.model,
+        "cap_gb": case.cap_gb,
+        "sequences": len(case.lengths),
+        "tokens": sum(case.lengths),
+        "longest": max(case.lengths),
+    }
+    ours, found["planning_ms"] = case.plan(OURS)
+    if ours is None:
+        found["refused"] = True
+    else:
+        predicted = ours.predicted
+        found |= {
+            "chunks": len(ours.chunks),
+            "makespan_us": predicted.makespan_us,
+            "gap": predicted.makespan_us / predicted.lower_bound_us - 1,
+        } | where_the_time_goes(ours, case)
+    found["rivals"] = {}
+    for name in planners:
+        theirs, planning_ms = case.plan(name)
+        makespan_us = None if theirs is None else theirs.predicted.makespan_us
+        found["rivals"][name] = {"makespan_us": makespan_us, "planning_ms": planning_ms}
+    return found
+
+
+def where_the_time_goes(made: Plan, case: Case) -> dict[str, Any]:
+    """Shares of the busiest rank's makespan, and what keeps the plan from its bound."""
+    tables = tabulate(made.chunks, case.problem, case.costs)
+    again = [
+        sum(count * layer for count, layer in zip(*rows, strict=True))
+        for rows in zip(made.recompute_layers, tables.layer_us, strict=True)
+    ]
+    busy = [sum(step.time_us for step in steps) for steps in made.ranks]
+    rank = max(range(len(busy)), key=busy.__getitem__)
+    makespan_us = made.predicted.makespan_us
+    recompute, idle = again[rank] / makespan_us, 1 - busy[rank] / makespan_us
+    backwards = [c for c, step in enumerate(made.ranks[0]) if step.action.op is Op.B]
+    peak = max(p / cap for p, cap in zip(made.predicted.peak_bytes, made.cap_bytes, strict=True))
+    return {
+        "recompute_share": recompute,
+        "idle_share": idle,
+        "peak_over_cap": peak,
+        "first_backward": backwards[0] if backwards else 0,
+        "why": _why(recompute, idle, peak, len(made.chunks), made.num_stages),
+    }
+
+
+def _why(recompute: float, idle: float, peak: float, chunks: int, stages: int) -> str:
+    if recompute > idle:
+        return "recompute that the cap asks for beyond what the bound counts"
+    if peak > 0.95:
+        return "the cap holds back forwards, so ranks wait"
+    if chunks < 6 * stages:
+        return "few chunks: finer ones would cost more than they save"
+    return "the drain and unequal chunks"

@@ -1,0 +1,44 @@
+"""Lengths of sequences as corpora have them, drawn deterministically: what the benchmarks run on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Quantiles of the token counts of 250,000 Wikipedia articles (mean 1,009): most are short, a few are very long.
+WIKIPEDIA = (
+    (0.0, 2), (0.01, 39), (0.05, 68), (0.1, 87), (0.2, 121), (0.3, 171), (0.4, 242), (0.5, 344), (0.6, 469), (0.7, 681),
+    (0.8, 1088), (0.9, 2118), (0.95, 3706), (0.98, 7009), (0.99, 10668), (0.995, 16030), (0.998, 26508), (0.999, 36977),
+    (0.9995, 52158), (0.9999, 107286), (1.0, 269428),
+)  # fmt: skip
+
+
+def wikipedia(count: int, seed: int) -> np.ndarray:
+    """From the quantile table, log-linear between its points."""
+    shares, lengths = zip(*WIKIPEDIA, strict=True)
+    return np.exp(np.interp(np.random.RandomState(seed).rand(count), shares, np.log(lengths))).astype(int)
+
+
+def code(count: int, seed: int) -> np.ndarray:
+    """Like repositories: a log-normal body of files (median 2,000) and one in twenty a Pareto tail from 16,384 up."""
+    draw = np.random.RandomState(seed)
+    body, tail = 2000 * np.exp(1.3 * draw.randn(count)), 16384 * (1 + draw.pareto(0.8, count))
+    return np.where(draw.rand(count) < 0.95, body, tail).clip(1, 1 << 24).astype(int)
+
+
+def chat(count: int, seed: int) -> np.ndarray:
+    """Bimodal: short dialogues (median 600), and one in sixteen with long documents in it (median 60,000)."""
+    draw = np.random.RandomState(seed)
+    short, long = 600 * np.exp(0.6 * draw.randn(count)), 60000 * np.exp(1.0 * draw.randn(count))
+    return np.where(draw.rand(count) < 15 / 16, short, long).clip(1, 1 << 24).astype(int)
+
+
+def equal(count: int, seed: int, tokens: int = 8192) -> np.ndarray:
+    """All the same."""
+    return np.full(count, tokens)
+
+
+def whale(count: int, seed: int) -> np.ndarray:
+    """One of a million tokens beside tiny ones."""
+    lengths = np.random.RandomState(seed).randint(20, 400, count)
+    lengths[0] = 1 << 20
+    return lengths
