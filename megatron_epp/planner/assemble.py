@@ -11,8 +11,7 @@ from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.schedule import Action, Chunk, Messages, Op, Plan, PlanError, Prediction, Step
-from megatron_epp.schedule.check import check, report
-from megatron_epp.schedule.simulate import simulate
+from megatron_epp.schedule.check import examine, report
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,9 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         planner=options.planner,
         seed=options.seed,
     )
-    if faults := check(plan):
+    faults, timeline = examine(plan)
+    if faults or timeline is None:
         raise PlanError(f"planner {options.planner!r} made a plan that cannot run\n{report(plan, faults)}")
-    timeline = simulate(plan)
     bound_us = min(
         lower_bound_us(tables, made.chunks, problem, options), timeline.makespan_us
     )  # they add in another order, so may differ in the last digit

@@ -7,10 +7,10 @@ from megatron_epp.schedule.check_memory import check_memory
 from megatron_epp.schedule.check_tables import check_tables, check_tokens
 from megatron_epp.schedule.graph import build_graph
 from megatron_epp.schedule.plan import Plan
-from megatron_epp.schedule.simulate import play, timeline_of
+from megatron_epp.schedule.simulate import Timeline, play, timeline_of
 from megatron_epp.schedule.violation import Violation, report
 
-__all__ = ["Violation", "check", "report"]
+__all__ = ["Violation", "check", "examine", "report"]
 
 
 def check(plan: Plan) -> list[Violation]:
@@ -23,12 +23,18 @@ def check(plan: Plan) -> list[Violation]:
     3. the order is possible: no action before one it needs, no cycle across ranks, no crossed messages;
     4. memory: nothing freed twice, early or never, and no rank above its cap.
     """
+    return examine(plan)[0]
+
+
+def examine(plan: Plan) -> tuple[list[Violation], Timeline | None]:
+    """`check`, and the timeline that it made on the way; none where it did not come that far."""
     if faults := list(check_tables(plan)):
-        return faults
+        return faults, None
     if faults := [*check_tokens(plan), *check_presence(plan)]:
-        return faults
+        return faults, None
     graph = build_graph(plan)
     played = play(graph)
     if faults := [*check_order(plan, graph, played), *check_links(plan)]:
-        return faults
-    return list(check_memory(timeline_of(plan, graph, played)))
+        return faults, None
+    timeline = timeline_of(plan, graph, played)
+    return list(check_memory(timeline)), timeline

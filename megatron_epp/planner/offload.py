@@ -1,0 +1,255 @@
+"""Offload: which chunks' activations go to the host between forward and backward, when, and what is recomputed besides."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_epp.planner.evaluate import Layers, Played, moved_bytes, play
+from megatron_epp.planner.memory import Ledger, fit_rank, levels, peak_bytes
+from megatron_epp.planner.order import LONG, Order, slice_groups
+from megatron_epp.planner.tables import Tables
+from megatron_epp.schedule import Action, Chunk, Op
+
+SHARES = (1.0, 0.7, 0.4)
+"""Of what is above the cap, what the link is to take."""
+ROUNDS = 3
+"""Times the copies are chosen again with a lower aim."""
+PACED = 4
+"""Long sequences that get pacers."""
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """What fits the caps.
+
+    Attributes:
+        layers: recomputed layers ``[stage][chunk]``.
+        shares: of the kept bytes that are copied away, ``[stage][chunk]``.
+        copies: the offloads and loads of every rank, in order.
+        makespan_us: of it all.
+    """
+
+    layers: Layers
+    shares: tuple[tuple[float, ...], ...]
+    copies: Order
+    makespan_us: float
+
+
+def with_pacers(chunks: tuple[Chunk, ...], count: int) -> tuple[tuple[Chunk, ...], frozenset[int]]:
+    """Cut the last batched chunks in pieces and put some of the pieces behind each long sequence.
+
+    A load starts as soon as the copies listed before it are done, and the only copy that waits for anything is an offload, for
+    its forward. So while the backwards of a long sequence run, loads can be held back only by forwards in between. These
+    are best small.
+
+    Returns:
+        The table, and which of its chunks the pieces are. No pieces where there is no long sequence or nothing to cut.
+    """
+    groups = slice_groups(chunks)
+    long = [group for group in groups if len(group) >= LONG]
+    batched = [group.start for group in groups if len(group) == 1]
+    pieces: dict[int, list[Chunk]] = {}
+    cut: set[int] = set()
+    for group in sorted(long, key=lambda group: (-len(group), group.start))[:PACED]:
+        while batched and len(chunks[batched[-1]].segments) < LONG:
+            batched.pop()
+        if not batched:
+            break
+        last = batched.pop()
+        cut.add(last)
+        segments = chunks[last].segments
+        parts = min(count, len(segments))
+        pieces[group.start] = [Chunk(segments[part::parts]) for part in range(parts)]
+    table: list[Chunk] = []
+    pacers: list[int] = []
+    for group in groups:
+        if group.start not in cut:
+            table += chunks[group.start : group.stop]
+        small = pieces.get(group.start, [])
+        pacers += range(len(table), len(table) + len(small))
+        table += small
+    return tuple(table), frozenset(pacers)
+
+
+def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...], pacers: frozenset[int] = frozenset()) -> Offload | None:
+    """Copy away what the link has time for, recompute what is then still above the cap.
+
+    How much of the excess over the cap is left to the link is tried from all of it downwards: recompute is fitted to a cap
+    that is higher by that share, copies are chosen in the times that follow, and played. What is then above the cap (loads that
+    come too early) lowers the aim for the next round. The fastest that fits is returned.
+
+    Args:
+        pacers: chunks that are copied in any case, because loads are timed by them (`with_pacers`).
+
+    Returns:
+        None where no copies fit.
+    """
+    best: Offload | None = None
+    ranks = range(len(order))
+    ledgers = [Ledger.of(tables, rank) for rank in ranks]
+    none = [[0] * len(ledger.most) for ledger in ledgers]
+    peaks = [peak_bytes(order[rank], tables, rank, none[rank]) for rank in ranks]
+    for share in SHARES:
+        eased = tuple(cap + max(0, int(share * (peak - cap))) for cap, peak in zip(caps, peaks, strict=True))
+        rows = [fit_rank(order[rank], tables, rank, eased[rank]) for rank in ranks]
+        if None in rows:
+            break
+        found = _fit_copies(order, tables, caps, _by_stage(rows, tables), pacers)
+        if found is not None and (best is None or found.makespan_us < best.makespan_us):
+            best = found
+        elif best is not None:
+            break
+    return best
+
+
+def _by_stage(rows: Sequence[list[int] | None], tables: Tables) -> Layers:
+    chunks = len(tables.message_us)
+    layers: Layers = [[] for _ in tables.rank_of]
+    for row, stages in zip(rows, tables.stages_of, strict=True):
+        for at, stage in enumerate(stages):
+            layers[stage] = (row or [])[at * chunks : (at + 1) * chunks]
+    return layers
+
+
+def _fit_copies(order: Order, tables: Tables, caps: tuple[int, ...], layers: Layers, pacers: frozenset[int]) -> Offload | None:
+    """Copies for a given recompute. Each round aims below the cap by as much as the last came out above it."""
+    played = play(order, tables, layers)
+    aims = list(caps)
+    for _ in range(ROUNDS):
+        shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
+        copies: list[tuple[Action, ...]] = []
+        for rank, actions in enumerate(order):
+            chosen = _Chooser(actions, tables, rank, aims[rank], layers, played).choose(pacers)
+            for _, action, share in chosen:
+                shares[action.stage][action.chunk] = share
+            copies.append(tuple(action for _, action, _ in sorted(chosen)))
+        if not any(copies):
+            return None
+        sizes = [[moved_bytes(tables, layers, a.stage, a.chunk, shares[a.stage][a.chunk]) for a in row] for row in copies]
+        timed = [[(a, tables.host_us(size)) for a, size in zip(*both, strict=True)] for both in zip(copies, sizes, strict=True)]
+        after = play(order, tables, layers, timed)
+        above = [
+            _peak(order[rank], tables, rank, layers, list(zip(copies[rank], sizes[rank], strict=True)), after) - caps[rank]
+            for rank in range(len(order))
+        ]
+        if max(above) <= 0:
+            return Offload(layers, tuple(map(tuple, shares)), tuple(copies), after.makespan_us)
+        aims = [aim - max(0, over) for aim, over in zip(aims, above, strict=True)]
+    return None
+
+
+def _peak(
+    actions: tuple[Action, ...], tables: Tables, rank: int, layers: Layers, copies: list[tuple[Action, int]], played: Played
+) -> int:
+    """Most bytes live at a time. At equal times loads come first and offloads last, so it is never too low."""
+    ledger = Ledger.of(tables, rank)
+    takes, gives = levels(actions, ledger, [count for stage in tables.stages_of[rank] for count in layers[stage]])
+    compute = np.ravel(np.column_stack((takes, np.negative(gives))))
+    times = np.ravel(np.column_stack((played.start_us[rank], played.end_us[rank])))
+    sizes = np.array([size for _, size in copies], dtype=np.int64)
+    loads = np.array([action.op is Op.L for action, _ in copies], dtype=np.bool_)
+    begins, ends = np.array(played.copy_start_us[rank]), np.array(played.copy_end_us[rank])
+    when = np.concatenate((begins[loads], times, ends[~loads]))
+    delta = np.concatenate((sizes[loads], compute, -sizes[~loads]))
+    return int(ledger.static + np.cumsum(delta[np.argsort(when, kind="stable")]).max())
+
+
+class _Chooser:
+    """Chooses the copies of one rank against the times of an order."""
+
+    def __init__(
+        self, actions: tuple[Action, ...], tables: Tables, rank: int, cap: int, layers: Layers, played: Played
+    ) -> None:
+        self.actions, self.tables, self.layers = actions, tables, layers
+        self.start, self.end = np.array(played.start_us[rank]), np.array(played.end_us[rank])
+        ledger = Ledger.of(tables, rank)
+        takes, gives = levels(actions, ledger, [count for stage in tables.stages_of[rank] for count in layers[stage]])
+        before = np.concatenate(([0], np.cumsum(np.subtract(takes, gives))[:-1]))
+        self.excess: Integers = ledger.static + before + np.array(takes) - cap
+        self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
+        self.link = _Link()
+
+    def choose(self, pacers: frozenset[int]) -> list[tuple[float, Action, float]]:
+        """Copies ``(time, action, share)``.
+
+        Walk along the rank's list; wherever it is above the cap, of what is alive copy away what is needed again last.
+        """
+        chosen: list[tuple[float, Action, float]] = []
+        alive: list[tuple[int, int, Action]] = []
+        if int(self.excess.max()) <= 0:
+            return chosen
+        for position, action in enumerate(self.actions):
+            if action.op is Op.F and action.chunk in pacers:
+                chosen += self._copy(action, position, position + 1, whole=True)
+        for position, action in enumerate(self.actions):
+            while alive and self.excess[position] > 0:
+                _, entered, forward = heapq.heappop(alive)
+                chosen += self._copy(forward, entered, position)
+            if action.op is Op.F and action.chunk not in pacers:
+                heapq.heappush(alive, (-self.leaves[action.stage, action.chunk], position, action))
+        return chosen
+
+    def _copy(self, forward: Action, entered: int, position: int, whole: bool = False) -> list[tuple[float, Action, float]]:
+        _, stage, c = forward
+        tables, leaves = self.tables, self.leaves[stage, c]
+        kept = moved_bytes(tables, self.layers, stage, c, 1.0)
+        if leaves <= position or not kept:
+            return []
+        size = int(kept * tables.offloadable_share)
+        if not whole:
+            size = min(size, int(self.excess[position:leaves].max()))
+        share = min(1.0, -(-size * 1024 // kept) / 1024)
+        took_us = tables.host_us(moved_bytes(tables, self.layers, stage, c, share))
+        before = float("inf") if whole else float(self.start[position])
+        out = self.link.earliest(float(self.end[entered]), before, took_us)
+        if out is None:
+            return []
+        back = self.link.latest(max(out + took_us, float(self.end[position])), float(self.start[leaves]), took_us)
+        if back is None:
+            return []
+        self.link.take(out, took_us)
+        self.link.take(back, took_us)
+        first = int(np.searchsorted(self.start, out + took_us))
+        last = int(np.searchsorted(self.end, back, side="right"))
+        self.excess[first:last] -= moved_bytes(tables, self.layers, stage, c, share)
+        return [(out, forward._replace(op=Op.O), share), (back, forward._replace(op=Op.L), share)]
+
+
+class _Link:
+    """Busy times of a rank's link to the host."""
+
+    def __init__(self) -> None:
+        self.busy: list[tuple[float, float]] = [(-1.0, 0.0), (float("inf"), float("inf"))]
+
+    def earliest(self, after_us: float, before_us: float, took_us: float) -> float | None:
+        """Start of the first gap of a length within a time."""
+        at = max(1, bisect_left(self.busy, (after_us, after_us)))
+        for (_, left), (right, _) in pairwise(self.busy[at - 1 :]):
+            begin = max(left, after_us)
+            if begin + took_us > before_us:
+                return None
+            if begin + took_us <= right:
+                return begin
+        return None
+
+    def latest(self, after_us: float, before_us: float, took_us: float) -> float | None:
+        """Start of the last gap of a length within a time."""
+        for at in range(bisect_left(self.busy, (before_us, before_us)), 0, -1):
+            end = min(self.busy[at][0], before_us)
+            if end - took_us < after_us:
+                return None
+            if end - took_us >= self.busy[at - 1][1]:
+                return end - took_us
+        return None
+
+    def take(self, start_us: float, took_us: float) -> None:
+        insort(self.busy, (start_us, start_us + took_us))

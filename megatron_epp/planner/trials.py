@@ -1,0 +1,89 @@
+"""Candidates: a chunk table in a schedule, with the recompute or copies it takes to fit. The fastest is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.memory import fit_recompute
+from megatron_epp.planner.offload import fit_offload, with_pacers
+from megatron_epp.planner.order import Schedule, Stairs
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.schedule import Chunk, InfeasibleError
+
+GIB = 1 << 30
+CLEARLY = 0.99
+"""While nothing fits, a grain counts as better when its least peak is below this share of the least before."""
+
+WORTH = 0.985
+"""Offload is tried where it could bring the makespan to this share of the best so far."""
+
+
+class Trials:
+    """Candidates tried so far, and the best of them."""
+
+    def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
+        self.problem, self.costs, self.options = problem, costs, options
+        self.best: Decisions | None = None
+        self.best_us = math.inf
+        self.schedule: Schedule | None = None
+        self.least_cap = 0
+        self.seen: set[tuple[tuple[Chunk, ...], Schedule]] = set()
+
+    def better(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule]) -> bool:
+        """Try a table. True when it is faster than all before, or, while none fits, when it needs clearly less memory."""
+        schedules = [schedule for schedule in schedules if (chunks, schedule) not in self.seen]
+        if not schedules:
+            return False
+        tables = tabulate(chunks, self.problem, self.costs)
+        if lower_bound_us(tables, chunks, self.problem, self.options) >= self.best_us:
+            return False
+        found = [self._better(chunks, tables, schedule) for schedule in schedules]
+        return any(found)
+
+    def _better(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule) -> bool:
+        self.seen.add((chunks, schedule))
+        order = schedule(chunks, self.problem.num_stages, self.problem.forward_only)
+        fit = fit_recompute(order, tables, self.problem.cap_bytes, self.options)
+        if fit.layers is None:
+            before = self.least_cap or math.inf
+            self.least_cap = int(min(before, fit.needed_bytes))
+            return self.best is None and fit.needed_bytes < CLEARLY * before
+        took_us = makespan_us(order, tables, fit.layers)
+        if took_us >= self.best_us:
+            return False
+        self.best, self.best_us, self.schedule = Decisions(chunks, order, fit.layers), took_us, schedule
+        return True
+
+    def better_with_copies(self, chunks: tuple[Chunk, ...], pace: int) -> bool:
+        """Try a table with offload, its loads timed by `pace` pieces of batched chunks; True when it is faster than all before.
+
+        Where the best so far is close to what offload could do at most, it is not tried: it takes longer than all else.
+        """
+        chunks, pacers = with_pacers(chunks, pace)
+        tables = tabulate(chunks, self.problem, self.costs)
+        if lower_bound_us(tables, chunks, self.problem, self.options) >= WORTH * self.best_us:
+            return False
+        order = Stairs(late=True, slope=2, pace=pace)(chunks, self.problem.num_stages, False)
+        made = fit_offload(order, tables, self.problem.cap_bytes, pacers)
+        if made is None or made.makespan_us >= self.best_us:
+            return False
+        self.best_us = made.makespan_us
+        self.best = Decisions(chunks, order, made.layers, copies=made.copies, offload=made.shares)
+        return True
+
+    def result(self) -> Decisions:
+        """The best decisions. Raises `InfeasibleError` with the smallest cap that would have let one table through."""
+        if self.best is not None:
+            return self.best
+        gib = -(-self.least_cap * 100 // GIB) / 100
+        raise InfeasibleError(
+            f"no plan fits a memory cap of {min(self.problem.cap_bytes)} bytes per rank: the least that would do is "
+            f"{self.least_cap} bytes ({gib:.2f} GiB).\n"
+            f"Raise --epp-memory-cap-gb to {gib:.2f}, or lower --epp-chunk-tokens or --seq-length."
+        )
