@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import platform
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli_inputs import add_model, flags_of
 from megatron_epp.cli_progress import progress
+from megatron_epp.cost.analytic import analytic_profile
 from megatron_epp.cost.fit import fit_profile
-from megatron_epp.cost.library import RATES, shape_of
+from megatron_epp.cost.library import RATES, load_cluster, shape_of
 from megatron_epp.cost.profile import Profile
 from megatron_epp.report.table import table
 from megatron_epp.schedule.errors import EppError
@@ -33,19 +35,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="where to measure (default: a GPU if there is one)")
     parser.add_argument("--tokens", type=_numbers, metavar="N,N,...", help="tokens of chunks and slices to measure")
     parser.add_argument("--prefixes", type=_numbers, metavar="N,N,...", help="tokens before a slice to measure, from 0")
+    parser.add_argument(
+        "--by-formula", metavar="CLUSTER", help="do not measure: write what the formulas give for this machine, marked as such"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="write the profile as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, and print the residuals. Raises `EppError`."""
-    profile = _measured(args)
+    profile = _measured(args) if args.by_formula is None else _by_formula(args)
     Path(args.output).write_text(profile.to_json() + "\n", encoding="utf-8")
-    rows = [
-        [kind, str(r["points"]), f"{r['median']:.1%}", f"{r['worst']:.1%}"] for kind, r in profile.origin["residuals"].items()
-    ]
-    lines = table(("kind", "points", "median error of the fit", "worst"), rows)
-    print("\n".join([f"{profile.name} on {profile.origin['machine']}", "", *lines]))
+    print(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
+    if residuals := profile.origin.get("residuals"):
+        rows = [[kind, str(r["points"]), f"{r['median']:.1%}", f"{r['worst']:.1%}"] for kind, r in residuals.items()]
+        print("\n".join(["", *table(("kind", "points", "median error of the fit", "worst"), rows)]))
     return 0
+
+
+def _by_formula(args: argparse.Namespace) -> Profile:
+    shape, cluster = shape_of(flags_of(args)), load_cluster(args.by_formula)
+    origin = {
+        "source": "analytic: by formula from the model's shape and the machine's rates, nothing was measured",
+        "machine": cluster.name,
+        "rates": {name: None if value == math.inf else value for name, value in asdict(cluster.rates).items()},
+        "shape": asdict(shape),
+    }
+    return replace(analytic_profile(shape, cluster.rates), origin=origin)
 
 
 def _measured(args: argparse.Namespace) -> Profile:

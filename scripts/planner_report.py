@@ -45,8 +45,8 @@ def _small(found: dict[str, Any]) -> str:
     return (
         "## Against the oracle\n\n"
         f"{found['cases']} random cases of up to 8 chunks under tight caps (chunks times stages at most "
-        f"{found['most_chunks_times_stages']}); {found['compared']} compared, {found['proven_optimal']} of them solved to proof "
-        f"in {found['time_limit_s']:.0f} s each.\n\n"
+        f"{found['most_chunks_times_stages']}); {found['compared']} compared, {found['proven_optimal']} of them solved to "
+        f"proof in {found['time_limit_s']:.0f} s each.\n\n"
         + _table(
             ["", "mean", "worst"],
             [
@@ -102,7 +102,7 @@ def _large(found: dict[str, Any]) -> str:
     return (
         "## Gap to the lower bound\n\n"
         f"{found['planned']} of {found['cases']} cases have a plan. Gap: median {_percent(found['median_gap'])}, worst "
-        f"{_percent(found['worst_gap'])}, at most 5 % in {_percent(found['share_within_5_percent'])} of them. The bound is that "
-        "of the chosen chunks. Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and drain."
-        "\n\n" + _table([*header, "planning (ms)", "why the gap"], rows)
+        f"{_percent(found['worst_gap'])}, at most 5 % in {_percent(found['share_within_5_percent'])} of them. The bound is "
+        "that of the chosen chunks. Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and "
+        "drain.\n\n" + _table([*header, "planning (ms)", "why the gap"], rows)
     )

@@ -1,0 +1,202 @@
+"""Profiles: parts of a model put together to pipelines, their JSON form, and their fit to measured points."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.cost import (
+    CPU,
+    H100,
+    Line,
+    ModelShape,
+    Part,
+    PipelineCosts,
+    Profile,
+    analytic_costs,
+    analytic_profile,
+    work_of,
+)
+from megatron_epp.cost.fit import Point, fit_line, fit_profile
+from megatron_epp.schedule import Chunk, EppError, Segment
+
+SHAPE = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+WORK = work_of([Chunk((Segment(0, 0, 100),)), Chunk((Segment(0, 100, 150),))], [150])
+PROFILE = Profile(
+    name="by hand",
+    num_layers=6,
+    layer=Part(
+        forward=Line(5, 1, 0.5),
+        backward=Line(9, 2, 1),
+        weight=Line(1, 0.75),
+        bytes_per_token=100,
+        weight_bytes_per_token=60,
+        parameters=10,
+    ),
+    embedding=Part(forward=Line(0, 0.25), backward=Line(0, 0.5), bytes_per_token=3, parameters=7),
+    head=Part(forward=Line(2, 3), backward=Line(4, 6), weight=Line(1, 2), bytes_per_token=40, weight_bytes_per_token=11),
+    recomputed_layer_bytes_per_token=8,
+    kv_bytes_per_token=16,
+    hidden_bytes_per_token=8,
+    host_us_per_byte=0.5,
+    host_latency_us=3.0,
+)
+
+
+def test_a_pipeline_has_the_embedding_in_its_first_stage_and_the_head_in_its_last():
+    costs = PROFILE.costs([3, 2, 1], state_bytes_per_parameter=2.0)
+    assert [stage.num_layers for stage in costs.stages] == [3, 2, 1]
+    assert [stage.extra_forward for stage in costs.stages] == [Line(0, 0.25), Line(), Line(2, 3)]
+    assert [stage.extra_bytes_per_token for stage in costs.stages] == [11, 8, 48]
+    assert [stage.static_bytes for stage in costs.stages] == [2 * 37, 2 * 20, 2 * 10]
+    assert PROFILE.costs([6]).stages[0].extra_backward == Line(4, 6.5)
+
+
+def test_weight_gradients_are_a_part_of_the_backward():
+    costs = PROFILE.costs([2, 1])
+    assert costs.splits_weight
+    assert costs.weight_us(1, WORK).tolist() == [1 + 1 + 2.75 * n for n in (100, 50)]
+    assert costs.weight_bytes(1, WORK).tolist() == [(60 + 11) * n for n in (100, 50)]
+    for stage in range(2):
+        assert (costs.weight_us(stage, WORK) < costs.backward_us(stage, WORK)).all()
+
+
+def test_costs_without_weight_lines_do_not_split():
+    stages = tuple(replace(stage, weight=Line(), extra_weight=Line()) for stage in PROFILE.costs([2, 1]).stages)
+    assert not replace(PROFILE.costs([2, 1]), stages=stages).splits_weight
+
+
+def test_a_host_copy_costs_its_latency_and_its_bytes_and_takes_for_ever_without_a_link():
+    assert PROFILE.costs([6]).host_us(10) == 8.0
+    assert replace(PROFILE, host_us_per_byte=math.inf).costs([6]).host_us(0) == math.inf
+
+
+@pytest.mark.parametrize("host_us_per_byte", [0.5, math.inf])
+def test_json_gives_back_equal_objects_without_the_word_infinity(host_us_per_byte: float):
+    profile = replace(PROFILE, host_us_per_byte=host_us_per_byte)
+    for kept, read in ((profile, Profile.from_json), (profile.costs([4, 2]), PipelineCosts.from_json)):
+        text = kept.to_json()
+        assert read(text) == kept
+        assert "Infinity" not in text
+
+
+def test_costs_written_before_there_were_weight_lines_and_host_links_still_load():
+    costs = analytic_costs(SHAPE, CPU, [3, 3])
+    body = json.loads(costs.to_json())
+    for name in ("host_us_per_byte", "host_latency_us", "offloadable_share"):
+        del body[name]
+    for stage in body["stages"]:
+        for name in ("weight", "extra_weight", "weight_bytes_per_token", "extra_weight_bytes_per_token"):
+            del stage[name]
+    loaded = PipelineCosts.from_json(json.dumps(body))
+    assert not loaded.splits_weight
+    assert loaded.host_us(1) == math.inf
+    assert loaded.backward_us(1, WORK).tolist() == costs.backward_us(1, WORK).tolist()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": "megatron-epp/profile", "version": 9}', "{"])
+def test_text_that_is_no_profile_is_refused(text: str):
+    with pytest.raises(EppError, match="profile"):
+        Profile.from_json(text)
+
+
+def test_half_a_rate_at_so_many_tokens_is_as_many_tokens_more():
+    slow = replace(H100, saturation_tokens=0.0), replace(H100, saturation_tokens=200.0)
+    fresh, late = (analytic_profile(SHAPE, rates).layer for rates in slow)
+    linear = fresh.weight.per_token_us
+    assert late.forward.fixed_us - fresh.forward.fixed_us == pytest.approx(200 * linear)
+    assert late.backward.fixed_us - fresh.backward.fixed_us == pytest.approx(400 * linear)
+    assert late.weight.time_us(200, 0) == pytest.approx(2 * fresh.weight.time_us(200, 0))
+
+
+def test_every_token_pays_for_the_empty_half_of_its_tile():
+    plain, tiled = (analytic_profile(SHAPE, replace(H100, attention_tile=tile)).layer.forward for tile in (0, 128))
+    assert tiled.per_token_us - plain.per_token_us == pytest.approx(64 * plain.per_pair_us)
+
+
+def test_the_weight_gradient_is_one_of_the_backwards_two_products():
+    for part in (analytic_profile(SHAPE, H100).layer, analytic_profile(SHAPE, H100).head):
+        assert 0 < part.weight.per_token_us < part.backward.per_token_us / 1.5
+        assert part.weight.fixed_us <= part.backward.fixed_us
+
+
+def test_a_token_pays_for_its_own_experts_and_memory_for_all_of_them():
+    dense = SHAPE
+    experts = replace(SHAPE, num_experts=8, experts_per_token=2)
+    mlp = 3 * 64 * 256
+    assert experts.parameters_per_token == dense.layer_parameters + mlp + 64 * 8
+    assert experts.layer_parameters == dense.layer_parameters + 7 * mlp + 64 * 8
+    assert experts.layer_bytes_per_token > dense.layer_bytes_per_token
+    spread = replace(experts, expert_parallel=4)
+    assert experts.layer_parameters_on_rank - spread.layer_parameters_on_rank == 6 * mlp
+    one, four = (analytic_profile(shape, H100).layer.forward.per_token_us for shape in (experts, spread))
+    assert four > one  # its copies travel
+
+
+def test_ranks_that_share_a_layer_pay_for_what_they_exchange():
+    assert SHAPE.exchanged_bytes_per_token == 0
+    tensor = replace(SHAPE, tensor_parallel=4, sequence_parallel=True)
+    assert tensor.exchanged_bytes_per_token == 4 * 0.75 * 64 * 2
+    free = replace(H100, exchange_bytes=math.inf)
+    cost = analytic_profile(tensor, H100).layer.forward.per_token_us - analytic_profile(tensor, free).layer.forward.per_token_us
+    assert cost == pytest.approx(1e6 * 384 / H100.exchange_bytes)
+
+
+def test_points_on_a_line_give_the_line_back():
+    line = Line(40.0, 0.5, 0.01)
+    points = [Point(n, p, line.time_us(n, p)) for n, p in ((64, 2080), (64, 70000), (512, 131328), (1024, 900000))]
+    fit = fit_line(points)
+    assert fit.line.time_us(2000, 10000) == pytest.approx(line.time_us(2000, 10000), rel=1e-6)
+    assert fit.residuals()["worst"] < 1e-9
+
+
+def test_a_fit_has_no_negative_coefficient_and_says_how_far_off_it_is():
+    fit = fit_line([Point(100, 0, 10.0), Point(200, 0, 40.0)], pairs=False)
+    assert fit.line.fixed_us == 0.0
+    assert fit.line.per_token_us > 0
+    residuals = fit.residuals()
+    assert residuals["points"] == 2
+    assert residuals["worst"] > residuals["median"] * 0.99 > 0
+
+
+KINDS = ("linear", "loss", "embedding", "attention")
+
+
+def measured_points() -> dict[str, list[Point]]:
+    line = Line(10.0, 2.0)
+    points = {
+        f"{kind} {way}": [Point(n, 0, line.time_us(n, 0)) for n in (64, 256)]
+        for kind in KINDS
+        for way in ("forward", "backward")
+    }
+    points["linear weight"] = [Point(n, 0, 0.75 * n + 2) for n in (64, 256)]
+    points["loss weight"] = [Point(n, 0, 5 * n) for n in (64, 256)]
+    return points
+
+
+def test_a_fitted_profile_has_measured_times_and_the_formulas_bytes():
+    profile = fit_profile(measured_points(), SHAPE, CPU, "here", {"machine": "mine"})
+    formula = analytic_profile(SHAPE, CPU)
+    assert profile.layer.forward.time_us(100, 0) == pytest.approx(2 * (10 + 200))
+    assert profile.layer.weight.per_token_us == pytest.approx(0.75)
+    assert profile.layer.bytes_per_token == formula.layer.bytes_per_token
+    assert profile.message_us_per_byte == formula.message_us_per_byte
+    assert profile.origin["machine"] == "mine"
+    assert profile.origin["residuals"]["linear forward"]["points"] == 2
+    assert {"memory", "message", "host copy"} <= set(profile.origin["by_formula"])
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_weight_gradient_measured_above_its_backward_is_held_below_it():
+    head = fit_profile(measured_points(), SHAPE, CPU, "here", {}).head
+    assert head.weight.per_token_us == head.backward.per_token_us
+
+
+def test_a_measured_link_takes_the_place_of_the_formula():
+    points = measured_points() | {"message": [Point(n, 0, 100 + 0.25 * n) for n in (1000, 100000)]}
+    profile = fit_profile(points, SHAPE, CPU, "here", {})
+    assert (profile.message_latency_us, profile.message_us_per_byte) == pytest.approx((100, 0.25))
+    assert "message" not in profile.origin["by_formula"]
