@@ -1,0 +1,161 @@
+"""InfiniPipe's planner: chunking, checkpoints along diagonals, groups with a flush between."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, product
+
+import pytest
+from planner_cases import GIB, pipeline, problem, web_lengths
+
+from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.baselines.contest import Contest, peaks_bytes
+from megatron_epp.planner.baselines.infinipipe import Grouping
+from megatron_epp.planner.baselines.infinipipe_checkpoints import diagonal_checkpoints
+from megatron_epp.planner.baselines.infinipipe_chunks import algorithm_1
+from megatron_epp.planner.baselines.order import seq1f1b_order
+from megatron_epp.planner.chunking import Chunker
+from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.schedule import Chunk, Op, Segment
+
+UNBALANCED = (4, 4, 3, 2, 1, 1, 1, 1)
+
+
+def equal_chunks(counts: tuple[int, ...], stages: int, layers: int = 3) -> tuple[tuple[Chunk, ...], Tables]:
+    """Sequences of so many chunks, all of the same time and size; no messages and no attention."""
+    stage = StageCosts(
+        num_layers=layers,
+        forward=Line(0.0, 1.0),
+        backward=Line(0.0, 2.0),
+        layer_bytes_per_token=10,
+        recomputed_layer_bytes_per_token=1,
+        extra_bytes_per_token=2,
+        kv_bytes_per_token=1,
+    )
+    chunks = [Chunk((Segment(q, 8 * i, 8 * i + 8),)) for q, count in enumerate(counts) for i in range(count)]
+    asked = problem([8 * count for count in counts], stages)
+    return tuple(chunks), tabulate(chunks, asked, PipelineCosts("equal", (stage,) * stages, 0.0))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_recompute_along_diagonals_adds_their_sum_of_layers_to_the_makespan(seed: int):
+    """Equation 17, for chunks of equal time."""
+    draw = random.Random(seed)
+    stages = draw.choice([2, 3, 4])
+    counts = UNBALANCED if seed < 10 else tuple(sorted((draw.randint(1, 5) for _ in range(draw.randint(1, 8))), reverse=True))
+    chunks, tables = equal_chunks(counts, stages)
+    order = seq1f1b_order(slice_groups(chunks), stages)
+    diagonals = [draw.randint(0, 3) for _ in range(len(chunks) + stages - 1)]
+    layers = [[0] * len(chunks) for _ in range(stages)]
+    for p, actions in enumerate(order):
+        for k, c in enumerate(action.chunk for action in actions if action.op is Op.B):
+            layers[p][c] = diagonals[k + stages - 1 - p]
+    none = [[0] * len(chunks)] * stages
+    added = makespan_us(order, tables, layers) - makespan_us(order, tables, none)
+    assert added == pytest.approx(sum(diagonals) * tables.layer_us[0][0])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_integer_program_finds_the_least_sum_of_layers(seed: int):
+    draw = random.Random(seed)
+    stages, layers = draw.choice([(1, 2), (2, 2), (2, 1), (3, 1)])
+    counts = draw.choice([(2, 1), (3,), (1, 1, 1), (2, 2)])
+    chunks, tables = equal_chunks(counts, stages, layers)
+    order = seq1f1b_order(slice_groups(chunks), stages)
+    backwards = [[action.chunk for action in actions if action.op is Op.B] for actions in order]
+    choices = {}
+    for diagonals in product(range(layers + 1), repeat=len(chunks) + stages - 1):
+        rows = [[diagonals[row.index(c) + stages - 1 - p] for c in range(len(chunks))] for p, row in enumerate(backwards)]
+        peak = max(peaks_bytes(order, tables, rows))
+        choices[peak] = min(sum(diagonals), choices.get(peak, 10**6))
+    for cap in draw.sample(sorted(choices), min(6, len(choices))):
+        found = diagonal_checkpoints(order, tables, (cap,) * stages)
+        assert found is not None
+        assert max(peaks_bytes(order, tables, found[1])) <= cap
+        assert found[0] == min(sum_ for peak, sum_ in choices.items() if peak <= cap)
+    assert diagonal_checkpoints(order, tables, (min(choices) - 1,) * stages) is None
+
+
+@pytest.mark.parametrize("more_tokens", [False, True])
+@pytest.mark.parametrize("slices", [1, 3, 8])
+def test_slices_take_equal_times_and_all_sequences_are_cut_at_the_same_places(slices: int, more_tokens: bool):
+    lengths = (60_000, 33_000, *web_lengths(60, seed=4, longest=20_000))
+    chunker = Chunker.of(problem(lengths, 4), pipeline(4), None)
+    chunks = algorithm_1(chunker, slices, more_tokens=more_tokens)
+    longest = [s for chunk in chunks for s in chunk.segments if s.sequence == 0]
+    times = [chunker.slice_us(s.start, s.end) for s in longest]
+    assert len(longest) == slices
+    assert max(times) == pytest.approx(min(times), rel=0.01)
+    ends = {s.end for s in longest}
+    parts = [s for chunk in chunks for s in chunk.segments]
+    assert all(s.end in ends for s in parts if s.end < lengths[s.sequence])
+    assert sum(s.end - s.start for s in parts) == sum(lengths)
+    assert all(segment.start == 0 for chunk in chunks for segment in chunk.segments[1:])
+    if not more_tokens:
+        assert max(chunk.num_tokens for chunk in chunks) <= max(s.end - s.start for s in longest)
+
+
+def test_short_sequences_go_where_time_per_token_is_least_until_the_time_is_up():
+    """Time is tokens here: the tail of 40 takes 30 and 30, and then 20 more do not fit; the emptiest bucket is loosened."""
+    stage = StageCosts(
+        num_layers=1,
+        forward=Line(0.0, 1.0),
+        backward=Line(),
+        layer_bytes_per_token=1,
+        recomputed_layer_bytes_per_token=1,
+        kv_bytes_per_token=0,
+    )
+    chunker = Chunker.of(problem((200, 140, 30, 30, 20), 1), PipelineCosts("tokens", (stage,), 0.0), None)
+    chunks = algorithm_1(chunker, 2)
+    assert [[(s.sequence, s.end - s.start) for s in chunk.segments] for chunk in chunks] == [
+        [(0, 100)],
+        [(0, 100)],
+        [(1, 100)],
+        [(1, 40), (2, 30), (3, 30)],
+        [(4, 20)],
+    ]
+
+
+def test_each_group_is_a_pipeline_of_its_own_with_a_flush_between():
+    chunks, tables = equal_chunks((6, 6, 1, 1, 1, 1, 1, 1), 2)
+    order = seq1f1b_order(slice_groups(chunks), 2)
+    full = [[3] * len(chunks)] * 2
+    asked = problem([48, 48, 8, 8, 8, 8, 8, 8], 2, max(peaks_bytes(order, tables, full)) - 20)
+    contest = Contest(asked, pipeline(2), Options(planner="infinipipe"))
+    made = Grouping(contest, tables, slice_groups(chunks)).pipelines()
+    alone = seq1f1b_order(slice_groups(chunks)[:2], 2)
+    if made is None:
+        assert max(peaks_bytes(alone, tables, full)) > asked.cap_bytes[0]
+        return
+    assert [{action.chunk for action in pipeline.order[0]} for pipeline in made] == [set(range(12)), set(range(12, 18))]
+
+
+def test_memory_that_is_short_for_long_sequences_separates_them():
+    lengths = (60_000, 50_000, *[3000] * 40)
+    costs = pipeline(4)
+    for cap in (40, 30, 26, 24, 22, 20):
+        made = plan(problem(lengths, 4, cap * GIB), costs, Options(planner="infinipipe", slices=12))
+        live = 0
+        flushes = 0
+        for before, after in pairwise(made.actions(3)):
+            live += 1 if before.op is Op.F else -1
+            flushes += live == 0 and after.op is Op.F and any(made.recompute_layers[3])
+        if flushes:
+            break
+    else:
+        pytest.fail("no cap made the planner separate long from short")
+
+
+def test_the_recompute_of_a_plan_lies_along_diagonals():
+    made = plan(problem((40_000, 30_000, 9000), 3, 20 * GIB), pipeline(3), Options(planner="infinipipe", slices=8))
+    if len(set(map(len, slice_groups(made.chunks)))) == 1:
+        pytest.fail("the case should have sequences of several numbers of chunks")
+    rows = [
+        [made.recompute_layers[p][action.chunk] for action in made.actions(p) if action.op is Op.B] for p in range(3)
+    ]
+    assert any(rows[0])
+    pairs = [(above, below) for upper, lower in pairwise(rows) for above, below in zip(upper, lower[1:], strict=False)]
+    assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs)

@@ -1,0 +1,93 @@
+"""What holds for every baseline: sound plans within the caps, or a cap that would do; the same plan every time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
+
+from megatron_epp.planner import PLANNERS, Options, Problem, plan
+from megatron_epp.planner.baselines import BASELINES
+from megatron_epp.schedule import InfeasibleError, Op, Plan, PlanError
+from megatron_epp.schedule.check import check, report
+
+
+def random_batch(seed: int) -> tuple[tuple[int, ...], int, int, int]:
+    """Lengths, stages, layers of a stage, and the padding."""
+    draw = random.Random(seed)
+    kinds = (
+        lambda: web_lengths(draw.randint(5, 40), seed, longest=40_000),
+        lambda: (draw.randint(50_000, 90_000), *(draw.randint(1, 800) for _ in range(30))),
+        lambda: (draw.randint(500, 9_000),) * draw.randint(1, 12),
+        lambda: tuple(draw.choice((300, 20_000)) + draw.randint(0, 50) for _ in range(10)),
+    )
+    return draw.choice(kinds)(), draw.choice((1, 2, 3, 4, 8)), draw.choice((2, 4)), draw.choice((1, 1, 16))
+
+
+def assert_sound(made: Plan, name: str) -> None:
+    faults = check(made)
+    assert not faults, report(made, faults)
+    assert made.planner == name
+    assert all(peak <= cap for peak, cap in zip(made.predicted.peak_bytes, made.cap_bytes, strict=True))
+    assert 0 < made.predicted.lower_bound_us <= made.predicted.makespan_us
+
+
+@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_plan_within_the_caps_or_a_cap_that_would_do(name: str, seed: int):
+    lengths, stages, layers, multiple = random_batch(seed)
+    costs, options = pipeline(stages, layers), Options(planner=name)
+    loose = plan(problem(lengths, stages, token_multiple=multiple), costs, options)
+    assert_sound(loose, name)
+    static, most = max(s.static_bytes for s in costs.stages), max(loose.predicted.peak_bytes)
+    for share in (0.7, 0.3):
+        cap = static + int(share * (most - static))
+        try:
+            made = plan(problem(lengths, stages, cap, token_multiple=multiple), costs, options)
+        except InfeasibleError as error:
+            cap = named_cap_bytes(error)
+            made = plan(problem(lengths, stages, cap, token_multiple=multiple), costs, options)
+        assert_sound(made, name)
+        assert made.predicted.makespan_us >= loose.predicted.makespan_us * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_equal_arguments_give_equal_plans(name: str):
+    asked = problem(web_lengths(30, seed=7, longest=30_000), 4, 22 * GIB)
+    assert plan(asked, pipeline(4), Options(planner=name)) == plan(asked, pipeline(4), Options(planner=name))
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_an_evaluation_has_forwards_only_and_recomputes_nothing(name: str):
+    made = plan(problem((9000, 4000, 300), 3, forward_only=True), pipeline(3), Options(planner=name))
+    assert {step.action.op for steps in made.ranks for step in steps} == {Op.F}
+    assert not any(map(any, made.recompute_layers))
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_two_stages_on_a_rank_are_refused(name: str):
+    looped = Problem((1000,) * 4, (0, 1, 0, 1), (GIB * 80,) * 2)
+    with pytest.raises(PlanError, match=name):
+        PLANNERS[name](looped, pipeline(4), Options(planner=name))
+
+
+@pytest.mark.parametrize("name", ["chunkflow", "infinipipe"])
+def test_a_fixed_recompute_is_refused_by_those_that_choose_their_own(name: str):
+    with pytest.raises(PlanError, match="--epp-recompute"):
+        plan(problem((1000,), 2), pipeline(2), Options(planner=name, recompute=1))
+
+
+@pytest.mark.parametrize("name", ["1f1b-padded", "1f1b-packed", "seq1f1b"])
+def test_uniform_recompute_is_the_least_that_fits(name: str):
+    lengths = (6000, 5000, *web_lengths(20, seed=3, longest=4000))
+    options = Options(planner=name, chunk_tokens=2048)
+    most = max(plan(problem(lengths, 4), pipeline(4), options).predicted.peak_bytes)
+    static = max(stage.static_bytes for stage in pipeline(4).stages)
+    asked = problem(lengths, 4, static + (most - static) // 2)
+    made = plan(asked, pipeline(4), options)
+    (count,) = {layers for row in made.recompute_layers for layers in row}
+    assert count > 0
+    assert plan(asked, pipeline(4), Options(planner=name, chunk_tokens=2048, recompute=count)).ranks == made.ranks
+    with pytest.raises(InfeasibleError):
+        plan(asked, pipeline(4), Options(planner=name, chunk_tokens=2048, recompute=count - 1))
