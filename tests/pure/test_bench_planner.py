@@ -1,0 +1,84 @@
+"""The planner's benchmark in its reduced form: its figures are there and fit together. Times are not judged."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from bench_planner import against, large  # noqa: E402
+from planner_report import markdown  # noqa: E402
+from planner_suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, all_cases, sampled_cases  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    command = [sys.executable, str(SCRIPTS / "bench_planner.py"), "--reduced", "-o", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "report.json").read_text())
+    assert (folder / "report.md").read_text() == markdown(found)
+    return found
+
+
+def test_every_plan_is_at_or_above_its_bound(report):
+    rows = [row for row in report["large"]["rows"] if "gap" in row]
+    assert rows
+    for row in rows:
+        assert row["gap"] >= -1e-9
+        assert row["peak_over_cap"] <= 1.0
+        assert row["why"]
+
+
+def test_every_rival_is_weighed_and_the_means_follow_from_the_rows(report):
+    found = report["large"]
+    assert set(found["against"]) == set(RIVALS)
+    for name, figures in found["against"].items():
+        assert figures == against(found["rows"], name)
+        if figures["both_have_a_plan"]:
+            assert figures["least"] - 1e-9 <= figures["geometric_mean"] <= figures["most"] + 1e-9
+
+
+def test_the_oracle_is_never_slower_and_never_refuses_alone(report):
+    found = report["small"]
+    if "skipped" in found:
+        pytest.skip(f"{found['skipped']} (install the extra milp)")
+    assert found["compared"] + found["infeasible_for_both"] + found["infeasible_for_the_planner_alone"] == found["cases"]
+    assert 0 <= found["mean_gap"] <= found["worst_gap"]
+    assert found["mean_gap"] <= found["mean_gap_to_proven_bound"] + 1e-9
+
+
+def test_speed_is_measured_for_every_size(report):
+    assert [row["sequences"] for row in report["speed"]] == [64, 128]
+    assert all(row["planning_ms"] > 0 for row in report["speed"])
+
+
+def test_the_sample_covers_everything_evenly():
+    cases = [case for case in sampled_cases() if case.lengths_like in ("wikipedia", "code", "chat")]
+    assert set(cases) <= set(all_cases())
+    assert len(set(cases)) == 45
+    for field, values in (("context", CONTEXTS), ("stages", STAGES), ("model", MODELS), ("cap_gb", CAPS_GB)):
+        counts = [sum(getattr(case, field) == value for case in cases) for value in values]
+        assert sum(counts) == 45
+        assert max(counts) - min(counts) <= 2
+
+
+def test_batches_are_the_same_every_time_and_keep_to_the_context():
+    for case in sampled_cases():
+        lengths = type(case)(case.lengths_like, case.context, case.stages, case.model, case.cap_gb).lengths
+        assert lengths == case.lengths
+        assert 1 <= min(lengths) <= max(lengths) <= case.context
+
+
+def test_a_case_that_nobody_can_plan_is_reported_as_such():
+    case = all_cases()[0]
+    hopeless = type(case)(case.lengths_like, case.context, 4, "llama3-70b", 1)
+    found = large([hopeless], ("seq1f1b",), jobs=1)
+    assert (found["cases"], found["planned"]) == (1, 0)
+    assert found["against"]["seq1f1b"]["both_have_a_plan"] == 0
+    assert "no plan" in markdown({"machine": "m", "python": "3", "minutes": 0.0, "large": found})
