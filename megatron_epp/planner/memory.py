@@ -130,11 +130,14 @@ def peak_bytes(actions: tuple[Action, ...], tables: Tables, rank: int, layers: l
         item = number[stage] + c
         if op is forward:
             live += activation[item] - layers[item] * saved[item] + forward_alloc[item]
-            peak = max(peak, live)
+            if live > peak:
+                peak = live
             live -= forward_free[item]
         else:
             live += backward_alloc[item]
-            peak = max(peak, live + workspace[item] if layers[item] else live)
+            top = live + workspace[item] if layers[item] else live
+            if top > peak:
+                peak = top
             live -= activation[item] - layers[item] * saved[item] + backward_free[item]
     return peak
 

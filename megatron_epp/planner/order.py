@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate, repeat, takewhile
 
 from megatron_epp.schedule import Action, Chunk, Op
 
@@ -94,15 +94,16 @@ class Stairs:
         ahead = self._ahead(groups)
         orders = []
         for stage in range(num_stages):
-            forward = [Action(Op.F, stage, c) for c in range(total)]
+            forward = list(map(Action, repeat(Op.F), repeat(stage), range(total)))
+            backward = list(map(Action, repeat(Op.B), repeat(stage), descending))
             lead = math.floor(self.slope * (num_stages - 1 - stage) + 0.5)
             actions: list[Action] = []
             run = 0
-            for c, upto in zip(descending, [*ahead[lead:], *[total] * min(lead, total)], strict=True):
+            for action, upto in zip(backward, [*ahead[lead:], *[total] * min(lead, total)], strict=True):
                 if upto > run:
                     actions += forward[run:upto]
                     run = upto
-                actions.append(Action(Op.B, stage, c))
+                actions.append(action)
             orders.append(tuple(actions))
         return tuple(orders)
 

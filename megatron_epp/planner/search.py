@@ -91,7 +91,7 @@ def search_grain(trials: Trials, chunker: Chunker) -> list[tuple[Chunk, ...]]:
             tables[count] = chunker.table(chunker.grain(chunks=count))
             trials.better(tables[count], stairs)
     if max(problem.lengths) <= chunker.token_cap:
-        trials.better(whole_sequences(problem.lengths), (elastic_1f1b,))
+        trials.better(whole_sequences(problem.lengths), (elastic_1f1b,), close=0.0)
     best = trials.best.chunks if trials.best is not None else ()
     at = next((counts.index(count) for count, table in tables.items() if table == best), start)
     return [tables.get(count) or chunker.table(chunker.grain(chunks=count)) for count in counts[at : at + 3]]

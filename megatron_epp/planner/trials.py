@@ -20,6 +20,8 @@ GIB = 1 << 30
 CLEARLY = 0.99
 """While nothing fits, a grain counts as better when its least peak is below this share of the least before."""
 
+CLOSE = 0.005
+"""What is not worth another try, as a share of the makespan."""
 WORTH = 0.985
 """Offload is tried where it could bring the makespan to this share of the best so far."""
 
@@ -35,16 +37,23 @@ class Trials:
         self.least_cap = 0
         self.seen: set[tuple[tuple[Chunk, ...], Schedule]] = set()
 
-    def better(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule]) -> bool:
-        """Try a table. True when it is faster than all before, or, while none fits, when it needs clearly less memory."""
+    def better(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule], close: float = CLOSE) -> bool:
+        """Try a table. True when it is faster than all before, or, while none fits, when it needs clearly less memory.
+
+        Args:
+            close: a table whose lower bound is not below the best by more than this share is not tried further.
+        """
         schedules = [schedule for schedule in schedules if (chunks, schedule) not in self.seen]
         if not schedules:
             return False
         tables = tabulate(chunks, self.problem, self.costs)
-        if lower_bound_us(tables, chunks, self.problem, self.options) >= self.best_us:
-            return False
-        found = [self._better(chunks, tables, schedule) for schedule in schedules]
-        return any(found)
+        bound_us = lower_bound_us(tables, chunks, self.problem, self.options)
+        found = False
+        for schedule in schedules:
+            if bound_us * (1 + close) >= self.best_us:
+                break
+            found |= self._better(chunks, tables, schedule)
+        return found
 
     def _better(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule) -> bool:
         self.seen.add((chunks, schedule))
