@@ -33,7 +33,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _speed(rows: list[dict[str, Any]]) -> str:
-    cells = [[f"{r['sequences']:,}", str(r["stages"]), str(r["chunks"]), f"{r['planning_ms']:.0f}"] for r in rows]
+    cells = [[f"{r['sequences']:,}", str(r["stages"]), str(r["chunks"] or "no plan"), f"{r['planning_ms']:.0f}"] for r in rows]
     return "## Speed\n\nProcessor time on one core, start-up excluded.\n\n" + _table(
         ["sequences", "stages", "chunks", "planning (ms)"], cells
     )
