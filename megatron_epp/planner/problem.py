@@ -34,6 +34,15 @@ class Problem:
     def num_stages(self) -> int:
         return len(self.placement)
 
+    @property
+    def num_ranks(self) -> int:
+        return len(self.cap_bytes)
+
+    @property
+    def is_straight(self) -> bool:
+        """One stage on each rank, in order."""
+        return self.placement == tuple(range(len(self.placement)))
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -68,22 +77,19 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
     """Refuse what no planner here can plan.
 
     Raises:
-        PlanError: sizes do not match, a number is out of range, or the placement is not one stage per rank in order.
+        PlanError: sizes do not match, a number is out of range, or a rank has no stage.
         InfeasibleError: the token cap is below the multiple that chunks are padded to.
     """
     stages = problem.num_stages
     if not problem.lengths or min(problem.lengths) < 1:
         raise PlanError(f"a batch needs sequences of at least one token each; got lengths {list(problem.lengths)[:8]}")
-    if problem.placement != tuple(range(stages)) or not stages:
+    if not stages or set(problem.placement) != set(range(problem.num_ranks)):
         raise PlanError(
-            f"planner {options.planner!r} places one stage on each rank, in order; it cannot use placement "
-            f"{list(problem.placement)} (leave --num-layers-per-virtual-pipeline-stage unset)"
+            f"placement {list(problem.placement)} must put a stage on each of {problem.num_ranks} ranks "
+            f"({problem.num_ranks} caps)"
         )
-    if len(costs.num_layers) != stages or len(problem.cap_bytes) != stages:
-        raise PlanError(
-            f"{stages} stages need as many entries of costs and caps; "
-            f"got costs for {len(costs.num_layers)} stages and {len(problem.cap_bytes)} caps"
-        )
+    if len(costs.num_layers) != stages:
+        raise PlanError(f"{stages} stages need as many entries of costs; got costs for {len(costs.num_layers)} stages")
     if problem.token_multiple < 1:
         raise PlanError(f"token multiple {problem.token_multiple} must be at least 1")
     if options.slices is not None and options.slices < 1:

@@ -10,12 +10,13 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.chunking import Chunker, whole_sequences
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.planner.trials import Trials
 from megatron_epp.planner.weight import split_weights
-from megatron_epp.schedule import Chunk
+from megatron_epp.schedule import Chunk, PlanError
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
 
@@ -35,6 +36,8 @@ SECOND: tuple[Schedule, ...] = (
 """What the best grain is tried with besides, or all grains when none fits: less alive, less slack."""
 LAST: tuple[Schedule, ...] = (Stairs(late=True, slope=0.5), Stairs(late=True, slope=0))
 """What is tried when none of these fits. At slope 0 one sequence is alive at a time, and no order keeps less."""
+LISTED = (Listing(2), Listing(1.5), Listing(1), Listing(3))
+"""What any other placement than one stage per rank in order is tried with."""
 PACES = (8, 16)
 """Pieces that loads are timed by."""
 PATIENCE = 2
@@ -54,13 +57,19 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     trials = Trials(problem, costs, options)
     if options.slices is not None:
         table = chunker.table(chunker.grain(slices=options.slices))
-        trials.better(table, (*FIRST, *SECOND))
-        if trials.best is None:
-            trials.better(table, LAST)
+        for stairs in (FIRST, SECOND, LAST) if problem.is_straight else (LISTED, (Listing(0),)):
+            if trials.best is None or stairs is SECOND:
+                trials.better(table, stairs)
         tables = [table]
     else:
         tables = search_grain(trials, chunker)
-    if options.offload and math.isfinite(costs.host_us(1)) and not problem.forward_only and options.recompute == "auto":
+    if (
+        options.offload
+        and problem.is_straight
+        and math.isfinite(costs.host_us(1))
+        and not problem.forward_only
+        and options.recompute == "auto"
+    ):
         for table in tables:
             for pace in PACES:
                 trials.better_with_copies(table, pace)
@@ -74,23 +83,24 @@ def search_grain(trials: Trials, chunker: Chunker) -> list[tuple[Chunk, ...]]:
         The best table and the next finer ones.
     """
     problem = trials.problem
-    counts = [count for share in CHUNKS_PER_STAGE if (count := problem.num_stages * share) <= MOST_CHUNKS]
+    counts = [count for share in CHUNKS_PER_STAGE if (count := problem.num_ranks * share) <= MOST_CHUNKS]
+    first, second, last = (FIRST, SECOND, LAST) if problem.is_straight else (LISTED[:1], LISTED[1:], (Listing(0),))
     start = min(CHUNKS_PER_STAGE.index(12), len(counts) - 1)
     tables: dict[float, tuple[Chunk, ...]] = {}
     for walk in (counts[start:], counts[start - 1 :: -1] if start else []):
         worse = 0
         for count in walk:
             tables[count] = chunker.table(chunker.grain(chunks=count))
-            worse = 0 if trials.better(tables[count], FIRST) else worse + 1
+            worse = 0 if trials.better(tables[count], first) else worse + 1
             if worse == PATIENCE:
                 break
     if trials.best is not None:
-        trials.better(trials.best.chunks, SECOND)
-    for stairs in (SECOND, LAST) if trials.best is None else ():
+        trials.better(trials.best.chunks, second)
+    for stairs in (second, last) if trials.best is None else ():
         for count in counts if trials.best is None else ():
             tables[count] = chunker.table(chunker.grain(chunks=count))
             trials.better(tables[count], stairs)
-    if max(problem.lengths) <= chunker.token_cap:
+    if max(problem.lengths) <= chunker.token_cap and problem.is_straight:
         trials.better(whole_sequences(problem.lengths), (elastic_1f1b,), close=0.0)
     best = trials.best.chunks if trials.best is not None else ()
     at = next((counts.index(count) for count, table in tables.items() if table == best), start)
@@ -112,6 +122,11 @@ def baseline(schedule: Schedule) -> Planner:
     """A planner for whole sequences, one per chunk in batch order. It ignores `chunk_tokens` and `slices`."""
 
     def planner(problem: Problem, costs: Costs, options: Options) -> Decisions:
+        if not problem.is_straight:
+            raise PlanError(
+                f"planner {options.planner!r} places one stage on each rank, in order; it cannot use placement "
+                f"{list(problem.placement)} (leave --num-layers-per-virtual-pipeline-stage unset)"
+            )
         trials = Trials(problem, costs, options)
         trials.better(whole_sequences(problem.lengths), (schedule,))
         return trials.result()

@@ -9,6 +9,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.memory import fit_recompute
 from megatron_epp.planner.offload import fit_offload, with_pacers
 from megatron_epp.planner.order import Schedule, Stairs
@@ -33,11 +34,11 @@ class Trials:
         self.problem, self.costs, self.options = problem, costs, options
         self.best: Decisions | None = None
         self.best_us = math.inf
-        self.schedule: Schedule | None = None
+        self.schedule: Schedule | Listing | None = None
         self.least_cap = 0
-        self.seen: set[tuple[tuple[Chunk, ...], Schedule]] = set()
+        self.seen: set[tuple[tuple[Chunk, ...], Schedule | Listing]] = set()
 
-    def better(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule], close: float = CLOSE) -> bool:
+    def better(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule | Listing], close: float = CLOSE) -> bool:
         """Try a table. True when it is faster than all before, or, while none fits, when it needs clearly less memory.
 
         Args:
@@ -55,9 +56,12 @@ class Trials:
             found |= self._better(chunks, tables, schedule)
         return found
 
-    def _better(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule) -> bool:
+    def _better(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule | Listing) -> bool:
         self.seen.add((chunks, schedule))
-        order = schedule(chunks, self.problem.num_stages, self.problem.forward_only)
+        if isinstance(schedule, Listing):
+            order = schedule.order(chunks, tables)
+        else:
+            order = schedule(chunks, self.problem.num_stages, self.problem.forward_only)
         fit = fit_recompute(order, tables, self.problem.cap_bytes, self.options)
         if fit.layers is None:
             before = self.least_cap or math.inf

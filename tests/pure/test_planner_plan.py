@@ -139,8 +139,9 @@ def test_the_plan_records_what_it_was_made_from():
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [
-        (Problem((5,), (0, 1, 0), (1,) * 3), Options(), "one stage on each rank, in order"),
-        (Problem((5,), (1, 0), (1,) * 2), Options(), "one stage on each rank, in order"),
+        (Problem((5,), (0, 1, 0), (1,) * 3), Options(), "a stage on each of 3 ranks"),
+        (Problem((5,), (1, 0), (1,) * 2), Options(planner="1f1b"), "one stage on each rank, in order"),
+        (Problem((5,), (0, 2), (1,) * 2), Options(), "a stage on each of 2 ranks"),
         (Problem((5,), (0, 1), (1,)), Options(), "1 caps"),
         (Problem((5,), (0, 1, 2), (1,) * 3), Options(), "costs for 2 stages"),
         (Problem((), (0, 1), (1,) * 2), Options(), "at least one token"),
