@@ -61,13 +61,16 @@ class Model:
         self.row_lower.append(lower)
         self.row_upper.append(upper)
 
-    def solve(self, *, gap: float = 0.0, time_limit_s: float | None = None, relaxed: bool = False) -> Solution:
+    def solve(
+        self, *, gap: float = 0.0, time_limit_s: float | None = None, node_limit: int | None = None, relaxed: bool = False
+    ) -> Solution:
         """Minimise.
 
         Args:
             relaxed: let integers take any value between.
             gap: a solution this close to the bound, relative to it, is good enough.
-            time_limit_s: stop after so many seconds with the best found so far. Results under a limit depend on the machine.
+            time_limit_s: stop after so many seconds with the best found so far; what that is depends on the machine.
+            node_limit: stop after so many nodes of the search tree with the best found so far; the same on every machine.
 
         Raises:
             PlanError: scipy is not installed.
@@ -76,6 +79,8 @@ class Model:
         options: dict[str, float] = {"mip_rel_gap": gap}
         if time_limit_s is not None:
             options["time_limit"] = time_limit_s
+        if node_limit is not None:
+            options["node_limit"] = node_limit
         rows, columns, values = self.entries
         shape = (len(self.row_lower), len(self.cost))
         matrix = sparse.csr_array((values, (rows, columns)), shape=shape)

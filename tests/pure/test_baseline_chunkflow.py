@@ -54,7 +54,7 @@ def test_activations_do_not_grow_with_the_sequence_but_caches_and_layer_inputs_d
 
 
 def test_more_memory_retains_more():
-    asked = [problem((65_536,), 1, cap * GIB) for cap in (14, 16, 20, 80)]
+    asked = [problem((65_536,), 1, cap * GIB) for cap in (16, 18, 22, 80)]
     kept = [retained(plan(p, COSTS, Options(planner="chunkflow", chunk_tokens=4096)), 0) for p in asked]
     assert kept == sorted(kept)
     assert kept[0] < kept[-1] == 16

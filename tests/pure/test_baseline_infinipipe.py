@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
@@ -19,7 +19,7 @@ from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.schedule import Chunk, Op, Segment
+from megatron_epp.schedule import Action, Chunk, Op, Segment
 
 UNBALANCED = (4, 4, 3, 2, 1, 1, 1, 1)
 
@@ -119,34 +119,34 @@ def test_short_sequences_go_where_time_per_token_is_least_until_the_time_is_up()
     ]
 
 
-def test_each_group_is_a_pipeline_of_its_own_with_a_flush_between():
-    chunks, tables = equal_chunks((6, 6, 1, 1, 1, 1, 1, 1), 2)
+def test_where_the_window_of_long_sequences_costs_short_ones_recompute_they_run_apart():
+    chunks, tables = equal_chunks((6, 6, *[1] * 40), 2)
     order = seq1f1b_order(slice_groups(chunks), 2)
-    full = [[3] * len(chunks)] * 2
-    asked = problem([48, 48, 8, 8, 8, 8, 8, 8], 2, max(peaks_bytes(order, tables, full)) - 20)
-    contest = Contest(asked, pipeline(2), Options(planner="infinipipe"))
-    made = Grouping(contest, tables, slice_groups(chunks)).pipelines()
-    alone = seq1f1b_order(slice_groups(chunks)[:2], 2)
-    if made is None:
-        assert max(peaks_bytes(alone, tables, full)) > asked.cap_bytes[0]
-        return
-    assert [{action.chunk for action in pipeline.order[0]} for pipeline in made] == [set(range(12)), set(range(12, 18))]
+    low, high = (max(peaks_bytes(order, tables, [[count] * len(chunks)] * 2)) for count in (3, 0))
+    lengths = [48, 48, *[8] * 40]
+    for cap, groups in (((low + high) // 2, [set(range(12)), set(range(12, 52))]), (high, [set(range(52))])):
+        contest = Contest(problem(lengths, 2, cap), pipeline(2), Options(planner="infinipipe"))
+        made = Grouping(contest, tables, slice_groups(chunks)).pipelines()
+        assert made is not None
+        assert [{action.chunk for action in part.order[0]} for part in made] == groups
+    assert len(made) == 1
 
 
-def test_memory_that_is_short_for_long_sequences_separates_them():
-    lengths = (60_000, 50_000, *[3000] * 40)
-    costs = pipeline(4)
-    for cap in (40, 30, 26, 24, 22, 20):
-        made = plan(problem(lengths, 4, cap * GIB), costs, Options(planner="infinipipe", slices=12))
-        live = 0
-        flushes = 0
-        for before, after in pairwise(made.actions(3)):
-            live += 1 if before.op is Op.F else -1
-            flushes += live == 0 and after.op is Op.F and any(made.recompute_layers[3])
-        if flushes:
-            break
-    else:
-        pytest.fail("no cap made the planner separate long from short")
+def test_a_pipeline_ends_before_the_next_starts():
+    lengths = (24_000, 22_000, *[2000] * 60)
+    costs, options = pipeline(2), Options(planner="infinipipe", slices=8)
+    free = plan(problem(lengths, 2), costs, options)
+    static = costs.stages[0].static_bytes
+    cap = static + int(0.6 * (max(free.predicted.peak_bytes) - static))
+    made = plan(problem(lengths, 2, cap), costs, options)
+    assert drained(free.actions(0)) == 1
+    assert drained(made.actions(0)) == 2
+
+
+def drained(actions: tuple[Action, ...]) -> int:
+    """How often a rank has no chunk alive."""
+    live = list(accumulate(1 if action.op is Op.F else -1 for action in actions))
+    return live.count(0)
 
 
 def test_the_recompute_of_a_plan_lies_along_diagonals():

@@ -14,6 +14,8 @@ from megatron_epp.schedule import Op
 
 GAP = 0.02
 """Optimality gap the paper gives its solver."""
+NODES = 200
+"""Most nodes of a search tree. Few programs need as many; those that do are within a few percent of their bound by then."""
 UNIT_BYTES = 1 << 20
 MARGINS = (0.0, 1.0)
 """Units kept free: none, and enough to make up for the solver's tolerance where the first answer is above a cap by a hair."""
@@ -86,7 +88,7 @@ def _solve(
     relaxed = model.solve(relaxed=True)
     if relaxed.values is None or math.ceil(relaxed.bound - 1e-6) >= limit:
         return None
-    values = model.solve(gap=GAP).values
+    values = model.solve(gap=GAP, node_limit=NODES).values
     return None if values is None else [round(values[variable]) for variable in count]
 
 

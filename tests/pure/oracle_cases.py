@@ -1,0 +1,90 @@
+"""Small cases for the oracle, and every order and recompute of a tiny one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from planner_cases import problem
+
+from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.planner import Problem
+from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.memory import peak_bytes
+from megatron_epp.planner.order import Order
+from megatron_epp.planner.tables import Tables
+from megatron_epp.schedule import Action, Chunk, Op, PlanError, Segment
+from megatron_epp.schedule.chunk import slice_neighbours
+
+
+def tiny_case(seed: int) -> tuple[tuple[Chunk, ...], Problem, PipelineCosts]:
+    """Two stages of one layer and three chunks of odd sizes, sliced or not."""
+    draw = random.Random(seed)
+    cuts = draw.choice([(1, 1, 1), (2, 1), (3,)])
+    sizes = [[draw.randint(2, 20) for _ in range(count)] for count in cuts]
+    chunks = tuple(
+        Chunk((Segment(q, start, end),))
+        for q, row in enumerate(sizes)
+        for start, end in itertools.pairwise(itertools.accumulate(row, initial=0))
+    )
+    stages = tuple(
+        StageCosts(
+            num_layers=1,
+            forward=Line(draw.random() * 3, draw.random() + 0.2),
+            backward=Line(draw.random() * 3, 2 * draw.random() + 0.2),
+            layer_bytes_per_token=draw.randint(8, 20),
+            recomputed_layer_bytes_per_token=draw.randint(0, 6),
+            extra_bytes_per_token=draw.randint(0, 4),
+            kv_bytes_per_token=draw.randint(0, 3),
+            static_bytes=draw.randint(0, 50),
+        )
+        for _ in range(2)
+    )
+    costs = PipelineCosts("tiny", stages, 1.0, draw.random(), draw.random() / 4)
+    return chunks, problem([sum(row) for row in sizes], 2), costs
+
+
+def all_orders(chunks: tuple[Chunk, ...], stages: int) -> Iterator[Order]:
+    """Every order that `check` accepts or that deadlocks: one order of forwards, one of backwards, any interleaving."""
+    before = slice_neighbours(chunks).previous
+    number = range(len(chunks))
+
+    def keeps_slices(order: tuple[int, ...]) -> bool:
+        return all(before[c] is None or order.index(before[c]) < order.index(c) for c in number)
+
+    for forwards, backwards in itertools.product(itertools.permutations(number), repeat=2):
+        if keeps_slices(forwards) and keeps_slices(backwards[::-1]):
+            rank = [list(interleavings(forwards, backwards, stage)) for stage in range(stages)]
+            yield from itertools.product(*rank)
+
+
+def interleavings(forwards: tuple[int, ...], backwards: tuple[int, ...], stage: int) -> Iterator[tuple[Action, ...]]:
+    size = len(forwards)
+    for places in itertools.combinations(range(2 * size), size):
+        queue = iter(forwards), iter(backwards)
+        row = tuple(
+            Action(Op.F, stage, next(queue[0])) if place in places else Action(Op.B, stage, next(queue[1]))
+            for place in range(2 * size)
+        )
+        if all(row.index(Action(Op.F, stage, c)) < row.index(Action(Op.B, stage, c)) for c in forwards):
+            yield row
+
+
+def best_by_force(chunks: tuple[Chunk, ...], tables: Tables, caps: list[int]) -> list[float]:
+    """Least makespan under each of several caps; infinite where nothing fits."""
+    found = [float("inf")] * len(caps)
+    choices = list(itertools.product(range(2), repeat=len(chunks)))
+    for order in all_orders(chunks, 2):
+        try:
+            if makespan_us(order, tables, [[0] * len(chunks)] * 2) >= max(found):
+                continue
+        except PlanError:
+            continue
+        peaks = [[peak_bytes(order[rank], tables, rank, list(choice)) for choice in choices] for rank in range(2)]
+        for one, two in itertools.product(range(len(choices)), repeat=2):
+            need = max(peaks[0][one], peaks[1][two])
+            if any(need <= cap for cap in caps):
+                took = makespan_us(order, tables, [list(choices[one]), list(choices[two])])
+                found = [min(best, took) if need <= cap else best for best, cap in zip(found, caps, strict=True)]
+    return found

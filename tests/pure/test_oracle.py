@@ -1,0 +1,95 @@
+"""The oracle against every order and recompute of tiny cases, and against the greedy planner on small ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from oracle_cases import best_by_force, tiny_case
+from planner_cases import GIB, pipeline, problem
+
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.memory import least_peak, peak_bytes
+from megatron_epp.planner.oracle import oracle
+from megatron_epp.planner.order import elastic_1f1b
+from megatron_epp.planner.search import greedy
+from megatron_epp.planner.tables import tabulate
+from megatron_epp.schedule import InfeasibleError, PlanError
+from megatron_epp.schedule.check import check
+
+pytest.importorskip("scipy", reason="the oracle needs scipy: pip install 'megatron-epp[milp]'")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_order_and_no_recompute_is_faster(seed: int):
+    chunks, asked, costs = tiny_case(seed)
+    tables = tabulate(chunks, asked, costs)
+    order = elastic_1f1b(chunks, 2, False)
+    least = max(least_peak(actions, tables, rank)[0] for rank, actions in enumerate(order))
+    most = max(peak_bytes(actions, tables, rank, [0] * len(chunks)) for rank, actions in enumerate(order))
+    caps = sorted({(2 * least) // 3, least - 1, least, (least + most) // 2, most, 3 * most})
+    for cap, best_us in zip(caps, best_by_force(chunks, tables, caps), strict=True):
+        capped = replace(asked, cap_bytes=(cap, cap))
+        if math.isinf(best_us):
+            with pytest.raises(InfeasibleError, match=str(cap)):
+                oracle(chunks, capped, costs, Options())
+            continue
+        found = oracle(chunks, capped, costs, Options())
+        assert found.optimal
+        assert found.makespan_us == pytest.approx(best_us, rel=2e-6)
+        assert found.bound_us <= found.makespan_us
+        assert found.decisions is not None
+        made = build_plan(capped, costs, Options(planner="milp"), found.decisions)
+        assert made.predicted.makespan_us == pytest.approx(best_us, rel=2e-6)
+
+
+def small_case(seed: int) -> tuple[Problem, Options, int]:
+    draw = random.Random(seed)
+    stages = draw.choice([2, 3])
+    lengths = tuple(round(10 ** draw.uniform(2.7, 4.7)) for _ in range(draw.randint(2, 4)))
+    static = max(stage.static_bytes for stage in pipeline(stages, 2).stages)
+    return problem(lengths, stages, static + round(sum(lengths) * draw.uniform(2e5, 8e5))), Options(slices=2), stages
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_never_slower_than_the_greedy_plan_it_starts_from(seed: int):
+    asked, options, stages = small_case(seed)
+    costs = pipeline(stages, 2)
+    start = greedy(asked, costs, options)
+    found = oracle(start.chunks, asked, costs, options, start=start, time_limit_s=2)
+    assert found.decisions is not None
+    made = build_plan(asked, costs, options, found.decisions)
+    before = build_plan(asked, costs, options, start)
+    assert check(made) == []
+    assert made.predicted.makespan_us == pytest.approx(found.makespan_us)
+    assert before.predicted.lower_bound_us <= found.bound_us <= found.makespan_us <= before.predicted.makespan_us
+    assert found.gap == pytest.approx(found.makespan_us / found.bound_us - 1)
+    assert found.optimal == (found.gap < 1e-5)
+
+
+def test_without_time_the_start_is_the_answer_and_the_gap_says_how_good_it_is():
+    asked = problem((60_000, 30_000, 20_000, 9000, 3000, 2000), 4, 30 * GIB)
+    start = greedy(asked, pipeline(4), Options(slices=3))
+    found = oracle(start.chunks, asked, pipeline(4), Options(), start=start, time_limit_s=0.01)
+    assert found.decisions == start
+    assert not found.optimal
+    assert found.gap > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        (problem((100, 100), 2, forward_only=True), Options()),
+        (Problem((100, 100), (0, 1, 0, 1), (GIB, GIB)), Options()),
+        (problem((100, 100), 2), Options(recompute=1)),
+        (problem((100, 100), 2), Options(offload=True)),
+    ],
+    ids=["evaluation", "two stages on a rank", "fixed recompute", "offload"],
+)
+def test_what_it_does_not_know_it_refuses(asked: Problem, options: Options):
+    chunks = plan(problem((100, 100), 2), pipeline(2)).chunks
+    with pytest.raises(PlanError, match="oracle"):
+        oracle(chunks, asked, pipeline(2), options)
