@@ -31,6 +31,8 @@ from megatron_epp.schedule.graph import receiver
 Events = list[tuple[str, float, float]]
 _HEAD_START_S = 0.5
 """From the moment the ranks agree on a start to that start."""
+_LEAVE_S = 10.0
+"""For a rank that is done to end."""
 _SPIN_S = 100e-6
 """The last part of a wait is spent awake: sleeping overshoots by about so much."""
 
@@ -132,9 +134,10 @@ def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
             process.start()
         try:
             done = dict(_collect(results, plan.num_ranks, timeout_s))
+            for process in ranks:
+                process.join(_LEAVE_S)
         finally:
             for process in ranks:
-                process.join(5.0)
                 process.kill()
     late_s = sum(late for _, late in done.values())
     actions = sum(len(events) for events, _ in done.values())

@@ -1,0 +1,71 @@
+"""Profiling this machine: what is measured and that it makes a profile to plan with. No time is judged."""
+
+import pytest
+import torch
+
+from megatron_epp.cli import main
+from megatron_epp.cost import CPU, ModelShape, Profile
+from megatron_epp.cost.fit import fit_profile
+from megatron_epp.runtime.link_probe import measure_link
+from megatron_epp.runtime.profiling import Grid, measure
+from megatron_epp.schedule.serialize import load
+
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=128,
+    bytes_per_value=4,
+)
+GRID = Grid(tokens=(16, 64), prefixes=(0, 32), copy_bytes=(1 << 10, 1 << 14))
+KINDS = {
+    *(f"{kind} {way}" for kind in ("linear", "attention", "loss", "embedding") for way in ("forward", "backward")),
+    *("linear weight", "loss weight", "host copy"),
+}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_part_is_measured_at_every_point(gated):
+    shape = ModelShape(**{name: getattr(SHAPE, name) for name in ModelShape.__dataclass_fields__} | {"gated_mlp": gated})
+    seen = []
+    points = measure(shape, torch.device("cpu"), GRID, seen.append)
+    assert set(points) == KINDS
+    assert seen == ["linear", "attention", "loss", "embedding", "host copy"]
+    assert all(point.time_us > 0 for some in points.values() for point in some)
+    assert [p.tokens for p in points["linear forward"]] == [16, 64]
+    assert [(p.tokens, p.pairs) for p in points["attention backward"]] == [
+        (16, 16 * 17 / 2),
+        (16, 16 * 32 + 16 * 17 / 2),
+        (64, 64 * 65 / 2),
+        (64, 64 * 32 + 64 * 65 / 2),
+    ]
+    profile = fit_profile(points, shape, CPU, "here", {})
+    assert profile.layer.forward.time_us(64, 2080) > 0
+    assert profile.layer.backward.time_us(64, 2080) > profile.layer.weight.time_us(64, 0) > 0
+
+
+def test_the_link_between_two_ranks_is_measured_by_size():
+    points = measure_link(gpus=False)
+    assert [p.tokens for p in points] == sorted({p.tokens for p in points})
+    assert all(p.time_us > 0 for p in points)
+
+
+def test_the_command_writes_a_profile_that_plans(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    argv = ["profile", "--model", "tiny-gpt", "--device", "cpu", "--tokens", "16,64", "--prefixes", "0,32"]
+    assert main([*argv, "-o", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "attention forward" in out
+    assert "message" in out
+    profile = Profile.from_json(path.read_text())
+    origin = profile.origin
+    assert origin["source"] == "measured"
+    assert {"machine", "date", "versions", "shape", "residuals", "points"} <= set(origin)
+    assert torch.__version__.startswith(origin["versions"]["torch"])
+    assert origin["by_formula"] == ["memory"]
+    assert main(["plan", "--lengths", "500,40", "--costs", str(path), "--stages", "2", "-o", str(tmp_path / "plan.json")]) == 0
+    made = load(tmp_path / "plan.json")
+    assert made.num_layers == (2, 2)
+    assert made.costs == "measured:cpu"

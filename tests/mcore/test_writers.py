@@ -1,0 +1,74 @@
+"""An iteration's figures in Megatron's log and writers."""
+
+import pytest
+from megatron.training import global_vars
+
+from megatron_epp.mcore import session, writers
+
+LINE = {
+    "iteration": 7,
+    "makespan_us": {"planned": 2000.0, "measured": 2500.0},
+    "bubble_fraction": {"planned": 0.1, "measured": 0.2},
+    "planned_peak_activation_bytes": [2**30, 2**29],
+    "peak_activation_bytes": [None, None],
+    "planning_us": 12000.0,
+    "plan_wait_us": 300.0,
+    "chunks": 9,
+    "recompute_share": 0.25,
+    "padding_share": 0.0,
+}
+
+
+class Recording:
+    """Stands for either writer."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def add_scalar(self, name, value, iteration):
+        self.seen[name, iteration] = value
+
+    def log(self, values, iteration):
+        self.seen |= {(name, iteration): value for name, value in values.items()}
+
+
+@pytest.fixture
+def both(monkeypatch):
+    tensorboard, wandb = Recording(), Recording()
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", tensorboard)
+    monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", wandb)
+    return tensorboard, wandb
+
+
+def test_both_writers_get_the_same_figures_under_epp(both):
+    tensorboard, wandb = both
+    writers.write(LINE)
+    assert tensorboard.seen == wandb.seen
+    assert all(name.startswith("epp/") and iteration == 7 for name, iteration in tensorboard.seen)
+    assert tensorboard.seen["epp/measured makespan (ms)", 7] == 2.5
+    assert tensorboard.seen["epp/planned peak activations (GiB)", 7] == 1.0
+    assert ("epp/measured peak activations (GiB)", 7) not in tensorboard.seen
+    assert tensorboard.seen["epp/planning (ms)", 7] == 12.0
+
+
+def test_a_measured_peak_is_written_where_there_is_one(both):
+    writers.write(LINE | {"peak_activation_bytes": [2**28, 2**29]})
+    assert both[0].seen["epp/measured peak activations (GiB)", 7] == 0.5
+
+
+def test_without_writers_nothing_happens(monkeypatch):
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
+    monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", None)
+    writers.write(LINE)
+
+
+def test_the_log_line_has_planned_beside_measured(capsys):
+    writers.log(LINE)
+    line = capsys.readouterr().out
+    assert "epp iteration 7 | makespan (ms): 2.0 planned, 2.5 measured" in line
+    assert "planning (ms): 12.0" in line
+
+
+def test_a_batch_is_summed_up_for_errors():
+    text = session._summary((7, 1200, 30))
+    assert text == "3 sequences of 7 to 1,200 tokens, 1,237 in all, the longest 1200, 30, 7"
