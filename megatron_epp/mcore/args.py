@@ -6,6 +6,7 @@ import argparse
 import logging
 from typing import Any, NamedTuple
 
+from megatron_epp.planner import TIMED
 from megatron_epp.schedule import EppError
 
 logger = logging.getLogger(__name__)
@@ -177,5 +178,10 @@ def _check_values(args: argparse.Namespace) -> None:
         )
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
+    if args.epp_planner in TIMED:
+        raise ArgumentError(
+            f"--epp-planner {args.epp_planner} finds what its time allows, so ranks that plan for themselves would disagree; "
+            f"train with another, such as greedy, and use it with `megatron-epp plan`"
+        )
     if args.epp_trace_iteration is not None and args.epp_report_dir is None:
         raise ArgumentError("--epp-trace-iteration needs --epp-report-dir to write to")

@@ -6,13 +6,14 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.baselines import BASELINES
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem, validate
+from megatron_epp.planner.refine import TIMED, milp
 from megatron_epp.planner.search import PLANNERS as OUR_PLANNERS
 from megatron_epp.planner.search import Planner
 from megatron_epp.schedule import Plan, PlanError
 
-__all__ = ["PLANNERS", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "plan"]
+__all__ = ["PLANNERS", "TIMED", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "plan"]
 
-PLANNERS: dict[str, Planner] = {**OUR_PLANNERS, **BASELINES}
+PLANNERS: dict[str, Planner] = {**OUR_PLANNERS, **BASELINES, "milp": milp}
 """Every planner, by the name `--epp-planner` takes."""
 
 

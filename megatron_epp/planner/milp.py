@@ -100,7 +100,7 @@ class Model:
 
 def _scipy() -> tuple[Any, Any]:
     try:
-        from scipy import optimize, sparse  # noqa: PLC0415 - an extra, and slow to load
+        from scipy import optimize, sparse  # type: ignore[import-untyped]
     except ImportError as error:
         raise PlanError("this planner needs scipy: pip install 'megatron-epp[milp]', or use --epp-planner greedy") from error
     return optimize, sparse

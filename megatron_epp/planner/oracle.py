@@ -83,8 +83,8 @@ def oracle(
     if math.isinf(solved.bound) and solved.bound > 0:
         if made is None:
             raise InfeasibleError(
-                f"no order and no recompute of these {len(chunks)} chunks fits a memory cap of {min(problem.cap_bytes)} bytes per "
-                f"rank (--epp-memory-cap-gb)"
+                f"no order and no recompute of these {len(chunks)} chunks fits a memory cap of {min(problem.cap_bytes)} bytes "
+                f"per rank (--epp-memory-cap-gb)"
             )
         return Proven(made, made_us, made_us * (1 - TOLERANCE), True)
     bound_us = max(bound_us, solved.bound * horizon_us)
@@ -102,17 +102,17 @@ def _solve(
     time_limit_s: float | None,
 ) -> tuple[Solution, Order, Layers]:
     """The solution of the exact program; its decisions from one with a little spare where they are above a cap by a hair."""
-    first: Solution | None = None
+    solutions: list[Solution] = []
     for spare in (0.0, SPARE):
         model = OracleModel(chunks, tables, caps, horizon_us, bound_us, spare)
-        solved = model.model.solve(time_limit_s=time_limit_s)
-        first = first or solved
-        if solved.values is None:
+        solutions.append(model.model.solve(time_limit_s=time_limit_s))
+        values = solutions[-1].values
+        if values is None:
             break
-        order, layers = model.order(solved.values), model.recompute(solved.values)
+        order, layers = model.order(values), model.recompute(values)
         if _fits(order, tables, layers, caps):
-            return first, order, layers
-    return first, (), []
+            return solutions[0], order, layers
+    return solutions[0], (), []
 
 
 def _fits(order: Order, tables: Tables, layers: Layers, caps: Sequence[int]) -> bool:

@@ -33,7 +33,13 @@ class OracleModel:
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], tables: Tables, caps: Sequence[int], horizon_us: float, bound_us: float, spare: float = 0.0
+        self,
+        chunks: Sequence[Chunk],
+        tables: Tables,
+        caps: Sequence[int],
+        horizon_us: float,
+        bound_us: float,
+        spare: float = 0.0,
     ) -> None:
         """Write the program.
 
@@ -84,9 +90,8 @@ class OracleModel:
         before = slice_neighbours(self.chunks).previous
         root = list(self.size)
         for c in self.size:
-            walk = before[c]
-            while walk is not None:
-                root[c], walk = walk, before[walk]
+            while (earlier := before[root[c]]) is not None:
+                root[c] = earlier
         whole = [all(s.start == 0 for s in chunk.segments) and root.count(c) == 1 for c, chunk in enumerate(self.chunks)]
         place = {c: self.chunks[c].segments[0].start for c in self.size}
         self.ahead: dict[tuple[int, int], Term] = {}
@@ -113,8 +118,10 @@ class OracleModel:
 
     def _profile(self, c: int) -> tuple[float, ...]:
         t = self.tables
-        rows = (*t.forward_us, *t.backward_us, *t.layer_us, *t.hops, *t.activation, *t.saved, *t.workspace)
-        return tuple(row[c] for row in (*rows, *t.forward_alloc, *t.forward_free, *t.backward_alloc, *t.backward_free))
+        times = [row[c] for row in (*t.forward_us, *t.backward_us, *t.layer_us, *t.hops)]
+        sizes = [row[c] for row in (*t.activation, *t.saved, *t.workspace)]
+        more = [row[c] for row in (*t.forward_alloc, *t.backward_alloc, *t.backward_free)]
+        return *times, *sizes, *more
 
     def _layers(self) -> None:
         add = self.model.variable

@@ -49,7 +49,7 @@ def test_a_rank_keeps_as_many_chunks_as_stages_follow_and_slices_the_longest_has
 
 
 def test_equal_slices_leave_only_the_bubbles_of_filling_and_draining():
-    groups = [range(0, 4), range(4, 8), range(8, 12)]
+    groups = [range(4), range(4, 8), range(8, 12)]
     (first, *_, last) = seq1f1b_order(groups, 3)
     assert "".join(action.op for action in last) == "FFFF" + "BF" * 8 + "BBBB"
     assert "".join(action.op for action in first) == "FFFFFF" + "BF" * 6 + "BBBBBB"

@@ -12,8 +12,8 @@ from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_rec
 from megatron_epp.planner.baselines.infinipipe_checkpoints import diagonal_checkpoints
 from megatron_epp.planner.baselines.infinipipe_chunks import algorithm_1
 from megatron_epp.planner.baselines.order import seq1f1b_order
-from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
@@ -67,7 +67,9 @@ def _enter(contest: Contest, chunks: tuple[Chunk, ...]) -> None:
     if pipelines is None:
         return
     order = tuple(tuple(action for made in pipelines for action in made.order[rank]) for rank in range(problem.num_stages))
-    layers = [[sum(counts) for counts in zip(*rows, strict=True)] for rows in zip(*(made.layers for made in pipelines), strict=True)]
+    layers = [
+        [sum(counts) for counts in zip(*rows, strict=True)] for rows in zip(*(made.layers for made in pipelines), strict=True)
+    ]
     contest.enter(Decisions(chunks, order, layers), tables)
 
 

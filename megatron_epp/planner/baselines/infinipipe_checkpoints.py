@@ -57,7 +57,9 @@ def diagonal_checkpoints(
         counts = _solve(order, tables, caps, diagonal, most, margin, limit)
         if counts is None:
             return None
-        layers = [[counts[place[c]] if c in place else 0 for c in range(len(row))] for place, row in zip(diagonal, none, strict=True)]
+        layers = [
+            [counts[place[c]] if c in place else 0 for c in range(len(row))] for place, row in zip(diagonal, none, strict=True)
+        ]
         if _fit(order, tables, layers, caps):
             return sum(counts), layers
     return None

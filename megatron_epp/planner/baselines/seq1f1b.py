@@ -36,8 +36,8 @@ def fixed_size_chunks(lengths: Sequence[int], size: int) -> tuple[Chunk, ...]:
 
     Sequences with the most slices come first.
     """
-    long = sorted((q for q, length in enumerate(lengths) if length > size), key=lambda q: (-(-(-lengths[q] // size)), q))
-    slices = [split(q, lengths[q], size) for q in long]
+    slices = [split(q, length, size) for q, length in enumerate(lengths) if length > size]
+    slices.sort(key=len, reverse=True)
     short = [(q, length) for q, length in enumerate(lengths) if length <= size]
     bins = first_fit(short, size, [parts[-1].num_tokens for parts in slices])
     whole = [tuple(Segment(q, 0, lengths[q]) for q in held) for held in bins]

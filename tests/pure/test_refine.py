@@ -1,0 +1,73 @@
+"""Greedy at once, refined when the batch comes again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from planner_cases import pipeline, problem
+
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.refine import MOST_CHUNKS, Refiner, canonical, refine, relabelled
+from megatron_epp.planner.search import greedy
+from megatron_epp.schedule import InfeasibleError
+from megatron_epp.schedule.check import check
+
+pytest.importorskip("scipy", reason="the solver needs scipy: pip install 'megatron-epp[milp]'")
+
+LENGTHS = (9000, 700, 16_000)
+COSTS = pipeline(2, 2)
+OPTIONS = Options(planner="milp", slices=2)
+
+
+@pytest.fixture
+def refiner() -> Iterator[Refiner]:
+    made = Refiner(COSTS, OPTIONS, time_limit_s=20)
+    yield made
+    made.close()
+
+
+def test_the_same_lengths_in_another_order_get_the_refined_plan(refiner: Refiner):
+    first = refiner.plan(problem(LENGTHS, 2))
+    assert first.predicted.makespan_us == plan(problem(LENGTHS, 2), COSTS, Options(slices=2)).predicted.makespan_us
+    assert refiner.num_refined == 0
+    refiner.wait(60)
+    assert refiner.num_refined == 1
+    shuffled = LENGTHS[2], LENGTHS[0], LENGTHS[1]
+    second = refiner.plan(problem(shuffled, 2))
+    assert second.lengths == shuffled
+    assert check(second) == []
+    assert second.predicted.makespan_us <= first.predicted.makespan_us
+    asked, sequences = canonical(problem(shuffled, 2))
+    refined = relabelled(refine(asked, COSTS, OPTIONS, 20), sequences)
+    assert second == build_plan(problem(shuffled, 2), COSTS, OPTIONS, refined)
+
+
+def test_what_fits_nothing_is_said_at_once(refiner: Refiner):
+    with pytest.raises(InfeasibleError):
+        refiner.plan(problem(LENGTHS, 2, max(stage.static_bytes for stage in COSTS.stages)))
+
+
+def test_relabelling_undoes_the_sorting():
+    lengths = tuple(random.Random(1).sample(range(100, 9000), 12))
+    asked, sequences = canonical(problem(lengths, 2))
+    assert list(asked.lengths) == sorted(lengths, reverse=True)
+    made = relabelled(greedy(asked, COSTS, Options()), sequences)
+    ends = {s.sequence: s.end for chunk in made.chunks for s in chunk.segments}
+    assert tuple(ends[q] for q in range(len(lengths))) == lengths
+
+
+def test_the_planner_is_never_slower_than_greedy():
+    asked = problem(LENGTHS, 2)
+    refined = plan(asked, COSTS, OPTIONS).predicted
+    assert refined.makespan_us <= plan(asked, COSTS, Options(slices=2)).predicted.makespan_us
+
+
+def test_long_tables_and_evaluations_stay_greedy():
+    long = problem((4000,) * (MOST_CHUNKS + 1), 2)
+    assert len(greedy(long, COSTS, OPTIONS).chunks) > MOST_CHUNKS
+    evaluation = problem(LENGTHS, 2, forward_only=True)
+    for asked in (long, evaluation):
+        assert refine(asked, COSTS, OPTIONS, 1.0) == greedy(asked, COSTS, OPTIONS)
