@@ -182,6 +182,7 @@ def _stage(shape: ModelShape, rates: Rates, layers: int, first: bool, last: bool
         layer_bytes_per_token=shape.layer_bytes_per_token,
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
         extra_bytes_per_token=shape.hidden_bytes_per_token + head_bytes,
+        head_bytes_per_token=head_bytes,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         static_bytes=int(parameters * state_bytes),
     )

@@ -68,12 +68,11 @@ def _steps(actions: Sequence[Action], tables: Tables, backward_us: list[list[flo
     steps = []
     for action in actions:
         op, stage, c = action
-        kept = tables.activation[stage][c] - layers[stage][c] * tables.saved[stage][c]
+        kept = tables.kept_bytes(stage, c, layers[stage][c])
         if op is Op.F:
             alloc, free = kept + tables.forward_alloc[stage][c], tables.forward_free[stage][c]
             steps.append(Step(action, tables.forward_us[stage][c], alloc, free))
         else:
-            workspace = tables.workspace[stage][c] if layers[stage][c] else 0
-            alloc, free = tables.backward_alloc[stage][c] + workspace, kept + tables.backward_free[stage][c] + workspace
-            steps.append(Step(action, backward_us[stage][c], alloc, free))
+            rise = tables.rise_bytes(stage, c, layers[stage][c])
+            steps.append(Step(action, backward_us[stage][c], rise, kept + tables.backward_free[stage][c] + rise))
     return tuple(steps)

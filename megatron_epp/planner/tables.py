@@ -27,10 +27,10 @@ class Tables:
         message_us: of each chunk's message, ``[chunk]``.
         activation: kept from forward to backward with nothing recomputed.
         saved: less for each recomputed layer.
-        workspace: of a backward that recomputes, gone at its end.
         forward_alloc, forward_free: of the forward, `activation` apart: caches of keys and values, and in a forward-only plan
             what is gone at its end.
-        backward_alloc, backward_free: of the backward, `activation` and `workspace` apart: gradients of keys and values.
+        backward_first, backward_last: held at the first and the last layer of a backward, see `Costs.backward_bytes`.
+        backward_free: by the backward, `activation` apart: keys, values and their gradient, less the gradient it leaves behind.
         static: bytes of each stage held throughout.
     """
 
@@ -41,12 +41,25 @@ class Tables:
     message_us: list[float]
     activation: Sizes
     saved: Sizes
-    workspace: Sizes
     forward_alloc: Sizes
     forward_free: Sizes
-    backward_alloc: Sizes
+    backward_first: Sizes
+    backward_last: Sizes
     backward_free: Sizes
     static: tuple[int, ...]
+
+    def kept_bytes(self, stage: int, chunk: int, layers: int) -> int:
+        """Activations from forward to backward when so many layers recompute."""
+        return self.activation[stage][chunk] - layers * self.saved[stage][chunk]
+
+    def rise_bytes(self, stage: int, chunk: int, layers: int) -> int:
+        """The most a backward holds above what is live when it starts, when so many layers recompute.
+
+        Fewer than all recompute after a plain layer has made room for them.
+        """
+        made = self.saved[stage][chunk] if 0 < layers == self.num_layers[stage] else 0
+        first, last = self.backward_first[stage][chunk] + made, self.backward_last[stage][chunk]
+        return max(0, first, last - self.kept_bytes(stage, chunk, layers))
 
 
 def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs) -> Tables:
@@ -78,20 +91,20 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
     if problem.forward_only:
         passing = costs.transient_bytes(stage, work)
-        kept = saved = workspace = backward_alloc = backward_free = none
+        kept = saved = backward_first = backward_last = backward_free = none
         forward_alloc, forward_free = opened + passing, closed + passing
     else:
         kept = costs.activation_bytes(stage, work, 0)
         saved = np.minimum(kept - costs.activation_bytes(stage, work, 1), kept // max(1, costs.num_layers[stage]))
-        workspace = costs.workspace_bytes(stage, work)
         forward_alloc, forward_free = opened, none
-        backward_alloc, backward_free = closed, 2 * opened
+        backward_first, backward_last = costs.backward_bytes(stage, work)
+        backward_free = 2 * opened - closed
     return {
         "activation": kept,
         "saved": saved,
-        "workspace": workspace,
         "forward_alloc": forward_alloc,
         "forward_free": forward_free,
-        "backward_alloc": backward_alloc,
+        "backward_first": backward_first,
+        "backward_last": backward_last,
         "backward_free": backward_free,
     }
