@@ -119,6 +119,7 @@ class Profile:
             layer_bytes_per_token=self.layer.bytes_per_token,
             recomputed_layer_bytes_per_token=self.recomputed_layer_bytes_per_token,
             extra_bytes_per_token=self.hidden_bytes_per_token + sum(part.bytes_per_token for part in extras),
+            head_bytes_per_token=self.head.bytes_per_token if last else 0.0,
             kv_bytes_per_token=self.kv_bytes_per_token,
             weight_bytes_per_token=self.layer.weight_bytes_per_token,
             extra_weight_bytes_per_token=sum(part.weight_bytes_per_token for part in extras),

@@ -68,6 +68,7 @@ class StageCosts:
         layer_bytes_per_token: kept from forward to backward by a layer that does not recompute, its K and V included.
         recomputed_layer_bytes_per_token: kept by a layer that does: its input.
         extra_bytes_per_token: kept by the stage whatever its layers do: embedding output or received input, logits, loss.
+        head_bytes_per_token: of these, what backward lets go before it reaches the layers: logits, loss.
         kv_bytes_per_token: K and V of one layer.
         weight_bytes_per_token: what a layer's W still needs after its B: inputs and output gradients of the linear layers.
         extra_weight_bytes_per_token: the same of the stage's extras.
@@ -84,6 +85,7 @@ class StageCosts:
     layer_bytes_per_token: float
     recomputed_layer_bytes_per_token: float
     extra_bytes_per_token: float = 0.0
+    head_bytes_per_token: float = 0.0
     kv_bytes_per_token: float
     weight_bytes_per_token: float = 0.0
     extra_weight_bytes_per_token: float = 0.0
@@ -180,8 +182,28 @@ class PipelineCosts:
         return _whole_bytes(costs.num_layers * costs.kv_bytes_per_token * work.cache_tokens)
 
     def workspace_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """What a backward that recomputes holds beside what was kept: one layer's activations."""
+        """At least what a backward that recomputes holds beside what was kept and the gradient of keys and values."""
         return _whole_bytes(self.stages[stage].layer_bytes_per_token * work.tokens)
+
+    def backward_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]:
+        """What a chunk holds, at two points of its backward, of its activations and of keys' and values' gradient.
+
+        A backward goes through the stage from its end. What the head kept goes first. Then, layer by layer, activations go, and
+        with a sequence's last slice the gradient of the whole sequence's keys and values comes. Both are even over the layers,
+        so the most is held at the first layer, where the head gives way to one layer's gradient, or at the last, with one
+        layer's activations and all layers' gradient.
+
+        Returns:
+            at the first layer: bytes above those held when the backward starts (below zero where the head outweighs the
+            gradient); a layer that recomputes adds what its forward makes.
+            at the last layer: bytes in all.
+        """
+        costs = self.stages[stage]
+        gradient = np.where(work.last, self.cache_bytes(stage, work), 0)
+        plain = costs.layer_bytes_per_token - np.where(work.sliced, costs.kv_bytes_per_token, 0.0)
+        first = -(-gradient // max(1, costs.num_layers)) - np.floor(costs.head_bytes_per_token * work.tokens).astype(np.int64)
+        rest = costs.extra_bytes_per_token - costs.head_bytes_per_token
+        return first, gradient + _whole_bytes((plain + rest) * work.tokens)
 
     def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """What a forward without backward (evaluation) holds while it runs: one layer's activations and the stage's extras."""

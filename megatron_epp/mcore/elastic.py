@@ -33,6 +33,8 @@ def adopt_model(cfg_container: Any, args: argparse.Namespace) -> None:
     config = getattr(cfg_container, "model", None)
     if config is None or not hasattr(config, "pre_wrap_hooks"):
         raise EppError("--epp needs the model as a config in pretrain()'s first argument; a model_provider function is in use")
+    if not hasattr(config, "transformer_layer_spec"):
+        raise EppError(f"--epp trains GPT models so far; the script asks for a {type(config).__name__.removesuffix('Config')}")
     if args.epp_schedule == "stock":
         return
     config.transformer_layer_spec = relayed_spec_provider(config.transformer_layer_spec, default_layer_spec)

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 
 from megatron_epp.mcore import compat, cpu, dataset_helpers, install, patching, plain_torch
@@ -25,8 +26,13 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """End the process with exit code 1 and the message alone where this package refuses something."""
+    """End the process with exit code 1 and the message alone where this package refuses something.
+
+    Where the message wraps another error, its traceback comes first: somebody will have to find it.
+    """
     try:
         yield
     except EppError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         raise SystemExit(f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error}") from None

@@ -9,12 +9,13 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
 from megatron.training import arguments, get_args, get_timers, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_epp.mcore.loss import token_loss
 
 Batch = dict[str, torch.Tensor | None]
 
@@ -77,24 +78,6 @@ def read_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> B
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-
-
-def token_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss summed over the unmasked tokens, their number, and both as the report Megatron averages and logs."""
-    mask = loss_mask.view(-1).float()
-    loss = torch.sum(losses.view(-1).float() * mask)
-    num_tokens = mask.sum().detach().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
-        machine = get_rerun_state_machine()
-        for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            machine.validate_result(
-                result=loss,
-                rejection_func=rejection,
-                message=f"found {name} in the loss of this micro-batch",
-                tolerance=0.0,
-                fatal=True,
-            )
-    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
 
 
 def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:

@@ -47,10 +47,10 @@ def _train_on_documents(original: Callable[..., Any]) -> Callable[..., Any]:
     def pretrain(cfg_container: Any, dataset_provider: Any, *rest: Any, **named: Any) -> Any:
         from megatron.training import get_args
 
-        from megatron_epp.mcore.elastic import adopt_model, provide_documents
-
         args = get_args()
-        if getattr(args, "epp", False):
+        if getattr(args, "epp", False):  # without it not even the import may matter
+            from megatron_epp.mcore.elastic import adopt_model, provide_documents
+
             adopt_model(cfg_container, args)
             dataset_provider = provide_documents
         return original(cfg_container, dataset_provider, *rest, **named)
@@ -63,11 +63,13 @@ def _choose_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_forward_backward_func(*rest: Any, **named: Any) -> Any:
         from megatron.training import get_args
 
-        from megatron_epp.mcore.elastic import schedule_for
-
         stock = original(*rest, **named)
         args = get_args()
-        return schedule_for(args, stock) if getattr(args, "epp", False) else stock
+        if not getattr(args, "epp", False):
+            return stock
+        from megatron_epp.mcore.elastic import schedule_for
+
+        return schedule_for(args, stock)
 
     return get_forward_backward_func
 

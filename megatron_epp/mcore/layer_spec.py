@@ -16,22 +16,16 @@ def relayed(spec: Any) -> Any:
 
     Works on the structure, not on the model's kind: wherever a dataclass of submodules has a `core_attention`, it is replaced.
     """
-    copied = copy.deepcopy(spec)
-    _replace(copied)
+    if isinstance(spec, (list, tuple)):
+        return type(spec)(map(relayed, spec))
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    copied = copy.copy(spec)
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        is_attention = field.name == "core_attention" and value is not None
+        setattr(copied, field.name, RelayAttention if is_attention else relayed(value))
     return copied
-
-
-def _replace(node: Any) -> None:
-    if isinstance(node, (list, tuple)):
-        for item in node:
-            _replace(item)
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        for field in dataclasses.fields(node):
-            value = getattr(node, field.name)
-            if field.name == "core_attention" and value is not None:
-                setattr(node, field.name, RelayAttention)
-            else:
-                _replace(value)
 
 
 def relayed_spec_provider(spec: Any, default: Callable[..., Any]) -> Callable[..., Any]:

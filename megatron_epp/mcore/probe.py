@@ -30,14 +30,23 @@ _LINK_REPEATS = 12
 
 
 def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
-    """Bytes per token that a forward keeps, with no layer recomputing and with all of them."""
+    """Bytes per token that a chunk keeps: of a layer, from one layer more that recomputes; of all else; and of the head.
+
+    Where layers recompute a stage keeps a little more (rotary angles, as an input of what runs again); that counts as the
+    stage's own whether they do or not, so that a plan promises too much rather than too little. The head is known by what the
+    first layer to recompute finds room in.
+    """
     layers = stage.num_layers
-    plain = _kept_bytes(stage, recompute_layers=0) / _BYTES_TOKENS
+    kept, peak = _kept_and_peak(stage, layers)
     if layers == 0:
-        return replace(costs, extra_bytes_per_token=plain)
-    recomputed = _kept_bytes(stage, recompute_layers=layers) / _BYTES_TOKENS
-    extra = max(0.0, recomputed - layers * costs.recomputed_layer_bytes_per_token)
-    return replace(costs, layer_bytes_per_token=(plain - extra) / layers, extra_bytes_per_token=extra)
+        return replace(costs, extra_bytes_per_token=kept, head_bytes_per_token=0.0)
+    made = _kept_and_peak(stage, layers - 1)[0] - kept
+    return replace(
+        costs,
+        layer_bytes_per_token=costs.recomputed_layer_bytes_per_token + made,
+        extra_bytes_per_token=max(0.0, kept - layers * costs.recomputed_layer_bytes_per_token),
+        head_bytes_per_token=max(0.0, made - (peak - kept)),
+    )
 
 
 def measure_times(stage: MegatronStage, costs: StageCosts) -> StageCosts:
@@ -125,7 +134,7 @@ _CASES = (
 
 def _arrays(tokens: int) -> ChunkArrays:
     ids = torch.zeros(tokens, dtype=torch.long)  # positions too: learned ones may be fewer than the probe's tokens
-    return ChunkArrays(ids, ids, torch.ones(tokens), ids)
+    return ChunkArrays(ids, ids.clone(), torch.ones(tokens), ids.clone())
 
 
 def _forward(
@@ -143,14 +152,15 @@ def _backward(stage: MegatronStage, output: Tensor, context: ChunkContext) -> No
     stage.backward(context, output, None if stage.is_last else torch.ones_like(output))
 
 
-def _kept_bytes(stage: MegatronStage, recompute_layers: int) -> int:
+def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
+    """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
     meter = SavedTensorMeter(stage.model.parameters())
     ((chunk, view),) = _Case(_BYTES_TOKENS).parts()
     with meter:
-        kept = _forward(stage, chunk, view, recompute_layers)
-    num_bytes = meter.live_bytes
-    del kept
-    return num_bytes
+        _, output, context = _forward(stage, chunk, view, recompute_layers)
+        kept = meter.live_bytes
+        _backward(stage, output, context)
+    return kept / _BYTES_TOKENS, meter.peak_bytes / _BYTES_TOKENS
 
 
 def _time_once(stage: MegatronStage, case: _Case) -> _Times:

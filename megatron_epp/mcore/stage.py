@@ -62,13 +62,14 @@ class MegatronStage:
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         """Run a chunk: hidden states ``[tokens / shards, 1, hidden]``, or the summed loss on the last stage."""
         assert self._arrays is not None
-        arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
+        with self._timed("batch-generator"):
+            arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
         if self._is_first_chunk:
             self._is_first_chunk = False
             get_attr_wrapped_model(self.model, "set_is_first_microbatch")()
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         inputs = self.inputs(arrays)
-        with self._recomputing(context.recompute_layers), self._autocast():
+        with self._timed("forward-compute"), self._recomputing(context.recompute_layers), self._autocast():
             output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
         if not self.is_last:
             return output
@@ -78,10 +79,11 @@ class MegatronStage:
         """Differentiate a chunk's output."""
         if grad is None and self.config.grad_scale_func is not None:
             output = self.config.grad_scale_func(output)
-        if grad is not None and output.shape != grad.shape:  # `release_output` has dropped its storage
-            custom_backward(output, grad)
-        else:
-            torch.autograd.backward(output, grad)
+        with self._timed("backward-compute"):
+            if grad is not None and output.shape != grad.shape:  # `release_output` has dropped its storage
+                custom_backward(output, grad)
+            else:
+                torch.autograd.backward(output, grad)
 
     def before_last_backward(self) -> None:
         self._on_last_backward()
@@ -128,6 +130,17 @@ class MegatronStage:
             yield
         finally:
             config.recompute_granularity, config.recompute_method, config.recompute_num_layers = before
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """One of the timers Megatron's own schedules keep (`--timing-log-level 2`)."""
+        timers = self.config.timers
+        if timers is None:
+            yield
+            return
+        timers(name, log_level=2).start()
+        yield
+        timers(name).stop()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.enable_autocast:

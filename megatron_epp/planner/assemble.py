@@ -84,15 +84,15 @@ class _Writer:
     def step(self, action: Action) -> Step:
         (op, stage, c), tables = action, self.tables
         layers = self.layers[stage][c]
-        kept = tables.activation[stage][c] - layers * tables.saved[stage][c]
+        kept = tables.kept_bytes(stage, c, layers)
         held = tables.weight_bytes[stage][c]
         if op is Op.F:
             alloc, free = kept + tables.forward_alloc[stage][c], tables.forward_free[stage][c]
             return Step(action, tables.forward_us[stage][c], alloc, free)
         if op is Op.W:
             return Step(action, tables.weight_us[stage][c], 0, held)
-        workspace = tables.workspace[stage][c] if layers else 0
-        alloc, free = tables.backward_alloc[stage][c] + workspace, kept + tables.backward_free[stage][c] + workspace
+        alloc = tables.rise_bytes(stage, c, layers)
+        free = alloc + kept + tables.backward_free[stage][c] - tables.backward_alloc[stage][c]
         if (stage, c) in self.split:
             alloc, free = alloc + max(0, held - kept), free - min(held, kept)
         return Step(action, self.backward_us[stage][c], alloc, free)

@@ -62,7 +62,7 @@ def lower_bound_us(
 def _forced(tables: Tables, chunks: tuple[Chunk, ...], stage: int, cap: int) -> list[tuple[float, float]]:
     """Least recompute that the cap forces, as pieces ``(time per byte, bytes)``."""
     groups = slice_groups(chunks)
-    kept = np.array(tables.activation[stage]) + np.array(tables.forward_alloc[stage]) + np.array(tables.backward_alloc[stage])
+    kept = np.array(tables.activation[stage]) + np.array(tables.forward_alloc[stage])
     starts = np.array([group.start for group in groups])
     excess = np.add.reduceat(kept, starts) + tables.static[tables.rank_of[stage]] - cap
     saved, layer_us, most = tables.saved[stage], tables.layer_us[stage], tables.num_layers[stage]

@@ -33,6 +33,7 @@ class Tables:
         workspace: of a backward that recomputes, gone at its end.
         forward_alloc, forward_free: of the forward, `activation` apart: caches of keys and values, and in a forward-only plan
             what is gone at its end.
+        backward_first, backward_last: held at the first and the last layer of a backward, see `Costs.backward_bytes`.
         backward_alloc, backward_free: of the backward, `activation` and `workspace` apart: gradients of keys and values.
         weight_bytes: of what the backward keeps for a weight gradient that is split off.
         static: bytes of each rank held throughout.
@@ -54,6 +55,8 @@ class Tables:
     workspace: Sizes
     forward_alloc: Sizes
     forward_free: Sizes
+    backward_first: Sizes
+    backward_last: Sizes
     backward_alloc: Sizes
     backward_free: Sizes
     weight_bytes: Sizes
@@ -66,6 +69,20 @@ class Tables:
 
     def host_us(self, num_bytes: int) -> float:
         return self.host_latency_us + self.host_us_per_byte * num_bytes
+
+    def kept_bytes(self, stage: int, chunk: int, layers: int) -> int:
+        """Activations from forward to backward when so many layers recompute."""
+        return self.activation[stage][chunk] - layers * self.saved[stage][chunk]
+
+    def rise_bytes(self, stage: int, chunk: int, layers: int) -> int:
+        """The most a backward holds above what is live when it starts, when so many layers recompute.
+
+        Fewer than all recompute after a plain layer has made room for them. Never more than `backward_alloc` plus, where any
+        layer recomputes, `workspace`: what the search counts with, so that what it finds fits with a little to spare.
+        """
+        made = self.saved[stage][chunk] if 0 < layers == self.num_layers[stage] else 0
+        first, last = self.backward_first[stage][chunk] + made, self.backward_last[stage][chunk]
+        return max(0, first, last - self.kept_bytes(stage, chunk, layers))
 
     @property
     def input_us(self) -> Times:
@@ -118,12 +135,13 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
     if problem.forward_only:
         passing = costs.transient_bytes(stage, work)
-        kept = saved = workspace = backward_alloc = backward_free = weight = none
+        kept = saved = workspace = backward_alloc = backward_free = weight = backward_first = backward_last = none
         forward_alloc, forward_free = opened + passing, closed + passing
     else:
         kept = costs.activation_bytes(stage, work, 0)
         saved = np.minimum(kept - costs.activation_bytes(stage, work, 1), kept // max(1, costs.num_layers[stage]))
         workspace = costs.workspace_bytes(stage, work)
+        backward_first, backward_last = costs.backward_bytes(stage, work)
         weight = costs.weight_bytes(stage, work)
         forward_alloc, forward_free = opened, none
         backward_alloc, backward_free = closed, 2 * opened
@@ -133,6 +151,8 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         "workspace": workspace,
         "forward_alloc": forward_alloc,
         "forward_free": forward_free,
+        "backward_first": backward_first,
+        "backward_last": backward_last,
         "backward_alloc": backward_alloc,
         "backward_free": backward_free,
         "weight_bytes": weight,

@@ -16,9 +16,10 @@ from torch import Tensor
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import Links, Receive
 from megatron_epp.runtime.program import prepare
+from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
 from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.runtime.watchdog import Activity, Watchdog
+from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.schedule import Action, EppError, Op, Plan
 from megatron_epp.schedule.text import to_grid
 
@@ -86,7 +87,7 @@ class Executor:
         self._refuse_what_cannot_run()
         program = prepare(plan, rank)
         self._actions, self._layouts = program.actions, program.layouts
-        self._position = 0
+        self._progress = Progress(no_mark if watchdog is None else device_mark)
         self._last_backward = {a.stage: a for a in self._actions if a.op is Op.B}
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
@@ -111,17 +112,18 @@ class Executor:
         """Execute every action of this rank in order. Raises `RunError` naming the action that failed."""
         self.recorder.begin()
         try:
-            with torch.set_grad_enabled(not self.plan.forward_only), self._watch() as watched:
+            with torch.set_grad_enabled(not self.plan.forward_only), self._watch():
                 for position, action in enumerate(self._actions):
-                    self._position = position
-                    watched.renew()
+                    self._progress.reach(Place(position))
                     self._handlers[action.op](action)
-                self._position = len(self._actions)
-                watched.renew()
+                self._progress.reach(Place(len(self._actions)))
                 self._finish()
+                self._progress.reach(None)
         except Exception as error:
             reason = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
-            raise RunError(self._describe(f"failed: {reason}")) from error
+            raise RunError(self._describe(self._progress.host, f"failed: {reason}")) from error
+        finally:
+            self._progress.close()
 
     def _finish(self) -> None:
         if self.links is not None:
@@ -198,9 +200,12 @@ class Executor:
         key = action._replace(op=receive)
         if key in self._local:
             return self._local.pop(key)
+        here = self._progress.host
+        assert here is not None  # an action runs
+        self._progress.reach(here._replace(receiving=True))
         with self.recorder.waiting():
-            tensor = self._arriving[key].wait()
-        del self._arriving[key]  # not before: `_waits_for` looks here
+            tensor = self._arriving.pop(key).wait()
+        self._progress.reach(here)
         return tensor
 
     def _is_local(self, stage: int) -> bool:
@@ -211,23 +216,25 @@ class Executor:
         assert self.links is not None  # checked at the start
         return self.links
 
-    def _watch(self) -> AbstractContextManager[Activity]:
-        if self.watchdog is None:
-            return nullcontext(Activity(str))
-        text = f"has not finished after {self.watchdog.limit_s:.3g} s (--epp-wait-limit-seconds), "
-        return self.watchdog.watch(lambda: self._describe(text + self._waits_for()))
+    def _watch(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.place)
 
-    def _waits_for(self) -> str:
-        if self._position == len(self._actions):
+    def _overdue(self) -> str:
+        assert self.watchdog is not None
+        place = self._progress.place()
+        limit = f"has not finished after {self.watchdog.limit_s:.3g} s (--epp-wait-limit-seconds)"
+        return self._describe(place, f"{limit}, {self._waits_for(place)}")
+
+    def _waits_for(self, place: Place | None) -> str:
+        if place is None or place.position == len(self._actions):
             return "waiting for other ranks to take its messages"
-        action = self._actions[self._position]
-        source = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}.get(action.op)
-        if source is None or action._replace(op=source) not in self._arriving:
+        if not place.receiving:
             return "in compute or in a collective of its own"
+        action = self._actions[place.position]
         peer = action.stage + (-1 if action.op is Op.F else 1)
         return f"waiting for {action._replace(stage=peer)} of rank {self.plan.placement[peer]}"
 
-    def _describe(self, what: str) -> str:
-        done = self._position == len(self._actions)
-        step = "the end of the plan" if done else f"action {self._actions[self._position]}"
-        return f"pipeline rank {self.rank}, step {self._position}, {step} {what}\n{to_grid(self.plan)}"
+    def _describe(self, place: Place | None, what: str) -> str:
+        position = len(self._actions) if place is None else place.position
+        step = f"action {self._actions[position]}" if position < len(self._actions) else "the end of the plan"
+        return f"pipeline rank {self.rank}, step {position}, {step} {what}\n{to_grid(self.plan)}"

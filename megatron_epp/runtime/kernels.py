@@ -32,16 +32,9 @@ def backward(
     return _tiled_backward(grad, q, k, v, out, lse, table, scale)
 
 
-def _cu_seqlens(table: SegmentTable, device: torch.device) -> tuple[Tensor, Tensor]:
-    starts = torch.tensor([table.query_starts, table.key_starts], dtype=torch.int32)
-    if device.type == "cuda":
-        starts = starts.pin_memory().to(device, non_blocking=True)
-    return starts[0], starts[1]
-
-
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Tensor]:
     """FlashAttention as torch ships it: one call for the chunk."""
-    cu_q, cu_k = _cu_seqlens(table, q.device)
+    cu_q, cu_k = table.cu_seqlens(q.device)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_q, cu_k, table.max_query, table.max_key, 0.0, True, False, scale=scale
     )
@@ -51,7 +44,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: 
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cu_q, cu_k = _cu_seqlens(table, q.device)
+    cu_q, cu_k = table.cu_seqlens(q.device)
     no_dropout = torch.empty(0, dtype=torch.int64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, cu_q, cu_k, table.max_query, table.max_key, 0.0, True, no_dropout, no_dropout, scale=scale

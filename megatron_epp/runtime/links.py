@@ -3,6 +3,9 @@
 Activations and gradients travel on a communicator each, so that neither waits behind the other. On each, messages between two
 ranks are matched first in, first out: lowering writes both sides' order from the same plan, and shapes come from the plan too,
 so there is no handshake.
+
+Placements that send activations both ways between two ranks (V shapes) are in order on gloo. NCCL would need a communicator for
+each way, since on one of them a send and a receive wait for each other.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from megatron_epp.schedule import Chunk, Segment
 
@@ -25,13 +29,27 @@ class SegmentTable:
     def num_tokens(self) -> int:
         return self.query_starts[-1]
 
-    @property
+    @cached_property
     def max_query(self) -> int:
         return max(s.num_tokens for s in self.segments)
 
-    @property
+    @cached_property
     def max_key(self) -> int:
         return max(s.end for s in self.segments)
+
+    def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Query and key offsets, int32 ``[n + 1]`` each on `device`: copied there once, for all layers."""
+        if device not in self._on_device:
+            starts = torch.tensor([self.query_starts, self.key_starts], dtype=torch.int32)
+            if device.type == "cuda":
+                starts = starts.pin_memory().to(device, non_blocking=True)
+            self._on_device[device] = starts
+        queries, keys = self._on_device[device]
+        return queries, keys
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, Tensor]:
+        return {}
 
     @staticmethod
     def build(chunk: Chunk, padded_tokens: int) -> SegmentTable:

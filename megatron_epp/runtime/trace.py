@@ -56,7 +56,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Add to the time the host waited for messages."""
+        """Add to the time the host waited for messages. On a GPU it does not wait: the device does, inside its actions."""
         start = time.perf_counter()
         yield
         self.wait_us += (time.perf_counter() - start) * 1e6

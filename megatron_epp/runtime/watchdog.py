@@ -16,57 +16,77 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 70
 
 
-class Activity:
-    """Something that must not take longer than the limit."""
+class _Activity:
+    """Something that must not stand still for longer than the limit."""
 
-    __slots__ = ("describe", "since_s")
+    __slots__ = ("closed", "describe", "place", "progress", "since_s")
 
-    def __init__(self, describe: Callable[[], str]) -> None:
+    def __init__(self, describe: Callable[[], str], progress: Callable[[], object] | None) -> None:
         self.describe = describe
-        self.since_s = time.monotonic()
-
-    def renew(self) -> None:
-        """It has got on: its time starts again."""
+        self.progress = progress
+        self.place: object = None
+        self.closed = False
         self.since_s = time.monotonic()
 
 
 class Watchdog:
-    """A thread that watches what goes on and ends the process when something outlasts a limit.
+    """A thread that watches what goes on and ends the process when something stands still for longer than a limit.
 
-    A collective or receive that never completes blocks in native code, where no exception can reach it; ending the process is
-    what lets the launcher end the others. Activities may lie inside each other; each has its own time.
+    A collective or receive that never completes blocks in native code, where no exception can reach it, or on the device, where
+    the host does not even notice; ending the process is what lets the launcher end the others. Activities may lie inside each
+    other; each has its own time.
 
     Args:
-        limit_s: seconds one activity may take without being renewed.
+        limit_s: seconds without progress.
         on_expiry: called with the message instead of ending the process (for tests).
     """
 
     def __init__(self, limit_s: float, on_expiry: Callable[[str], None] | None = None) -> None:
         self.limit_s = limit_s
         self._on_expiry = on_expiry or self._end_process
-        self._activities: list[Activity] = []  # innermost last
+        self._activities: list[_Activity] = []  # innermost last
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watch(self, describe: Callable[[], str]) -> Iterator[Activity]:
-        """Watch the body. `describe` gives the message; it is called only when the limit is passed."""
+    def watch(self, describe: Callable[[], str], progress: Callable[[], object] | None = None) -> Iterator[None]:
+        """Watch the body.
+
+        Args:
+            describe: gives the message; called only when the limit is passed.
+            progress: how far the activity has got; a new answer starts its time again. None says that nothing is under way.
+                Without it, the activity may take the limit as a whole and ends with the body; with it, what the body leaves
+                under way is watched until the answer is None.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="epp-watchdog", daemon=True)
             self._thread.start()
-        activity = Activity(describe)
+        activity = _Activity(describe, progress)
         self._activities.append(activity)
         try:
-            yield activity
+            yield
         finally:
-            self._activities.remove(activity)
+            activity.closed = True
+            if progress is None:
+                self._activities.remove(activity)
 
     def _run(self) -> None:
         while True:
             time.sleep(min(1.0, self.limit_s / 4))
             for activity in reversed(self._activities.copy()):
-                if time.monotonic() - activity.since_s > self.limit_s:
-                    activity.since_s = math.inf
-                    self._on_expiry(activity.describe())
+                self._look_at(activity)
+
+    def _look_at(self, activity: _Activity) -> None:
+        if activity.progress is not None:
+            closed = activity.closed  # before asking: what the body does last must not be missed
+            place = activity.progress()
+            if closed and place is None:
+                self._activities.remove(activity)
+                return
+            if place != activity.place:
+                activity.place, activity.since_s = place, time.monotonic()
+        if time.monotonic() - activity.since_s > self.limit_s:
+            activity.since_s = math.inf
+            self._on_expiry(activity.describe())
 
     @staticmethod
     def _end_process(message: str) -> None:

@@ -58,6 +58,14 @@ def test_the_table_counts_a_slices_prefix_among_its_keys_and_padding_as_a_segmen
     assert (table.max_query, table.max_key) == (9, 20)
 
 
+def test_offsets_are_made_once_per_device():
+    table = table_of("hybrid, padded")
+    queries, keys = table.cu_seqlens(torch.device("cpu"))
+    assert (queries.tolist(), keys.tolist()) == ([0, 9, 13, 16], [0, 20, 24, 27])
+    assert queries.dtype == keys.dtype == torch.int32
+    assert table.cu_seqlens(torch.device("cpu"))[0].data_ptr() == queries.data_ptr()
+
+
 def test_strided_queries_keys_and_values_are_read_rightly():
     table = table_of("packed")
     torch.manual_seed(0)

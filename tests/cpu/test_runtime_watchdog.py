@@ -77,15 +77,40 @@ def test_of_two_that_lie_inside_each_other_the_inner_is_reported_first(clock):
     assert reports == ["inner", "outer"]
 
 
-def test_renewing_starts_the_time_again(clock):
+def test_progress_starts_the_time_again(clock):
     reports = []
-    with Watchdog(10, reports.append).watch(lambda: "walking") as activity:
+    places = iter([1, 2, 3, 3])
+    with Watchdog(10, reports.append).watch(lambda: "walking", lambda: next(places)):
         for _ in range(3):
             clock.advance(9)
-            activity.renew()
         assert reports == []
         clock.advance(11)
     assert reports == ["walking"]
+
+
+def test_what_the_body_leaves_under_way_stays_watched_until_it_is_done(clock):
+    reports = []
+    place = "on the device"
+    watchdog = Watchdog(10, reports.append)
+    with watchdog.watch(lambda: f"hangs {place}", lambda: place):
+        clock.advance(1)
+    clock.advance(9)
+    assert reports == []
+    clock.advance(2)
+    assert reports == ["hangs on the device"]
+
+
+def test_what_the_body_leaves_under_way_is_forgotten_when_it_is_done(clock):
+    reports = []
+    place = "on the device"
+    watchdog = Watchdog(10, reports.append)
+    with watchdog.watch(lambda: "hangs", lambda: place):
+        clock.advance(1)
+    place = None
+    clock.advance(1)
+    place = "nothing of its business"
+    clock.advance(100)
+    assert reports == []
 
 
 def test_an_activity_that_failed_is_no_longer_watched(clock):

@@ -1,54 +1,70 @@
-"""The three ways into Megatron: our own script, a user's script as it is, and a patched copy of Megatron."""
+"""The three ways into Megatron, with and without --epp: our script, a user's script as it is, a patched copy of Megatron."""
 
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from launch import REPOSITORY, TINY, launch
+from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 USER_SCRIPT = Path(__file__).with_name("user_script.py")
 PATCH = REPOSITORY / "patches" / "megatron-core-0.19.2.patch"
 TRAIN = [*TINY, "--pipeline-model-parallel-size", 2, "--train-iters", 2, "--epp-lookahead", 3]
 
 
+@dataclass(frozen=True)
+class Reference:
+    """Flags of a run, and the losses our own script prints with them."""
+
+    flags: list[object]
+    losses: list[str]
+
+
 def printed_losses(output: str) -> list[str]:
     return re.findall(r"lm loss: (\S+)", output)
 
 
-@pytest.fixture(scope="module")
-def losses() -> list[str]:
-    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *TRAIN)
+@pytest.fixture(scope="module", params=["stock", "epp"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    flags = TRAIN
+    if request.param == "epp":
+        lengths = long_tailed_lengths(64, longest=33)
+        prefix = write_pair(tmp_path_factory.mktemp("documents") / "text", documents_of(lengths, vocab_size=127))
+        flags = [flag for flag in TRAIN if flag != "--mock-data"]
+        flags += ["--epp", "--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0]
+    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
     assert finished.returncode == 0, finished.output[-5000:]
-    return printed_losses(finished.output)
+    return Reference(flags, printed_losses(finished.output))
 
 
-def test_our_own_script_trains(losses: list[str]) -> None:
-    assert len(losses) == 2
-    assert float(losses[1]) < float(losses[0])
+def test_our_own_script_trains(reference: Reference) -> None:
+    assert len(reference.losses) == 2
+    assert float(reference.losses[1]) < float(reference.losses[0])
 
 
-def test_a_users_script_trains_unchanged_and_knows_our_flags_beside_its_own(losses: list[str]) -> None:
-    finished = launch(2, "-m", "megatron_epp.run", USER_SCRIPT, *TRAIN, "--users-own-flag", 7)
+def test_a_users_script_trains_unchanged_and_knows_our_flags_beside_its_own(reference: Reference) -> None:
+    finished = launch(2, "-m", "megatron_epp.run", USER_SCRIPT, *reference.flags, "--users-own-flag", 7)
     assert finished.returncode == 0, finished.output[-5000:]
-    assert printed_losses(finished.output) == losses
+    assert printed_losses(finished.output) == reference.losses
     assert re.search(r"users_own_flag \.+ 7", finished.output)
     assert re.search(r"epp_lookahead \.+ 3", finished.output)
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="GNU patch is not installed: apt install patch")
-def test_a_patched_copy_of_megatron_needs_no_other_start(losses: list[str], tmp_path: Path) -> None:
+def test_a_patched_copy_of_megatron_needs_no_other_start(reference: Reference, tmp_path: Path) -> None:
     spec = find_spec("megatron.core")
     assert spec is not None
     assert spec.origin is not None
     shutil.copytree(Path(spec.origin).parents[1], tmp_path / "megatron")
     subprocess.run(["patch", "-p1", "-d", tmp_path], stdin=PATCH.open(), check=True, stdout=subprocess.DEVNULL)
-    finished = launch(2, USER_SCRIPT, *TRAIN, env={"PYTHONPATH": str(tmp_path)})
+    finished = launch(2, USER_SCRIPT, *reference.flags, env={"PYTHONPATH": str(tmp_path)})
     assert finished.returncode == 0, finished.output[-5000:]
-    assert printed_losses(finished.output) == losses
+    assert printed_losses(finished.output) == reference.losses
     assert re.search(r"epp_lookahead \.+ 3", finished.output)
 
 

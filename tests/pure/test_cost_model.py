@@ -23,6 +23,7 @@ STAGE = StageCosts(
     layer_bytes_per_token=100.0,
     recomputed_layer_bytes_per_token=8.0,
     extra_bytes_per_token=5.0,
+    head_bytes_per_token=2.0,
     kv_bytes_per_token=16.0,
     static_bytes=1000,
 )
@@ -74,6 +75,12 @@ def test_slices_keep_no_keys_and_values_of_their_own_and_recomputed_layers_only_
     assert COSTS.activation_bytes(0, work, 2).tolist() == [6 * (84 + 16 + 5), 7 * (84 + 16 + 5), 4 * (100 + 16 + 5)]
     assert COSTS.cache_bytes(0, work).tolist() == [3 * 16 * 13, 3 * 16 * 13, 0]
     assert COSTS.workspace_bytes(0, work).tolist() == [600, 700, 400]
+
+
+def test_a_backward_lets_the_head_go_before_its_first_layer_and_gathers_the_gradient_of_keys_and_values():
+    first, last = COSTS.backward_bytes(0, work_of(TABLE, LENGTHS))
+    assert first.tolist() == [-6 * 2, 16 * 13 - 7 * 2, -4 * 2]
+    assert last.tolist() == [6 * (84 + 3), 3 * 16 * 13 + 7 * (84 + 3), 4 * (100 + 3)]
 
 
 def test_a_message_costs_its_latency_and_its_bytes():

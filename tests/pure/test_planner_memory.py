@@ -30,18 +30,22 @@ def small_case(seed: int):
         for q, inner in enumerate(sorted(cuts, key=len, reverse=True))
         for start, end in itertools.pairwise([0, *inner, 40])
     ]
+    return elastic_1f1b(chunks, stages, False), tabulate(chunks, problem(lengths, stages), small_costs(draw, stages))
+
+
+def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
     stage = StageCosts(
         num_layers=2,
         forward=Line(1.0, draw.random()),
         backward=Line(1.0, draw.random()),
         layer_bytes_per_token=draw.randint(8, 20),
         recomputed_layer_bytes_per_token=draw.randint(0, 9),
-        extra_bytes_per_token=draw.randint(0, 9),
+        extra_bytes_per_token=(extra := draw.randint(0, 9)),
         kv_bytes_per_token=draw.randint(0, 6),
         static_bytes=draw.randint(0, 50),
+        head_bytes_per_token=draw.randint(0, extra),
     )
-    given = problem(lengths, stages)
-    return elastic_1f1b(chunks, stages, False), tabulate(chunks, given, PipelineCosts("small", (stage,) * stages, 0.0))
+    return PipelineCosts("small", (stage,) * stages, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -127,7 +131,7 @@ def least_cap(lengths: tuple[int, ...], stages: int, options: Options) -> int:
 def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Options):
     cap = least_cap(WHALE, 4, options)
     fits = plan(problem(WHALE, 4, cap), pipeline(4), options)
-    assert max(fits.predicted.peak_bytes) == cap
+    assert 0.9 * cap < max(fits.predicted.peak_bytes) <= cap  # the search counts a backward's memory from above
     with pytest.raises(InfeasibleError, match=rf"{cap - 1} bytes per rank"):
         plan(problem(WHALE, 4, cap - 1), pipeline(4), options)
 
@@ -143,7 +147,7 @@ def test_the_error_names_the_flags_and_a_value_for_the_cap_that_fits():
 
 def test_a_cap_on_one_rank_makes_that_rank_recompute():
     free = plan(problem(WHALE, 4), pipeline(4), Options(slices=24))
-    caps = tuple(peak - (5 * GIB if rank == 2 else 0) for rank, peak in enumerate(free.predicted.peak_bytes))
+    caps = tuple(peak - 5 * GIB if rank == 2 else 2 * peak for rank, peak in enumerate(free.predicted.peak_bytes))
     given = problem(WHALE, 4)
     made = plan(type(given)(given.lengths, given.placement, caps), pipeline(4), Options(slices=24))
     assert [sum(row) > 0 for row in made.recompute_layers] == [False, False, True, False]
@@ -163,14 +167,33 @@ def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backwar
     cache = int(stage.num_layers * stage.kv_bytes_per_token * 8192)
     kept = [steps[f"0F{c}"].alloc_bytes - (cache if c == 0 else 0) for c in range(2)]
     assert list(steps) == ["0F0", "0F1", "0B1", "0B0"]
-    assert steps["0B1"].alloc_bytes == cache
-    assert steps["0B1"].free_bytes == kept[1]
-    assert steps["0B0"].free_bytes == kept[0] + 2 * cache
+    assert steps["0B1"].free_bytes - steps["0B1"].alloc_bytes == kept[1] - cache
+    assert steps["0B0"].free_bytes - steps["0B0"].alloc_bytes == kept[0] + 2 * cache
     per_token = stage.num_layers * (stage.layer_bytes_per_token - stage.kv_bytes_per_token) + stage.extra_bytes_per_token
     assert kept[1] == pytest.approx(per_token * made.chunks[1].num_tokens, abs=1)
 
 
-def test_a_backward_that_recomputes_has_a_workspace_of_one_layer():
-    costs = pipeline(1)
-    bare, full = (plan(problem((8192,), 1), costs, Options(slices=1, recompute=layers)).ranks[0][1] for layers in (0, 4))
-    assert (bare.alloc_bytes, full.alloc_bytes) == (0, int(costs.stages[0].layer_bytes_per_token * 8192))
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("recompute", range(3))
+def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int, recompute: int):
+    draw = random.Random(seed)
+    costs = small_costs(draw, draw.choice([1, 2]))
+    chunks = (Chunk((Segment(0, 0, 25),)), Chunk((Segment(0, 25, 40),)), Chunk((Segment(1, 0, 30),)))
+    tables = tabulate(chunks, problem((40, 30), len(costs.stages)), costs)
+    for stage, own in enumerate(costs.stages):
+        for c, chunk in enumerate(chunks):
+            tokens = chunk.num_tokens
+            plain = tokens * (own.layer_bytes_per_token - (own.kv_bytes_per_token if c < 2 else 0))
+            if plain < tokens * own.recomputed_layer_bytes_per_token:
+                continue  # recompute would save nothing, and is not planned
+            head = tokens * own.head_bytes_per_token
+            start = held = most = tables.kept_bytes(stage, c, recompute)
+            held -= head
+            for layer in reversed(range(own.num_layers)):
+                if layer < recompute:
+                    held += plain - tokens * own.recomputed_layer_bytes_per_token
+                if c == 1:
+                    held += 40 * own.kv_bytes_per_token
+                most = max(most, held)
+                held -= plain
+            assert tables.rise_bytes(stage, c, recompute) == most - start

@@ -1,0 +1,57 @@
+"""Where a rank is, when the device lags behind the host and when it does not."""
+
+from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
+
+
+class Queue:
+    """A device that passes marks when it is told to."""
+
+    def __init__(self):
+        self.issued = self.passed = 0
+
+    def mark(self):
+        self.issued += 1
+        return Mark(self, self.issued)
+
+
+class Mark:
+    def __init__(self, queue, number):
+        self.queue, self.number = queue, number
+
+    def query(self):
+        return self.queue.passed >= self.number
+
+
+def test_without_a_device_of_its_own_the_rank_is_where_the_host_is():
+    progress = Progress(no_mark)
+    assert progress.place() == Place(0)
+    progress.reach(Place(1, receiving=True))
+    assert progress.place() == Place(1, receiving=True)
+    progress.reach(None)
+    assert progress.place() is None
+
+
+def test_with_a_device_it_is_at_the_first_place_the_device_has_not_passed():
+    queue = Queue()
+    progress = Progress(queue.mark)
+    for place in (Place(0), Place(1, receiving=True), Place(1), None):
+        progress.reach(place)
+    seen = []
+    for queue.passed in range(5):
+        seen.append(progress.place())
+    assert seen == [Place(0), Place(0), Place(1, receiving=True), Place(1), None]
+
+
+def test_a_host_that_gave_up_leaves_what_it_had_issued():
+    queue = Queue()
+    progress = Progress(queue.mark)
+    progress.reach(Place(1))
+    progress.close()
+    assert progress.place() == Place(0)
+    queue.passed = 1
+    assert progress.place() is None
+
+
+def test_a_processor_has_no_queue_to_mark(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    assert device_mark() is None

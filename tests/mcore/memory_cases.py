@@ -1,0 +1,42 @@
+"""Settings in which planned and measured memory are compared, per pipeline size."""
+
+import shlex
+
+LENGTHS = (500, 37, 12, 260, 90, 5, 150, 21, 420, 60, 8, 33, 310, 14, 75, 110, 44, 3, 230, 18, 66, 9, 130, 27)
+VOCABULARY = 95
+ITERATIONS = 3
+
+COMMON = shlex.split(
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512 "
+    f"--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
+    f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 "
+    "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1000 --attention-dropout 0 --hidden-dropout 0 "
+    "--calculate-per-token-loss --epp --epp-measure-memory --epp-trace-iteration 1"
+)
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+GROUPED = f"{LLAMA} --group-query-attention --num-query-groups 2"
+GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --hidden-dropout 0.1"
+
+CAPPED = "capped"
+FREE = "three slices"
+
+PIPELINES = {
+    2: {
+        "whole": f"{GPT2} --epp-planner 1f1b",
+        "as the planner likes": GROUPED,
+        FREE: f"{LLAMA} --epp-slices 3",
+        "seven slices": f"{GROUPED} --epp-slices 7",
+        "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
+        "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
+        "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
+        CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
+    },
+    4: {
+        FREE: f"{LLAMA} --epp-slices 3",
+        "all recompute": f"{LLAMA} --epp-slices 7 --epp-recompute 2",
+        CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.006",
+    },
+}

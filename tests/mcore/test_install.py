@@ -1,0 +1,70 @@
+"""What `--epp` puts into Megatron: a few flags, a schedule of the same signature, and our attention in any layer spec."""
+
+import argparse
+import inspect
+
+import pytest
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from megatron_epp.mcore.args import add_epp_args
+from megatron_epp.mcore.core_attention import RelayAttention
+from megatron_epp.mcore.layer_spec import relayed, relayed_spec_provider
+from megatron_epp.mcore.schedule import forward_backward_elastic
+
+
+def core_attention(spec):
+    return spec.submodules.self_attention.submodules.core_attention
+
+
+def test_the_schedule_takes_exactly_what_megatron_passes():
+    ours = inspect.signature(forward_backward_elastic).parameters
+    stock = inspect.signature(schedules.forward_backward_pipelining_without_interleaving).parameters
+    assert list(ours) == list(stock)
+    for name, parameter in stock.items():
+        assert ours[name].kind is parameter.kind
+        assert ours[name].default == parameter.default
+
+
+def test_there_are_under_fifteen_flags_each_with_help():
+    parser = add_epp_args(add_epp_args(argparse.ArgumentParser()))
+    ours = [action for action in parser._actions if any(o.startswith("--epp") for o in action.option_strings)]
+    assert len(ours) < 15
+    assert all(action.help for action in ours)
+
+
+def test_a_local_layer_spec_gets_our_attention_and_the_original_keeps_its_own():
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    assert core_attention(relayed(spec)) is RelayAttention
+    assert core_attention(spec) is DotProductAttention
+
+
+@pytest.mark.skipif(not HAVE_TE, reason='needs Transformer Engine: pip install "megatron-epp[te]" on a GPU machine')
+def test_a_transformer_engine_layer_spec_gets_our_attention():
+    assert core_attention(relayed(get_gpt_layer_with_transformer_engine_spec())) is RelayAttention
+
+
+def test_a_list_of_layer_specs_gets_our_attention_in_every_layer():
+    specs = relayed([get_gpt_layer_local_spec(), get_gpt_layer_local_spec(qk_layernorm=True)])
+    assert [core_attention(spec) for spec in specs] == [RelayAttention, RelayAttention]
+
+
+def test_a_hybrid_stack_gets_our_attention_in_its_attention_layers():
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    stack = relayed(hybrid_stack_spec).submodules
+    assert core_attention(stack.attention_layer) is RelayAttention
+
+
+def test_a_spec_made_by_a_function_is_made_first_and_then_relayed():
+    def make(config, vp_stage=None):
+        assert (config, vp_stage) == ("config", 3)
+        return get_gpt_layer_local_spec()
+
+    for provide in (relayed_spec_provider(make, default=None), relayed_spec_provider(None, default=make)):
+        assert core_attention(provide("config", vp_stage=3)) is RelayAttention

@@ -1,0 +1,81 @@
+"""The memory a plan predicts is the memory its run takes, per stage, and a cap on it holds.
+
+Measured is what autograd keeps between forward and backward, each storage once, and the KV relay's buffers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import launch
+from memory_cases import CAPPED, FREE, ITERATIONS, LENGTHS, PIPELINES, VOCABULARY
+from synthetic_documents import documents_of, write_pair
+
+from megatron_epp.schedule import Plan
+from megatron_epp.schedule.serialize import load
+
+WORKER = Path(__file__).with_name("memory_worker.py")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run wrote: its iterations' figures, and the first iteration's plan."""
+
+    iterations: list[dict[str, Any]]
+    plan: Plan
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Planned and measured peak bytes of activations, of every iteration and stage."""
+        keys = ("planned_peak_activation_bytes", "peak_activation_bytes")
+        return [pair for line in self.iterations for pair in zip(*(line[key] for key in keys), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Report]:
+    """The report of a setting. The settings of one pipeline size share a launch, made when one is first asked for."""
+    folder = tmp_path_factory.mktemp("memory")
+    data = write_pair(folder / "documents", documents_of([n + 1 for n in LENGTHS], vocab_size=VOCABULARY))
+    errors: dict[int, str] = {}
+
+    def report(ranks: int, name: str) -> Report:
+        reports = folder / str(ranks)
+        if ranks not in errors:
+            finished = launch(ranks, WORKER, env={"MEMORY_DATA": data, "MEMORY_REPORTS": str(reports)}, timeout_s=400)
+            errors[ranks] = "" if finished.returncode == 0 else finished.output[-5000:]
+        assert not errors[ranks], errors[ranks]
+        lines = (reports / name / "iterations.jsonl").read_text().splitlines()
+        return Report([json.loads(line) for line in lines], load(reports / name / "plan.json"))
+
+    return report
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, settings in PIPELINES.items() for name in settings])
+def test_measured_activations_are_within_a_tenth_of_the_plans(
+    report_of: Callable[[int, str], Report], ranks: int, name: str
+) -> None:
+    pairs = report_of(ranks, name).pairs()
+    ratios = [measured / planned for planned, measured in pairs]
+    print(f"\n{ranks} stages, {name}: measured over planned {min(ratios):.4f} to {max(ratios):.4f}")
+    assert len(pairs) == ranks * ITERATIONS
+    assert all(0.9 <= ratio <= 1.1 for ratio in ratios), pairs
+
+
+@pytest.mark.parametrize("ranks", list(PIPELINES))
+def test_a_cap_holds_where_the_same_batches_would_exceed_it(report_of: Callable[[int, str], Report], ranks: int) -> None:
+    capped, free = report_of(ranks, CAPPED), report_of(ranks, FREE)
+    caps, static = capped.plan.cap_bytes * ITERATIONS, capped.plan.static_bytes * ITERATIONS
+    shares = [
+        [(base + max(peaks)) / cap for peaks, base, cap in zip(report.pairs(), static, caps, strict=True)]
+        for report in (capped, free)
+    ]
+    print(
+        f"\n{ranks} stages: static bytes and activations take {max(shares[0]):.3f} of the cap, {max(shares[1]):.3f} without it"
+    )
+    assert max(shares[0]) <= 1
+    assert min(shares[0][i] for i, share in enumerate(shares[1]) if share > 1) > 0.8, "the cap was far from reached"
+    assert max(line["recompute_share"] for line in capped.iterations) > 0

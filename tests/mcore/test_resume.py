@@ -1,0 +1,105 @@
+"""A killed run, resumed from its last checkpoint, goes on bitwise as one that was never interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from launch import free_port
+from synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+ITERATIONS = 12
+INTERVAL = 5
+KILLED = 6
+"""The run is killed as soon as it is seen to have done this iteration: after its first checkpoint."""
+
+FLAGS = shlex.split(
+    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 192 "
+    "--max-position-embeddings 192 --position-embedding-type learned_absolute --hidden-dropout 0.1 --attention-dropout 0 "
+    f"--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --split 80,20,0 --eval-iters 1 --eval-interval 3 --log-interval 1000 "
+    "--calculate-per-token-loss --ckpt-format torch_dist --epp --epp-slices 3 --epp-recompute 1"
+)
+
+
+def start(data: str, report: Path, *flags: object) -> subprocess.Popen[str]:
+    """Start training; its output goes to a log beside the report."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    training = ["-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--data-path", data, "--epp-report-dir", report, *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    with open(report.with_suffix(".log"), "w", encoding="utf-8") as log:
+        return subprocess.Popen([*launcher, *map(str, training)], env=environment, text=True, stdout=log, stderr=log)
+
+
+def finish(process: subprocess.Popen[str], report: Path) -> dict[int, float]:
+    """Wait for a run and return the exact loss of every iteration it did."""
+    try:
+        code = process.wait(timeout=240)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        code = None
+    assert code == 0, report.with_suffix(".log").read_text()[-5000:]
+    return losses(report)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """As a lost machine does it: no process of the run gets to say goodbye."""
+    launcher = psutil.Process(process.pid)
+    run = [launcher, *launcher.children(recursive=True)]
+    for each in run:
+        each.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(run, timeout=30)
+    assert not alive
+
+
+def losses(report: Path) -> dict[int, float]:
+    path = report / "iterations.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []  # the last one may be half-written
+    return {line["iteration"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def kill_in_iteration(process: subprocess.Popen[str], report: Path, iteration: int) -> None:
+    deadline = time.monotonic() + 240
+    while max(losses(report), default=0) < iteration:
+        if process.poll() is not None or time.monotonic() > deadline:
+            kill(process)
+            pytest.fail(f"the run did not get to iteration {iteration}:\n{report.with_suffix('.log').read_text()[-5000:]}")
+        time.sleep(0.02)
+    kill(process)
+
+
+def test_a_killed_run_resumes_bitwise(tmp_path: Path) -> None:
+    """Plans are made from measured times, which no second measurement repeats: they have to come from the checkpoint folder.
+
+    Dropout is on, and evaluation runs in between: random states and consumed samples have to come back too.
+    """
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=255))
+    checkpoints = tmp_path / "checkpoints"
+    saving: Sequence[object] = ("--save", checkpoints, "--save-interval", INTERVAL, "--epp-costs", "measure")
+
+    killed = start(data, tmp_path / "killed", *saving)
+    kill_in_iteration(killed, tmp_path / "killed", KILLED)
+    before = losses(tmp_path / "killed")
+    saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
+    assert saved in range(INTERVAL, ITERATIONS, INTERVAL)
+
+    whole = start(data, tmp_path / "whole", "--epp-costs", checkpoints / "epp_costs.json")
+    uninterrupted = finish(whole, tmp_path / "whole")
+    resumed = start(data, tmp_path / "resumed", *saving, "--load", checkpoints)
+    after = finish(resumed, tmp_path / "resumed")
+
+    print(f"\nkilled after iteration {max(before)}, resumed from {saved}: {after}")
+    assert sorted(uninterrupted) == list(range(1, ITERATIONS + 1))
+    assert sorted(after) == list(range(saved + 1, ITERATIONS + 1))
+    assert before == {i: uninterrupted[i] for i in before}
+    assert after == {i: uninterrupted[i] for i in after}
+    assert len(set(uninterrupted.values())) == ITERATIONS
