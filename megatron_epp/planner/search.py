@@ -10,6 +10,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.chunking import Chunker, whole_sequences
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.improve import improve
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem
@@ -56,11 +57,8 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     chunker = Chunker.of(problem, costs, options.chunk_tokens)
     trials = Trials(problem, costs, options)
     if options.slices is not None:
-        table = chunker.table(chunker.grain(slices=options.slices))
-        for stairs in (FIRST, SECOND, LAST) if problem.is_straight else (LISTED, (Listing(0),)):
-            if trials.best is None or stairs is SECOND:
-                trials.better(table, stairs)
-        tables = [table]
+        tables = [chunker.table(chunker.grain(slices=options.slices))]
+        search_stairs(trials, tables[0])
     else:
         tables = search_grain(trials, chunker)
     if (
@@ -74,6 +72,13 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
             for pace in PACES:
                 trials.better_with_copies(table, pace)
     return finished(trials.result(), problem, costs, options)
+
+
+def search_stairs(trials: Trials, table: tuple[Chunk, ...]) -> None:
+    """Try one table in all stairs; the last ones only when nothing else fits."""
+    for stairs in (FIRST, SECOND, LAST) if trials.problem.is_straight else (LISTED, (Listing(0),)):
+        if trials.best is None or stairs is SECOND:
+            trials.better(table, stairs)
 
 
 def search_grain(trials: Trials, chunker: Chunker) -> list[tuple[Chunk, ...]]:
@@ -108,14 +113,22 @@ def search_grain(trials: Trials, chunker: Chunker) -> list[tuple[Chunk, ...]]:
 
 
 def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Split weight gradients off where that is asked for, the costs tell them apart and it is faster."""
+    """Local search; then weight gradients split off where that is asked for, the costs tell them apart and it is faster."""
+    tables = tabulate(made.chunks, problem, costs)
+    made = improve(made, tables, problem, options)
     if not options.split_weight or not costs.splits_weight or problem.forward_only or made.copies:
         return made
-    tables = tabulate(made.chunks, problem, costs)
     order = split_weights(made.order, tables, made.layers, problem.cap_bytes)
     if makespan_us(order, tables, made.layers) >= makespan_us(made.order, tables, made.layers):
         return made
     return replace(made, order=order)
+
+
+def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """The best order and recompute found for a given chunk table, in forward order. Raises `InfeasibleError`."""
+    trials = Trials(problem, costs, options)
+    search_stairs(trials, chunks)
+    return finished(trials.result(), problem, costs, options)
 
 
 def baseline(schedule: Schedule) -> Planner:
