@@ -77,16 +77,15 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
         for table in tables:
             for pace in PACES:
                 trials.better_with_copies(table, pace)
-    plain = Trials(problem, costs, options)
+    made = None if trials.best is None else finished(trials.best, problem, costs, options)
     if options.slices is None and max(problem.lengths) <= chunker.token_cap and problem.is_straight:
-        plain.better(whole_sequences(problem.lengths), (elastic_1f1b,))
-    if trials.best is None and plain.best is None:
-        trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)))
-        return trials.result()
-    if trials.best is None:
-        return finished(plain.result(), problem, costs, options)
-    made = finished(trials.result(), problem, costs, options)
-    return made if not plain.best_us < _makespan_us(made, problem, costs) else finished(plain.result(), problem, costs, options)
+        plain = Trials(problem, costs, options)
+        plain.best_us = trials.best_us
+        if plain.better(whole_sequences(problem.lengths), (elastic_1f1b,), close=0.0) and plain.best is not None:
+            other = finished(plain.best, problem, costs, options)
+            return other if made is None else min(made, other, key=lambda one: _makespan_us(one, problem, costs))
+        trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
+    return trials.result() if made is None else made
 
 
 def _makespan_us(made: Decisions, problem: Problem, costs: Costs) -> float:
