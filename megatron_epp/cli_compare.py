@@ -15,7 +15,7 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.planner import PLANNERS, Problem, plan
 from megatron_epp.report.compare import comparison
 from megatron_epp.report.facts import recompute_share
-from megatron_epp.schedule.errors import InfeasibleError
+from megatron_epp.schedule.errors import EppError
 from megatron_epp.schedule.plan import Plan
 
 
@@ -50,7 +50,7 @@ def _entry(args: argparse.Namespace, problem: Problem, costs: PipelineCosts, nam
     start_s = time.process_time()
     try:
         made, refusal = plan(problem, costs, options_of(args, name)), ""
-    except InfeasibleError as error:
+    except EppError as error:
         made, refusal = None, str(error)
     return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3)
 

@@ -77,6 +77,19 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         help="layers per stage that recompute in backward: as few as the cap allows, or a number (default: auto)",
     )
     _count(pipeline, "--token-multiple", default=1, help="pad chunks to a multiple of this many tokens (default: 1)")
+    pipeline.add_argument(
+        "--split-weight", action="store_true", help="weight gradients as actions of their own (the runtime cannot run them yet)"
+    )
+    pipeline.add_argument(
+        "--offload", action="store_true", help="copy activations to the host and back (the runtime cannot run that yet)"
+    )
+    pipeline.add_argument("--steps", type=_whole, default=0, metavar="N", help="of local search (default: 0)")
+    _count(
+        pipeline,
+        "--plan-budget-ms",
+        "--epp-plan-budget-ms",
+        help="time for planning, turned into --steps by a fixed rate, so that equal flags give equal plans (default: none)",
+    )
     pipeline.add_argument("--seed", type=int, default=0, metavar="S", help="of the planner's search (default: 0)")
 
 
@@ -150,6 +163,10 @@ def options_of(args: argparse.Namespace, planner: str) -> Options:
         context=args.context,
         recompute=recompute,
         planner=planner,
+        split_weight=args.split_weight,
+        offload=args.offload,
+        steps=args.steps,
+        budget_ms=args.plan_budget_ms,
         seed=args.seed,
     )
 
@@ -225,6 +242,12 @@ def count(text: str) -> int:
     """A whole number from 1, as argparse reads it."""
     if not (text.isdecimal() and len(text) < 16 and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not (text.isdecimal() and len(text) < 16):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
 
 

@@ -42,7 +42,7 @@ def speed(repeats: int, sizes: Iterable[tuple[int, int]]) -> list[dict[str, Any]
     rows = []
     for sequences, stages in sizes:
         costs = analytic_costs(replace(shape, num_layers=2 * stages), H100, [2] * stages, state_bytes_per_parameter=7.5)
-        problem = Problem(tuple(wikipedia(sequences, 0).tolist()), tuple(range(stages)), (80 << 30,) * stages)
+        problem = Problem(tuple(wikipedia(sequences, 0).tolist()), tuple(range(stages)), (141 << 30,) * stages)
         times, chunks = [], None
         for _ in range(repeats + 1):
             start_s = time.process_time()

@@ -89,10 +89,11 @@ def _against(found: dict[str, Any]) -> str:
 
 
 def _large(found: dict[str, Any]) -> str:
-    header = ["lengths", "context", "stages", "model", "cap (GB)", "tokens", "chunks", "gap", "recompute", "idle"]
+    header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "chunks", "gap", "recompute", "idle"]
     rows = []
     for r in found["rows"]:
-        case = [r["lengths"], f"{r['context'] // 1024}K", str(r["stages"]), r["model"], str(r["cap_gb"]), f"{r['tokens']:,}"]
+        case = [r["lengths"], f"{r['context'] // 1024}K", str(r["stages"]), r["model"]]
+        case += [f"{r['tensor_parallel']} x {r['context_parallel']}", str(r["cap_gb"]), f"{r['tokens']:,}"]
         if "gap" not in r:
             rows.append([*case, "", "no plan", "", "", "", "the cap is below the least that any plan takes"])
             continue
@@ -104,5 +105,6 @@ def _large(found: dict[str, Any]) -> str:
         f"{found['planned']} of {found['cases']} cases have a plan. Gap: median {_percent(found['median_gap'])}, worst "
         f"{_percent(found['worst_gap'])}, at most 5 % in {_percent(found['share_within_5_percent'])} of them. The bound is "
         "that of the chosen chunks. Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and "
-        "drain.\n\n" + _table([*header, "planning (ms)", "why the gap"], rows)
+        "drain. A stage has the fewest ranks (TP x CP) that leave room under its cap.\n\n"
+        + _table([*header, "planning (ms)", "why the gap"], rows)
     )

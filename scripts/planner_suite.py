@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import sequence_lengths
 
-from megatron_epp.cost import PipelineCosts, analytic_profile
+from megatron_epp.cost import ModelShape, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.tables import tabulate
@@ -20,14 +20,15 @@ from megatron_epp.schedule import InfeasibleError, Op, Plan
 
 SEQUENCES = {"wikipedia": 512, "code": 128, "chat": 128, "equal": 64, "whale": 501}
 """Per batch: about half a million to a few million tokens."""
-CONTEXTS = {32768: 1, 131072: 1, 196608: 1, 524288: 4, 1048576: 8}
-"""Context limit, and the context-parallel ranks it takes to hold it."""
+CONTEXTS = (32768, 131072, 196608, 524288, 1048576)
 STAGES = (4, 8, 16)
 MODELS = ("llama3-8b", "llama2-13b", "llama-30b", "llama3-70b")
 CAPS_GB = (40, 80, 141)
 CLUSTER = "h100x8"
 REPLICAS = 8
 """Data-parallel replicas that share the optimizer's state: 7.5 bytes per parameter."""
+STATIC_SHARE, LEAST_SHARE = 0.5, 0.8
+"""Of the cap: what weights and optimizer may take, and what a plan that recomputes everything may take."""
 OURS = "greedy"
 RIVALS = ("infinipipe", "seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
 
@@ -49,18 +50,42 @@ class Case:
         return tuple(np.minimum(draw(SEQUENCES[self.lengths_like], seed), self.context).tolist())
 
     @cached_property
-    def costs(self) -> PipelineCosts:
-        shape = replace(shape_of(load_flags(self.model)), context_parallel=CONTEXTS[self.context])
+    def shape(self) -> ModelShape:
+        """The model on the fewest ranks per stage that leave room, as whoever pays for them would choose: tensor-parallel ranks
+        (up to 8) for weights and optimizer, then context-parallel ones for the longest sequence. Of that, keys, values, their
+        gradient, the layers' inputs and the logits stay whatever recomputes.
+        """
+        plain = replace(shape_of(load_flags(self.model)), tensor_parallel=1, sequence_parallel=False)
+        cap = self.cap_gb << 30
+        for tensor in (1, 2, 4, 8):
+            shape = replace(plain, tensor_parallel=tensor, sequence_parallel=tensor > 1)
+            static = max(stage.static_bytes for stage in self._costs(shape).stages)
+            if static <= STATIC_SHARE * cap:
+                break
+        for context in (1, 2, 4, 8, 16):
+            shape = replace(shape, context_parallel=context)
+            stages = self._costs(shape).stages
+            kept = max(
+                s.num_layers * (2 * s.kv_bytes_per_token + s.recomputed_layer_bytes_per_token) + s.extra_bytes_per_token
+                for s in stages
+            )
+            if static + kept * max(self.lengths) <= LEAST_SHARE * cap:
+                break
+        return shape
+
+    def _costs(self, shape: ModelShape) -> PipelineCosts:
         profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
         layers = balanced_layers(profile, shape.num_layers, self.stages)
         return profile.costs(layers, state_bytes_per_parameter=6 + 12 / REPLICAS)
 
     @cached_property
+    def costs(self) -> PipelineCosts:
+        return self._costs(self.shape)
+
+    @cached_property
     def problem(self) -> Problem:
-        flags = load_flags(self.model)
-        multiple = flags.get("tensor_model_parallel_size", 1) * CONTEXTS[self.context]
         caps = (self.cap_gb << 30,) * self.stages
-        return Problem(self.lengths, tuple(range(self.stages)), caps, token_multiple=multiple)
+        return Problem(self.lengths, tuple(range(self.stages)), caps, token_multiple=self.shape.ranks)
 
     def plan(self, planner: str, **options: Any) -> tuple[Plan | None, float]:
         """The plan, None when nothing fits, and the processor time it took in ms."""
@@ -97,6 +122,8 @@ def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
         "stages": case.stages,
         "model": case.model,
         "cap_gb": case.cap_gb,
+        "tensor_parallel": case.shape.tensor_parallel,
+        "context_parallel": case.shape.context_parallel,
         "sequences": len(case.lengths),
         "tokens": sum(case.lengths),
         "longest": max(case.lengths),

@@ -29,33 +29,38 @@ def lower_bound_us(
     have been given up by recomputing layers of these slices. The least time that can take is that of the fractional knapsack:
     layers in the order of time per byte. A chunk belongs to one sequence (or is one batched chunk), so the times of several
     sequences add. With a link to the host, bytes may be copied away and back instead; copies of a rank run one at a time, so
-    the copied bytes cannot take longer than the makespan, and what is dearest to recompute is copied.
+    the copied bytes cannot take longer than the makespan, and what is dearest to recompute is copied. Weight gradients that
+    are split off can run while the last chunk goes back, so then the rank's time is the larger of all its work, and of its work
+    without them followed by that way back.
 
-    *A chunk's time.* Every chunk passes all stages forward and back one after another.
+    *A chunk's time.* Every chunk passes all stages forward and back one after another; its weight gradient on the first follows.
 
     Args:
         tables: of the chunk table.
         chunks, problem: needed for the recompute that the caps force; without them it is left out.
         options: whether weight gradients are split off and copies allowed.
     """
-    backward = tables.input_us if options.split_weight else tables.backward_us
-    arrive = _ways(tables.forward_us, tables)
-    if tables.backward_us:
-        leave = _ways(backward, tables)
+    split = options.split_weight and bool(tables.backward_us)
+    backward = tables.input_us if split else tables.backward_us
+    last_us = tables.weight_us[0] if split else [0.0] * len(tables.message_us)
+    arrive = _ways(tables.forward_us, tables.hops, [0.0] * len(last_us))
+    if backward:
+        leave = _ways(backward, tables.hops, last_us)
         turn = [ahead + back for ahead, back in zip(tables.forward_us[-1], backward[-1], strict=True)]
-        chain = max(map(sum, zip(arrive[-1], turn, leave[-1], strict=True)))
     else:
-        leave = _ways(tables.forward_us[::-1], tables)[::-1]
-        chain = max(map(sum, zip(arrive[-1], tables.forward_us[-1], leave[-1], strict=True)))
-    bound = chain
+        leave = _ways(tables.forward_us[::-1], tables.hops[::-1], last_us)[::-1]
+        turn = tables.forward_us[-1]
+    bound = max(map(sum, zip(arrive[-1], turn, leave[-1] if backward else last_us, strict=True)))
+    per_byte = 2 * tables.host_us_per_byte if options.offload else np.inf
     for rank, stages in enumerate(tables.stages_of):
-        ends = min(min(arrive[stage]) for stage in stages) + min(min(leave[stage]) for stage in stages)
-        load = sum(sum(tables.forward_us[stage]) for stage in stages)
-        load += sum(sum(tables.backward_us[stage]) for stage in stages) if tables.backward_us else 0.0
+        start_us = min(min(arrive[stage]) for stage in stages)
+        end_us = min(min(leave[stage]) for stage in stages)
+        busy_us = sum(sum(row) for table in (tables.forward_us, backward) if table for row in map(table.__getitem__, stages))
+        weight_us = sum(sum(tables.weight_us[stage]) for stage in stages) if split else 0.0
         pieces: list[tuple[float, float]] = []
-        if problem is not None and tables.backward_us:
+        if problem is not None and backward:
             pieces = [piece for stage in stages for piece in _forced(tables, chunks, stage, problem.cap_bytes[rank])]
-        bound = max(bound, _with_copies(ends + load, pieces, 2 * tables.host_us_per_byte if options.offload else np.inf))
+        bound = max(bound, _with_copies(start_us + busy_us + max(weight_us, end_us), pieces, per_byte))
     return bound
 
 
@@ -92,9 +97,9 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
     return total_us
 
 
-def _ways(times: Times, tables: Tables) -> Times:
-    """For every stage and chunk, the time through all earlier stages and the messages between."""
-    ways = [[0.0] * len(tables.message_us)]
-    for stage, row in enumerate(times[:-1]):
-        ways.append([way + time + hop for way, time, hop in zip(ways[-1], row, tables.hops[stage], strict=True)])
+def _ways(times: Times, hops: Times, first: list[float]) -> Times:
+    """For every stage and chunk, the time through all earlier stages and the messages between, and `first` at the start."""
+    ways = [first]
+    for row, hop_us in zip(times[:-1], hops, strict=True):
+        ways.append([way + time + hop for way, time, hop in zip(ways[-1], row, hop_us, strict=True)])
     return ways

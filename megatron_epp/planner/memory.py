@@ -102,13 +102,19 @@ def fit_recompute(order: Order, tables: Tables, caps: tuple[int, ...], options: 
     return Fit(layers)
 
 
-def fit_rank(actions: tuple[Action, ...], tables: Tables, rank: int, cap: int) -> list[int] | None:
-    """Recomputed layers of every item of a rank that keep it under its cap, or None where nothing does."""
+def fit_rank(
+    actions: tuple[Action, ...], tables: Tables, rank: int, cap: int, plain: AbstractSet[int] = frozenset()
+) -> list[int] | None:
+    """Recomputed layers of every item of a rank that keep it under its cap, or None where nothing does.
+
+    Args:
+        plain: items that are left alone if possible.
+    """
     ledger = Ledger.of(tables, rank)
     row: list[int] | None = [0] * len(ledger.most)
     if peak_bytes(actions, tables, rank, [0] * len(ledger.most)) <= cap:
         return row
-    row = sweep(actions, ledger, cap, frozenset())
+    row = sweep(actions, ledger, cap, plain)
     if row is None:
         least, plain = least_peak(actions, tables, rank)
         if least > cap:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.chunking import Chunker, whole_sequences
-from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.evaluate import makespan_us, moved_bytes, play
+from megatron_epp.planner.improve import improve
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem
@@ -34,10 +36,15 @@ SECOND: tuple[Schedule, ...] = (
     elastic_1f1b,
 )
 """What the best grain is tried with besides, or all grains when none fits: less alive, less slack."""
-LAST: tuple[Schedule, ...] = (Stairs(late=True, slope=0.5), Stairs(late=True, slope=0))
-"""What is tried when none of these fits. At slope 0 one sequence is alive at a time, and no order keeps less."""
+HALF = Stairs(late=True, slope=0.5)
+LEAST: tuple[Schedule, ...] = (Stairs(late=True, slope=0),)
+"""What is tried when none of these fits: one sequence is alive at a time, and no order of a table keeps less."""
 LISTED = (Listing(2), Listing(1.5), Listing(1), Listing(3))
 """What any other placement than one stage per rank in order is tried with."""
+FEW = 64
+"""Sequences up to which whole ones are tried in all stairs."""
+HANDFUL = 5
+"""Sequences up to which whole ones are tried in every order, so that the order they come in never matters."""
 PACES = (8, 16)
 """Pieces that loads are timed by."""
 PATIENCE = 2
@@ -56,11 +63,8 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
     chunker = Chunker.of(problem, costs, options.chunk_tokens)
     trials = Trials(problem, costs, options)
     if options.slices is not None:
-        table = chunker.table(chunker.grain(slices=options.slices))
-        for stairs in (FIRST, SECOND, LAST) if problem.is_straight else (LISTED, (Listing(0),)):
-            if trials.best is None or stairs is SECOND:
-                trials.better(table, stairs)
-        tables = [table]
+        tables = [chunker.table(chunker.grain(slices=options.slices))]
+        search_stairs(trials, tables[0])
     else:
         tables = search_grain(trials, chunker)
     if (
@@ -73,7 +77,32 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
         for table in tables:
             for pace in PACES:
                 trials.better_with_copies(table, pace)
-    return finished(trials.result(), problem, costs, options)
+    made = None if trials.best is None else finished(trials.best, problem, costs, options)
+    if options.slices is None and max(problem.lengths) <= chunker.token_cap and problem.is_straight:
+        plain = Trials(problem, costs, options)
+        plain.best_us = trials.best_us
+        if plain.better(whole_sequences(problem.lengths), (elastic_1f1b,), close=0.0) and plain.best is not None:
+            other = finished(plain.best, problem, costs, options)
+            return other if made is None else min(made, other, key=lambda one: _makespan_us(one, problem, costs))
+        trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
+    return trials.result() if made is None else made
+
+
+def _makespan_us(made: Decisions, problem: Problem, costs: Costs) -> float:
+    tables = tabulate(made.chunks, problem, costs)
+    copies = [
+        [(a, tables.host_us(moved_bytes(tables, made.layers, a.stage, a.chunk, made.offload[a.stage][a.chunk]))) for a in row]
+        for row in made.copies
+    ]
+    return play(made.order, tables, made.layers, copies).makespan_us
+
+
+def search_stairs(trials: Trials, table: tuple[Chunk, ...]) -> None:
+    """Try one table in all stairs; the last ones only when nothing else fits."""
+    straight = trials.problem.is_straight
+    trials.better(table, (*FIRST, *SECOND, HALF) if straight else LISTED)
+    if trials.best is None:
+        trials.better(table, LEAST if straight else (Listing(0),))
 
 
 def search_grain(trials: Trials, chunker: Chunker) -> list[tuple[Chunk, ...]]:
@@ -84,7 +113,8 @@ def search_grain(trials: Trials, chunker: Chunker) -> list[tuple[Chunk, ...]]:
     """
     problem = trials.problem
     counts = [count for share in CHUNKS_PER_STAGE if (count := problem.num_ranks * share) <= MOST_CHUNKS]
-    first, second, last = (FIRST, SECOND, LAST) if problem.is_straight else (LISTED[:1], LISTED[1:], (Listing(0),))
+    first: Sequence[Schedule | Listing] = FIRST if problem.is_straight else LISTED[:1]
+    second: Sequence[Schedule | Listing] = (*SECOND, HALF) if problem.is_straight else LISTED[1:]
     start = min(CHUNKS_PER_STAGE.index(12), len(counts) - 1)
     tables: dict[float, tuple[Chunk, ...]] = {}
     for walk in (counts[start:], counts[start - 1 :: -1] if start else []):
@@ -96,26 +126,38 @@ def search_grain(trials: Trials, chunker: Chunker) -> list[tuple[Chunk, ...]]:
                 break
     if trials.best is not None:
         trials.better(trials.best.chunks, second)
-    for stairs in (second, last) if trials.best is None else ():
-        for count in counts if trials.best is None else ():
-            tables[count] = chunker.table(chunker.grain(chunks=count))
-            trials.better(tables[count], stairs)
-    if max(problem.lengths) <= chunker.token_cap and problem.is_straight:
-        trials.better(whole_sequences(problem.lengths), (elastic_1f1b,), close=0.0)
+    for count in counts if trials.best is None else ():
+        tables[count] = chunker.table(chunker.grain(chunks=count))
+        trials.better(tables[count], LEAST if problem.is_straight else (Listing(0),))
+        if trials.best is not None and trials.best.chunks == tables[count]:
+            trials.better(tables[count], second)
+    if max(problem.lengths) <= chunker.token_cap and len(problem.lengths) <= FEW and problem.is_straight:
+        longest_first = tuple(sorted(whole_sequences(problem.lengths), key=lambda chunk: -chunk.num_tokens))
+        trials.better(longest_first, (elastic_1f1b, *FIRST, *SECOND))
+        for whole in permutations(longest_first) if len(problem.lengths) <= HANDFUL else ():
+            trials.better(whole, (elastic_1f1b,), close=0.0)
     best = trials.best.chunks if trials.best is not None else ()
     at = next((counts.index(count) for count, table in tables.items() if table == best), start)
     return [tables.get(count) or chunker.table(chunker.grain(chunks=count)) for count in counts[at : at + 3]]
 
 
 def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Split weight gradients off where that is asked for, the costs tell them apart and it is faster."""
+    """Local search; then weight gradients split off where that is asked for, the costs tell them apart and it is faster."""
+    tables = tabulate(made.chunks, problem, costs)
+    made = improve(made, tables, problem, options)
     if not options.split_weight or not costs.splits_weight or problem.forward_only or made.copies:
         return made
-    tables = tabulate(made.chunks, problem, costs)
     order = split_weights(made.order, tables, made.layers, problem.cap_bytes)
     if makespan_us(order, tables, made.layers) >= makespan_us(made.order, tables, made.layers):
         return made
     return replace(made, order=order)
+
+
+def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """The best order and recompute found for a given chunk table, in forward order. Raises `InfeasibleError`."""
+    trials = Trials(problem, costs, options)
+    search_stairs(trials, chunks)
+    return finished(trials.result(), problem, costs, options)
 
 
 def baseline(schedule: Schedule) -> Planner:

@@ -19,7 +19,8 @@ _REPEATS = 15
 
 def measure_link(gpus: bool) -> list[Point]:
     """Time of a message by its bytes (as `tokens`): half of a round trip."""
-    context: Any = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron_epp.runtime.link_probe", "megatron_epp.runtime.rehearsal"])
     with tempfile.TemporaryDirectory() as folder:
         results = context.SimpleQueue()
         other = context.Process(target=_serve, args=(1, folder, gpus, results), daemon=True)

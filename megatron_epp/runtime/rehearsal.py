@@ -123,7 +123,7 @@ def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
         EppError: a rank failed, or it took too long.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_epp.runtime.rehearsal"])
+    context.set_forkserver_preload(["megatron_epp.runtime.link_probe", "megatron_epp.runtime.rehearsal"])
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [

@@ -1,9 +1,14 @@
 """An iteration's figures in Megatron's log and writers."""
 
+import threading
+from argparse import Namespace
+
 import pytest
 from megatron.training import global_vars
 
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.mcore import session, writers
+from megatron_epp.schedule import InfeasibleError
 
 LINE = {
     "iteration": 7,
@@ -72,3 +77,29 @@ def test_the_log_line_has_planned_beside_measured(capsys):
 def test_a_batch_is_summed_up_for_errors():
     text = session._summary((7, 1200, 30))
     assert text == "3 sequences of 7 to 1,200 tokens, 1,237 in all, the longest 1200, 30, 7"
+
+
+def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
+    args = Namespace(
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+        epp_recompute="auto",
+        epp_chunk_tokens=None,
+        epp_slices=None,
+        epp_planner="greedy",
+        epp_memory_cap_gb=1e-6,
+        epp_wait_limit_seconds=600.0,
+        iteration=0,
+    )
+    ours = object.__new__(session.Session)
+    ours.args, ours.rank, ours.num_ranks = args, 0, 2
+    shape = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
+    ours.costs = analytic_costs(shape, CPU, [1, 1])
+    ours._costs_known, ours._planning_us = threading.Event(), {}
+    ours._costs_known.set()
+    with pytest.raises(InfeasibleError, match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens"):
+        ours.plan_training((7, 1200, 30))
+    args.epp_memory_cap_gb = 100.0
+    plan = ours.plan_training((7, 1200, 30))
+    assert ours.planning_us(plan) > 0
+    assert ours.planning_us(plan) == 0

@@ -11,6 +11,7 @@ from megatron_epp.cli import main
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
 from megatron_epp.planner import UNLIMITED_BYTES
+from megatron_epp.schedule import Op
 from megatron_epp.schedule.serialize import load
 
 SMALL = ["--model", "tiny-gpt", "--cluster", "this-machine", "--pipeline-size", "2"]
@@ -103,6 +104,14 @@ def test_a_profile_stands_in_for_the_model_with_any_number_of_stages(tmp_path):
         by_flags = planned(tmp_path, "--lengths", "9000,300", "--model", "llama3-8b", "--stages", stages)
         assert by_file == by_flags
     assert planned(tmp_path, "--lengths", "300", "--costs", "llama3-70b-h100", "--stages", "8").num_layers == (10,) * 8
+
+
+def test_weight_gradients_are_split_and_activations_offloaded_where_asked(tmp_path):
+    argv = ["--lengths", "60000,9000", "--stages", "4", "--data-parallel", "8", "--memory-gb", "60"]
+    plain, rich = (planned(tmp_path, *argv, *flags) for flags in ([], ["--split-weight", "--offload"]))
+    assert not any(step.action.op is Op.W for steps in plain.ranks for step in steps)
+    assert any(step.action.op is Op.W for steps in rich.ranks for step in steps)
+    assert rich.predicted.makespan_us <= plain.predicted.makespan_us
 
 
 def test_a_cluster_and_rates_together_are_refused(capsys):

@@ -90,8 +90,10 @@ def _solve(
     relaxed = model.solve(relaxed=True)
     if relaxed.values is None or math.ceil(relaxed.bound - 1e-6) >= limit:
         return None
-    values = model.solve(gap=GAP, node_limit=NODES).values
-    return None if values is None else [round(values[variable]) for variable in count]
+    solved = model.solve(gap=GAP, node_limit=NODES)
+    if solved.values is None:
+        return most if math.isfinite(solved.bound) else None  # all of it, where the search ended without an answer
+    return [round(solved.values[variable]) for variable in count]
 
 
 def _levels(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, list[int], int]]:

@@ -1,0 +1,117 @@
+"""What the planner is worth: close to a bound that holds, faster with more freedom, the same however it is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from itertools import pairwise
+
+import pytest
+from planner_cases import GIB, pipeline, problem, web_lengths
+
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.search import for_table
+from megatron_epp.planner.tables import tabulate
+from megatron_epp.schedule import Op, Plan
+from megatron_epp.schedule.check import check
+
+WEB = web_lengths(200, seed=3)
+WHALE = (131072, *web_lengths(120, seed=4, longest=2000))
+EQUAL = (16384,) * 16
+BIMODAL = tuple(60000 if i % 25 == 0 else 300 + 13 * i for i in range(100))
+SPLIT = Options(split_weight=True)
+LOOPED, V = (0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)
+
+
+def gap(made: Plan) -> float:
+    return made.predicted.makespan_us / made.predicted.lower_bound_us - 1.0
+
+
+def raw_bound_us(made: Plan, given: Problem, stages: int, options: Options, layers: int = 4) -> float:
+    return lower_bound_us(tabulate(made.chunks, given, pipeline(stages, layers)), made.chunks, given, options)
+
+
+def ops(made: Plan) -> set[Op]:
+    return {step.action.op for row in (*made.ranks, *made.copies) for step in row}
+
+
+@pytest.mark.parametrize("lengths", [WEB, WHALE, EQUAL, BIMODAL], ids=["web", "whale", "equal", "bimodal"])
+@pytest.mark.parametrize("cap", [34, 48, 400])
+def test_the_plan_is_close_to_a_bound_that_counts_the_recompute_the_cap_forces(lengths: tuple[int, ...], cap: int):
+    given = problem(lengths, 8, cap * GIB)
+    made = plan(given, pipeline(8))
+    assert gap(made) < 0.05
+    assert raw_bound_us(made, given, 8, Options()) <= made.predicted.makespan_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("lengths", [WEB, WHALE], ids=["web", "whale"])
+@pytest.mark.parametrize("placement", [(0, 1, 2, 3), LOOPED, V], ids=["straight", "looped", "v"])
+@pytest.mark.parametrize("options", [Options(), SPLIT], ids=["joint", "split"])
+def test_any_placement_is_planned_under_any_cap_that_holds_it(
+    lengths: tuple[int, ...], placement: tuple[int, ...], options: Options
+):
+    layers = 16 // len(placement)
+    costs = pipeline(len(placement), layers)
+    for cap in (40, 80):
+        given = Problem(lengths, placement, (cap * GIB,) * 4)
+        made = plan(given, costs, options)
+        assert check(made) == []
+        assert gap(made) < 0.25
+        bound_us = raw_bound_us(made, given, len(placement), options, layers)
+        assert bound_us <= made.predicted.makespan_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("lengths", [WEB, EQUAL], ids=["web", "equal"])
+def test_weight_gradients_of_their_own_are_faster_and_fit_the_same_cap(lengths: tuple[int, ...]):
+    given = problem(lengths, 8, 40 * GIB)
+    joint, split = plan(given, pipeline(8)), plan(given, pipeline(8), SPLIT)
+    assert ops(split) == {Op.F, Op.B, Op.W}
+    assert split.predicted.makespan_us < joint.predicted.makespan_us
+    assert max(split.predicted.peak_bytes) <= 40 * GIB
+
+
+def test_offload_takes_the_place_of_recompute_and_fits_the_same_cap():
+    given = problem(WHALE, 8, 34 * GIB)
+    without, made = plan(given, pipeline(8)), plan(given, pipeline(8), Options(offload=True))
+    assert ops(made) == {Op.F, Op.B, Op.O, Op.L}
+    assert check(made) == []
+    assert made.predicted.makespan_us < 0.97 * without.predicted.makespan_us
+    assert sum(map(sum, made.recompute_layers)) < sum(map(sum, without.recompute_layers))
+
+
+def test_without_a_link_there_is_nothing_to_offload():
+    costs = dataclasses.replace(pipeline(8), host_us_per_byte=float("inf"))
+    given = problem(WHALE, 8, 34 * GIB)
+    assert plan(given, costs, Options(offload=True)).ranks == plan(given, costs).ranks
+
+
+@pytest.mark.parametrize("lengths", [WEB, WHALE, EQUAL, BIMODAL], ids=["web", "whale", "equal", "bimodal"])
+def test_more_memory_is_never_slower_by_more_than_one_percent(lengths: tuple[int, ...]):
+    times = [plan(problem(lengths, 4, cap * GIB), pipeline(4)).predicted.makespan_us for cap in (26, 30, 36, 44, 60, 90, 150)]
+    for less, more in pairwise(times):
+        assert more <= 1.01 * less
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_order_in_which_sequences_come_does_not_matter(seed: int):
+    draw = random.Random(seed)
+    lengths = list(web_lengths(draw.choice([2, 4, 5, 30, 100]), seed))
+    before = plan(problem(lengths, 4, 60 * GIB), pipeline(4)).predicted.makespan_us
+    draw.shuffle(lengths)
+    assert plan(problem(lengths, 4, 60 * GIB), pipeline(4)).predicted.makespan_us == pytest.approx(before, rel=1e-9)
+
+
+def test_steps_of_local_search_only_help_and_repeat():
+    given, costs = problem((9000, 5000, 3000, 2500, 700, 600), 3, 12 * GIB), pipeline(3, 2)
+    bare, few, many = (
+        plan(given, costs, Options(slices=2, steps=steps, budget_ms=0)).predicted.makespan_us for steps in (0, 100, 2000)
+    )
+    assert many <= few <= bare
+    assert plan(given, costs, Options(slices=2, steps=2000)) == plan(given, costs, Options(slices=2, steps=2000))
+
+
+def test_a_given_chunk_table_is_planned_as_it_is():
+    given, costs = problem(EQUAL, 4, 60 * GIB), pipeline(4)
+    chunks = plan(given, costs, Options(slices=3)).chunks
+    assert for_table(chunks, given, costs, Options()).chunks == chunks
