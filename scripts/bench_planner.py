@@ -206,7 +206,7 @@ def main() -> None:
     if "speed" in parts:
         report["speed"] = speed(0 if a.reduced else 3, [(64, 4), (128, 4)] if a.reduced else sizes)
     if "small" in parts:
-        limits = (3, 1.0, 12) if a.reduced else (200, 60.0, 32) if a.full else (60, 4.0, 24)
+        limits = (3, 1.0, 12) if a.reduced else (200, 60.0, 32) if a.full else (40, 3.0, 24)
         report["small"] = small(*limits)
     if "large" in parts:
         cases = all_cases() if a.full else sampled_cases()

@@ -33,7 +33,8 @@ def lower_bound_us(
     are split off can run while the last chunk goes back, so then the rank's time is the larger of all its work, and of its work
     without them followed by that way back.
 
-    *A chunk's time.* Every chunk passes all stages forward and back one after another; its weight gradient on the first follows.
+    *A chunk's time.* Every chunk passes all stages forward and back one after another, and on the first its weight gradient
+    follows.
 
     Args:
         tables: of the chunk table.

@@ -10,7 +10,8 @@ from random import Random
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import Layers, play
-from megatron_epp.planner.memory import Ledger, fit_rank, peak_bytes
+from megatron_epp.planner.ledger import Ledger
+from megatron_epp.planner.memory import fit_rank, peak_bytes
 from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables

@@ -17,6 +17,7 @@ from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.planner.trials import Trials
+from megatron_epp.planner.warm import Warm
 from megatron_epp.planner.weight import split_weights
 from megatron_epp.schedule import Chunk, PlanError
 
@@ -51,11 +52,12 @@ PATIENCE = 2
 """Grains in a row that may be no better before the search turns back."""
 
 
-def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
+def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> Decisions:
     """Slice, pack, order in stairs, recompute as needed; grain and stairs with the least simulated makespan win.
 
     Whole sequences in batch order and in 1F1B are always among what is tried where the token cap lets them, so the
-    result is never slower than that. With `options.slices` there is one grain and nothing to search.
+    result is never slower than that. With `options.slices` there is one grain and nothing to search. With `warm` the search
+    begins at the grain of a batch of like shape and ends sooner.
 
     Raises:
         InfeasibleError: no grain fits the memory caps.
@@ -66,7 +68,7 @@ def greedy(problem: Problem, costs: Costs, options: Options) -> Decisions:
         tables = [chunker.table(chunker.grain(slices=options.slices))]
         search_stairs(trials, tables[0])
     else:
-        tables = search_grain(trials, chunker)
+        tables = search_grain(trials, chunker, warm)
     if (
         options.offload
         and problem.is_straight
@@ -105,7 +107,7 @@ def search_stairs(trials: Trials, table: tuple[Chunk, ...]) -> None:
         trials.better(table, LEAST if straight else (Listing(0),))
 
 
-def search_grain(trials: Trials, chunker: Chunker) -> list[tuple[Chunk, ...]]:
+def search_grain(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> list[tuple[Chunk, ...]]:
     """Walk to finer tables and to coarser ones until they get no better; then other stairs for the best.
 
     Returns:
@@ -115,14 +117,16 @@ def search_grain(trials: Trials, chunker: Chunker) -> list[tuple[Chunk, ...]]:
     counts = [count for share in CHUNKS_PER_STAGE if (count := problem.num_ranks * share) <= MOST_CHUNKS]
     first: Sequence[Schedule | Listing] = FIRST if problem.is_straight else LISTED[:1]
     second: Sequence[Schedule | Listing] = (*SECOND, HALF) if problem.is_straight else LISTED[1:]
-    start = min(CHUNKS_PER_STAGE.index(12), len(counts) - 1)
+    hint = warm.recall(problem) if warm is not None else None
+    start = counts.index(hint) if hint in counts else min(CHUNKS_PER_STAGE.index(12), len(counts) - 1)
+    patience = 1 if hint in counts else PATIENCE
     tables: dict[float, tuple[Chunk, ...]] = {}
     for walk in (counts[start:], counts[start - 1 :: -1] if start else []):
         worse = 0
         for count in walk:
             tables[count] = chunker.table(chunker.grain(chunks=count))
             worse = 0 if trials.better(tables[count], first) else worse + 1
-            if worse == PATIENCE:
+            if worse == patience:
                 break
     if trials.best is not None:
         trials.better(trials.best.chunks, second)
@@ -138,6 +142,8 @@ def search_grain(trials: Trials, chunker: Chunker) -> list[tuple[Chunk, ...]]:
             trials.better(whole, (elastic_1f1b,), close=0.0)
     best = trials.best.chunks if trials.best is not None else ()
     at = next((counts.index(count) for count, table in tables.items() if table == best), start)
+    if warm is not None:
+        warm.remember(problem, counts[at])
     return [tables.get(count) or chunker.table(chunker.grain(chunks=count)) for count in counts[at : at + 3]]
 
 

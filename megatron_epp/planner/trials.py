@@ -11,8 +11,9 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.memory import fit_recompute
-from megatron_epp.planner.offload import fit_offload, with_pacers
+from megatron_epp.planner.offload import fit_offload
 from megatron_epp.planner.order import Schedule, Stairs
+from megatron_epp.planner.pacers import with_pacers
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.schedule import Chunk, InfeasibleError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from megatron_epp.planner.evaluate import Layers, Player, backward_times
-from megatron_epp.planner.memory import Ledger
+from megatron_epp.planner.ledger import Ledger
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Action, Op
