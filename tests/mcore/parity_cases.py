@@ -74,22 +74,33 @@ CUTS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How the processes share the work, and which cuts of which models are compared there."""
+    """How the processes share the work, and which cuts of which models are compared there.
+
+    Attributes:
+        num_processes: in all.
+        sizes: flags that set the parallel sizes. Layouts that agree in both share a launch.
+        flags: the others.
+        cases: cuts by model.
+    """
 
     num_processes: int
+    sizes: str
     flags: str
     cases: dict[str, tuple[str, ...]]
 
 
-PIPELINE = "--pipeline-model-parallel-size"
-TENSOR = "--tensor-model-parallel-size 2"
-DISTRIBUTED = f"{PIPELINE} 2 --use-distributed-optimizer"
+PP2 = "--pipeline-model-parallel-size 2"
+PP4 = "--pipeline-model-parallel-size 4"
+TP2 = "--tensor-model-parallel-size 2"
+DISTRIBUTED = "--use-distributed-optimizer"
+OVERLAPPED = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 
 LAYOUTS = {
-    "pp1": Layout(1, "", {"llama": ("packed", "two", "some recompute"), "grouped": ("seven",), "gpt2": ("all recompute",)}),
+    "pp1": Layout(1, "", "", {"llama": ("packed", "two", "some recompute"), "grouped": ("seven",), "gpt2": ("all recompute",)}),
     "pp2": Layout(
         2,
-        f"{PIPELINE} 2",
+        PP2,
+        "",
         {
             "llama": tuple(CUTS),
             "grouped": ("whole", "packed", "some recompute"),
@@ -97,13 +108,9 @@ LAYOUTS = {
             "gpt2": ("packed", "seven", "all recompute"),
         },
     ),
-    "pp4": Layout(4, f"{PIPELINE} 4", {"llama": ("packed", "seven"), "gpt2": ("all recompute",)}),
-    "tp2 x pp2": Layout(4, f"{PIPELINE} 2 {TENSOR}", {"llama": ("some recompute",), "gpt2": ("hybrid",)}),
-    "tp2 sp x pp2": Layout(
-        4, f"{PIPELINE} 2 {TENSOR} --sequence-parallel", {"grouped": ("some recompute",), "gpt2": ("all recompute",)}
-    ),
-    "dp2 x pp2": Layout(4, DISTRIBUTED, {"llama": ("packed", "some recompute"), "gpt2": ("seven",)}),
-    "dp2 x pp2, overlapped": Layout(
-        4, f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather", {"llama": ("two",), "gpt2": ("some recompute",)}
-    ),
+    "pp4": Layout(4, PP4, "", {"llama": ("packed", "seven"), "gpt2": ("all recompute",)}),
+    "tp2 x pp2": Layout(4, f"{TP2} {PP2}", "", {"gpt2": ("some recompute",)}),
+    "tp2 sp x pp2": Layout(4, f"{TP2} {PP2}", "--sequence-parallel", {"grouped": ("some recompute",), "gpt2": ("hybrid",)}),
+    "dp2 x pp2": Layout(4, PP2, DISTRIBUTED, {"llama": ("packed", "some recompute"), "gpt2": ("seven",)}),
+    "dp2 x pp2, overlapped": Layout(4, PP2, OVERLAPPED, {"llama": ("two",), "gpt2": ("some recompute",)}),
 }

@@ -1,4 +1,4 @@
-"""Trains the cases of one layout, each with Megatron's own schedule and with ours, and writes how far they are apart."""
+"""Trains the cases of `parity_cases` with Megatron's own schedule and with ours, and writes how far they are apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from in_one_process import train
-from parity_cases import COMMON, CUTS, LAYOUTS, MODELS
+from parity_cases import COMMON, CUTS, LAYOUTS, MODELS, Layout
 
 from megatron_epp.mcore import entry
 from megatron_epp.schedule import Plan
@@ -166,10 +166,9 @@ def compare(stock: Run, elastic: Run) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    entry.prepare()
-    layout = LAYOUTS[os.environ["PARITY_LAYOUT"]]
-    base = [*COMMON, *shlex.split(layout.flags), "--data-path", os.environ["PARITY_DATA"]]
+def compare_all(layout: Layout) -> dict[str, list[dict[str, Any]]]:
+    """The figures of every case of a layout, one entry per rank."""
+    base = [*COMMON, *shlex.split(f"{layout.sizes} {layout.flags}"), "--data-path", os.environ["PARITY_DATA"]]
     figures = {}
     for model, cuts in layout.cases.items():
         flags = [*base, *shlex.split(MODELS[model])]
@@ -179,8 +178,15 @@ def main() -> None:
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, compare(stock, elastic))
             figures[f"{model}, {cut}"] = everyone
-    if dist.get_rank() == 0:
-        Path(os.environ["PARITY_REPORT"]).write_text(json.dumps(figures))
+    return figures
+
+
+def main() -> None:
+    entry.prepare()
+    for name in json.loads(os.environ["PARITY_LAYOUTS"]):
+        figures = compare_all(LAYOUTS[name])
+        if dist.get_rank() == 0:
+            Path(os.environ["PARITY_REPORTS"], f"{name}.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

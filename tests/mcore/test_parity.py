@@ -1,7 +1,7 @@
 """Training with plans gives what Megatron's own schedule gives on the same documents fed whole: fp32, on CPU, over gloo.
 
-"Stock" is Megatron's schedule function and Megatron's attention, one document per microbatch. All runs of a layout share one
-launch; each test is one comparison and prints its figures (``pytest -s``).
+"Stock" is Megatron's schedule function and Megatron's attention, one document per microbatch. Each test is one comparison and
+prints its figures (``pytest -s``).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Figures = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def figures_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Figures]]:
-    """Per layout, the figures of all its cases, one entry per rank. Launches a layout when it is first asked for."""
+    """Per layout, the figures of all its cases, one entry per rank.
+
+    Layouts of the same parallel sizes share a launch, made when one of them is first asked for.
+    """
     folder = tmp_path_factory.mktemp("parity")
     data = write_pair(folder / "documents", documents_of([n + 1 for n in LENGTHS], vocab_size=VOCABULARY))
-    known: dict[str, dict[str, Figures] | str] = {}
-
-    def run(name: str) -> dict[str, Figures] | str:
-        report = folder / f"{len(known)}.json"
-        environment = {"PARITY_LAYOUT": name, "PARITY_DATA": data, "PARITY_REPORT": str(report)}
-        finished = launch(LAYOUTS[name].num_processes, WORKER, env=environment, timeout_s=600)
-        return json.loads(report.read_text()) if finished.returncode == 0 else finished.output[-5000:]
+    outputs: dict[tuple[int, str], str] = {}
 
     def figures(name: str) -> dict[str, Figures]:
-        if name not in known:
-            known[name] = run(name)
-        found = known[name]
-        assert not isinstance(found, str), found
-        return found
+        sizes = LAYOUTS[name].num_processes, LAYOUTS[name].sizes
+        if sizes not in outputs:
+            alike = [other for other, layout in LAYOUTS.items() if (layout.num_processes, layout.sizes) == sizes]
+            environment = {"PARITY_DATA": data, "PARITY_REPORTS": str(folder), "PARITY_LAYOUTS": json.dumps(alike)}
+            outputs[sizes] = launch(sizes[0], WORKER, env=environment, timeout_s=900).output
+        report = folder / f"{name}.json"
+        assert report.exists(), outputs[sizes][-5000:]
+        return json.loads(report.read_text())
 
     return figures
 
