@@ -91,11 +91,10 @@ class _Writer:
             return Step(action, tables.forward_us[stage][c], alloc, free)
         if op is Op.W:
             return Step(action, tables.weight_us[stage][c], 0, held)
-        alloc = tables.rise_bytes(stage, c, layers)
-        free = alloc + kept + tables.backward_free[stage][c] - tables.backward_alloc[stage][c]
-        if (stage, c) in self.split:
-            alloc, free = alloc + max(0, held - kept), free - min(held, kept)
-        return Step(action, self.backward_us[stage][c], alloc, free)
+        stays = held if (stage, c) in self.split else 0  # for the weight gradient
+        growth = tables.backward_alloc[stage][c] - tables.backward_free[stage][c] - kept + stays
+        alloc = max(tables.rise_bytes(stage, c, layers) + max(0, stays - kept), growth)
+        return Step(action, self.backward_us[stage][c], alloc, alloc - growth)
 
     def copy(self, action: Action) -> Step:
         op, stage, c = action

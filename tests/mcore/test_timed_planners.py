@@ -10,7 +10,8 @@ from megatron_epp.planner import TIMED
 
 def flags(planner):
     args = add_epp_args(argparse.ArgumentParser()).parse_args(["--epp", "--epp-planner", planner])
-    others = dict(tensor_model_parallel_size=1, sequence_parallel=False, seq_length=1024, calculate_per_token_loss=True, rank=0)
+    others = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "seq_length": 1024, "rank": 0}
+    others["calculate_per_token_loss"] = True
     return argparse.Namespace(**vars(args), **others)
 
 

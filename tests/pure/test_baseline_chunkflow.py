@@ -50,7 +50,8 @@ def test_activations_do_not_grow_with_the_sequence_but_caches_and_layer_inputs_d
     asked = problem((length,), 1, int(least) + chunks + 3)
     made = plan(asked, COSTS, Options(planner="chunkflow", chunk_tokens=size))
     assert retained(made, 0) == 1
-    assert made.predicted.peak_bytes[0] == pytest.approx(least, abs=chunks + 3)
+    # The gradient of keys and values comes layer by layer, as the last chunk's activations go.
+    assert least - length * cache <= made.predicted.peak_bytes[0] <= least + chunks + 3
 
 
 def test_more_memory_retains_more():
