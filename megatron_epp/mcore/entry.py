@@ -33,6 +33,6 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except EppError as error:
-        if error.__cause__ is not None:
+        if error.__cause__ is not None and not isinstance(error.__cause__, EppError):
             traceback.print_exception(error.__cause__)
         raise SystemExit(f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import threading
 import time
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _LONGEST = 8
 """Lengths that an error names."""
+_PLANS_KEPT = 64
+"""Plans kept for batches of exactly the same lengths: documents are often all cut to the context."""
 
 
 class Session:
@@ -48,6 +51,7 @@ class Session:
         """How long the last batch was waited for."""
         self._costs_known = threading.Event()
         self._planning_us: dict[int, float] = {}
+        self._planned = functools.lru_cache(maxsize=_PLANS_KEPT)(self._plan)
 
     def attach(self, model: torch.nn.Module, config: Any) -> MegatronStage:
         """Wrap the model and learn its costs, at the first call; later calls return the same stage."""
@@ -66,11 +70,11 @@ class Session:
 
     def plan_training(self, lengths: tuple[int, ...]) -> Plan:
         """The plan for one replica's share of a training batch."""
-        return self._plan(lengths, forward_only=False)
+        return self._planned(lengths, False)
 
     def plan_evaluation(self, lengths: tuple[int, ...]) -> Plan:
         """The plan for one replica's share of an evaluation batch."""
-        return self._plan(lengths, forward_only=True)
+        return self._planned(lengths, True)
 
     def _plan(self, lengths: tuple[int, ...], forward_only: bool) -> Plan:
         self._costs_known.wait()
