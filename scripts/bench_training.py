@@ -62,7 +62,9 @@ def bench_uniform(ranks: int, seq_length: int, iterations: int, rounds: int) -> 
         train_iters=iterations,
         pipeline_model_parallel_size=ranks,
     )
-    runs = in_turn("uniform", ranks, {"1f1b": base | {"epp_schedule": "padded"}, "elastic": base}, rounds)
+    runs = in_turn(
+        "uniform", ranks, {"1f1b": base | {"epp_schedule": "padded"}, "elastic": base | {"epp_costs": "measure"}}, rounds
+    )
     speed = {variant: median_ms_per_token(r) for variant, r in runs.items()}
     return {"elastic_over_1f1b": speed["1f1b"] / speed["elastic"]}
 
