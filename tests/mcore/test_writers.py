@@ -95,7 +95,7 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     ours.args, ours.rank, ours.num_ranks = args, 0, 2
     shape = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
     ours.costs = analytic_costs(shape, CPU, [1, 1])
-    ours._costs_known, ours._planning_us = threading.Event(), {}
+    ours._costs_known, ours._planning_us, ours._planned = threading.Event(), {}, ours._plan
     ours._costs_known.set()
     with pytest.raises(InfeasibleError, match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens"):
         ours.plan_training((7, 1200, 30))
