@@ -20,6 +20,8 @@ from megatron_epp.schedule import Chunk, InfeasibleError, PlanError
 
 SPARE = 1e-5
 """Share of the caps kept free where the solver's answer is above one by less than its tolerance."""
+EASIER_SHARE = 0.3
+"""Of the time limit, what goes to the same case without offload, and of that to the one without split weight gradients."""
 TOLERANCE = 1e-6
 """Makespans closer than this, relative, are the same to the solver."""
 
@@ -81,6 +83,12 @@ def oracle(
     made = None if start is None else replace(start, chunks=tuple(chunks))
     made_us = judge(made)
     made = None if math.isinf(made_us) else made
+    if (easier := _easier(options)) is not None:
+        began_s = time.monotonic()
+        made = _without(easier, chunks, problem, costs, made, time_limit_s)
+        made_us = judge(made)
+        if time_limit_s is not None:
+            time_limit_s -= time.monotonic() - began_s
     horizon_us = made_us if made else _serial_us(tables, options)
     bound_us = min(horizon_us, lower_bound_us(tables, tuple(chunks), problem, options))
     if bound_us >= horizon_us * (1 - TOLERANCE):
@@ -98,6 +106,29 @@ def oracle(
     if (took_us := judge(found)) < made_us:
         made, made_us = found, took_us
     return Proven(made, made_us, min(bound_us, made_us), made is not None and bound_us >= made_us * (1 - 10 * TOLERANCE))
+
+
+def _easier(options: Options) -> Options | None:
+    """The same with one freedom less; None where nothing is left but order and recompute."""
+    if options.offload:
+        return replace(options, offload=False)
+    return replace(options, split_weight=False) if options.split_weight else None
+
+
+def _without(
+    easier: Options,
+    chunks: Sequence[Chunk],
+    problem: Problem,
+    costs: Costs,
+    start: Decisions | None,
+    time_limit_s: float | None,
+) -> Decisions | None:
+    """The best with one freedom less, or the start where that is better: solved in little time, it makes the rest easier."""
+    share_s = None if time_limit_s is None else time_limit_s * EASIER_SHARE
+    try:
+        return oracle(chunks, problem, costs, easier, start=start, time_limit_s=share_s).decisions
+    except InfeasibleError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Windows:
     @staticmethod
     def of(chunks: Sequence[Chunk], tables: Tables, horizon_us: float, split: bool) -> Windows:
         """Args:
-        split: weight gradients can run as actions of their own.
+        split: weight gradients can run as actions of their own, where anything is held for them.
         """
 
         def scaled(times: Times) -> Times:
@@ -52,8 +52,10 @@ class Windows:
         links = slice_neighbours(chunks)
         ascending = sorted(range(len(chunks)), key=lambda c: chunks[c].segments[0].start)
         forward, hop = scaled(tables.forward_us), scaled(tables.hops)
-        backward = scaled(tables.input_us if split else tables.backward_us)
-        weight = scaled(tables.weight_us) if split else [[0.0] * len(chunks) for _ in forward]
+        rows = zip(tables.weight_us, tables.weight_bytes, strict=True)
+        weight_us = [[time_us if split and held else 0.0 for time_us, held in zip(*row, strict=True)] for row in rows]
+        weight = scaled(weight_us)
+        backward = _plus(scaled(tables.backward_us), weight, -1.0)
         forward_head = _along(forward, hop, links.previous, ascending)
         backward_tail = _along(backward, hop, links.previous, ascending)
         descending = ascending[::-1]
@@ -106,5 +108,5 @@ def _back(times: Times, hop: Times, following: Sequence[int | None], descending:
     return ways
 
 
-def _plus(one: Times, other: Times) -> Times:
-    return [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(one, other, strict=True)]
+def _plus(one: Times, other: Times, sign: float = 1.0) -> Times:
+    return [[a + sign * b for a, b in zip(*rows, strict=True)] for rows in zip(one, other, strict=True)]
