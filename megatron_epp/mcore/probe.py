@@ -51,14 +51,15 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
 def measure_times(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     """Fit the stage's lines to whole, packed and sliced sequences; what is not the layers' own goes to the stage's extras."""
-    runs: list[list[_Times]] = [[] for _ in _CASES]
+    cases = [case.rounded(stage.token_multiple) for case in _CASES]
+    runs: list[list[_Times]] = [[] for _ in cases]
     for _ in range(_REPEATS + 1):  # in turn, so that drift of the machine's speed hits all alike
-        for case, seen in zip(_CASES, runs, strict=True):
+        for case, seen in zip(cases, runs, strict=True):
             seen.append(_time_once(stage, case))
     times = [_Times(*map(statistics.median, zip(*seen[1:], strict=True))) for seen in runs]
 
     def fit(pick: Callable[[_Times], float], pairs: bool) -> Line:
-        points = [Point(c.tokens, c.pairs, max(0.0, pick(t))) for c, t in zip(_CASES, times, strict=True)]
+        points = [Point(c.tokens, c.pairs, max(0.0, pick(t))) for c, t in zip(cases, times, strict=True)]
         return fit_line(points, pairs).line
 
     layers = max(1, stage.num_layers)
@@ -106,6 +107,11 @@ class _Case(NamedTuple):
     @property
     def pairs(self) -> int:
         return self.segments * causal_pairs(self.prefix, self.prefix + self.tokens // self.segments)
+
+    def rounded(self, multiple: int) -> _Case:
+        """The next larger case that the ranks that share its tokens can divide."""
+        tokens, prefix = (-(-n // m) * m for n, m in ((self.tokens, self.segments * multiple), (self.prefix, multiple)))
+        return _Case(tokens, self.segments, prefix)
 
     def parts(self) -> list[tuple[Chunk, SliceView | None]]:
         """The chunks to run: the prefix, if there is one, and what is to be timed."""
@@ -155,12 +161,13 @@ def _backward(stage: MegatronStage, output: Tensor, context: ChunkContext) -> No
 def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
     """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
     meter = SavedTensorMeter(stage.model.parameters())
-    ((chunk, view),) = _Case(_BYTES_TOKENS).parts()
+    case = _Case(_BYTES_TOKENS).rounded(stage.token_multiple)
+    ((chunk, view),) = case.parts()
     with meter:
         _, output, context = _forward(stage, chunk, view, recompute_layers)
         kept = meter.live_bytes
         _backward(stage, output, context)
-    return kept / _BYTES_TOKENS, meter.peak_bytes / _BYTES_TOKENS
+    return kept / case.tokens, meter.peak_bytes / case.tokens
 
 
 def _time_once(stage: MegatronStage, case: _Case) -> _Times:
