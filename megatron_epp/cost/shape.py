@@ -125,8 +125,8 @@ class ModelShape:
     @property
     def layer_bytes_per_token(self) -> float:
         """Kept by a layer: four of residual width (input and output of either norm), the inner ones, routed copies, and one
-        fp32 number per head (log-sum-exp). Under context parallelism attention's output is kept twice, for all tokens of a rank's
-        heads and for all heads of its tokens, and keys and values as often as they are repeated.
+        fp32 number per head (log-sum-exp). Under context parallelism attention's output is kept twice, by heads and by tokens,
+        and keys and values as often as they are repeated.
         """
         repeated = 2 * self.kv_width * (self.kv_copies - 1) + (self.query_width if self.context_parallel > 1 else 0)
         inside = self.inner_bytes_per_token + (4 * self.num_attention_heads + repeated * self.bytes_per_value) / self.ranks

@@ -1,9 +1,9 @@
 """Context parallelism: between attention calls a rank holds some of a chunk's tokens, inside them some of the heads.
 
-As in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509): ahead of attention every rank sends each other rank the queries, keys
-and values of that rank's heads, and gets all tokens of its own heads; the output goes the opposite way. A chunk's tokens are
-shared out in their order, the same number to each rank, so a slice's cache holds whole sequences of a rank's own heads, and the
-relay and the kernels know nothing of it. All ranks of the group must run the same actions in the same order.
+As in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509): ahead of attention every rank sends each other rank the queries,
+keys and values of that rank's heads, and gets all tokens of its own heads; the output goes the opposite way. A chunk's tokens
+are shared out in their order, the same number to each rank, so a slice's cache holds whole sequences of a rank's own heads, and
+the relay and the kernels know nothing of it. All ranks of the group must run the same actions in the same order.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ class ChunkedLayer:
     group: ranks that share the tokens of every chunk; each then sees the gradients of its own tokens.
     """
 
-    def __init__(
-        self, lengths, chunks, token_multiple=1, layers=1, forward_only=False, seed=0, group=None, kv_heads=KV_HEADS
-    ):
+    def __init__(self, lengths, chunks, token_multiple=1, layers=1, forward_only=False, seed=0, group=None, kv_heads=KV_HEADS):
         generator = torch.Generator().manual_seed(seed)
         heads = QUERY_HEADS, kv_heads, kv_heads
         self.group = group

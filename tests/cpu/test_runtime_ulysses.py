@@ -29,7 +29,7 @@ def test_a_rank_gets_all_tokens_of_its_heads_and_then_its_own_tokens_again(ranks
 
 
 def test_fewer_heads_than_ranks_are_repeated(ranks):
-    started, size = ranks
+    started, _ = ranks
     for rank, (between, _) in enumerate(started.run(there_and_back, 1)):
         assert between == [[token * 100] for token in range(8)], rank
 

@@ -1,4 +1,4 @@
-"""Several training runs in one launch, each from its own command line: starting Megatron takes longer than training a tiny GPT."""
+"""Several training runs in one launch, each from its own command line: starting Megatron takes longer than a tiny GPT."""
 
 import gc
 import sys

@@ -39,7 +39,7 @@ def test_exchanges_that_are_not_heads_for_tokens_are_refused():
 
 
 def test_megatrons_own_attention_is_refused():
-    with pytest.raises(ArgumentError, match="--epp-schedule stock .*--epp-schedule whole"):
+    with pytest.raises(ArgumentError, match=r"--epp-schedule stock .*--epp-schedule whole"):
         prepare_epp_args(arguments("--epp-schedule", "stock", context_parallel_size=2))
 
 
@@ -47,5 +47,5 @@ def test_chunks_are_padded_to_what_the_ranks_that_share_tokens_divide():
     sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
     assert token_multiple(arguments(**sizes)) == 4
     assert token_multiple(arguments(sequence_parallel=True, **sizes)) == 8
-    with pytest.raises(ArgumentError, match="--seq-length 64 .*10 slices of at least 8 tokens.*raise it to 80"):
+    with pytest.raises(ArgumentError, match=r"--seq-length 64 .*10 slices of at least 8 tokens.*raise it to 80"):
         prepare_epp_args(arguments("--epp-slices", "10", sequence_parallel=True, **sizes))
