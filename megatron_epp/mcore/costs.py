@@ -80,6 +80,7 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
         bytes_per_value=2 if args.bf16 or args.fp16 else 4,
         tensor_parallel=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
+        context_parallel=args.context_parallel_size,
     )
 
 
@@ -114,7 +115,7 @@ def _check(costs: PipelineCosts, source: str, num_stages: int) -> PipelineCosts:
 
 
 def _gathered[T](mine: T, links: Links) -> list[T]:
-    """One value per pipeline rank, taken from the first tensor-parallel rank of each, in pipeline order."""
+    """One value per pipeline rank, taken from the first of the ranks that share its layers, in pipeline order."""
     pipeline = dist.get_process_group_ranks(links.activations)
     position = pipeline.index(dist.get_rank())
     everyone: list[tuple[int, int, T] | None] = [None] * dist.get_world_size(links.control)
@@ -129,7 +130,7 @@ def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
     """Weights, fp32 gradients and Adam's state of this rank; what the distributed optimizer shards is divided."""
     count = sum(p.numel() for p in stage.model.parameters())
     low_precision = args.bf16 or args.fp16
-    shards = args.data_parallel_size if args.use_distributed_optimizer else 1
+    shards = args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1
     per_parameter = (2 if low_precision else 4) + 4 + (12 if low_precision else 8) / shards
     return int(count * per_parameter)
 

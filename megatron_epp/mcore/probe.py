@@ -112,12 +112,13 @@ def backward(stage: MegatronStage, output: Tensor, context: ChunkContext) -> Non
 def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
     """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
     meter = SavedTensorMeter(stage.model.parameters())
-    chunk = Chunk((Segment(0, 0, _BYTES_TOKENS),))
+    tokens = math.lcm(_BYTES_TOKENS, stage.token_multiple)
+    chunk = Chunk((Segment(0, 0, tokens),))
     with meter:
         _, output, context = forward(stage, chunk, recompute_layers=recompute_layers)
         kept = meter.live_bytes
         backward(stage, output, context)
-    return kept / _BYTES_TOKENS, meter.peak_bytes / _BYTES_TOKENS
+    return kept / tokens, meter.peak_bytes / tokens
 
 
 def _now_us() -> float:

@@ -82,7 +82,7 @@ class IterationReport:
         elapsed_us = (time.perf_counter() - self.start_s) * 1e6
         if loss is not None:
             loss = loss.detach().clone().double()
-            dist.all_reduce(loss, group=mpu.get_data_parallel_group())
+            dist.all_reduce(loss, group=mpu.get_data_parallel_group(with_context_parallel=True))
         mine = {
             "events": self.recorder.events(),
             "wait_us": self.recorder.wait_us,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -12,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.cost import Line, StageCosts, causal_pairs
+from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
+from megatron_epp.mcore.cases import LONGEST_CONTEXT, MULTIPLE, Case, cases_of
 from megatron_epp.mcore.core_attention import RelayAttention
 from megatron_epp.mcore.probe import backward, forward
 from megatron_epp.mcore.stage import MegatronStage
@@ -24,19 +26,9 @@ from megatron_epp.schedule import Chunk, Segment
 _REPEATS = 7
 _ALIVE = 4
 """Cases between forward and backward."""
-_TOKENS = (128, 512, 1024, 2048)
-_SLICES = (128, 512, 1024)
-_PREFIX_SHARES = (0.25, 0.5, 0.75)
-"""Of the context: what lies before a slice."""
-_SEGMENTS = 8
-_SHORTEST_CONTEXT, _LONGEST_CONTEXT = 1024, 8192
 _GPU_FACTOR = 2
-"""Tokens on a GPU, whose small kernels cost what larger ones do."""
+"""On tokens: small kernels cost on a GPU what larger ones do."""
 _GPU_LONGEST_CONTEXT = 131072
-_MULTIPLE = 64
-"""Of all numbers of tokens, so that ranks can share them."""
-_HEAD = _MULTIPLE
-"""Tokens whose real keys and values stand for those of a prefix."""
 
 
 def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> StageCosts:
@@ -50,7 +42,7 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         costs: with the bytes that a token takes.
         context: tokens of the longest sequence (--seq-length).
     """
-    cases = cases_of(context, *_limits(costs))
+    cases = cases_of(context, multiple_of(stage), *_limits(costs))
     rounds = [_round(stage, cases) for _ in range(_REPEATS + 1)]  # so that drift of the machine's speed hits all alike
     times = [Times(*map(statistics.median, zip(*seen, strict=True))) for seen in zip(*rounds[1:], strict=True)]
 
@@ -68,27 +60,6 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
     )
 
 
-class Case(NamedTuple):
-    """One sequence, a slice behind a prefix, or several sequences of one length."""
-
-    tokens: int
-    segments: int = 1
-    prefix: int = 0
-
-    @property
-    def pairs(self) -> int:
-        return self.segments * causal_pairs(self.prefix, self.prefix + self.tokens // self.segments)
-
-    def chunk(self, sequence: int) -> Chunk:
-        each = self.tokens // self.segments
-        return Chunk(tuple(Segment(sequence + i, self.prefix, self.prefix + each) for i in range(self.segments)))
-
-    def view(self, sequence: int) -> SliceView | None:
-        """As the last slice of a sequence."""
-        length = self.prefix + self.tokens
-        return SliceView(sequence, self.prefix, length, length, length) if self.prefix else None
-
-
 class Times(NamedTuple):
     """Microseconds of a pass of the whole stage, and of its layers alone."""
 
@@ -98,24 +69,9 @@ class Times(NamedTuple):
     layers_backward: float
 
 
-def cases_of(context: int, factor: int = 1, most_tokens: int = 1 << 30, longest: int = _LONGEST_CONTEXT) -> tuple[Case, ...]:
-    """What to time.
-
-    Args:
-        context: tokens of the longest sequence.
-        factor: on the tokens of every case.
-        most_tokens: that the device has room for.
-        longest: context that is measured; what is longer is left to the line.
-    """
-    context = min(max(context, _SHORTEST_CONTEXT), longest) // _MULTIPLE * _MULTIPLE
-
-    def sizes(tokens: Sequence[int], limit: int) -> list[int]:
-        return sorted({max(1, min(factor * n, limit, most_tokens) // _MULTIPLE) * _MULTIPLE for n in tokens})
-
-    whole = (Case(tokens, segments) for tokens in sizes(_TOKENS, context) for segments in (1, _SEGMENTS))
-    prefixes = [int(share * context) // _MULTIPLE * _MULTIPLE for share in _PREFIX_SHARES]
-    slices = (Case(tokens, prefix=prefix) for prefix in prefixes for tokens in sizes(_SLICES, context - prefix))
-    return (*whole, *slices)
+def multiple_of(stage: MegatronStage) -> int:
+    """What tokens are a multiple of."""
+    return math.lcm(MULTIPLE, stage.token_multiple)
 
 
 def _limits(costs: StageCosts) -> tuple[int, int, int]:
@@ -124,10 +80,30 @@ def _limits(costs: StageCosts) -> tuple[int, int, int]:
     Not of its free memory: that differs from rank to rank, and ranks that share a layer must run the same.
     """
     if not torch.cuda.is_initialized():
-        return 1, 1 << 30, _LONGEST_CONTEXT
+        return 1, 1 << 30, LONGEST_CONTEXT
     per_token = (costs.num_layers + 1) * costs.layer_bytes_per_token + costs.extra_bytes_per_token + costs.head_bytes_per_token
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return _GPU_FACTOR, int(memory / 10 / per_token), _GPU_LONGEST_CONTEXT
+
+
+class _Clock:
+    """Notes when something happens, in microseconds.
+
+    Where the host computes alone that is processor time, so that other programs on this machine do not count. Ranks that share
+    a layer wait for each other, which takes none.
+    """
+
+    def __init__(self, stage: MegatronStage) -> None:
+        config = stage.config
+        shared = config.tensor_model_parallel_size * config.context_parallel_size > 1
+        host_alone = not torch.cuda.is_initialized() and torch.get_num_threads() == 1 and not shared
+        self._now_s = time.thread_time if host_alone else time.perf_counter
+        self.times_us: dict[str, float] = {}
+
+    def note(self, name: str) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.times_us[name] = self._now_s() * 1e6
 
 
 @dataclass(slots=True)
@@ -135,7 +111,7 @@ class _Alive:
     """A case between its forward and its backward."""
 
     context: ChunkContext
-    clock: dict[str, float]
+    clock: _Clock
     hidden: Tensor | None
     output: Tensor | None
 
@@ -157,12 +133,12 @@ def _begin(stage: MegatronStage, number: int, case: Case) -> _Alive:
     view = case.view(number)
     if view is not None:
         _fill(stage, view)
-    clock: dict[str, float] = {}
-    handles = _clock_layers(stage.decoder, lambda name: clock.__setitem__(name, _now_us()))
+    clock = _Clock(stage)
+    handles = _clock_layers(stage.decoder, clock.note)
     try:
-        clock["forward"] = _now_us()
+        clock.note("forward")
         hidden, output, context = forward(stage, case.chunk(number), view)
-        clock["forward end"] = _now_us()
+        clock.note("forward end")
     finally:
         for handle in handles:
             handle.remove()
@@ -171,14 +147,14 @@ def _begin(stage: MegatronStage, number: int, case: Case) -> _Alive:
 
 def _end(stage: MegatronStage, one: _Alive) -> Times:
     assert one.output is not None
-    clock = one.clock
-    clock["backward"] = _now_us()
+    one.clock.note("backward")
     backward(stage, one.output, one.context)
     one.hidden = one.output = None  # takes time too
-    clock["backward end"] = _now_us()
+    one.clock.note("backward end")
     if one.context.view is not None:
         for layer in _layers(stage):
             stage.relay.release(layer, one.context.view)
+    clock = one.clock.times_us
     block_start = clock.get("block gradient in", clock["backward"])
     block_end = clock.get("block gradient out", clock["backward end"])
     return Times(
@@ -191,7 +167,7 @@ def _end(stage: MegatronStage, one: _Alive) -> Times:
 
 def _fill(stage: MegatronStage, view: SliceView) -> None:
     """Put keys and values of what lies before a slice into the relay: those of a few tokens, over and over."""
-    head = min(_HEAD, view.start)
+    head = min(multiple_of(stage), view.start)
     first = replace(view, start=0, end=head)
     with torch.no_grad():
         forward(stage, Chunk((Segment(view.sequence, 0, head),)), first)
@@ -230,11 +206,3 @@ def _clock_layers(decoder: torch.nn.Module, note: Callable[[str], None]) -> list
         decoder.register_forward_pre_hook(entered, with_kwargs=True),
         decoder.register_forward_hook(left, with_kwargs=True),
     ]
-
-
-def _now_us() -> float:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    elif torch.get_num_threads() == 1:  # so that other programs on this machine do not count
-        return time.thread_time() * 1e6
-    return time.perf_counter() * 1e6

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_epp.cost import causal_pairs
-from megatron_epp.mcore.timing import Case, cases_of
+from megatron_epp.mcore.cases import Case, cases_of
 
 
 @pytest.mark.parametrize("context", [1024, 4096, 8192])
@@ -20,11 +20,13 @@ def test_a_context_beyond_the_longest_measured_changes_nothing():
     assert cases_of(1 << 20, longest=4096) == cases_of(4096, longest=4096)
 
 
-@pytest.mark.parametrize(("factor", "most_tokens"), [(1, 1 << 30), (2, 1 << 30), (2, 700), (1, 10)])
-def test_tokens_are_multiples_that_ranks_can_share_and_fit_the_device(factor, most_tokens):
-    cases = cases_of(4096, factor, most_tokens)
-    assert all(number % 64 == 0 for case in cases for number in (case.tokens, case.prefix))
-    assert max(case.tokens for case in cases) <= max(64, most_tokens)
+@pytest.mark.parametrize(
+    ("multiple", "factor", "most_tokens"), [(64, 1, 1 << 30), (64, 2, 1 << 30), (128, 2, 700), (64, 1, 10)]
+)
+def test_tokens_are_multiples_that_ranks_can_share_and_fit_the_device(multiple, factor, most_tokens):
+    cases = cases_of(4096, multiple, factor, most_tokens)
+    assert all(number % multiple == 0 for case in cases for number in (case.tokens, case.prefix))
+    assert max(case.tokens for case in cases) <= max(multiple, most_tokens)
     assert len(set(cases)) == len(cases)
 
 
