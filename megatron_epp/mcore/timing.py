@@ -6,15 +6,18 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from random import Random
 from typing import NamedTuple
 
 import torch
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_epp.cost import Line, StageCosts
-from megatron_epp.cost.fit import Point, fit_line
+from megatron_epp.cost.fit import Point, fit_line, part_of
 from megatron_epp.mcore.cases import LONGEST_CONTEXT, MULTIPLE, Case, cases_of
 from megatron_epp.mcore.core_attention import RelayAttention
 from megatron_epp.mcore.probe import backward, forward
@@ -23,7 +26,7 @@ from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import SliceView
 from megatron_epp.schedule import Chunk, Segment
 
-_REPEATS = 7
+_REPEATS = 8
 _ALIVE = 4
 """Cases between forward and backward."""
 _GPU_FACTOR = 2
@@ -43,21 +46,63 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         context: tokens of the longest sequence (--seq-length).
     """
     cases = cases_of(context, multiple_of(stage), *_limits(costs))
-    rounds = [_round(stage, cases) for _ in range(_REPEATS + 1)]  # so that drift of the machine's speed hits all alike
-    times = [Times(*map(statistics.median, zip(*seen, strict=True))) for seen in zip(*rounds[1:], strict=True)]
+    passes = _medians(stage, cases)
+    whole = [(case, took) for case, took in zip(cases, passes, strict=True) if not case.prefix]
+    with _frozen(stage):
+        without = _medians(stage, [case for case, _ in whole])
 
     def fit(pick: Callable[[Times], float], pairs: bool) -> Line:
-        points = [Point(c.tokens, c.pairs, max(0.0, pick(t))) for c, t in zip(cases, times, strict=True)]
-        return fit_line(points, pairs).line
+        return _line(((case, pick(took)) for case, took in zip(cases, passes, strict=True)), pairs)
+
+    def fit_weight(pick: Callable[[Times], float], backward: Line) -> Line:
+        more = ((case, pick(took) - pick(less)) for (case, took), less in zip(whole, without, strict=True))
+        return part_of(_line(more, pairs=False), backward)
 
     layers = max(1, stage.num_layers)
+    backward = fit(lambda took: took.layers_backward, True)
+    extra_backward = fit(lambda took: took.backward - took.layers_backward, False)
     return replace(
         costs,
-        forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
-        backward=fit(lambda t: t.layers_backward, True).scaled(1 / layers),
-        extra_forward=fit(lambda t: t.forward - t.layers_forward, False),
-        extra_backward=fit(lambda t: t.backward - t.layers_backward, False),
+        forward=fit(lambda took: took.layers_forward, True).scaled(1 / layers),
+        backward=backward.scaled(1 / layers),
+        weight=fit_weight(lambda took: took.layers_backward, backward).scaled(1 / layers),
+        extra_forward=fit(lambda took: took.forward - took.layers_forward, False),
+        extra_backward=extra_backward,
+        extra_weight=fit_weight(lambda took: took.backward - took.layers_backward, extra_backward),
     )
+
+
+def _line(times: Iterable[tuple[Case, float]], pairs: bool) -> Line:
+    return fit_line([Point(case.tokens, case.pairs, max(0.0, took_us)) for case, took_us in times], pairs).line
+
+
+def _medians(stage: MegatronStage, cases: Sequence[Case]) -> list[Times]:
+    """Of several rounds, so that drift of the machine's speed hits all cases alike; after one that warms up.
+
+    Every round has an order of its own, the same on all ranks: what ran before a case decides what it finds in the caches.
+    """
+    seen: list[list[Times]] = [[] for _ in cases]
+    for number in range(_REPEATS + 1):
+        order = list(range(len(cases)))
+        Random(number).shuffle(order)
+        for at, took in zip(order, _round(stage, [cases[at] for at in order]), strict=True):
+            seen[at].append(took)
+    return [Times(*map(statistics.median, zip(*some[1:], strict=True))) for some in seen]
+
+
+@contextmanager
+def _frozen(stage: MegatronStage) -> Iterator[None]:
+    """Without gradients of the layers' matrices and the head's: what backward then does not take is theirs."""
+    head = get_attr_wrapped_model(stage.model, "output_layer") if stage.is_last and not stage.is_first else None
+    parts = [stage.decoder, *([] if head is None else [head])]
+    matrices = [p for part in parts for p in part.parameters() if p.dim() > 1 and p.requires_grad]
+    for matrix in matrices:
+        matrix.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for matrix in matrices:
+            matrix.requires_grad_(True)
 
 
 class Times(NamedTuple):
@@ -118,15 +163,15 @@ class _Alive:
 
 def _round(stage: MegatronStage, cases: Sequence[Case]) -> list[Times]:
     """Time all cases once, with a few alive at a time as in a pipeline: so what backward needs is no longer in the caches, and
-    memory comes and goes as it does in training.
+    memory comes and goes as it does in training. The first few run once more ahead, so that they find memory too.
     """
     times: list[Times] = []
     alive: deque[_Alive] = deque()
-    for number, case in enumerate(cases):
+    for number, case in enumerate([*cases[:_ALIVE], *cases]):
         alive.append(_begin(stage, number, case))
         if len(alive) > _ALIVE:
             times.append(_end(stage, alive.popleft()))
-    return [*times, *(_end(stage, one) for one in alive)]
+    return [*times, *(_end(stage, one) for one in alive)][_ALIVE:]
 
 
 def _begin(stage: MegatronStage, number: int, case: Case) -> _Alive:
