@@ -21,6 +21,7 @@ from megatron_epp.runtime.links import Links
 from megatron_epp.runtime.meter import SavedTensorMeter
 from megatron_epp.runtime.relay import SliceView
 from megatron_epp.runtime.segments import SegmentTable
+from megatron_epp.runtime.weights import Kept, WeightGradients
 from megatron_epp.schedule import Chunk, Segment
 
 _BYTES_TOKENS = 256
@@ -34,10 +35,15 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
     Where layers recompute a stage keeps a little more (rotary angles, as an input of what runs again); that counts as the
     stage's own whether they do or not, so that a plan promises too much rather than too little. The head is known by what the
-    first layer to recompute finds room in.
+    first layer to recompute finds room in. Where weight gradients are apart: what a backward keeps for them, too.
     """
     layers = stage.num_layers
     kept, peak = _kept_and_peak(stage, layers)
+    if stage.weights is not None:
+        for_layers, for_all = _kept_for_weights(stage, stage.weights)
+        costs = replace(
+            costs, weight_bytes_per_token=for_layers / max(1, layers), extra_weight_bytes_per_token=for_all - for_layers
+        )
     if layers == 0:
         return replace(costs, extra_bytes_per_token=kept, head_bytes_per_token=0.0)
     made = _kept_and_peak(stage, layers - 1)[0] - kept
@@ -62,6 +68,12 @@ def measure_times(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         return fit_line(points, pairs).line
 
     layers = max(1, stage.num_layers)
+    if stage.weights is not None:
+        costs = replace(
+            costs,
+            weight=fit(lambda t: t.layers_weight, False).scaled(1 / layers),
+            extra_weight=fit(lambda t: t.weight - t.layers_weight, False),
+        )
     return replace(
         costs,
         forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
@@ -118,12 +130,16 @@ class _Case(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """Microseconds of a pass of the whole stage, and of its layers alone."""
+    """Microseconds of a pass of the whole stage, and of its layers alone. Weight gradients are a part of the backward; their
+    own time is known only where they are apart.
+    """
 
     forward: float
     backward: float
     layers_forward: float
     layers_backward: float
+    weight: float
+    layers_weight: float
 
 
 _CASES = (
@@ -141,15 +157,15 @@ def _forward(
     stage: MegatronStage, chunk: Chunk, view: SliceView | None = None, recompute_layers: int = 0
 ) -> tuple[Tensor | None, Tensor, ChunkContext]:
     tokens = chunk.num_tokens
-    stage.begin(lambda _: _arrays(tokens), lambda: None)
+    stage.begin(lambda _: _arrays(tokens))
     shape, dtype, device = stage.message(tokens)
     hidden = None if stage.is_first else torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
     context = ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute_layers)
     return hidden, stage.forward(context, hidden), context
 
 
-def _backward(stage: MegatronStage, output: Tensor, context: ChunkContext) -> None:
-    stage.backward(context, output, None if stage.is_last else torch.ones_like(output))
+def _backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_weights: bool = False) -> None:
+    stage.backward(context, output, None if stage.is_last else torch.ones_like(output), keep_weights)
 
 
 def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
@@ -163,6 +179,29 @@ def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, 
     return kept / _BYTES_TOKENS, meter.peak_bytes / _BYTES_TOKENS
 
 
+def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
+    """Bytes per token that a backward keeps for the weight gradients of the layers, and for all."""
+    meter = SavedTensorMeter(stage.model.parameters())
+    ((chunk, view),) = _Case(_BYTES_TOKENS).parts()
+    with meter:
+        _, output, context = _forward(stage, chunk, view)
+        _backward(stage, output, context, keep_weights=True)
+        everything = meter.live_bytes
+        inside, outside = _by_place(stage, weights.pop(0))
+        for kept in outside:
+            kept.run()
+        layers = meter.live_bytes
+        for kept in inside:
+            kept.run()
+    return layers / _BYTES_TOKENS, everything / _BYTES_TOKENS
+
+
+def _by_place(stage: MegatronStage, kept: list[Kept]) -> tuple[list[Kept], list[Kept]]:
+    """Weight gradients of the layers, and the others."""
+    inside = {id(weight) for weight in stage.decoder.layers.parameters()}
+    return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]
+
+
 def _time_once(stage: MegatronStage, case: _Case) -> _Times:
     *before, timed = case.parts()
     earlier = [_forward(stage, *part) for part in before]
@@ -172,19 +211,36 @@ def _time_once(stage: MegatronStage, case: _Case) -> _Times:
         clock["forward"] = _now_us()
         _, output, context = _forward(stage, *timed)
         clock["middle"] = _now_us()
-        _backward(stage, output, context)
+        _backward(stage, output, context, keep_weights=stage.weights is not None)
         clock["end"] = _now_us()
     finally:
         for handle in handles:
             handle.remove()
+    layers_weight, extra_weight = (0.0, 0.0) if stage.weights is None else _time_weights(stage, stage.weights.pop(0))
     for _, output, context in reversed(earlier):
         _backward(stage, output, context)
     total_backward = clock["end"] - clock["middle"]
     block_end = clock.get("block gradient out", clock["end"])
     block_start = clock.get("block gradient in", clock["middle"])
     return _Times(
-        clock["middle"] - clock["forward"], total_backward, clock["block out"] - clock["block in"], block_end - block_start
+        forward=clock["middle"] - clock["forward"],
+        backward=total_backward + layers_weight + extra_weight,
+        layers_forward=clock["block out"] - clock["block in"],
+        layers_backward=block_end - block_start + layers_weight,
+        weight=layers_weight + extra_weight,
+        layers_weight=layers_weight,
     )
+
+
+def _time_weights(stage: MegatronStage, kept: list[Kept]) -> tuple[float, float]:
+    """Time of the weight gradients of the layers, and of the others."""
+    times = []
+    for part in _by_place(stage, kept):
+        start_us = _now_us()
+        for one in part:
+            one.run()
+        times.append(_now_us() - start_us)
+    return times[0], times[1]
 
 
 def _clock_layers(decoder: torch.nn.Module, note: Callable[[str], None]) -> list[torch.utils.hooks.RemovableHandle]:
