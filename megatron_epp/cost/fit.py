@@ -88,14 +88,14 @@ def fit_profile(
             formula.layer,
             forward=fits["linear forward"].line + fits["attention forward"].line + exchange,
             backward=layer_backward + fits["attention backward"].line + exchange,
-            weight=part_of(fits["linear weight"].line, layer_backward),
+            weight=_part_of(fits["linear weight"].line, layer_backward),
         ),
         embedding=replace(formula.embedding, forward=fits["embedding forward"].line, backward=fits["embedding backward"].line),
         head=replace(
             formula.head,
             forward=fits["loss forward"].line,
             backward=fits["loss backward"].line,
-            weight=part_of(fits["loss weight"].line, fits["loss backward"].line),
+            weight=_part_of(fits["loss weight"].line, fits["loss backward"].line),
         ),
     )
     if link := fits.get("message"):
@@ -114,6 +114,6 @@ def fit_profile(
     )
 
 
-def part_of(line: Line, whole: Line) -> Line:
-    """The line, held below the one that it is a part of. It has no part per pair."""
+def _part_of(line: Line, whole: Line) -> Line:
+    """The line, held below the one that it is a part of."""
     return Line(min(line.fixed_us, whole.fixed_us), min(line.per_token_us, whole.per_token_us))

@@ -6,24 +6,23 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_epp.cost import Line, StageCosts
-from megatron_epp.cost.fit import Point, fit_line, part_of
+from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.mcore.cases import LONGEST_CONTEXT, MULTIPLE, Case, cases_of
 from megatron_epp.mcore.core_attention import RelayAttention
-from megatron_epp.mcore.probe import backward, forward
+from megatron_epp.mcore.probe import backward, by_place, forward
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import SliceView
+from megatron_epp.runtime.weights import Kept
 from megatron_epp.schedule import Chunk, Segment
 
 _REPEATS = 8
@@ -46,72 +45,39 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         context: tokens of the longest sequence (--seq-length).
     """
     cases = cases_of(context, multiple_of(stage), *_limits(costs))
-    passes = _medians(stage, cases)
-    whole = [(case, took) for case, took in zip(cases, passes, strict=True) if not case.prefix]
-    with _frozen(stage):
-        without = _medians(stage, [case for case, _ in whole])
+    times = _medians(stage, cases)
 
     def fit(pick: Callable[[Times], float], pairs: bool) -> Line:
-        return _line(((case, pick(took)) for case, took in zip(cases, passes, strict=True)), pairs)
-
-    def fit_weight(pick: Callable[[Times], float], backward: Line) -> Line:
-        more = ((case, pick(took) - pick(less)) for (case, took), less in zip(whole, without, strict=True))
-        return part_of(_line(more, pairs=False), backward)
+        points = [Point(c.tokens, c.pairs, max(0.0, pick(t))) for c, t in zip(cases, times, strict=True)]
+        return fit_line(points, pairs).line
 
     layers = max(1, stage.num_layers)
-    backward = fit(lambda took: took.layers_backward, True)
-    extra_backward = fit(lambda took: took.backward - took.layers_backward, False)
+    if stage.weights is not None:
+        costs = replace(
+            costs,
+            weight=fit(lambda t: t.layers_weight, False).scaled(1 / layers),
+            extra_weight=fit(lambda t: t.weight - t.layers_weight, False),
+        )
     return replace(
         costs,
-        forward=fit(lambda took: took.layers_forward, True).scaled(1 / layers),
-        backward=backward.scaled(1 / layers),
-        weight=fit_weight(lambda took: took.layers_backward, backward).scaled(1 / layers),
-        extra_forward=fit(lambda took: took.forward - took.layers_forward, False),
-        extra_backward=extra_backward,
-        extra_weight=fit_weight(lambda took: took.backward - took.layers_backward, extra_backward),
+        forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
+        backward=fit(lambda t: t.layers_backward, True).scaled(1 / layers),
+        extra_forward=fit(lambda t: t.forward - t.layers_forward, False),
+        extra_backward=fit(lambda t: t.backward - t.layers_backward, False),
     )
 
 
-def _line(times: Iterable[tuple[Case, float]], pairs: bool) -> Line:
-    return fit_line([Point(case.tokens, case.pairs, max(0.0, took_us)) for case, took_us in times], pairs).line
-
-
-def _medians(stage: MegatronStage, cases: Sequence[Case]) -> list[Times]:
-    """Of several rounds, so that drift of the machine's speed hits all cases alike; after one that warms up.
-
-    Every round has an order of its own, the same on all ranks: what ran before a case decides what it finds in the caches.
-    """
-    seen: list[list[Times]] = [[] for _ in cases]
-    for number in range(_REPEATS + 1):
-        order = list(range(len(cases)))
-        Random(number).shuffle(order)
-        for at, took in zip(order, _round(stage, [cases[at] for at in order]), strict=True):
-            seen[at].append(took)
-    return [Times(*map(statistics.median, zip(*some[1:], strict=True))) for some in seen]
-
-
-@contextmanager
-def _frozen(stage: MegatronStage) -> Iterator[None]:
-    """Without gradients of the layers' matrices and the head's: what backward then does not take is theirs."""
-    head = get_attr_wrapped_model(stage.model, "output_layer") if stage.is_last and not stage.is_first else None
-    parts = [stage.decoder, *([] if head is None else [head])]
-    matrices = [p for part in parts for p in part.parameters() if p.dim() > 1 and p.requires_grad]
-    for matrix in matrices:
-        matrix.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for matrix in matrices:
-            matrix.requires_grad_(True)
-
-
 class Times(NamedTuple):
-    """Microseconds of a pass of the whole stage, and of its layers alone."""
+    """Microseconds of a pass of the whole stage, and of its layers alone. Weight gradients are a part of the backward; their
+    own time is known only where they are apart.
+    """
 
     forward: float
     backward: float
     layers_forward: float
     layers_backward: float
+    weight: float
+    layers_weight: float
 
 
 def multiple_of(stage: MegatronStage) -> int:
@@ -161,6 +127,20 @@ class _Alive:
     output: Tensor | None
 
 
+def _medians(stage: MegatronStage, cases: Sequence[Case]) -> list[Times]:
+    """Of several rounds, so that drift of the machine's speed hits all cases alike; after one that warms up.
+
+    Every round has an order of its own, the same on all ranks: what ran before a case decides what it finds in the caches.
+    """
+    seen: list[list[Times]] = [[] for _ in cases]
+    for number in range(_REPEATS + 1):
+        order = list(range(len(cases)))
+        Random(number).shuffle(order)
+        for at, took in zip(order, _round(stage, [cases[at] for at in order]), strict=True):
+            seen[at].append(took)
+    return [Times(*map(statistics.median, zip(*some[1:], strict=True))) for some in seen]
+
+
 def _round(stage: MegatronStage, cases: Sequence[Case]) -> list[Times]:
     """Time all cases once, with a few alive at a time as in a pipeline: so what backward needs is no longer in the caches, and
     memory comes and goes as it does in training. The first few run once more ahead, so that they find memory too.
@@ -193,9 +173,10 @@ def _begin(stage: MegatronStage, number: int, case: Case) -> _Alive:
 def _end(stage: MegatronStage, one: _Alive) -> Times:
     assert one.output is not None
     one.clock.note("backward")
-    backward(stage, one.output, one.context)
+    backward(stage, one.output, one.context, keep_weights=stage.weights is not None)
     one.hidden = one.output = None  # takes time too
     one.clock.note("backward end")
+    layers_weight, weight = (0.0, 0.0) if stage.weights is None else _time_weights(stage, stage.weights.pop(0), one.clock)
     if one.context.view is not None:
         for layer in _layers(stage):
             stage.relay.release(layer, one.context.view)
@@ -203,11 +184,24 @@ def _end(stage: MegatronStage, one: _Alive) -> Times:
     block_start = clock.get("block gradient in", clock["backward"])
     block_end = clock.get("block gradient out", clock["backward end"])
     return Times(
-        clock["forward end"] - clock["forward"],
-        clock["backward end"] - clock["backward"],
-        clock["block out"] - clock["block in"],
-        block_end - block_start,
+        forward=clock["forward end"] - clock["forward"],
+        backward=clock["backward end"] - clock["backward"] + weight,
+        layers_forward=clock["block out"] - clock["block in"],
+        layers_backward=block_end - block_start + layers_weight,
+        weight=weight,
+        layers_weight=layers_weight,
     )
+
+
+def _time_weights(stage: MegatronStage, kept: list[Kept], clock: _Clock) -> tuple[float, float]:
+    """Time of the weight gradients of the layers, and of all."""
+    clock.note("weights")
+    for name, part in zip(("layers' weights end", "weights end"), by_place(stage, kept), strict=True):
+        while part:
+            part.pop(0).run()
+        clock.note(name)
+    times_us = clock.times_us
+    return times_us["layers' weights end"] - times_us["weights"], times_us["weights end"] - times_us["weights"]
 
 
 def _fill(stage: MegatronStage, view: SliceView) -> None:
