@@ -15,6 +15,7 @@ from megatron.core import mpu
 
 from megatron_epp import planner
 from megatron_epp.cost.stage import PipelineCosts
+from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.costs import pipeline_costs
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
@@ -61,8 +62,7 @@ class Session:
                 model, config, self.rank == 0, self.rank == last, mpu.get_tensor_model_parallel_world_size()
             )
             pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-            everyone = dist.get_process_group_ranks(mpu.get_model_parallel_group())
-            self.links = Links.create(pipeline, everyone)
+            self.links = Links.create(pipeline, _replica())
             if self.args.epp_schedule == "elastic":
                 self.costs = pipeline_costs(self.args, self.stage, self.links, self.rank)
                 self._costs_known.set()
@@ -84,12 +84,16 @@ class Session:
             lengths=lengths,
             placement=tuple(range(self.num_ranks)),
             cap_bytes=(self._cap_bytes(),) * self.num_ranks,
-            token_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            token_multiple=token_multiple(args),
             forward_only=forward_only,
         )
         recompute = args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute)
         options = Options(
-            chunk_tokens=args.epp_chunk_tokens, slices=args.epp_slices, recompute=recompute, planner=args.epp_planner
+            chunk_tokens=args.epp_chunk_tokens,
+            slices=args.epp_slices,
+            recompute=recompute,
+            planner=args.epp_planner,
+            split_weight=args.epp_split_weight_gradient,
         )
         start_s = time.perf_counter()
         try:
@@ -110,6 +114,13 @@ class Session:
         if torch.cuda.is_initialized():
             return int(0.9 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
         return UNLIMITED_BYTES
+
+
+def _replica() -> list[int]:
+    """Global ranks that run the same plan: those of this data-parallel rank. Every rank of the job must call this."""
+    replicas: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(replicas, mpu.get_data_parallel_rank())
+    return [rank for rank, replica in enumerate(replicas) if replica == mpu.get_data_parallel_rank()]
 
 
 def _summary(lengths: tuple[int, ...]) -> str:

@@ -56,8 +56,8 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
     """Slice, pack, order in stairs, recompute as needed; grain and stairs with the least simulated makespan win.
 
     Whole sequences in 1F1B, longest first and shortest first, are always among what is tried where the token cap lets them, so
-    the result is never slower than those. The order of the batch never matters. With `options.slices` there is one grain and nothing to search. With `warm` the search
-    begins at the grain of a batch of like shape and ends sooner.
+    the result is never slower than those. The order of the batch never matters. With `options.slices` there is one grain and
+    nothing to search. With `warm` the search begins at the grain of a batch of like shape and ends sooner.
 
     Raises:
         InfeasibleError: no grain fits the memory caps.
@@ -83,10 +83,9 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
     if options.slices is None and max(problem.lengths) <= chunker.token_cap and problem.is_straight:
         plain = Trials(problem, costs, options)
         plain.best_us = trials.best_us
-        if (
-            any([plain.better(whole, (elastic_1f1b,), close=0.0) for whole in plainly(problem.lengths)])
-            and plain.best is not None
-        ):
+        for whole in plainly(problem.lengths):
+            plain.better(whole, (elastic_1f1b,), close=0.0)
+        if plain.best is not None:
             other = finished(plain.best, problem, costs, options)
             return other if made is None else min(made, other, key=lambda one: _makespan_us(one, problem, costs))
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)

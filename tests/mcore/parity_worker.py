@@ -17,7 +17,7 @@ from in_one_process import train
 from parity_cases import COMMON, CUTS, LAYOUTS, MODELS, Layout
 
 from megatron_epp.mcore import entry
-from megatron_epp.schedule import Plan
+from megatron_epp.schedule import Op, Plan
 
 Tensors = dict[str, torch.Tensor]
 
@@ -140,6 +140,7 @@ def contents(plan: Plan) -> dict[str, Any]:
         "slices": pieces.count(longest),
         "kinds": sorted({_kind(c.kind(plan.lengths), len(c.segments)) for c in plan.chunks}),
         "recompute": sorted({"none" if n == 0 else "all" if n == layers else "some" for n, layers in counts}),
+        "weights": sum(action.op is Op.W for rank in range(plan.num_ranks) for action in plan.actions(rank)),
         "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
     }
 
@@ -174,7 +175,7 @@ def compare_all(layout: Layout) -> dict[str, list[dict[str, Any]]]:
         flags = [*base, *shlex.split(MODELS[model])]
         stock = record([*flags, "--epp-schedule", "stock"])
         for cut in cuts:
-            elastic = record([*flags, *shlex.split(CUTS[cut].flags)])
+            elastic = record([*flags, *shlex.split(f"{CUTS[cut].flags} {layout.context}")])
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, compare(stock, elastic))
             figures[f"{model}, {cut}"] = everyone

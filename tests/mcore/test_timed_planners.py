@@ -11,7 +11,7 @@ from megatron_epp.planner import TIMED
 def flags(planner):
     args = add_epp_args(argparse.ArgumentParser()).parse_args(["--epp", "--epp-planner", planner])
     others = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "seq_length": 1024, "rank": 0}
-    others["calculate_per_token_loss"] = True
+    others |= {"calculate_per_token_loss": True, "context_parallel_size": 1, "num_attention_heads": 8}
     return argparse.Namespace(**vars(args), **others)
 
 

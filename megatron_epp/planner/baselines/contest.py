@@ -65,7 +65,7 @@ class Contest:
         fixed = 0 if problem.forward_only else self.options.recompute
         counts = range(max(tables.num_layers) + 1) if fixed == "auto" else (fixed,)
         for count in counts:
-            layers = [[min(count, most)] * len(chunks) for most in tables.num_layers]
+            layers = uniform_layers(tables, count)
             if self.enter(Decisions(chunks, order, layers, token_multiple=token_multiple), tables):
                 return True
         return False
@@ -80,6 +80,11 @@ class Contest:
             f"that would do is {self.needed_bytes} bytes ({gib:.2f} GiB).\n"
             f"Raise --epp-memory-cap-gb to {gib:.2f}, lower --seq-length, or use --epp-planner greedy."
         )
+
+
+def uniform_layers(tables: Tables, count: int) -> Layers:
+    """The same number of layers in every chunk, or all where a stage has fewer."""
+    return [[min(count, most)] * len(tables.message_us) for most in tables.num_layers]
 
 
 def with_multiple(problem: Problem, token_multiple: int) -> Problem:
