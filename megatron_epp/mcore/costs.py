@@ -45,7 +45,7 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
     if isinstance(stored, PipelineCosts):
         return _check(stored, str(source), len(links.ranks))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
-    base = profile.costs(_gathered(stage.num_layers, links))
+    base = profile.costs(gathered(stage.num_layers, links))
     link = base.message_latency_us, base.message_us_per_byte
     with _undisturbed(stage):
         mine = measure_bytes(stage, base.stages[rank])
@@ -53,8 +53,8 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
         if args.epp_costs == "measure":
             mine = measure_times(stage, mine)
             link = measure_link(stage, links, rank)
-    stages = _gathered(mine, links)
-    latency_us, us_per_byte = _gathered(link, links)[0]
+    stages = gathered(mine, links)
+    latency_us, us_per_byte = gathered(link, links)[0]
     name = "measured" if args.epp_costs == "measure" else base.name
     costs = [replace(base, stages=tuple(stages), name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte)]
     dist.broadcast_object_list(costs, src=0)  # replicas measure too; all take the first one's figures
@@ -100,7 +100,7 @@ def _check(costs: PipelineCosts, source: str, num_stages: int) -> PipelineCosts:
     return costs
 
 
-def _gathered[T](mine: T, links: Links) -> list[T]:
+def gathered[T](mine: T, links: Links) -> list[T]:
     """One value per pipeline rank, taken from the first tensor-parallel rank of each, in pipeline order."""
     pipeline = dist.get_process_group_ranks(links.activations)
     position = pipeline.index(dist.get_rank())
