@@ -33,7 +33,7 @@ class SequenceDataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrays:
-    """What the first and the last stage need of a chunk. All are CPU tensors of shape [padded tokens].
+    """What the first and the last stage need of a chunk. All are CPU tensors of shape [padded tokens], or of a part of them.
 
     Attributes:
         tokens: int64 inputs.
@@ -46,6 +46,18 @@ class ChunkArrays:
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
+
+    def part(self, index: int, parts: int) -> ChunkArrays:
+        """What one of so many ranks that share the chunk's tokens has of them: in order, the same number each.
+
+        Args:
+            index: of the rank.
+            parts: ranks; they divide the padded tokens (`Plan.token_multiple`).
+        """
+        if parts == 1:
+            return self
+        own = slice(index * len(self.tokens) // parts, (index + 1) * len(self.tokens) // parts)
+        return ChunkArrays(self.tokens[own], self.labels[own], self.loss_mask[own], self.position_ids[own])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

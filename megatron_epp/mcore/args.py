@@ -78,8 +78,10 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--epp-trace-iteration",
         type=int,
+        nargs="+",
         metavar="I",
-        help="Write the plan and the measured times of every action of iteration I to --epp-report-dir.",
+        help="Write the plan and the measured times of every action of iteration I to --epp-report-dir, as plan.json and "
+        "measured.json; of several as plan-I.json and measured-I.json.",
     )
     add("--epp-measure-memory", action="store_true", help="Count the bytes autograd keeps, per rank. Costs a little time.")
     add("--epp-allow-unknown-megatron", action="store_true", help="Patch a Megatron whose code is not known to work.")
@@ -101,7 +103,8 @@ class _Conflict(NamedTuple):
 
 _CONFLICTS = (
     _Conflict("--attention-dropout", (0.0,), "set it to 0"),
-    _Conflict("--context-parallel-size", (1,), "set it to 1"),
+    _Conflict("--cp-comm-type", (None, ["p2p"], ["a2a"]), "leave it out: heads are exchanged for tokens, as a2a does"),
+    _Conflict("--hierarchical-context-parallel-sizes"),
     _Conflict("--micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     _Conflict("--eval-micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     _Conflict("--mock-data", advice="give real documents with --data-path"),
@@ -172,6 +175,26 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
             logger.warning("--epp weighs every token alike: --calculate-per-token-loss is now on")
 
 
+def token_multiple(args: argparse.Namespace) -> int:
+    """What chunks' token counts are padded to: the ranks that share a chunk's tokens."""
+    return args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+
+
+def _check_context_parallel(args: argparse.Namespace) -> None:
+    ranks = args.context_parallel_size
+    if ranks > 1 and args.epp_schedule == "stock":
+        raise ArgumentError(
+            "--epp-schedule stock runs Megatron's own attention, which shares out tokens in another order under "
+            "--context-parallel-size: use --epp-schedule whole"
+        )
+    heads, tensor_ranks = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads is not None and heads % (tensor_ranks * ranks) != 0:
+        raise ArgumentError(
+            f"--num-attention-heads {heads} cannot be shared evenly by --tensor-model-parallel-size {tensor_ranks} x "
+            f"--context-parallel-size {ranks} ranks: make it a multiple of {tensor_ranks * ranks}"
+        )
+
+
 def _check_values(args: argparse.Namespace) -> None:
     for name, smallest in (
         ("chunk_tokens", 1),
@@ -180,20 +203,22 @@ def _check_values(args: argparse.Namespace) -> None:
         ("trace_iteration", 1),
         ("plan_budget_ms", 1),
     ):
-        value = getattr(args, f"epp_{name}")
+        given = getattr(args, f"epp_{name}")
+        value = min(given) if isinstance(given, list) else given
         if value is not None and value < smallest:
             raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be at least {smallest}")
     for name in ("memory_cap_gb", "wait_limit_seconds"):
         value = getattr(args, f"epp_{name}")
         if value is not None and value <= 0:
             raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be positive")
-    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    multiple = token_multiple(args)
     needed = multiple * (args.epp_slices or 1)
     if args.seq_length is not None and args.seq_length < needed:
         raise ArgumentError(
             f"--seq-length {args.seq_length} is too short for {args.epp_slices or 1} slices of at least {multiple} tokens: "
             f"raise it to {needed}, or lower --epp-slices"
         )
+    _check_context_parallel(args)
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
     budget_ms = args.epp_plan_budget_ms

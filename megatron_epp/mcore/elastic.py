@@ -45,7 +45,8 @@ def _position_rotary(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     for model in models:
         rotary = getattr(model, "rotary_pos_emb", None)
         if rotary is not None:
-            model.rotary_pos_emb = PositionedRotary(rotary)
+            shard, num_shards = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+            model.rotary_pos_emb = PositionedRotary(rotary, shard, num_shards)
     return models
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.data.iterator import Item, PlanSource
+from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlan
@@ -118,7 +119,7 @@ def problem_of(args: argparse.Namespace, cap_bytes: tuple[int, ...]) -> Problem:
         lengths=(),
         placement=tuple(range(len(cap_bytes))),
         cap_bytes=cap_bytes,
-        token_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        token_multiple=token_multiple(args),
     )
 
 
@@ -133,11 +134,11 @@ def options_of(args: argparse.Namespace) -> Options:
     )
 
 
-def _replica() -> tuple[int, ...]:
-    """Global ranks that work on the same sequences as this one."""
-    everyone = [0] * dist.get_world_size()
-    dist.all_gather_object(everyone, mpu.get_data_parallel_rank())
-    return tuple(rank for rank, replica in enumerate(everyone) if replica == mpu.get_data_parallel_rank())
+def _replica() -> list[int]:
+    """Global ranks that run the same plan: those of this data-parallel rank. Every rank of the job must call this."""
+    replicas: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(replicas, mpu.get_data_parallel_rank())
+    return [rank for rank, replica in enumerate(replicas) if replica == mpu.get_data_parallel_rank()]
 
 
 def _summary(lengths: tuple[int, ...]) -> str:

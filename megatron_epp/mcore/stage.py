@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
@@ -46,6 +47,11 @@ class MegatronStage:
         return get_attr_wrapped_model(self.model, "decoder")
 
     @property
+    def token_multiple(self) -> int:
+        """Ranks that share a chunk's tokens between attention calls: context parallel, and with them sequence parallel."""
+        return self._sequence_shards * self.config.context_parallel_size
+
+    @property
     def num_layers(self) -> int:
         return len(self.decoder.layers)
 
@@ -60,7 +66,9 @@ class MegatronStage:
         self.loss_report, self.total_tokens, self._is_first_chunk = None, None, True
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
-        """Run a chunk: hidden states ``[tokens / shards, 1, hidden]``, or the summed loss on the last stage."""
+        """Run a chunk: hidden states ``[tokens / shards, 1, hidden]``, or on the last stage the loss of this rank's tokens,
+        summed.
+        """
         assert self._arrays is not None
         with self._timed("batch-generator"):
             arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
@@ -93,13 +101,17 @@ class MegatronStage:
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Shape, dtype and device of a chunk's hidden states."""
-        shape = (num_tokens // self._sequence_shards, 1, self.config.hidden_size)
+        shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
         return shape, self.config.pipeline_dtype or torch.float32, self._device
 
     def inputs(self, arrays: ChunkArrays | None) -> dict[str, Tensor | None]:
-        """A chunk's arrays as the model takes them, ``[1, tokens]`` on the device; None where this stage needs none."""
+        """This context-parallel rank's part of a chunk's arrays as the model takes them, ``[1, tokens / ranks]`` on the device;
+        None where this stage needs none.
+        """
         if arrays is None:
             return {"input_ids": None, "position_ids": None, "labels": None, "loss_mask": None}
+
+        arrays = arrays.part(mpu.get_context_parallel_rank(), self.config.context_parallel_size)
 
         def row(x: Tensor) -> Tensor:
             return x.to(self._device, non_blocking=True).unsqueeze(0)

@@ -16,7 +16,8 @@ class Ledger:
         number: item of chunk 0 of each stage.
         most: layers of the item's stage.
         static: bytes held throughout.
-        activation, saved, layer_us, workspace, forward_alloc, forward_free, backward_alloc, backward_free: as in `Tables`.
+        activation, saved, layer_us, forward_alloc, forward_free: as in `Tables`.
+        first, last, net: `Tables.backward_first`, `Tables.backward_last` and `Tables.backward_net`.
     """
 
     number: dict[int, int]
@@ -25,11 +26,11 @@ class Ledger:
     activation: list[int]
     saved: list[int]
     layer_us: list[float]
-    workspace: list[int]
     forward_alloc: list[int]
     forward_free: list[int]
-    backward_alloc: list[int]
-    backward_free: list[int]
+    first: list[int]
+    last: list[int]
+    net: list[int]
 
     @staticmethod
     def of(tables: Tables, rank: int) -> Ledger:
@@ -46,12 +47,24 @@ class Ledger:
             activation=flat(tables.activation),
             saved=flat(tables.saved),
             layer_us=flat(tables.layer_us or [none] * len(tables.rank_of)),
-            workspace=flat(tables.workspace),
             forward_alloc=flat(tables.forward_alloc),
             forward_free=flat(tables.forward_free),
-            backward_alloc=flat(tables.backward_alloc),
-            backward_free=flat(tables.backward_free),
+            first=flat(tables.backward_first),
+            last=flat(tables.backward_last),
+            net=flat(tables.backward_net),
         )
+
+    def kept(self, item: int, layers: int) -> int:
+        """Activations from forward to backward when so many layers recompute."""
+        return self.activation[item] - layers * self.saved[item]
+
+    def own(self, item: int, layers: int) -> int:
+        """The most that a backward and its chunk's activations hold together: `Tables.rise_bytes` above `kept`.
+
+        It never grows with the layers that recompute.
+        """
+        made = self.saved[item] if 0 < layers == self.most[item] else 0
+        return max(self.kept(item, layers) + max(0, self.first[item] + made), self.last[item], self.net[item])
 
 
 def levels(actions: tuple[Action, ...], ledger: Ledger, layers: list[int]) -> tuple[list[int], list[int]]:
@@ -59,12 +72,12 @@ def levels(actions: tuple[Action, ...], ledger: Ledger, layers: list[int]) -> tu
     takes, gives = [], []
     for op, stage, c in actions:
         item = ledger.number[stage] + c
-        kept = ledger.activation[item] - layers[item] * ledger.saved[item]
+        kept = ledger.kept(item, layers[item])
         if op is Op.F:
             takes.append(kept + ledger.forward_alloc[item])
             gives.append(ledger.forward_free[item])
         else:
-            workspace = ledger.workspace[item] if layers[item] else 0
-            takes.append(ledger.backward_alloc[item] + workspace)
-            gives.append(kept + ledger.backward_free[item] + workspace)
+            own = ledger.own(item, layers[item])
+            takes.append(own - kept)
+            gives.append(own - ledger.net[item])
     return takes, gives

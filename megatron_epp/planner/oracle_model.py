@@ -27,7 +27,8 @@ class OracleModel:
 
     - ``ahead[u, v]``, ``behind[u, v]``: u's forward (backward) runs before v's; one binary per pair, read both ways.
     - ``passed[s, u, v]``: u's forward runs before v's backward.
-    - ``layers[s, u]``, ``any_layer[s, u]``: recomputed layers, and whether there are any, which takes a workspace.
+    - ``layers[s, u]``, ``spared[s, u]``: recomputed layers, and those of them that make room for the chunk's own backward: all
+      but one, because that one is made again before anything is given up.
     - ``relief[s, u, v]``: u's recomputed layers if u is alive in v's backward, else zero.
     - ``forward[s, u]``, ``backward[s, u]``: starts. ``makespan``: the objective.
     """
@@ -119,8 +120,8 @@ class OracleModel:
     def _profile(self, c: int) -> tuple[float, ...]:
         t = self.tables
         times = [row[c] for row in (*t.forward_us, *t.backward_us, *t.layer_us, *t.hops)]
-        sizes = [row[c] for row in (*t.activation, *t.saved, *t.workspace)]
-        more = [row[c] for row in (*t.forward_alloc, *t.backward_alloc, *t.backward_free)]
+        sizes = [row[c] for row in (*t.activation, *t.saved, *t.forward_alloc)]
+        more = [row[c] for row in (*t.backward_first, *t.backward_last, *t.backward_net)]
         return *times, *sizes, *more
 
     def _layers(self) -> None:
@@ -128,11 +129,11 @@ class OracleModel:
         cells = [(s, c) for s in self.stages for c in self.size]
         most = self.tables.num_layers
         self.layers = {(s, c): add(0.0, most[s], integer=True) for s, c in cells}
-        self.any_layer = {(s, c): self.model.binary() for s, c in cells}
+        self.spared = {(s, c): add(0.0, max(0, most[s] - 1)) for s, c in cells}
         self.forward = {(s, c): add(self.f_head[s][c], 1.0 - self.f_tail[s][c] - self.f[s][c]) for s, c in cells}
         self.backward = {(s, c): add(self.b_head[s][c], 1.0 - self.b_tail[s][c] - self.b[s][c]) for s, c in cells}
         for s, c in cells:
-            self.model.row([(self.layers[s, c], 1.0), (self.any_layer[s, c], -most[s])], upper=0.0)
+            self.model.row([(self.spared[s, c], 1.0), (self.layers[s, c], -1.0)], upper=0.0)
 
     def _chains(self) -> None:
         """Every chunk goes forward through the stages and back."""
@@ -230,22 +231,27 @@ class OracleModel:
     def _memory(self, s: int) -> None:
         """At every backward of a stage, live bytes are within the cap. Between backwards they only rise."""
         t, cap = self.tables, self.caps[s]
-        kept, saved = t.activation[s], t.saved[s]
-        opened, closed, freed = t.forward_alloc[s], t.backward_alloc[s], t.backward_free[s]
+        kept, saved, opened, net = t.activation[s], t.saved[s], t.forward_alloc[s], t.backward_net[s]
         for v in self.size:
-            at_most = t.static[s] + sum(kept) + sum(opened) + sum(closed) + t.workspace[s][v]
+            first, last = kept[v] + t.backward_first[s][v], max(t.backward_last[s][v], net[v])
+            at_most = (
+                t.static[s] + sum(opened) + max(kept[v], first, last) + sum(max(kept[u], net[u]) for u in self.size if u != v)
+            )
             if at_most <= cap:
                 continue
-            terms: list[Term] = [(self.any_layer[s, v], t.workspace[s][v] / cap), (self.layers[s, v], -saved[v] / cap)]
-            live = t.static[s] + kept[v] + opened[v] + closed[v]
+            terms: list[Term] = []
+            live = t.static[s] + opened[v]
             for u in self.size:
                 if u == v:
                     continue
                 terms.append((self.passed[s, u, v], (kept[u] + opened[u]) / cap))
-                term, constant = self._literal(self.behind[u, v], -(kept[u] + freed[u] - closed[u]) / cap)
+                term, constant = self._literal(self.behind[u, v], (net[u] - kept[u]) / cap)
                 terms += [term, (self._relief(s, u, v), -saved[u] / cap)]
                 live += round(constant * cap)
-            self.model.row(terms, upper=1.0 - self.spare - live / cap)
+            room = 1.0 - self.spare - live / cap
+            self.model.row([*terms, (self.layers[s, v], -saved[v] / cap)], upper=room - kept[v] / cap)
+            self.model.row([*terms, (self.spared[s, v], -saved[v] / cap)], upper=room - first / cap)
+            self.model.row(terms, upper=room - last / cap)
 
     def _relief(self, s: int, u: int, v: int) -> int:
         most = float(self.tables.num_layers[s])

@@ -34,6 +34,8 @@ class Tables:
         forward_alloc, forward_free: of the forward, `activation` apart: caches of keys and values, and in a forward-only plan
             what is gone at its end.
         backward_first, backward_last: held at the first and the last layer of a backward, see `Costs.backward_bytes`.
+        backward_net: what a backward leaves behind, without the activations it frees: gradients of keys and values, opened or
+            closed.
         backward_alloc, backward_free: of the backward, `activation` and `workspace` apart: gradients of keys and values.
         weight_bytes: of what the backward keeps for a weight gradient that is split off.
         static: bytes of each rank held throughout.
@@ -57,6 +59,7 @@ class Tables:
     forward_free: Sizes
     backward_first: Sizes
     backward_last: Sizes
+    backward_net: Sizes
     backward_alloc: Sizes
     backward_free: Sizes
     weight_bytes: Sizes
@@ -77,8 +80,7 @@ class Tables:
     def rise_bytes(self, stage: int, chunk: int, layers: int) -> int:
         """The most a backward holds above what is live when it starts, when so many layers recompute.
 
-        Fewer than all recompute after a plain layer has made room for them. Never more than `backward_alloc` plus, where any
-        layer recomputes, `workspace`: what the search counts with, so that what it finds fits with a little to spare.
+        Fewer than all recompute after a plain layer has made room for them.
         """
         made = self.saved[stage][chunk] if 0 < layers == self.num_layers[stage] else 0
         first, last = self.backward_first[stage][chunk] + made, self.backward_last[stage][chunk]
@@ -140,6 +142,7 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     else:
         kept = costs.activation_bytes(stage, work, 0)
         saved = np.minimum(kept - costs.activation_bytes(stage, work, 1), kept // max(1, costs.num_layers[stage]))
+        saved = np.maximum(saved, 0)
         workspace = costs.workspace_bytes(stage, work)
         backward_first, backward_last = costs.backward_bytes(stage, work)
         weight = costs.weight_bytes(stage, work)
@@ -153,6 +156,7 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         "forward_free": forward_free,
         "backward_first": backward_first,
         "backward_last": backward_last,
+        "backward_net": backward_alloc - backward_free,
         "backward_alloc": backward_alloc,
         "backward_free": backward_free,
         "weight_bytes": weight,

@@ -42,16 +42,16 @@ def _room(actions: tuple[Action, ...], tables: Tables, rank: int, layers: Layers
     room = []
     for op, stage, c in actions:
         item = ledger.number[stage] + c
-        kept = ledger.activation[item] - layers[stage][c] * ledger.saved[item]
+        kept = ledger.kept(item, layers[stage][c])
         if op is Op.F:
             live += kept + ledger.forward_alloc[item]
             room.append((cap - live, 0))
             live -= ledger.forward_free[item]
         else:
-            live += ledger.backward_alloc[item]
-            workspace = ledger.workspace[item] if layers[stage][c] else 0
-            room.append((cap - live - workspace, max(0, tables.weight_bytes[stage][c] - kept)))
-            live -= kept + ledger.backward_free[item]
+            live -= kept
+            own, held = ledger.own(item, layers[stage][c]), tables.weight_bytes[stage][c]
+            room.append((cap - live - own, max(0, held - kept, ledger.net[item] + held - own)))
+            live += ledger.net[item]
     return room
 
 

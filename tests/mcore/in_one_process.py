@@ -1,7 +1,4 @@
-"""Several training runs in one launch, each from its own command line: starting Megatron takes longer than training a tiny GPT.
-
-Only the process groups stay from run to run, so all runs of a launch must share their parallel sizes.
-"""
+"""Several training runs in one launch, each from its own command line: starting Megatron takes longer than a tiny GPT."""
 
 import gc
 import sys
@@ -10,6 +7,7 @@ from collections.abc import Sequence
 
 def train(flags: Sequence[str]) -> None:
     """Train once through `megatron.training.pretrain`, then take Megatron's global state down."""
+    from megatron.core import mpu
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import global_vars
@@ -19,6 +17,7 @@ def train(flags: Sequence[str]) -> None:
     sys.argv = [sys.argv[0], *flags]
     gpt.pretrain()
     global_vars.destroy_global_vars()
+    mpu.destroy_model_parallel()
     destroy_num_microbatches_calculator()
     destroy_rerun_state_machine()
     gc.collect()

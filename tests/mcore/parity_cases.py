@@ -81,17 +81,21 @@ class Layout:
         sizes: flags that set the parallel sizes. Layouts that agree in both share a launch.
         flags: the others.
         cases: cuts by model.
+        context: flags that only the plans run with. Megatron's own attention cannot share out tokens on a CPU: beside it, what
+            shares tokens here shares documents.
     """
 
     num_processes: int
     sizes: str
     flags: str
     cases: dict[str, tuple[str, ...]]
+    context: str = ""
 
 
 PP2 = "--pipeline-model-parallel-size 2"
 PP4 = "--pipeline-model-parallel-size 4"
 TP2 = "--tensor-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer"
 OVERLAPPED = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 
@@ -109,6 +113,8 @@ LAYOUTS = {
         },
     ),
     "pp4": Layout(4, PP4, "", {"llama": ("seven",), "gpt2": ("all recompute",)}),
+    "cp2": Layout(2, "", "", {"llama": ("packed", "seven"), "gpt2": ("some recompute",)}, CP2),
+    "cp2 x pp2": Layout(4, PP2, DISTRIBUTED, {"grouped": ("some recompute",)}, CP2),
     "tp2 x pp2": Layout(4, f"{TP2} {PP2}", "", {"grouped": ("some recompute",)}),
     "tp2 sp x pp2": Layout(4, f"{TP2} {PP2}", "--sequence-parallel", {"gpt2": ("some recompute",)}),
     "dp2 x pp2": Layout(4, PP2, DISTRIBUTED, {"llama": ("packed", "some recompute")}),

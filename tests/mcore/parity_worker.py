@@ -174,7 +174,7 @@ def compare_all(layout: Layout) -> dict[str, list[dict[str, Any]]]:
         flags = [*base, *shlex.split(MODELS[model])]
         stock = record([*flags, "--epp-schedule", "stock"])
         for cut in cuts:
-            elastic = record([*flags, *shlex.split(CUTS[cut].flags)])
+            elastic = record([*flags, *shlex.split(f"{CUTS[cut].flags} {layout.context}")])
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, compare(stock, elastic))
             figures[f"{model}, {cut}"] = everyone

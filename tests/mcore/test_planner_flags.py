@@ -10,7 +10,7 @@ from megatron_epp.mcore.args import ArgumentError, add_epp_args, prepare_epp_arg
 def flags(*given):
     args = add_epp_args(argparse.ArgumentParser()).parse_args(["--epp", *given])
     others = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "seq_length": 1024, "rank": 0}
-    others["calculate_per_token_loss"] = True
+    others |= {"calculate_per_token_loss": True, "context_parallel_size": 1, "num_attention_heads": 8}
     return argparse.Namespace(**vars(args), **others)
 
 

@@ -28,7 +28,7 @@ def test_no_order_and_no_recompute_is_faster(seed: int):
     chunks, asked, costs = tiny_case(seed)
     tables = tabulate(chunks, asked, costs)
     order = elastic_1f1b(chunks, 2, False)
-    least = max(least_peak(actions, tables, rank)[0] for rank, actions in enumerate(order))
+    least = max(least_peak(actions, tables, rank) for rank, actions in enumerate(order))
     most = max(peak_bytes(actions, tables, rank, [0] * len(chunks)) for rank, actions in enumerate(order))
     caps = sorted({(2 * least) // 3, least - 1, least, (least + most) // 2, most, 3 * most})
     for cap, best_us in zip(caps, best_by_force(chunks, tables, caps), strict=True):
