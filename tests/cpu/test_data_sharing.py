@@ -15,8 +15,8 @@ def ranks(tmp_path_factory):
 
 def test_every_rank_gets_every_plan_in_the_order_of_its_batches(ranks):
     """Training and evaluation take theirs in turns, and no rank waits for another but at the exchange."""
-    training, evaluation = expected(12, seed=1), expected(12, seed=2)
-    assert ranks.run(take_in_turns, 12) == [[training, evaluation]] * NUM_RANKS
+    training, evaluation = expected(6, seed=1), expected(6, seed=2)
+    assert ranks.run(take_in_turns, 6) == [[training, evaluation]] * NUM_RANKS
 
 
 def test_only_the_first_rank_plans(ranks):
