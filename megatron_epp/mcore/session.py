@@ -130,6 +130,7 @@ def options_of(args: argparse.Namespace) -> Options:
         slices=args.epp_slices,
         recompute=args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute),
         planner=args.epp_planner,
+        split_weight=args.epp_split_weight_gradient,
         budget_ms=args.epp_plan_budget_ms,
     )
 

@@ -51,12 +51,14 @@ class Cut:
         has: a kind of chunk that the first or the last plan must have, since their gradients are compared: ``whole`` (a
             document), ``packed`` (several), ``split`` (a slice) or ``hybrid`` (a slice beside whole documents).
         recompute: shares of a stage's layers, ``none``, ``some`` or ``all``, that recompute somewhere in the plans.
+        splits: weight gradients are apart from their backwards.
     """
 
     flags: str
     slices: int
     has: str
     recompute: tuple[str, ...] = ("none",)
+    splits: bool = False
 
 
 CUTS = {
@@ -67,6 +69,10 @@ CUTS = {
     "seven": Cut("--epp-slices 7", slices=7, has="hybrid"),
     "some recompute": Cut("--epp-slices 7 --epp-recompute 1", slices=7, has="hybrid", recompute=("some",)),
     "all recompute": Cut("--epp-slices 3 --epp-recompute 4", slices=3, has="hybrid", recompute=("all",)),
+    "split": Cut("--epp-slices 3 --epp-split-weight-gradient", slices=3, has="hybrid", splits=True),
+    "split, some recompute": Cut(
+        "--epp-slices 3 --epp-split-weight-gradient --epp-recompute 1", slices=3, has="hybrid", recompute=("some",), splits=True
+    ),
     # As much as the cap asks for, so not the same for every chunk.
     "capped": Cut("--epp-slices 3 --epp-memory-cap-gb 0.0006", slices=3, has="hybrid", recompute=("all", "none", "some")),
 }
@@ -109,14 +115,14 @@ LAYOUTS = {
             "llama": tuple(CUTS),
             "grouped": ("whole", "packed", "some recompute"),
             "learned": ("two", "seven"),
-            "gpt2": ("packed", "seven", "all recompute"),
+            "gpt2": ("packed", "seven", "all recompute", "split", "split, some recompute"),
         },
     ),
     "pp4": Layout(4, PP4, "", {"llama": ("seven",), "gpt2": ("all recompute",)}),
     "cp2": Layout(2, "", "", {"llama": ("packed", "seven"), "gpt2": ("some recompute",)}, CP2),
     "cp2 x pp2": Layout(4, PP2, DISTRIBUTED, {"grouped": ("some recompute",)}, CP2),
     "tp2 x pp2": Layout(4, f"{TP2} {PP2}", "", {"grouped": ("some recompute",)}),
-    "tp2 sp x pp2": Layout(4, f"{TP2} {PP2}", "--sequence-parallel", {"gpt2": ("some recompute",)}),
+    "tp2 sp x pp2": Layout(4, f"{TP2} {PP2}", "--sequence-parallel", {"gpt2": ("some recompute", "split")}),
     "dp2 x pp2": Layout(4, PP2, DISTRIBUTED, {"llama": ("packed", "some recompute")}),
-    "dp2 x pp2, overlapped": Layout(4, PP2, OVERLAPPED, {"gpt2": ("seven",)}),
+    "dp2 x pp2, overlapped": Layout(4, PP2, OVERLAPPED, {"gpt2": ("seven", "split")}),
 }

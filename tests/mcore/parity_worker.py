@@ -17,7 +17,7 @@ from in_one_process import train
 from parity_cases import COMMON, CUTS, LAYOUTS, MODELS, Layout
 
 from megatron_epp.mcore import entry
-from megatron_epp.schedule import Plan
+from megatron_epp.schedule import Op, Plan
 
 Tensors = dict[str, torch.Tensor]
 
@@ -140,6 +140,7 @@ def contents(plan: Plan) -> dict[str, Any]:
         "slices": pieces.count(longest),
         "kinds": sorted({_kind(c.kind(plan.lengths), len(c.segments)) for c in plan.chunks}),
         "recompute": sorted({"none" if n == 0 else "all" if n == layers else "some" for n, layers in counts}),
+        "weights": sum(action.op is Op.W for rank in range(plan.num_ranks) for action in plan.actions(rank)),
         "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
     }
 

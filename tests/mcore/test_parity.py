@@ -84,5 +84,6 @@ def check_the_case(name: str, cut: Any, ranks: Figures) -> None:
     assert any(plan["slices"] == cut.slices for plan in plans)
     assert any(cut.has in rank["plans"][i]["kinds"] for rank in ranks for i in (0, -1))
     assert sorted({share for plan in plans for share in plan["recompute"]}) == list(cut.recompute)
+    assert any(plan["weights"] > 0 for plan in plans) == cut.splits
     shares_tokens = "--sequence-parallel" in LAYOUTS[name].flags or bool(LAYOUTS[name].context)
     assert any(plan["padding"] > 0 for plan in plans) == shares_tokens
