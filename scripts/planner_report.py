@@ -19,7 +19,7 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -34,7 +34,7 @@ def _ratio(value: float | None) -> str:
 
 def _speed(rows: list[dict[str, Any]]) -> str:
     cells = [[f"{r['sequences']:,}", str(r["stages"]), str(r["chunks"] or "no plan"), f"{r['planning_ms']:.0f}"] for r in rows]
-    return "## Speed\n\nProcessor time on one core, start-up excluded.\n\n" + _table(
+    return "## Speed\n\nProcessor time on one core, start-up excluded.\n\n" + table(
         ["sequences", "stages", "chunks", "planning (ms)"], cells
     )
 
@@ -47,7 +47,7 @@ def _small(found: dict[str, Any]) -> str:
         f"{found['cases']} random cases of up to 8 chunks under tight caps (chunks times stages at most "
         f"{found['most_chunks_times_stages']}); {found['compared']} compared, {found['proven_optimal']} of them solved to "
         f"proof in {found['time_limit_s']:.0f} s each.\n\n"
-        + _table(
+        + table(
             ["", "mean", "worst"],
             [
                 ["gap to the best known", _percent(found["mean_gap"]), _percent(found["worst_gap"])],
@@ -80,7 +80,7 @@ def _against(found: dict[str, Any]) -> str:
     ]
     header = ["planner", "their makespan / ours", "where memory binds", "range", "cases", "only we fit", "only they fit"]
     text = "## Against other planners\n\nSame costs, same caps; geometric means over the cases that both can plan.\n\n"
-    text += _table([*header, "ties (0.5 %)", "they win"], rows)
+    text += table([*header, "ties (0.5 %)", "they win"], rows)
     for name, r in found["against"].items():
         for what, cases in (("ties with", r["ties"]), ("loses to", r["they_win"])):
             if cases:
@@ -106,5 +106,5 @@ def _large(found: dict[str, Any]) -> str:
         f"{_percent(found['worst_gap'])}, at most 5 % in {_percent(found['share_within_5_percent'])} of them. The bound is "
         "that of the chosen chunks. Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and "
         "drain. A stage has the fewest ranks (TP x CP) that leave room under its cap.\n\n"
-        + _table([*header, "planning (ms)", "why the gap"], rows)
+        + table([*header, "planning (ms)", "why the gap"], rows)
     )

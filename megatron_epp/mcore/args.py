@@ -66,8 +66,10 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--epp-trace-iteration",
         type=int,
+        nargs="+",
         metavar="I",
-        help="Write the plan and the measured times of every action of iteration I to --epp-report-dir.",
+        help="Write the plan and the measured times of every action of iteration I to --epp-report-dir, as plan.json and "
+        "measured.json; of several as plan-I.json and measured-I.json.",
     )
     add("--epp-measure-memory", action="store_true", help="Count the bytes autograd keeps, per rank. Costs a little time.")
     add("--epp-allow-unknown-megatron", action="store_true", help="Patch a Megatron whose code is not known to work.")
@@ -183,7 +185,8 @@ def _check_context_parallel(args: argparse.Namespace) -> None:
 
 def _check_values(args: argparse.Namespace) -> None:
     for name, smallest in (("chunk_tokens", 1), ("slices", 1), ("lookahead", 1), ("trace_iteration", 1)):
-        value = getattr(args, f"epp_{name}")
+        given = getattr(args, f"epp_{name}")
+        value = min(given) if isinstance(given, list) else given
         if value is not None and value < smallest:
             raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be at least {smallest}")
     for name in ("memory_cap_gb", "wait_limit_seconds"):

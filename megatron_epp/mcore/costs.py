@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_profile
+from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_profile
 from megatron_epp.cost.library import find, load_costs
-from megatron_epp.mcore.probe import measure_bytes, measure_link, measure_times
+from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
 from megatron_epp.mcore.stage import MegatronStage
+from megatron_epp.mcore.timing import measure_times
 from megatron_epp.runtime.links import Links
 from megatron_epp.schedule import EppError
 
@@ -46,17 +47,18 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
         return _check(stored, str(source), len(links.ranks))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     base = profile.costs(_gathered(stage.num_layers, links))
-    link = base.message_latency_us, base.message_us_per_byte
+    link = Link(base.message_latency_us, base.message_us_per_byte)
     with _undisturbed(stage):
         mine = measure_bytes(stage, base.stages[rank])
         mine = replace(mine, static_bytes=_static_bytes(args, stage))
         if args.epp_costs == "measure":
-            mine = measure_times(stage, mine)
+            mine = measure_times(stage, mine, args.seq_length)
             link = measure_link(stage, links, rank)
-    stages = _gathered(mine, links)
-    latency_us, us_per_byte = _gathered(link, links)[0]
+    link = _gathered(link, links)[0]
+    stages = tuple(_with_messages(stage, link, neighbours) for stage, neighbours in _with_neighbours(_gathered(mine, links)))
     name = "measured" if args.epp_costs == "measure" else base.name
-    costs = [replace(base, stages=tuple(stages), name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte)]
+    latency_us, us_per_byte, _ = link
+    costs = [replace(base, stages=stages, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte)]
     dist.broadcast_object_list(costs, src=0)  # replicas measure too; all take the first one's figures
     if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
         os.makedirs(args.save, exist_ok=True)
@@ -93,6 +95,17 @@ def _stored(args: argparse.Namespace) -> Path | None:
         return find("profiles", args.epp_costs)
     except EppError as error:
         raise EppError(f"--epp-costs {args.epp_costs}: {error}. Or give analytic or measure") from error
+
+
+def _with_neighbours(stages: list[StageCosts]) -> list[tuple[StageCosts, int]]:
+    last = len(stages) - 1
+    return [(costs, (stage > 0) + (stage < last)) for stage, costs in enumerate(stages)]
+
+
+def _with_messages(costs: StageCosts, link: Link, neighbours: int) -> StageCosts:
+    """With the host's time for a message to or from every neighbour, in either pass."""
+    handling = Line(link.host_us * neighbours)
+    return replace(costs, extra_forward=costs.extra_forward + handling, extra_backward=costs.extra_backward + handling)
 
 
 def _check(costs: PipelineCosts, source: str, num_stages: int) -> PipelineCosts:

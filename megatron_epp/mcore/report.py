@@ -132,16 +132,18 @@ class IterationReport:
         args = self.session.args
         folder = Path(args.epp_report_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        if measured is not None and self.batch.plan is not None and self.iteration == args.epp_trace_iteration:
-            save(self.batch.plan, folder / "plan.json")
-            measured.save(folder / "measured.json")
-            logger.info("wrote plan.json and measured.json of iteration %d to %s", self.iteration, folder)
+        traced = args.epp_trace_iteration or []
+        if measured is not None and self.batch.plan is not None and self.iteration in traced:
+            number = f"-{self.iteration}" if len(traced) > 1 else ""
+            save(self.batch.plan, folder / f"plan{number}.json")
+            measured.save(folder / f"measured{number}.json")
+            logger.info("wrote the plan and the times of iteration %d to %s", self.iteration, folder)
         with open(folder / LINES, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 
 
 def _measured(plan: Plan, everyone: list[dict[str, Any]]) -> Measured:
-    ranks = tuple(tuple(Event(Action.parse(text), start, end) for text, start, end in e["events"]) for e in everyone)
+    ranks = tuple(tuple(Event(Action.parse(text), *times) for text, *times in e["events"]) for e in everyone)
     return Measured(digest(plan), ranks)
 
 
