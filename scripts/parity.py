@@ -120,13 +120,7 @@ def _what(args: argparse.Namespace) -> tuple[dict[str, Case], Setting]:
         return {str(row): row.case for row in rows}, setting
     cell = Cell(tp=args.tp, sp=args.sp, cp=args.cp, dp=args.dp, pp=args.pp)
     if args.lengths is not None:
-        from megatron_epp.cli_lengths import read_lengths
-        from megatron_epp.schedule import EppError
-
-        try:
-            lengths = read_lengths(args.lengths)
-        except EppError as error:
-            raise SystemExit(f"parity.py: {error}") from None
+        lengths = _lengths(args.lengths)
         # Megatron wants a context that the ranks which share tokens can divide, ours in two even.
         multiple = 2 * cell.cp * cell.tp
         context = -(-max(lengths) // multiple) * multiple
@@ -134,34 +128,83 @@ def _what(args: argparse.Namespace) -> tuple[dict[str, Case], Setting]:
     return {f"{cell}: {args.model}": Case(cell, args.model, args.plan)}, replace(setting, checkpoint=True)
 
 
-def compare_all(cases: dict[str, Case], setting: Setting, limit_s: float) -> dict[str, dict[str, Any]]:
-    """Run every case both ways. Returns the figures of each, or ``{"error": ...}``."""
-    import parity_worlds
-    from parity_runs import compare
+def _lengths(source: str) -> tuple[int, ...]:
+    from megatron_epp.cli_lengths import lengths_of
+    from megatron_epp.schedule import EppError
 
-    parity_worlds.load_megatron()
+    try:
+        return lengths_of(argparse.Namespace(lengths=source, context=None, batch_size=None))
+    except EppError as error:
+        raise SystemExit(f"parity.py: {error}") from None
+
+
+def compare_all(cases: dict[str, Case], setting: Setting, limit_s: float) -> dict[str, dict[str, Any]]:
+    """Run every case both ways.
+
+    Returns:
+        by name, what `parity_runs.compare` says, or ``{"error": ...}`` where a run failed.
+    """
+    from parity_runs import compare
+    from parity_worlds import load_megatron, train_all
+
+    load_megatron()
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        common = [*common_flags(setting.iterations, setting.context, setting.batch, setting.validates)]
-        common += ["--data-path", write_documents(folder / "documents", setting.lengths)]
-        trainings: dict[tuple[str, ...], parity_worlds.Training] = {}
-        stock_of, elastic_of = {}, {}
-        for name, case in cases.items():
-            flags, more = case.stock_flags(common), case.elastic_flags(common)
-            checkpoint = None
-            if setting.checkpoint:
-                checkpoint = folder / f"checkpoint{len(trainings)}"
-                more += ("--load", str(checkpoint), "--finetune")
-            training = parity_worlds.Training(len(trainings), case.cell.stock.num_processes, flags, checkpoint)
-            stock_of[name] = trainings.setdefault(flags, training).number
-            elastic_of[name] = len(trainings)
-            trainings[more] = parity_worlds.Training(elastic_of[name], case.cell.num_processes, more)
-        runs = parity_worlds.train_all(list(trainings.values()), folder, limit_s)
+        stock_of, elastic_of = _trainings(cases, setting, Path(place))
+        runs = train_all([*stock_of.values(), *elastic_of.values()], Path(place), limit_s)
     results: dict[str, dict[str, Any]] = {}
-    for name in cases:
-        stock, elastic = runs[stock_of[name]], runs[elastic_of[name]]
-        if isinstance(stock, str) or isinstance(elastic, str):
-            results[name] = {"error": f"stock failed: {stock}" if isinstance(stock, str) else f"with plans: {elastic}"}
+    for name, case in cases.items():
+        both = [runs[training] for training in (stock_of[name], elastic_of[name])]
+        if errors := [
+            f"{kind}: {run}" for kind, run in zip(("stock", "with plans"), both, strict=True) if isinstance(run, str)
+        ]:
+            results[name] = {"error": "\n".join(errors)}
         else:
-            results[name] = compare(stock, elastic) | {"num_processes": cases[name].cell.num_processes}
+            results[name] = compare(*both) | {"num_processes": case.cell.num_processes}
     return results
+
+
+def _trainings(cases: dict[str, Case], setting: Setting, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Per case the run with Megatron's schedule, often shared, and the run with plans."""
+    from parity_worlds import Training
+    from training_runs import write_documents
+
+    common = common_flags(setting.iterations, setting.context, setting.batch, setting.validates)
+    common += ["--data-path", write_documents(folder / "documents", setting.lengths, VOCABULARY)]
+    checkpoint = folder / "checkpoint" if setting.checkpoint else None
+    load = () if checkpoint is None else ("--load", str(checkpoint), "--finetune")
+    stock = {
+        name: Training(case.cell.stock.num_processes, case.stock_flags(common), checkpoint) for name, case in cases.items()
+    }
+    elastic = {name: Training(case.cell.num_processes, (*case.elastic_flags(common), *load)) for name, case in cases.items()}
+    return stock, elastic
+
+
+def within(figures: dict[str, Any]) -> bool:
+    """Whether a case ran and nothing is further apart than it may be."""
+    return "error" not in figures and all(value <= TOLERANCE for value in _row(figures).values())
+
+
+def _row(figures: dict[str, Any]) -> dict[str, float]:
+    values = {name: figures[name] if name in ("losses", "validation") else figures[name]["relative"] for name in COLUMNS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def table(report: dict[str, Any]) -> str:
+    """The figures of every case, one a row."""
+    width = max(map(len, report["cases"]), default=4)
+    lines = ["  ".join((" " * width, "processes", *(f"{name.replace('_', ' '):>14}" for name in COLUMNS)))]
+    failures = []
+    for name, figures in report["cases"].items():
+        if "error" in figures:
+            lines.append(f"{name:{width}}  failed")
+            failures.append(f"\n{name} failed\n{figures['error']}")
+            continue
+        values = _row(figures)
+        cells = (f"{values[column]:14.1e}" if column in values else f"{'':>14}" for column in COLUMNS)
+        verdict = "" if within(figures) else f"  above {TOLERANCE:.0e}"
+        lines.append("  ".join((f"{name:{width}}", f"{figures['num_processes']:9}", *cells)) + verdict)
+    return "\n".join((*lines, *failures, f"{len(report['cases'])} cases in {report['seconds']:.0f} s"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

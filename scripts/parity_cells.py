@@ -107,8 +107,9 @@ def common_flags(iterations: int, context: int, batch: int, validates: bool) -> 
         "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --transformer-impl local --micro-batch-size 1 --lr 3e-3 "
         f"--adam-eps 1e-3 --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} "
         "--make-vocab-size-divisible-by 32 --eval-interval 1000 --log-interval 1000 --attention-dropout 0 --hidden-dropout 0 "
-        f"--calculate-per-token-loss --epp --train-iters {iterations} --seq-length {context} --max-position-embeddings {context} "
-        f"--global-batch-size {batch} " + ("--split 80,20,0 --eval-iters 1" if validates else "--split 100,0,0 --eval-iters 0")
+        f"--calculate-per-token-loss --epp --train-iters {iterations} --global-batch-size {batch} --seq-length {context} "
+        f"--max-position-embeddings {context} "
+        + ("--split 80,20,0 --eval-iters 1" if validates else "--split 100,0,0 --eval-iters 0")
     )
 
 

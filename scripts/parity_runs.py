@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_epp.schedule import Plan
 from megatron_epp.schedule.serialize import digest
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass
@@ -182,7 +184,8 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
     Raises:
         AssertionError: the runs had other parameters, or began with others.
     """
-    assert _furthest(stock, elastic, lambda run: run.initial)["relative"] == 0.0, "the runs began with other weights"
+    initial = _tensors(stock, elastic, lambda run: run.initial)
+    assert all(torch.equal(wanted, tensor) for _, wanted, tensor in initial), "the runs began with other weights"
     losses = next(run.losses for run in stock if run.losses)
     validation = next((run.validation for run in stock if run.validation), [])
     replicas = {tuple(map(digest, run.plans)): run.plans for run in elastic}
@@ -192,9 +195,9 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
         "losses": max(_apart(losses, run.losses) for run in elastic if run.losses),
         "learned": losses[0] - losses[-1],
         "validation": max((_apart(validation, run.validation) for run in elastic if run.validation), default=None),
-        "gradients": _furthest(stock, elastic, lambda run: run.gradients[0]),
-        "last_gradients": _furthest(stock, elastic, lambda run: run.gradients[-1]),
-        "parameters": _furthest(stock, elastic, lambda run: run.final),
+        "gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[0])),
+        "last_gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[-1])),
+        "parameters": _furthest(_tensors(stock, elastic, lambda run: run.final)),
         "plans": [[contents(plan) for plan in plans] for plans in replicas.values()],
     }
 
@@ -203,18 +206,22 @@ def _apart(expected: Sequence[float], found: Sequence[float]) -> float:
     return max(abs(b / a - 1) for a, b in zip(expected, found, strict=True))
 
 
-def _furthest(stock: Sequence[Run], elastic: Sequence[Run], tensors_of: Any) -> dict[str, Any]:
-    """The tensor furthest from what is expected, by the norm of the difference over the tensor's norm."""
-    expected = {(run.shard, name): tensor.double() for run in stock for name, tensor in tensors_of(run).items()}
-    found = [((run.shard, name), tensor.double()) for run in elastic for name, tensor in tensors_of(run).items()]
+def _tensors(stock: Sequence[Run], elastic: Sequence[Run], pick: Callable[[Run], Tensors]) -> list[tuple[str, Tensor, Tensor]]:
+    """Name, what is expected and what was found, for every tensor of every rank of the run with plans."""
+    expected = {(run.shard, name): tensor.double() for run in stock for name, tensor in pick(run).items()}
+    found = [((run.shard, name), tensor.double()) for run in elastic for name, tensor in pick(run).items()]
     assert expected.keys() == {key for key, _ in found}, "the runs have other parameters"
-    worst: dict[str, Any] = {"relative": 0.0, "absolute": 0.0, "tensor": None, "num_tensors": len(expected)}
-    for (shard, name), tensor in found:
-        wanted = expected[shard, name]
-        norm, difference = wanted.norm(), tensor - wanted
-        assert norm > 0, f"{name} is zero: nothing is compared"
-        worst["absolute"] = max(worst["absolute"], float(difference.abs().max()))
-        relative = float(difference.norm() / norm)
+    return [(key[1], expected[key], tensor) for key, tensor in found]
+
+
+def _furthest(tensors: list[tuple[str, Tensor, Tensor]]) -> dict[str, Any]:
+    """The tensor furthest from what is expected, by the norm of the difference over the tensor's norm."""
+    worst: dict[str, Any] = {"relative": 0.0, "absolute": 0.0, "tensor": None, "zeros": 0, "num_tensors": len(tensors)}
+    for name, wanted, tensor in tensors:
+        norm, apart = float(wanted.norm()), float((tensor - wanted).norm())
+        relative = apart / norm if norm > 0 else math.inf if apart > 0 else 0.0
+        worst["zeros"] += norm == 0
+        worst["absolute"] = max(worst["absolute"], float((tensor - wanted).abs().max()))
         if not relative <= worst["relative"]:
             worst |= {"relative": relative, "tensor": name}
     return worst
