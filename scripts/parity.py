@@ -25,8 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # before torch is imported
-
 from parity_cells import (
     CONTEXT,
     LENGTHS,
@@ -62,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing := _missing(args):
         print(f"parity.py cannot run {missing} yet", file=sys.stderr)
         return 2
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # before torch is imported
     cases, setting = _what(args)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that forked processes are ended
     start_s = time.perf_counter()

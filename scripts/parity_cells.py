@@ -37,7 +37,7 @@ OPTIMIZERS = {
 PLANS = {
     "packed": "--epp-slices 1",
     "sliced": "--epp-slices 3",
-    "some recompute": "--epp-slices 7 --epp-recompute 1",
+    "recompute": "--epp-slices 7 --epp-recompute 1",
 }
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.schedule import Plan
+from megatron_epp.schedule import Op, Plan
 from megatron_epp.schedule.serialize import digest
 
 Tensors = dict[str, Tensor]
@@ -54,20 +54,18 @@ def record(flags: Sequence[str], checkpoint: Path | None = None) -> Run:
         flags: of Megatron.
         checkpoint: where to save one before the first step.
     """
-    from megatron.core import mpu
-
     run = Run()
     with recording(run, checkpoint):
         train(flags)
-    run.shard = mpu.get_tensor_model_parallel_rank()
     run.final = {name: tensor.clone() for name, tensor in run.final.items()}
-    mpu.destroy_model_parallel()
-    gc.collect()
     return run
 
 
 def train(flags: Sequence[str]) -> None:
-    """Train once through `megatron.training.pretrain`, then take down Megatron's global state, its process groups apart."""
+    """Train once through `megatron.training.pretrain`, then take Megatron's global state down. Starting it takes longer than
+    training a tiny GPT, so a process that has done so may train again, with other flags.
+    """
+    from megatron.core import mpu
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import global_vars
@@ -79,11 +77,14 @@ def train(flags: Sequence[str]) -> None:
     global_vars.destroy_global_vars()
     destroy_num_microbatches_calculator()
     destroy_rerun_state_machine()
+    mpu.destroy_model_parallel()
+    gc.collect()
 
 
 @contextlib.contextmanager
 def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
     """Watch Megatron's training step, its evaluation and our executor."""
+    from megatron.core import mpu
     from megatron.training import training
 
     from megatron_epp.mcore import schedule
@@ -99,6 +100,7 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
             return answer
 
         if not run.initial:
+            run.shard = mpu.get_tensor_model_parallel_rank()
             run.initial = {name: p.detach().clone() for name, p in parameters(model)}
             run.attention = next(type(m).__name__ for n, m in model[0].named_modules() if n.endswith("core_attention"))
             if checkpoint is not None:
@@ -237,6 +239,7 @@ def contents(plan: Plan) -> dict[str, Any]:
         "slices": pieces.count(longest),
         "kinds": sorted({_kind(c.kind(plan.lengths), len(c.segments)) for c in plan.chunks}),
         "recompute": sorted({"none" if n == 0 else "all" if n == layers else "some" for n, layers in counts}),
+        "weights": sum(action.op is Op.W for rank in range(plan.num_ranks) for action in plan.actions(rank)),
         "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
         "token_multiple": plan.token_multiple,
     }
