@@ -51,6 +51,7 @@ class Cell:
         cp: ranks that share the tokens.
         dp: ranks that share the documents.
         pp: ranks that share the layers.
+        split: weight gradients are actions of their own.
     """
 
     tp: int = 1
@@ -58,10 +59,15 @@ class Cell:
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    split: bool = False
 
     def __str__(self) -> str:
         names = [f"{name}{size}" for name in ("tp", "cp", "dp", "pp") if (size := getattr(self, name)) > 1]
-        return " ".join((*names[:1], "sp", *names[1:]) if self.sp else names) or "alone"
+        if self.sp:
+            names.insert(1, "sp")
+        if self.split:
+            names.append("split")
+        return " ".join(names) or "alone"
 
     @property
     def num_processes(self) -> int:
@@ -71,12 +77,12 @@ class Cell:
     def flags(self) -> list[str]:
         sizes = {"tensor-model": self.tp, "context": self.cp, "pipeline-model": self.pp}
         flags = [word for name, size in sizes.items() if size > 1 for word in (f"--{name}-parallel-size", str(size))]
-        return flags + ["--sequence-parallel"] * self.sp
+        return flags + ["--sequence-parallel"] * self.sp + ["--epp-split-weight-gradient"] * self.split
 
     @property
     def stock(self) -> Cell:
         """What Megatron's own schedule runs beside it: its attention cannot share out tokens on a CPU, so there cp is 1."""
-        return replace(self, cp=1)
+        return replace(self, cp=1, split=False)
 
 
 @dataclass(frozen=True)
@@ -115,13 +121,13 @@ def common_flags(iterations: int, context: int, batch: int, validates: bool) -> 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
 
-_SIZES = ("tp", "cp", "dp", "pp")
+_SIZES = ("tp", "cp", "dp", "pp", "split")
 _TOGETHER = {
     frozenset(pair)
     for pair in (
         *itertools.combinations(_SIZES, 2),
-        *itertools.product(("optimizer",), ("cp", "dp")),
-        *itertools.product(("model", "plan"), ("tp", "cp", "pp")),
+        *itertools.product(("optimizer",), ("cp", "dp", "split")),
+        *itertools.product(("model", "plan"), ("tp", "cp", "pp", "split")),
     )
 }
 """Choices that must meet. The others have nothing to do with each other."""
@@ -148,6 +154,7 @@ class Row:
         """Every two choices that meet in it."""
         cell = self.cell
         sizes = {"tp": f"{cell.tp}{' sp' if cell.sp else ''}", "cp": str(cell.cp), "dp": str(cell.dp), "pp": str(cell.pp)}
+        sizes["split"] = str(cell.split)
         choices = sizes | {"model": self.model, "optimizer": self.optimizer, "plan": self.plan}
         pairs = itertools.combinations(choices.items(), 2)
         return {pair for pair in pairs if frozenset(name for name, _ in pair) in _TOGETHER}
@@ -155,8 +162,8 @@ class Row:
 
 def all_cells() -> list[Cell]:
     """Every cell of the matrix, smallest first."""
-    sizes = itertools.product(((1, False), (2, False), (2, True)), (1, 2), (1, 2), (1, 2, 4))
-    cells = [Cell(tp=tp, sp=sp, cp=cp, dp=dp, pp=pp) for (tp, sp), cp, dp, pp in sizes]
+    sizes = itertools.product(((1, False), (2, False), (2, True)), (1, 2), (1, 2), (1, 2, 4), (False, True))
+    cells = [Cell(tp=tp, sp=sp, cp=cp, dp=dp, pp=pp, split=split) for (tp, sp), cp, dp, pp, split in sizes]
     return sorted((c for c in cells if c.num_processes <= MOST_PROCESSES), key=lambda c: c.num_processes)
 
 

@@ -48,6 +48,11 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Takes the place of --recompute-granularity and its kin.",
     )
     add(
+        "--epp-split-weight-gradient",
+        action="store_true",
+        help="Compute the gradient of linear layers' weights apart from the backward, where a stage would wait.",
+    )
+    add(
         "--epp-costs",
         default="analytic",
         metavar="analytic|measure|FILE",

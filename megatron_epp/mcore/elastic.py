@@ -15,6 +15,7 @@ from megatron_epp.mcore import session as sessions
 from megatron_epp.mcore.baseline import baseline_schedule
 from megatron_epp.mcore.documents import build_document_iterators
 from megatron_epp.mcore.layer_spec import relayed_spec_provider
+from megatron_epp.mcore.linear import split_weight_gradients
 from megatron_epp.mcore.rotary import PositionedRotary
 from megatron_epp.mcore.schedule import forward_backward_elastic
 from megatron_epp.schedule import EppError
@@ -39,6 +40,8 @@ def adopt_model(cfg_container: Any, args: argparse.Namespace) -> None:
         return
     config.transformer_layer_spec = relayed_spec_provider(config.transformer_layer_spec, default_layer_spec)
     config.pre_wrap_hooks.append(_position_rotary)
+    if args.epp_split_weight_gradient:
+        config.pre_wrap_hooks.append(split_weight_gradients)
 
 
 def _position_rotary(models: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -20,6 +20,7 @@ from megatron_epp.runtime.links import Links
 from megatron_epp.runtime.meter import SavedTensorMeter
 from megatron_epp.runtime.relay import SliceView
 from megatron_epp.runtime.segments import SegmentTable
+from megatron_epp.runtime.weights import Kept, WeightGradients
 from megatron_epp.schedule import Chunk, Segment
 
 _BYTES_TOKENS = 256
@@ -32,10 +33,15 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
     Where layers recompute a stage keeps a little more (rotary angles, as an input of what runs again); that counts as the
     stage's own whether they do or not, so that a plan promises too much rather than too little. The head is known by what the
-    first layer to recompute finds room in.
+    first layer to recompute finds room in. Where weight gradients are apart: what a backward keeps for them, too.
     """
     layers = stage.num_layers
     kept, peak = _kept_and_peak(stage, layers)
+    if stage.weights is not None:
+        for_layers, for_all = _kept_for_weights(stage, stage.weights)
+        costs = replace(
+            costs, weight_bytes_per_token=for_layers / max(1, layers), extra_weight_bytes_per_token=for_all - for_layers
+        )
     if layers == 0:
         return replace(costs, extra_bytes_per_token=kept, head_bytes_per_token=0.0)
     made = _kept_and_peak(stage, layers - 1)[0] - kept
@@ -98,27 +104,54 @@ def forward(
     stage: MegatronStage, chunk: Chunk, view: SliceView | None = None, recompute_layers: int = 0
 ) -> tuple[Tensor | None, Tensor, ChunkContext]:
     tokens = chunk.num_tokens
-    stage.begin(lambda _: _arrays(tokens), lambda: None)
+    stage.begin(lambda _: _arrays(tokens))
     shape, dtype, device = stage.message(tokens)
     hidden = None if stage.is_first else torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
     context = ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute_layers)
     return hidden, stage.forward(context, hidden), context
 
 
-def backward(stage: MegatronStage, output: Tensor, context: ChunkContext) -> None:
-    stage.backward(context, output, None if stage.is_last else torch.ones_like(output))
+def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_weights: bool = False) -> None:
+    stage.backward(context, output, None if stage.is_last else torch.ones_like(output), keep_weights)
+
+
+def by_place(stage: MegatronStage, kept: list[Kept]) -> tuple[list[Kept], list[Kept]]:
+    """Weight gradients of the layers, and the others."""
+    inside = {id(weight) for weight in stage.decoder.layers.parameters()}
+    return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]
 
 
 def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
     """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
     meter = SavedTensorMeter(stage.model.parameters())
-    tokens = math.lcm(_BYTES_TOKENS, stage.token_multiple)
-    chunk = Chunk((Segment(0, 0, tokens),))
+    chunk = _bytes_chunk(stage)
+    tokens = chunk.num_tokens
     with meter:
         _, output, context = forward(stage, chunk, recompute_layers=recompute_layers)
         kept = meter.live_bytes
         backward(stage, output, context)
     return kept / tokens, meter.peak_bytes / tokens
+
+
+def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
+    """Bytes per token that a backward keeps for the weight gradients of the layers, and for all."""
+    meter = SavedTensorMeter(stage.model.parameters())
+    chunk = _bytes_chunk(stage)
+    with meter:
+        _, output, context = forward(stage, chunk)
+        backward(stage, output, context, keep_weights=True)
+        everything = meter.live_bytes
+        inside, outside = by_place(stage, weights.pop(0))
+        for kept in outside:
+            kept.run()
+        layers = meter.live_bytes
+        for kept in inside:
+            kept.run()
+    return layers / chunk.num_tokens, everything / chunk.num_tokens
+
+
+def _bytes_chunk(stage: MegatronStage) -> Chunk:
+    return Chunk((Segment(0, 0, math.lcm(_BYTES_TOKENS, stage.token_multiple)),))
 
 
 def _now_us() -> float:

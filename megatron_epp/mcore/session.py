@@ -89,7 +89,11 @@ class Session:
         )
         recompute = args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute)
         options = Options(
-            chunk_tokens=args.epp_chunk_tokens, slices=args.epp_slices, recompute=recompute, planner=args.epp_planner
+            chunk_tokens=args.epp_chunk_tokens,
+            slices=args.epp_slices,
+            recompute=recompute,
+            planner=args.epp_planner,
+            split_weight=args.epp_split_weight_gradient,
         )
         start_s = time.perf_counter()
         try:

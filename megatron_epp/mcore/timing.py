@@ -17,10 +17,11 @@ from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.mcore.cases import LONGEST_CONTEXT, MULTIPLE, Case, cases_of
 from megatron_epp.mcore.core_attention import RelayAttention
-from megatron_epp.mcore.probe import backward, forward
+from megatron_epp.mcore.probe import backward, by_place, forward
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import SliceView
+from megatron_epp.runtime.weights import Kept
 from megatron_epp.schedule import Chunk, Segment
 
 _REPEATS = 7
@@ -51,6 +52,12 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         return fit_line(points, pairs).line
 
     layers = max(1, stage.num_layers)
+    if stage.weights is not None:
+        costs = replace(
+            costs,
+            weight=fit(lambda t: t.layers_weight, False).scaled(1 / layers),
+            extra_weight=fit(lambda t: t.weight - t.layers_weight, False),
+        )
     return replace(
         costs,
         forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
@@ -61,12 +68,16 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
 
 
 class Times(NamedTuple):
-    """Microseconds of a pass of the whole stage, and of its layers alone."""
+    """Microseconds of a pass of the whole stage, and of its layers alone. Weight gradients are a part of the backward; their
+    own time is known only where they are apart.
+    """
 
     forward: float
     backward: float
     layers_forward: float
     layers_backward: float
+    weight: float
+    layers_weight: float
 
 
 def multiple_of(stage: MegatronStage) -> int:
@@ -148,9 +159,10 @@ def _begin(stage: MegatronStage, number: int, case: Case) -> _Alive:
 def _end(stage: MegatronStage, one: _Alive) -> Times:
     assert one.output is not None
     one.clock.note("backward")
-    backward(stage, one.output, one.context)
+    backward(stage, one.output, one.context, keep_weights=stage.weights is not None)
     one.hidden = one.output = None  # takes time too
     one.clock.note("backward end")
+    layers_weight, weight = (0.0, 0.0) if stage.weights is None else _time_weights(stage, stage.weights.pop(0), one.clock)
     if one.context.view is not None:
         for layer in _layers(stage):
             stage.relay.release(layer, one.context.view)
@@ -158,11 +170,24 @@ def _end(stage: MegatronStage, one: _Alive) -> Times:
     block_start = clock.get("block gradient in", clock["backward"])
     block_end = clock.get("block gradient out", clock["backward end"])
     return Times(
-        clock["forward end"] - clock["forward"],
-        clock["backward end"] - clock["backward"],
-        clock["block out"] - clock["block in"],
-        block_end - block_start,
+        forward=clock["forward end"] - clock["forward"],
+        backward=clock["backward end"] - clock["backward"] + weight,
+        layers_forward=clock["block out"] - clock["block in"],
+        layers_backward=block_end - block_start + layers_weight,
+        weight=weight,
+        layers_weight=layers_weight,
     )
+
+
+def _time_weights(stage: MegatronStage, kept: list[Kept], clock: _Clock) -> tuple[float, float]:
+    """Time of the weight gradients of the layers, and of all."""
+    clock.note("weights")
+    for name, part in zip(("layers' weights end", "weights end"), by_place(stage, kept), strict=True):
+        while part:
+            part.pop(0).run()
+        clock.note(name)
+    times_us = clock.times_us
+    return times_us["layers' weights end"] - times_us["weights"], times_us["weights end"] - times_us["weights"]
 
 
 def _fill(stage: MegatronStage, view: SliceView) -> None:

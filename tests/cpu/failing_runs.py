@@ -21,9 +21,9 @@ class FaultyStage(PlainStage):
         self._maybe(f"F{context.chunk}")
         return super().forward(context, hidden)
 
-    def backward(self, context, output, grad):
+    def backward(self, context, output, grad, keep_weights):
         self._maybe(f"B{context.chunk}")
-        super().backward(context, output, grad)
+        super().backward(context, output, grad, keep_weights)
 
     def _maybe(self, action):
         if action == self.action:

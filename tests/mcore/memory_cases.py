@@ -33,6 +33,8 @@ PIPELINES = {
         "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
         "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
         "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
+        "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
+        "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
         TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",

@@ -24,12 +24,14 @@ class Cut:
         has: a kind of chunk that the first or the last plan must have, since their gradients are compared: ``whole`` (a
             document), ``packed`` (several), ``split`` (a slice) or ``hybrid`` (a slice beside whole documents).
         recompute: shares of a stage's layers, ``none``, ``some`` or ``all``, that recompute somewhere in the plans.
+        splits: weight gradients are apart from their backwards.
     """
 
     flags: str
     slices: int
     has: str
     recompute: tuple[str, ...] = ("none",)
+    splits: bool = False
 
 
 CUTS = {
@@ -40,6 +42,10 @@ CUTS = {
     "seven": Cut("--epp-slices 7", slices=7, has="hybrid"),
     "some recompute": Cut("--epp-slices 7 --epp-recompute 1", slices=7, has="hybrid", recompute=("some",)),
     "all recompute": Cut("--epp-slices 3 --epp-recompute 4", slices=3, has="hybrid", recompute=("all",)),
+    "split": Cut("--epp-slices 3 --epp-split-weight-gradient", slices=3, has="hybrid", splits=True),
+    "split, some recompute": Cut(
+        "--epp-slices 3 --epp-split-weight-gradient --epp-recompute 1", slices=3, has="hybrid", recompute=("some",), splits=True
+    ),
     # As much as the cap asks for, so not the same for every chunk.
     "capped": Cut("--epp-slices 3 --epp-memory-cap-gb 0.0006", slices=3, has="hybrid", recompute=("all", "none", "some")),
 }
@@ -51,6 +57,6 @@ CASES: dict[Cell, dict[str, tuple[str, ...]]] = {
         "llama": tuple(CUTS),
         "grouped": ("whole", "packed", "some recompute"),
         "learned": ("two", "seven"),
-        "gpt2": ("packed", "seven", "all recompute"),
+        "gpt2": ("packed", "seven", "all recompute", "split", "split, some recompute"),
     },
 }

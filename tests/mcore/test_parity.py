@@ -101,6 +101,7 @@ def test_plans_train_as_the_stock_schedule_does(
     assert any(plan["slices"] == wanted.slices for plan in plans)
     assert any(wanted.has in plans[i]["kinds"] for i in (0, -1))
     assert sorted({share for plan in plans for share in plan["recompute"]}) == list(wanted.recompute)
+    assert any(plan["weights"] > 0 for plan in plans) == wanted.splits
     assert not any(plan["padding"] for plan in plans)
 
 
@@ -119,6 +120,7 @@ def test_every_group_of_processes_trains_as_the_stock_schedule_does(matrix: dict
     assert ("packed" if row.plan == "packed" else "hybrid") in kinds
     recomputed = {share for plan in plans for share in plan["recompute"]}
     assert ("none" not in recomputed) == (row.plan == "recompute")
+    assert any(plan["weights"] > 0 for plan in plans) == cell.split
 
 
 def test_the_rows_bring_every_two_choices_together() -> None:
@@ -130,7 +132,7 @@ def test_the_rows_bring_every_two_choices_together() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--virtual", 2], "--virtual 2"),
+        (["--virtual", 2, "--placement", "v"], "--virtual 2, --placement v"),
         (["--tp", 2, "--experts", 4, "--ep", 2], "--experts 4, --ep 2"),
         (["--lengths", "12,x"], "'x'"),
     ],
