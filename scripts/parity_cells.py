@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shlex
 from collections.abc import Iterable
@@ -161,31 +162,31 @@ class Row:
 
 
 def all_cells() -> list[Cell]:
-    """Every cell of the matrix, smallest first."""
+    """Every cell of the matrix, smallest first. With one stage no plan gains by splitting, so none does."""
     sizes = itertools.product(((1, False), (2, False), (2, True)), (1, 2), (1, 2), (1, 2, 4), (False, True))
     cells = [Cell(tp=tp, sp=sp, cp=cp, dp=dp, pp=pp, split=split) for (tp, sp), cp, dp, pp, split in sizes]
-    return sorted((c for c in cells if c.num_processes <= MOST_PROCESSES), key=lambda c: c.num_processes)
+    possible = [cell for cell in cells if cell.num_processes <= MOST_PROCESSES and (cell.pp > 1 or not cell.split)]
+    return sorted(possible, key=lambda cell: cell.num_processes)
 
 
-def all_rows() -> list[Row]:
+@functools.cache
+def all_rows() -> tuple[Row, ...]:
     """Every cell with every model, plan and optimizer."""
     rows = []
     for cell in all_cells():
         optimizers = OPTIMIZERS if cell.dp * cell.cp > 1 else ("plain",)
         rows += [Row(cell, *others) for others in itertools.product(MODELS, optimizers, PLANS)]
-    return rows
+    return tuple(rows)
 
 
-def full_rows() -> list[Row]:
-    """Every cell once, with each its own of the models, plans and optimizers in turn."""
-    rows: list[Row] = []
-    for cell in all_cells():
-        choices = [row for row in all_rows() if row.cell == cell]
-        rows.append(choices[7 * len(rows) % len(choices)])
-    return rows
+def full_rows() -> tuple[Row, ...]:
+    """Every cell once, with the models, plans and optimizers in turn."""
+    of_cells = [tuple(rows) for _, rows in itertools.groupby(all_rows(), key=lambda row: row.cell)]
+    return tuple(rows[7 * number % len(rows)] for number, rows in enumerate(of_cells))
 
 
-def covering_rows() -> list[Row]:
+@functools.cache
+def covering_rows() -> tuple[Row, ...]:
     """Few rows in which every two choices meet that meet anywhere: greedily, most that is new per process, first come."""
     pairs = {row: row.pairs for row in all_rows()}
     missing = set().union(*pairs.values())
@@ -198,4 +199,4 @@ def covering_rows() -> list[Row]:
         others = [pairs[other] for other in chosen if other is not row]
         if others and pairs[row] <= set().union(*others):
             chosen.remove(row)
-    return sorted(chosen, key=lambda row: row.cell.num_processes)
+    return tuple(sorted(chosen, key=lambda row: row.cell.num_processes))

@@ -103,19 +103,17 @@ def _run_world(trainings: Sequence[Training], place: Path, limit_s: float) -> st
         process.start()
     done, since_s = 0, time.monotonic()
     try:
-        while alive := [process for process in processes if process.is_alive()]:
+        while (alive := [p for p in processes if p.is_alive()]) and not any(p.exitcode for p in processes):
             wait([process.sentinel for process in alive], timeout=1.0)
-            if any(process.exitcode for process in processes):
-                return _end_of(log)
             if (now_done := sum(_is_recorded(i, t, place) for i, t in enumerate(trainings))) > done:
                 done, since_s = now_done, time.monotonic()
             elif time.monotonic() - since_s > limit_s:
                 return f"not finished after {limit_s:.0f} s\n{_end_of(log)}"
+        return _end_of(log) if any(process.exitcode for process in processes) else None
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return None
 
 
 def _end_of(log: Path) -> str:
