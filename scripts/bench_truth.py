@@ -2,8 +2,9 @@
 
 Trains a small GPT on the quickstart's documents with costs measured at its start, once as fast as it goes and once under a
 memory cap that asks for recompute, and keeps plan and times of every iteration. Costs are measured again at the end: what
-changed meanwhile is the machine, not the model. Memory is counted in runs of their own, because counting takes time. The first
-iteration of a run is left out: it meets memory for the first time.
+changed meanwhile is the machine, not the model. `megatron-epp profile` is asked too: it times the parts in plain torch, without
+the host time of Megatron's layers, which counts on a CPU and in small models. Memory is counted in runs of their own, because
+counting takes time. The first iteration of a run is left out: it meets memory for the first time.
 
 A machine that runs other programs takes cores away in the middle of actions. Processor times tell how much; both figures are
 given, with and without that.
@@ -15,6 +16,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from quickstart import corpus
 from training_runs import ROOT, Run, machine, tiny_gpt, train
 from truth_report import markdown
 
-from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost import PipelineCosts, Profile
 from megatron_epp.planner import Decisions, Options, Problem
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.report.measured import Measured
@@ -50,13 +53,15 @@ def makespan_with(plan: Plan, costs: PipelineCosts) -> float:
     return build_plan(asked, costs, Options(planner=plan.planner), made).predicted.makespan_us
 
 
-def compare_times(runs: Sequence[tuple[Plan, Measured]], after: PipelineCosts) -> dict[str, Any]:
+def compare_times(runs: Sequence[tuple[Plan, Measured]], after: PipelineCosts, parts: Profile) -> dict[str, Any]:
     """Figures of one training run.
 
     Args:
         runs: plan and times of every iteration, the first ones left out.
         after: costs measured after the run.
+        parts: a profile of the model's parts.
     """
+    by_parts = parts.costs(after.num_layers)
     found = [compare(plan, measured) for plan, measured in runs]
     again = [makespan_with(plan, after) for plan, _ in runs]
     rows = [
@@ -78,6 +83,9 @@ def compare_times(runs: Sequence[tuple[Plan, Measured]], after: PipelineCosts) -
     return {
         "error_of_median": median(one.planned_us for one in found) / median(one.measured_us for one in found) - 1,
         "error_of_median_with_costs_after": median(again) / median(one.measured_us for one in found) - 1,
+        "error_of_median_with_profile": median(makespan_with(plan, by_parts) for plan, _ in runs)
+        / median(one.measured_us for one in found)
+        - 1,
         "median_error": median(row["error"] for row in rows),
         "median_absolute_error": median(abs(row["error"]) for row in rows),
         "median_undisturbed_error": median(undisturbed) if undisturbed else None,
@@ -162,13 +170,17 @@ def bench(folder: Path, ranks: int, iterations: int, cap_share: float, data_path
         folder / "after", ranks, settings | {"epp_costs": "measure", "save": folder / "after", "save_interval": iterations + 1}
     )
     after = PipelineCosts.from_json((folder / "after" / COSTS).read_text())
+    profile = folder / "profile.json"
+    command = [sys.executable, "-m", "megatron_epp.cli", "profile", "--model", "tiny-gpt", "-o", str(profile)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"OMP_NUM_THREADS": "1"} | os.environ)
+    parts = Profile.from_json(profile.read_text())
     return {
         "machine": machine(),
         "pipeline": ranks,
         "load_average": {"before": load_before, "after": os.getloadavg()[0]},
         "cap_gb": cap_gb,
-        "free": compare_times(free, after) | {"peaks": free_peaks},
-        "capped": compare_times(capped, after) | {"peaks": capped_peaks},
+        "free": compare_times(free, after, parts) | {"peaks": free_peaks},
+        "capped": compare_times(capped, after, parts) | {"peaks": capped_peaks},
     }
 
 

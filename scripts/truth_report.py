@@ -25,6 +25,10 @@ def _part(name: str, found: dict[str, Any]) -> str:
     rows = [
         ["iteration time, error of the median", signed(found["error_of_median"])],
         ["the same, with the costs measured after the run", signed(found["error_of_median_with_costs_after"])],
+        [
+            "the same, with a profile of the model's parts (`megatron-epp profile`)",
+            signed(found["error_of_median_with_profile"]),
+        ],
         ["iteration time, median error", signed(found["median_error"])],
         ["the same, without what other programs took", signed(found["median_undisturbed_error"])],
         ["iteration time, median absolute error", signed(found["median_absolute_error"])],

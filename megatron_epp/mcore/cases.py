@@ -15,7 +15,7 @@ LONGEST_CONTEXT = 8192
 """That is measured where nothing else is said; what is longer is left to the line."""
 
 _TOKENS = (128, 512, 1024, 2048)
-_SLICES = (128, 512, 1024)
+_PACKED = _SLICES = (128, 512, 1024)
 _PREFIX_SHARES = (0.25, 0.5, 0.75)
 """Of the context: what lies before a slice."""
 _SEGMENTS = 8
@@ -60,7 +60,8 @@ def cases_of(
     def sizes(tokens: Sequence[int], limit: int) -> list[int]:
         return sorted({max(1, min(factor * n, limit, most_tokens) // multiple) * multiple for n in tokens})
 
-    whole = (Case(tokens, segments) for tokens in sizes(_TOKENS, context) for segments in (1, _SEGMENTS))
+    whole = (Case(tokens) for tokens in sizes(_TOKENS, context))
+    packed = (Case(tokens, _SEGMENTS) for tokens in sizes(_PACKED, context))
     prefixes = [int(share * context) // multiple * multiple for share in _PREFIX_SHARES]
     slices = (Case(tokens, prefix=prefix) for prefix in prefixes for tokens in sizes(_SLICES, context - prefix))
-    return (*whole, *slices)
+    return (*whole, *packed, *slices)

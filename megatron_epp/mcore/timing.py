@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from megatron_epp.runtime.relay import SliceView
 from megatron_epp.runtime.weights import Kept
 from megatron_epp.schedule import Chunk, Segment
 
-_REPEATS = 7
+_REPEATS = 8
 _ALIVE = 4
 """Cases between forward and backward."""
 _GPU_FACTOR = 2
@@ -44,8 +45,7 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         context: tokens of the longest sequence (--seq-length).
     """
     cases = cases_of(context, multiple_of(stage), *_limits(costs))
-    rounds = [_round(stage, cases) for _ in range(_REPEATS + 1)]  # so that drift of the machine's speed hits all alike
-    times = [Times(*map(statistics.median, zip(*seen, strict=True))) for seen in zip(*rounds[1:], strict=True)]
+    times = _medians(stage, cases)
 
     def fit(pick: Callable[[Times], float], pairs: bool) -> Line:
         points = [Point(c.tokens, c.pairs, max(0.0, pick(t))) for c, t in zip(cases, times, strict=True)]
@@ -127,17 +127,31 @@ class _Alive:
     output: Tensor | None
 
 
+def _medians(stage: MegatronStage, cases: Sequence[Case]) -> list[Times]:
+    """Of several rounds, so that drift of the machine's speed hits all cases alike; after one that warms up.
+
+    Every round has an order of its own, the same on all ranks: what ran before a case decides what it finds in the caches.
+    """
+    seen: list[list[Times]] = [[] for _ in cases]
+    for number in range(_REPEATS + 1):
+        order = list(range(len(cases)))
+        Random(number).shuffle(order)
+        for at, took in zip(order, _round(stage, [cases[at] for at in order]), strict=True):
+            seen[at].append(took)
+    return [Times(*map(statistics.median, zip(*some[1:], strict=True))) for some in seen]
+
+
 def _round(stage: MegatronStage, cases: Sequence[Case]) -> list[Times]:
     """Time all cases once, with a few alive at a time as in a pipeline: so what backward needs is no longer in the caches, and
-    memory comes and goes as it does in training.
+    memory comes and goes as it does in training. The first few run once more ahead, so that they find memory too.
     """
     times: list[Times] = []
     alive: deque[_Alive] = deque()
-    for number, case in enumerate(cases):
+    for number, case in enumerate([*cases[:_ALIVE], *cases]):
         alive.append(_begin(stage, number, case))
         if len(alive) > _ALIVE:
             times.append(_end(stage, alive.popleft()))
-    return [*times, *(_end(stage, one) for one in alive)]
+    return [*times, *(_end(stage, one) for one in alive)][_ALIVE:]
 
 
 def _begin(stage: MegatronStage, number: int, case: Case) -> _Alive:
