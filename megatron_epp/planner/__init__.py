@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from megatron_epp.cost import Costs
 from megatron_epp.planner.anytime import Anytime
 from megatron_epp.planner.assemble import Decisions, build_plan
@@ -39,4 +43,17 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     planner = PLANNERS[options.planner]
     if planner is greedy and options.budget_ms:
         return Anytime(costs, options).plan(problem)
-    return build_plan(problem, costs, options, planner(problem, costs, options))
+    with _uncollected():
+        return build_plan(problem, costs, options, planner(problem, costs, options))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without cyclic garbage collection: plans are many small tuples and no cycles, and looking for cycles takes a third."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
