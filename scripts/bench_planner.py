@@ -15,19 +15,21 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
 from planner_report import markdown
+from planner_runs import BATCHES, RunCase, run_row
 from planner_suite import OURS, RIVALS, Case, all_cases, row, sampled_cases
 from sequence_lengths import wikipedia
 
 from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan
+from megatron_epp.planner.baselines.fixed import FIXED
 from megatron_epp.schedule import InfeasibleError, PlanError
 
 FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_planner"
@@ -143,22 +145,50 @@ def large(cases: list[Case], planners: tuple[str, ...], jobs: int) -> dict[str, 
         ):
             rows.append(found)
             say(f"large: {len(rows)} of {len(cases)}, {name_of(found)}: gap {found.get('gap', float('nan')):.2%}")
-    gaps = [r["gap"] for r in rows if "gap" in r]
+    planned = [r for r in rows if "gap" in r]
+    return (
+        {"cases": len(rows), "planned": len(planned)}
+        | gaps_of(planned)
+        | {
+            "all_levers": gaps_of([r["all_levers"] for r in planned])
+            | {"over_default": geometric_mean([r["makespan_us"] / r["all_levers"]["makespan_us"] for r in planned])},
+            "against": {name: against(rows, name) for name in planners},
+            "against_all_levers": {name: against(rows, name, all_levers=True) for name in planners},
+            "rows": rows,
+        }
+    )
+
+
+def gaps_of(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    gaps = [r["gap"] for r in rows]
     return {
-        "cases": len(rows),
-        "planned": len(gaps),
         "median_gap": statistics.median(gaps) if gaps else None,
         "worst_gap": max(gaps, default=None),
         "share_within_5_percent": sum(gap <= 0.05 for gap in gaps) / len(gaps) if gaps else None,
-        "against": {name: against(rows, name) for name in planners},
+    }
+
+
+def runs(cases: list[RunCase], jobs: int) -> dict[str, Any]:
+    """Ratios to planners whose setting a run fixes."""
+    rows = []
+    with ProcessPoolExecutor(jobs) as pool:
+        for found in pool.map(run_row, cases) if jobs > 1 else map(run_row, cases):
+            rows.append(found)
+            say(f"runs: {len(rows)} of {len(cases)}, {name_of(found)}")
+    return {
+        "cases": len(rows),
+        "batches": BATCHES,
+        "planned": sum("makespan_us" in r for r in rows),
+        "against": {name: against(rows, name) for name in FIXED},
+        "against_all_levers": {name: against(rows, name, all_levers=True) for name in FIXED},
         "rows": rows,
     }
 
 
-def against(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Geometric mean of their makespan over ours, where both have a plan."""
+def against(rows: list[dict[str, Any]], name: str, all_levers: bool = False) -> dict[str, Any]:
+    """Geometric mean of their makespan over ours (with all levers), where both have a plan."""
     both = [
-        (r["rivals"][name]["makespan_us"] / r["makespan_us"], r)
+        (r["rivals"][name]["makespan_us"] / (r["all_levers"] if all_levers else r)["makespan_us"], r)
         for r in rows
         if "makespan_us" in r and r["rivals"][name]["makespan_us"] is not None
     ]
@@ -188,12 +218,20 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def suite(a: argparse.Namespace) -> list[Case]:
+    """The cases that the command line asks for."""
+    cases = all_cases() if a.full else sampled_cases()
+    if a.reduced:
+        cases = [case for case in cases if case.stages == 4 and case.context <= 131072 and case.cap_gb < 100][:1]
+    return cases
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--reduced", action="store_true", help="a few small cases")
     size.add_argument("--full", action="store_true", help="all 540 cases of the suite and 200 against the oracle")
-    parser.add_argument("--parts", default="speed,small,large", help="what to measure (default: speed,small,large)")
+    parser.add_argument("--parts", default="speed,small,large,runs", help="what to measure (default: all)")
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes for the suite (default 1); speed is always measured alone"
     )
@@ -208,10 +246,9 @@ def main() -> None:
         limits = (3, 1.0, 12) if a.reduced else (200, 60.0, 32) if a.full else (40, 3.0, 24)
         report["small"] = small(*limits)
     if "large" in parts:
-        cases = all_cases() if a.full else sampled_cases()
-        if a.reduced:
-            cases = [case for case in cases if case.stages == 4 and case.context <= 131072 and case.cap_gb < 100][:1]
-        report["large"] = large(cases, RIVALS, a.jobs)
+        report["large"] = large(suite(a), RIVALS, a.jobs)
+    if "runs" in parts:
+        report["runs"] = runs([RunCase(*astuple(case)) for case in suite(a)], a.jobs)
     report["minutes"] = (time.perf_counter() - start_s) / 60
     a.output.mkdir(parents=True, exist_ok=True)
     (a.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 WORTH_EXPLAINING = 0.05
+LEVERS = """\"All levers\": weight gradients as actions of their own, and offload to the host (`--split-weight --offload`). The
+planner plans with them on request; training runs such plans where the runtime supports them."""
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -13,13 +15,17 @@ def markdown(report: dict[str, Any]) -> str:
         parts.append(_speed(report["speed"]))
     if "small" in report:
         parts.append(_small(report["small"]))
+    if "large" in report or "runs" in report:
+        parts.append(LEVERS)
     if "large" in report:
         parts.append(_against(report["large"]))
         parts.append(_large(report["large"]))
+    if "runs" in report:
+        parts.append(_runs(report["runs"]))
     return "\n\n".join(parts) + "\n"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -34,7 +40,7 @@ def _ratio(value: float | None) -> str:
 
 def _speed(rows: list[dict[str, Any]]) -> str:
     cells = [[f"{r['sequences']:,}", str(r["stages"]), str(r["chunks"] or "no plan"), f"{r['planning_ms']:.0f}"] for r in rows]
-    return "## Speed\n\nProcessor time on one core, start-up excluded.\n\n" + _table(
+    return "## Speed\n\nProcessor time on one core, start-up excluded.\n\n" + table(
         ["sequences", "stages", "chunks", "planning (ms)"], cells
     )
 
@@ -47,7 +53,7 @@ def _small(found: dict[str, Any]) -> str:
         f"{found['cases']} random cases of up to 8 chunks under tight caps (chunks times stages at most "
         f"{found['most_chunks_times_stages']}); {found['compared']} compared, {found['proven_optimal']} of them solved to "
         f"proof in {found['time_limit_s']:.0f} s each.\n\n"
-        + _table(
+        + table(
             ["", "mean", "worst"],
             [
                 ["gap to the best known", _percent(found["mean_gap"]), _percent(found["worst_gap"])],
@@ -63,24 +69,64 @@ def _small(found: dict[str, Any]) -> str:
     )
 
 
+TUNED = """## Against other planners, tuned for every batch
+
+Same costs, same caps; geometric means over the cases that both can plan. Chunk size, recompute and what else a planner has are
+the best for each batch: more than a real run of stock 1F1B, Seq1F1B or ChunkFlow can have, which fixes them in its launch flags
+(see the next table). InfiniPipe plans every batch in practice too."""
+
+FIXED = """## Against other planners, as runs use them
+
+One chunk size and one uniform recompute (ChunkFlow: one K) for all {batches} batches of a run: the fastest setting of those
+that fit every batch, and besides a batch with a sequence as long as may come (the context, or the longest of the corpus). Total
+time of the batches. The pipelines are the same for all planners and have room for that longest sequence."""
+
+
 def _against(found: dict[str, Any]) -> str:
-    rows = [
-        [
-            name,
-            _ratio(r["geometric_mean"]),
-            _ratio(r["geometric_mean_where_memory_binds"]),
-            f"{_ratio(r['least'])} to {_ratio(r['most'])}",
-            str(r["both_have_a_plan"]),
-            str(r["only_we_have_one"]),
-            str(r["only_they_have_one"]),
-            str(len(r["ties"])),
-            str(len(r["they_win"])),
-        ]
-        for name, r in found["against"].items()
-    ]
-    header = ["planner", "their makespan / ours", "where memory binds", "range", "cases", "only we fit", "only they fit"]
-    text = "## Against other planners\n\nSame costs, same caps; geometric means over the cases that both can plan.\n\n"
-    text += _table([*header, "ties (0.5 %)", "they win"], rows)
+    return f"{TUNED}\n\n{_ratios(found)}"
+
+
+def _runs(found: dict[str, Any]) -> str:
+    header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "all levers: faster by"]
+    names = list(found["against"])
+    rows = []
+    for r in found["rows"]:
+        ours_us = r.get("makespan_us")
+        levers = "no plan" if ours_us is None else _percent(ours_us / r["all_levers"]["makespan_us"] - 1)
+        rows.append([*_case(r), levers, *(_fixed(r["rivals"][name], ours_us) for name in names)])
+    settings = table([*header, *names], rows)
+    return f"{FIXED.format(**found)}\n\n{_ratios(found)}\n\nTheir time over ours, and the setting:\n\n{settings}"
+
+
+def _fixed(rival: dict[str, Any], ours_us: float | None) -> str:
+    if rival["makespan_us"] is None:
+        return "does not fit"
+    names = {"chunk_tokens": "chunks of {:,}", "recompute": "{} layers recompute", "retain": "K = {}"}
+    setting = ", ".join(text.format(rival[key]) for key, text in names.items() if rival[key] is not None)
+    return f"{_ratio(rival['makespan_us'] / ours_us) if ours_us else '-'} ({setting})"
+
+
+def _ratios(found: dict[str, Any]) -> str:
+    rows = []
+    for name, r in found["against"].items():
+        more = found["against_all_levers"][name]
+        rows.append(
+            [
+                name,
+                _ratio(r["geometric_mean"]),
+                _ratio(r["geometric_mean_where_memory_binds"]),
+                f"{_ratio(r['least'])} to {_ratio(r['most'])}",
+                _ratio(more["geometric_mean"]),
+                str(r["both_have_a_plan"]),
+                str(r["only_we_have_one"]),
+                str(r["only_they_have_one"]),
+                str(len(r["ties"])),
+                str(len(r["they_win"])),
+                str(len(more["they_win"])),
+            ]
+        )
+    header = ["planner", "their makespan / ours", "where memory binds", "range", "with all levers", "cases", "only we fit"]
+    text = table([*header, "only they fit", "ties (0.5 %)", "they win", "they win (all levers)"], rows)
     for name, r in found["against"].items():
         for what, cases in (("ties with", r["ties"]), ("loses to", r["they_win"])):
             if cases:
@@ -88,23 +134,47 @@ def _against(found: dict[str, Any]) -> str:
     return text
 
 
+def _case(r: dict[str, Any]) -> list[str]:
+    case = [r["lengths"], f"{r['context'] // 1024}K", str(r["stages"]), r["model"]]
+    return [*case, f"{r['tensor_parallel']} x {r['context_parallel']}", str(r["cap_gb"]), f"{r['tokens']:,}"]
+
+
 def _large(found: dict[str, Any]) -> str:
     header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "chunks", "gap", "recompute", "idle"]
+    header += ["planning (ms)", "all levers: faster by", "gap", "uses", "planning (ms)", "why the gap"]
     rows = []
     for r in found["rows"]:
-        case = [r["lengths"], f"{r['context'] // 1024}K", str(r["stages"]), r["model"]]
-        case += [f"{r['tensor_parallel']} x {r['context_parallel']}", str(r["cap_gb"]), f"{r['tokens']:,}"]
         if "gap" not in r:
-            rows.append([*case, "", "no plan", "", "", "", "the cap is below the least that any plan takes"])
+            rows.append([*_case(r), "", "no plan", *[""] * 7, "the cap is below the least that any plan takes"])
             continue
-        why = r["why"] if r["gap"] > WORTH_EXPLAINING else ""
         figures = [str(r["chunks"]), _percent(r["gap"]), _percent(r["recompute_share"]), _percent(r["idle_share"])]
-        rows.append([*case, *figures, f"{r['planning_ms']:.0f}", why])
+        more = r["all_levers"]
+        uses = ", ".join(word for word, used in (("W", more["splits_weight"]), ("offload", more["offloads"])) if used)
+        levers = [_percent(r["makespan_us"] / more["makespan_us"] - 1), _percent(more["gap"]), uses or "none"]
+        times = [f"{one['planning_ms']:.0f}" for one in (r, more)]
+        rows.append([*_case(r), *figures, times[0], *levers, times[1], _explained(r)])
+    return f"{_gaps(found)}\n\n{table(header, rows)}"
+
+
+def _gaps(found: dict[str, Any]) -> str:
+    more = found["all_levers"]
+
+    def spread(gaps: dict[str, Any]) -> str:
+        within = _percent(gaps["share_within_5_percent"])
+        return f"median {_percent(gaps['median_gap'])}, worst {_percent(gaps['worst_gap'])}, at most 5 % in {within} of them"
+
+    faster = _percent((more["over_default"] or 1.0) - 1)
     return (
-        "## Gap to the lower bound\n\n"
-        f"{found['planned']} of {found['cases']} cases have a plan. Gap: median {_percent(found['median_gap'])}, worst "
-        f"{_percent(found['worst_gap'])}, at most 5 % in {_percent(found['share_within_5_percent'])} of them. The bound is "
-        "that of the chosen chunks. Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and "
-        "drain. A stage has the fewest ranks (TP x CP) that leave room under its cap.\n\n"
-        + _table([*header, "planning (ms)", "why the gap"], rows)
+        f"## Gap to the lower bound\n\n{found['planned']} of {found['cases']} cases have a plan. Gap: {spread(found)}. With "
+        f"all levers: {spread(more)}, and {faster} faster plans (geometric mean). The bound is that of the chosen chunks. "
+        "Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and drain. A stage has the "
+        "fewest ranks (TP x CP) that leave room under its cap."
     )
+
+
+def _explained(r: dict[str, Any]) -> str:
+    """Why the gap is as large as it is, with what it consists of."""
+    if r["gap"] <= WORTH_EXPLAINING:
+        return ""
+    parts = f"{_percent(r['gap_of_recompute'])} recompute, {_percent(r['gap_of_waiting'])} waiting"
+    return f"{r['why']} ({parts})"

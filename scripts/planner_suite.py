@@ -15,6 +15,7 @@ import sequence_lengths
 from megatron_epp.cost import ModelShape, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.schedule import InfeasibleError, Op, Plan
 
@@ -30,6 +31,8 @@ REPLICAS = 8
 STATIC_SHARE, LEAST_SHARE = 0.5, 0.8
 """Of the cap: what weights and optimizer may take, and what a plan that recomputes everything may take."""
 OURS = "greedy"
+ALL_LEVERS = {"split_weight": True, "offload": True}
+"""Options of the planner that are off by default: weight gradients of their own, and copies to the host."""
 RIVALS = ("infinipipe", "seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
 
 
@@ -46,8 +49,17 @@ class Case:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         draw: Callable[[int, int], np.ndarray] = getattr(sequence_lengths, self.lengths_like)
-        seed = self.context // 1024 + self.stages  # another batch for each
-        return tuple(np.minimum(draw(SEQUENCES[self.lengths_like], seed), self.context).tolist())
+        return tuple(np.minimum(draw(SEQUENCES[self.lengths_like], self.seed), self.context).tolist())
+
+    @property
+    def seed(self) -> int:
+        """Another batch for each."""
+        return self.context // 1024 + self.stages
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the pipeline must have room for."""
+        return max(self.lengths)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -69,7 +81,7 @@ class Case:
                 s.num_layers * (2 * s.kv_bytes_per_token + s.recomputed_layer_bytes_per_token) + s.extra_bytes_per_token
                 for s in stages
             )
-            if static + kept * max(self.lengths) <= LEAST_SHARE * cap:
+            if static + kept * self.longest <= LEAST_SHARE * cap:
                 break
         return shape
 
@@ -116,7 +128,25 @@ def sampled_cases() -> list[Case]:
 
 def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
     """All figures of one case."""
-    found: dict[str, Any] = {
+    found = facts(case)
+    ours, found["planning_ms"] = case.plan(OURS)
+    more, more_ms = case.plan(OURS, **ALL_LEVERS)
+    if ours is None or more is None:
+        found["refused"] = True
+    else:
+        found |= figures(ours) | where_the_time_goes(ours, case.costs, {})
+        found["all_levers"] = figures(more) | where_the_time_goes(more, case.costs, ALL_LEVERS) | {"planning_ms": more_ms}
+    found["rivals"] = {}
+    for name in planners:
+        theirs, planning_ms = case.plan(name)
+        makespan_us = None if theirs is None else theirs.predicted.makespan_us
+        found["rivals"][name] = {"makespan_us": makespan_us, "planning_ms": planning_ms}
+    return found
+
+
+def facts(case: Case) -> dict[str, Any]:
+    """What the case is."""
+    return {
         "lengths": case.lengths_like,
         "context": case.context,
         "stages": case.stages,
@@ -128,51 +158,50 @@ def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
         "tokens": sum(case.lengths),
         "longest": max(case.lengths),
     }
-    ours, found["planning_ms"] = case.plan(OURS)
-    if ours is None:
-        found["refused"] = True
-    else:
-        predicted = ours.predicted
-        found |= {
-            "chunks": len(ours.chunks),
-            "makespan_us": predicted.makespan_us,
-            "gap": predicted.makespan_us / predicted.lower_bound_us - 1,
-        } | where_the_time_goes(ours, case)
-    found["rivals"] = {}
-    for name in planners:
-        theirs, planning_ms = case.plan(name)
-        makespan_us = None if theirs is None else theirs.predicted.makespan_us
-        found["rivals"][name] = {"makespan_us": makespan_us, "planning_ms": planning_ms}
-    return found
 
 
-def where_the_time_goes(made: Plan, case: Case) -> dict[str, Any]:
-    """Shares of the busiest rank's makespan, and what keeps the plan from its bound."""
-    tables = tabulate(made.chunks, case.problem, case.costs)
+def figures(made: Plan) -> dict[str, Any]:
+    """A plan's size, makespan and gap, and the levers it uses."""
+    predicted = made.predicted
+    return {
+        "chunks": len(made.chunks),
+        "makespan_us": predicted.makespan_us,
+        "gap": predicted.makespan_us / predicted.lower_bound_us - 1,
+        "splits_weight": any(step.action.op is Op.W for steps in made.ranks for step in steps),
+        "offloads": any(made.copies),
+    }
+
+
+def where_the_time_goes(made: Plan, costs: PipelineCosts, levers: dict[str, bool]) -> dict[str, Any]:
+    """Shares of the busiest rank's makespan; and of what lies above the bound, what is recompute and what is waiting."""
+    asked = Problem(made.lengths, made.placement, made.cap_bytes, made.token_multiple)
+    tables = tabulate(made.chunks, asked, costs)
     again = [
         sum(count * layer for count, layer in zip(*rows, strict=True))
         for rows in zip(made.recompute_layers, tables.layer_us, strict=True)
     ]
     busy = [sum(step.time_us for step in steps) for steps in made.ranks]
     rank = max(range(len(busy)), key=busy.__getitem__)
-    makespan_us = made.predicted.makespan_us
-    recompute, idle = again[rank] / makespan_us, 1 - busy[rank] / makespan_us
-    backwards = [c for c, step in enumerate(made.ranks[0]) if step.action.op is Op.B]
+    makespan_us, bound_us = made.predicted.makespan_us, made.predicted.lower_bound_us
+    forced_us = bound_us - lower_bound_us(tables, options=Options(**levers))
+    above_us = makespan_us - bound_us
+    recompute_us = min(above_us, max(0.0, again[rank] - forced_us))
     peak = max(p / cap for p, cap in zip(made.predicted.peak_bytes, made.cap_bytes, strict=True))
     return {
-        "recompute_share": recompute,
-        "idle_share": idle,
+        "recompute_share": again[rank] / makespan_us,
+        "idle_share": 1 - busy[rank] / makespan_us,
         "peak_over_cap": peak,
-        "first_backward": backwards[0] if backwards else 0,
-        "why": _why(recompute, idle, peak, len(made.chunks), made.num_stages),
+        "gap_of_recompute": recompute_us / bound_us,
+        "gap_of_waiting": (above_us - recompute_us) / bound_us,
+        "why": _why(recompute_us, above_us - recompute_us, peak, len(made.chunks), made.num_stages),
     }
 
 
-def _why(recompute: float, idle: float, peak: float, chunks: int, stages: int) -> str:
-    if recompute > idle:
-        return "recompute that the cap asks for beyond what the bound counts"
+def _why(recompute_us: float, waiting_us: float, peak: float, chunks: int, stages: int) -> str:
+    if recompute_us > waiting_us:
+        return "more recompute than the bound knows the cap to force"
     if peak > 0.95:
-        return "the cap holds back forwards, so ranks wait"
+        return "ranks wait: the cap holds back forwards"
     if chunks < 6 * stages:
-        return "few chunks: finer ones would cost more than they save"
-    return "the drain and unequal chunks"
+        return "ranks wait: few chunks, as finer ones would cost more than they save"
+    return "ranks wait: for the last chunks to drain, and where chunks are unequal"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -59,6 +60,12 @@ class ModelShape:
         return self.tensor_parallel * self.context_parallel
 
     @property
+    def kv_copies(self) -> int:
+        """Context-parallel ranks that hold the same keys and values: a rank has whole heads, so too few are repeated."""
+        groups = max(1, (self.num_query_groups or self.num_attention_heads) // self.tensor_parallel)
+        return math.lcm(groups, self.context_parallel) // groups
+
+    @property
     def mlp_parameters(self) -> int:
         """Of one MLP, or one expert."""
         return (3 if self.gated_mlp else 2) * self.hidden_size * self.ffn_hidden_size
@@ -100,7 +107,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        return 2 * self.kv_width * self.bytes_per_value / self.ranks
+        return 2 * self.kv_width * self.kv_copies * self.bytes_per_value / self.ranks
 
     @property
     def inner_bytes_per_token(self) -> float:
@@ -118,9 +125,11 @@ class ModelShape:
     @property
     def layer_bytes_per_token(self) -> float:
         """Kept by a layer: four of residual width (input and output of either norm), the inner ones, routed copies, and one
-        fp32 number per head (log-sum-exp).
+        fp32 number per head (log-sum-exp). Under context parallelism attention's output is kept twice, by heads and by tokens,
+        and keys and values as often as they are repeated.
         """
-        inside = self.inner_bytes_per_token + 4 * self.num_attention_heads / self.ranks
+        repeated = 2 * self.kv_width * (self.kv_copies - 1) + (self.query_width if self.context_parallel > 1 else 0)
+        inside = self.inner_bytes_per_token + (4 * self.num_attention_heads + repeated * self.bytes_per_value) / self.ranks
         return 4 * self.hidden_bytes_per_token + inside + self.routed_bytes_per_token
 
     @property
@@ -140,5 +149,5 @@ class ModelShape:
         """
         tensor, context, expert = (1 - 1 / n for n in (self.tensor_parallel, self.context_parallel, self.expert_parallel))
         residual = self.hidden_size * self.bytes_per_value / self.context_parallel
-        heads = (2 * self.query_width + 2 * self.kv_width) * self.bytes_per_value / self.ranks
+        heads = (2 * self.query_width + 2 * self.kv_width * self.kv_copies) * self.bytes_per_value / self.ranks
         return 4 * tensor * residual + context * heads + expert * self.routed_bytes_per_token

@@ -33,7 +33,7 @@ class SequenceDataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrays:
-    """What the first and the last stage need of a chunk. All are CPU tensors of shape [padded tokens].
+    """What the first and the last stage need of a chunk. All are CPU tensors of shape [padded tokens], or of a part of them.
 
     Attributes:
         tokens: int64 inputs.
@@ -47,6 +47,18 @@ class ChunkArrays:
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
 
+    def part(self, index: int, parts: int) -> ChunkArrays:
+        """What one of so many ranks that share the chunk's tokens has of them: in order, the same number each.
+
+        Args:
+            index: of the rank.
+            parts: ranks; they divide the padded tokens (`Plan.token_multiple`).
+        """
+        if parts == 1:
+            return self
+        own = slice(index * len(self.tokens) // parts, (index + 1) * len(self.tokens) // parts)
+        return ChunkArrays(self.tokens[own], self.labels[own], self.loss_mask[own], self.position_ids[own])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
@@ -56,6 +68,7 @@ class GlobalBatch:
         indices: of the sequences in the dataset.
         lengths: the positions each sequence trains.
         plan: how to run them; None when whoever asked for the batch does not run plans.
+        planning_us: how long the plan took to make, on the rank that made it.
         dataset: where tokens come from.
         mask_loss_of: positions whose input is this token do not count in the loss (``--eod-mask-loss``).
     """
@@ -65,6 +78,7 @@ class GlobalBatch:
     plan: Plan | None
     dataset: SequenceDataset = field(repr=False, compare=False)
     mask_loss_of: int | None = None
+    planning_us: float = field(default=0.0, compare=False)
 
     def chunk(self, chunk: int) -> ChunkArrays:
         """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``."""

@@ -6,7 +6,6 @@ import argparse
 import logging
 from typing import Any, NamedTuple
 
-from megatron_epp.planner import TIMED
 from megatron_epp.schedule import EppError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,20 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "whole document per microbatch, with Megatron's attention; whole: the same with our attention; padded: each "
         "document padded to --seq-length; packed: documents packed up to --seq-length.",
     )
-    add("--epp-planner", default="greedy", help="Who makes the plans (default: greedy).")
+    add(
+        "--epp-planner",
+        default="greedy",
+        help="Who makes the plans (default: greedy). milp: greedy, while beside training a solver works on small batches for "
+        "when their lengths come again; which plan runs depends on timing, so a resumed run repeats losses only to rounding.",
+    )
+    add(
+        "--epp-plan-budget-ms",
+        type=int,
+        metavar="MS",
+        help="Time for planning a batch, beside the iterations before it: what the planner greedy leaves of it goes to a local "
+        "search. How far that gets depends on the machine's load, so a resumed run repeats losses only to rounding. Default: "
+        "none; then plans are the same in every run.",
+    )
     add(
         "--epp-memory-cap-gb",
         type=float,
@@ -46,6 +58,11 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="auto|N",
         help="Layers per stage that recompute in backward: auto (as few as the cap allows, per stage and chunk) or a number. "
         "Takes the place of --recompute-granularity and its kin.",
+    )
+    add(
+        "--epp-split-weight-gradient",
+        action="store_true",
+        help="Compute the gradient of linear layers' weights apart from the backward, where a stage would wait.",
     )
     add(
         "--epp-costs",
@@ -66,8 +83,10 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--epp-trace-iteration",
         type=int,
+        nargs="+",
         metavar="I",
-        help="Write the plan and the measured times of every action of iteration I to --epp-report-dir.",
+        help="Write the plan and the measured times of every action of iteration I to --epp-report-dir, as plan.json and "
+        "measured.json; of several as plan-I.json and measured-I.json.",
     )
     add("--epp-measure-memory", action="store_true", help="Count the bytes autograd keeps, per rank. Costs a little time.")
     add("--epp-allow-unknown-megatron", action="store_true", help="Patch a Megatron whose code is not known to work.")
@@ -89,7 +108,8 @@ class _Conflict(NamedTuple):
 
 _CONFLICTS = (
     _Conflict("--attention-dropout", (0.0,), "set it to 0"),
-    _Conflict("--context-parallel-size", (1,), "set it to 1"),
+    _Conflict("--cp-comm-type", (None, ["p2p"], ["a2a"]), "leave it out: heads are exchanged for tokens, as a2a does"),
+    _Conflict("--hierarchical-context-parallel-sizes"),
     _Conflict("--micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     _Conflict("--eval-micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     _Conflict("--mock-data", advice="give real documents with --data-path"),
@@ -160,28 +180,59 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
             logger.warning("--epp weighs every token alike: --calculate-per-token-loss is now on")
 
 
+def token_multiple(args: argparse.Namespace) -> int:
+    """What chunks' token counts are padded to: the ranks that share a chunk's tokens."""
+    return args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+
+
+def _check_context_parallel(args: argparse.Namespace) -> None:
+    ranks = args.context_parallel_size
+    if ranks > 1 and args.epp_schedule == "stock":
+        raise ArgumentError(
+            "--epp-schedule stock runs Megatron's own attention, which shares out tokens in another order under "
+            "--context-parallel-size: use --epp-schedule whole"
+        )
+    heads, tensor_ranks = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads is not None and heads % (tensor_ranks * ranks) != 0:
+        raise ArgumentError(
+            f"--num-attention-heads {heads} cannot be shared evenly by --tensor-model-parallel-size {tensor_ranks} x "
+            f"--context-parallel-size {ranks} ranks: make it a multiple of {tensor_ranks * ranks}"
+        )
+
+
 def _check_values(args: argparse.Namespace) -> None:
-    for name, smallest in (("chunk_tokens", 1), ("slices", 1), ("lookahead", 1), ("trace_iteration", 1)):
-        value = getattr(args, f"epp_{name}")
+    for name, smallest in (
+        ("chunk_tokens", 1),
+        ("slices", 1),
+        ("lookahead", 1),
+        ("trace_iteration", 1),
+        ("plan_budget_ms", 1),
+    ):
+        given = getattr(args, f"epp_{name}")
+        value = min(given) if isinstance(given, list) else given
         if value is not None and value < smallest:
             raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be at least {smallest}")
     for name in ("memory_cap_gb", "wait_limit_seconds"):
         value = getattr(args, f"epp_{name}")
         if value is not None and value <= 0:
             raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be positive")
-    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    multiple = token_multiple(args)
     needed = multiple * (args.epp_slices or 1)
     if args.seq_length is not None and args.seq_length < needed:
         raise ArgumentError(
             f"--seq-length {args.seq_length} is too short for {args.epp_slices or 1} slices of at least {multiple} tokens: "
             f"raise it to {needed}, or lower --epp-slices"
         )
+    _check_context_parallel(args)
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
-    if args.epp_planner in TIMED:
+    budget_ms = args.epp_plan_budget_ms
+    if budget_ms is not None and args.epp_planner != "greedy":
+        raise ArgumentError(f"--epp-plan-budget-ms is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")
+    if budget_ms is not None and budget_ms >= 1000 * args.epp_wait_limit_seconds:
         raise ArgumentError(
-            f"--epp-planner {args.epp_planner} finds what its time allows, so ranks that plan for themselves would disagree; "
-            f"train with another, such as greedy, and use it with `megatron-epp plan`"
+            f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {args.epp_wait_limit_seconds:g}: the run "
+            "would end while it plans"
         )
     if args.epp_trace_iteration is not None and args.epp_report_dir is None:
         raise ArgumentError("--epp-trace-iteration needs --epp-report-dir to write to")

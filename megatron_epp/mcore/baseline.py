@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays, GlobalBatch
 from megatron_epp.mcore import session as sessions
+from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.core_attention import ChunkParams
 from megatron_epp.mcore.loss import token_loss
 from megatron_epp.mcore.report import IterationReport, count_tokens
@@ -61,7 +62,6 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         batch = next(call["data_iterator"])
         chunks = microbatches(batch.lengths, args.epp_schedule, args.seq_length)
         fixed = args.epp_schedule in ("padded", "packed")
-        multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
         # Megatron sets this flag to False whatever the user says, and reads it at every message.
         config.variable_seq_lengths = not fixed
         if args.epp_recompute not in ("auto", "0"):
@@ -72,7 +72,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         report = IterationReport.begin(session, batch, call["forward_only"])
         call |= {
             "forward_step_func": forward_step,
-            "data_iterator": _arrays(batch, chunks, args.seq_length if fixed else multiple),
+            "data_iterator": _arrays(batch, chunks, args.seq_length if fixed else token_multiple(args)),
             "num_microbatches": len(chunks),
         }
         with report.measuring():

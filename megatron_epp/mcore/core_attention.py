@@ -6,7 +6,10 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -31,7 +34,8 @@ class ChunkParams(PackedSeqParams):
 class RelayAttention(torch.nn.Module):
     """Causal attention over the segments of a chunk, with earlier slices' keys and values from the relay.
 
-    Takes the place of `DotProductAttention` and of Transformer Engine's. It has no parameters.
+    Takes the place of `DotProductAttention` and of Transformer Engine's. It has no parameters. Under context parallelism heads
+    are exchanged for tokens (`runtime.ulysses`), whatever ``cp_comm_type`` says.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class RelayAttention(torch.nn.Module):
         attention_type: str = "self",
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
@@ -52,6 +57,8 @@ class RelayAttention(torch.nn.Module):
         channels = config.kv_channels
         assert channels is not None
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(channels)
+        group = getattr(pg_collection, "cp", None) or mpu.get_context_parallel_group()
+        self.context_group = group if dist.get_world_size(group) > 1 else None
 
     def forward(
         self,
@@ -67,7 +74,7 @@ class RelayAttention(torch.nn.Module):
         """Attend.
 
         Args:
-            query: ``[tokens, 1, query_heads, channels]``.
+            query: ``[tokens, 1, query_heads, channels]``, of the chunk's tokens those of this context-parallel rank.
             key: ``[tokens, 1, kv_heads, channels]``.
             value: as `key`.
             packed_seq_params: a `ChunkParams`.
@@ -78,5 +85,6 @@ class RelayAttention(torch.nn.Module):
         if not isinstance(packed_seq_params, ChunkParams):
             raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")
         context = packed_seq_params.context
-        out = chunk_attention(query[:, 0], key[:, 0], value[:, 0], context, self.layer_number, self.scale)
+        rows = query[:, 0], key[:, 0], value[:, 0]
+        out = chunk_attention(*rows, context, self.layer_number, self.scale, self.context_group)
         return out.reshape(out.shape[0], 1, -1)

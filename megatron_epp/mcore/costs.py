@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_profile
+from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_profile
 from megatron_epp.cost.library import find, load_costs
-from megatron_epp.mcore.probe import measure_bytes, measure_link, measure_times
+from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
 from megatron_epp.mcore.stage import MegatronStage
+from megatron_epp.mcore.timing import measure_times
 from megatron_epp.runtime.links import Links
 from megatron_epp.schedule import EppError
 
@@ -45,18 +46,19 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
     if isinstance(stored, PipelineCosts):
         return _check(stored, str(source), len(links.ranks))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
-    base = profile.costs(_gathered(stage.num_layers, links))
-    link = base.message_latency_us, base.message_us_per_byte
+    base = profile.costs(gathered(stage.num_layers, links))
+    link = Link(base.message_latency_us, base.message_us_per_byte)
     with _undisturbed(stage):
         mine = measure_bytes(stage, base.stages[rank])
         mine = replace(mine, static_bytes=_static_bytes(args, stage))
         if args.epp_costs == "measure":
-            mine = measure_times(stage, mine)
+            mine = measure_times(stage, mine, args.seq_length)
             link = measure_link(stage, links, rank)
-    stages = _gathered(mine, links)
-    latency_us, us_per_byte = _gathered(link, links)[0]
+    link = gathered(link, links)[0]
+    stages = tuple(_with_messages(stage, link, neighbours) for stage, neighbours in _with_neighbours(gathered(mine, links)))
     name = "measured" if args.epp_costs == "measure" else base.name
-    costs = [replace(base, stages=tuple(stages), name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte)]
+    latency_us, us_per_byte, _ = link
+    costs = [replace(base, stages=stages, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte)]
     dist.broadcast_object_list(costs, src=0)  # replicas measure too; all take the first one's figures
     if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
         os.makedirs(args.save, exist_ok=True)
@@ -78,6 +80,7 @@ def model_shape(args: argparse.Namespace) -> ModelShape:
         bytes_per_value=2 if args.bf16 or args.fp16 else 4,
         tensor_parallel=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
+        context_parallel=args.context_parallel_size,
     )
 
 
@@ -94,14 +97,25 @@ def _stored(args: argparse.Namespace) -> Path | None:
         raise EppError(f"--epp-costs {args.epp_costs}: {error}. Or give analytic or measure") from error
 
 
+def _with_neighbours(stages: list[StageCosts]) -> list[tuple[StageCosts, int]]:
+    last = len(stages) - 1
+    return [(costs, (stage > 0) + (stage < last)) for stage, costs in enumerate(stages)]
+
+
+def _with_messages(costs: StageCosts, link: Link, neighbours: int) -> StageCosts:
+    """With the host's time for a message to or from every neighbour, in either pass."""
+    handling = Line(link.host_us * neighbours)
+    return replace(costs, extra_forward=costs.extra_forward + handling, extra_backward=costs.extra_backward + handling)
+
+
 def _check(costs: PipelineCosts, source: str, num_stages: int) -> PipelineCosts:
     if len(costs.stages) != num_stages:
         raise EppError(f"{source} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}; measure again")
     return costs
 
 
-def _gathered[T](mine: T, links: Links) -> list[T]:
-    """One value per pipeline rank, taken from the first tensor-parallel rank of each, in pipeline order."""
+def gathered[T](mine: T, links: Links) -> list[T]:
+    """One value per pipeline rank, taken from the first of the ranks that share its layers, in pipeline order."""
     pipeline = dist.get_process_group_ranks(links.activations)
     position = pipeline.index(dist.get_rank())
     everyone: list[tuple[int, int, T] | None] = [None] * dist.get_world_size(links.control)
@@ -116,7 +130,7 @@ def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
     """Weights, fp32 gradients and Adam's state of this rank; what the distributed optimizer shards is divided."""
     count = sum(p.numel() for p in stage.model.parameters())
     low_precision = args.bf16 or args.fp16
-    shards = args.data_parallel_size if args.use_distributed_optimizer else 1
+    shards = args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1
     per_parameter = (2 if low_precision else 4) + 4 + (12 if low_precision else 8) / shards
     return int(count * per_parameter)
 

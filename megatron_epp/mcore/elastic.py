@@ -15,6 +15,7 @@ from megatron_epp.mcore import session as sessions
 from megatron_epp.mcore.baseline import baseline_schedule
 from megatron_epp.mcore.documents import build_document_iterators
 from megatron_epp.mcore.layer_spec import relayed_spec_provider
+from megatron_epp.mcore.linear import split_weight_gradients
 from megatron_epp.mcore.rotary import PositionedRotary
 from megatron_epp.mcore.schedule import forward_backward_elastic
 from megatron_epp.schedule import EppError
@@ -39,13 +40,16 @@ def adopt_model(cfg_container: Any, args: argparse.Namespace) -> None:
         return
     config.transformer_layer_spec = relayed_spec_provider(config.transformer_layer_spec, default_layer_spec)
     config.pre_wrap_hooks.append(_position_rotary)
+    if args.epp_split_weight_gradient:
+        config.pre_wrap_hooks.append(split_weight_gradients)
 
 
 def _position_rotary(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     for model in models:
         rotary = getattr(model, "rotary_pos_emb", None)
         if rotary is not None:
-            model.rotary_pos_emb = PositionedRotary(rotary)
+            shard, num_shards = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+            model.rotary_pos_emb = PositionedRotary(rotary, shard, num_shards)
     return models
 
 
@@ -56,8 +60,8 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
     elastic = args.epp_schedule == "elastic"
     return build_document_iterators(
         args,
-        session.plan_training if elastic else None,
-        session.plan_evaluation if elastic else None,
+        session.plan_source(forward_only=False) if elastic else None,
+        session.plan_source(forward_only=True) if elastic else None,
         mpu.get_data_parallel_rank(),
         mpu.get_data_parallel_world_size(),
         num_samples,

@@ -46,7 +46,6 @@ class IterationReport:
     meter: SavedTensorMeter | None
     collects: bool
     start_s: float
-    planning_us: float
     plan_wait_us: float
 
     @staticmethod
@@ -62,8 +61,7 @@ class IterationReport:
         if args.epp_measure_memory and not forward_only:
             meter = SavedTensorMeter(stage.model.parameters(), lambda: stage.relay.num_bytes)
         recorder, now_s = Recorder(enabled=collects), time.perf_counter()
-        waits = session.planning_us(batch.plan), session.plan_wait_us
-        return IterationReport(session, batch, session.iteration, recorder, meter, collects, now_s, *waits)
+        return IterationReport(session, batch, session.iteration, recorder, meter, collects, now_s, session.plan_wait_us)
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -82,14 +80,13 @@ class IterationReport:
         elapsed_us = (time.perf_counter() - self.start_s) * 1e6
         if loss is not None:
             loss = loss.detach().clone().double()
-            dist.all_reduce(loss, group=mpu.get_data_parallel_group())
+            dist.all_reduce(loss, group=mpu.get_data_parallel_group(with_context_parallel=True))
         mine = {
             "events": self.recorder.events(),
             "wait_us": self.recorder.wait_us,
             "peak": self.meter.peak_bytes if self.meter is not None else None,
             "loss": None if loss is None else loss.tolist(),
             "elapsed_us": elapsed_us,
-            "planning_us": self.planning_us,
             "plan_wait_us": self.plan_wait_us,
         }
         assert self.session.links is not None
@@ -118,7 +115,7 @@ class IterationReport:
         }
         if self.batch.plan is None or measured is None:
             return line
-        line |= {name: max(entry[name] for entry in everyone) for name in ("planning_us", "plan_wait_us")}
+        line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in everyone)}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 
     def _log(self, line: dict[str, Any]) -> None:
@@ -132,16 +129,18 @@ class IterationReport:
         args = self.session.args
         folder = Path(args.epp_report_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        if measured is not None and self.batch.plan is not None and self.iteration == args.epp_trace_iteration:
-            save(self.batch.plan, folder / "plan.json")
-            measured.save(folder / "measured.json")
-            logger.info("wrote plan.json and measured.json of iteration %d to %s", self.iteration, folder)
+        traced = args.epp_trace_iteration or []
+        if measured is not None and self.batch.plan is not None and self.iteration in traced:
+            number = f"-{self.iteration}" if len(traced) > 1 else ""
+            save(self.batch.plan, folder / f"plan{number}.json")
+            measured.save(folder / f"measured{number}.json")
+            logger.info("wrote the plan and the times of iteration %d to %s", self.iteration, folder)
         with open(folder / LINES, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 
 
 def _measured(plan: Plan, everyone: list[dict[str, Any]]) -> Measured:
-    ranks = tuple(tuple(Event(Action.parse(text), start, end) for text, start, end in e["events"]) for e in everyone)
+    ranks = tuple(tuple(Event(Action.parse(text), *times) for text, *times in e["events"]) for e in everyone)
     return Measured(digest(plan), ranks)
 
 

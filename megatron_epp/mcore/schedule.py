@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import session as sessions
+from megatron_epp.mcore.reduction import Reduction
 from megatron_epp.mcore.report import IterationReport, count_tokens
 from megatron_epp.mcore.session import Session
 from megatron_epp.mcore.stage import MegatronStage
-from megatron_epp.runtime.agreement import agree
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.schedule import EppError
 
@@ -66,8 +66,9 @@ def forward_backward_elastic(
     if not forward_only:
         count_tokens(batch)
     report = IterationReport.begin(session, batch, forward_only)
-    with _gradient_sync(config, model, session.rank == 0, forward_only) as enable_sync:
-        stage.begin(batch.chunk, enable_sync)
+    splits = session.args.epp_split_weight_gradient
+    with Reduction(config, [model], session.rank == 0, splits) as reduction:
+        stage.begin(batch.chunk, partial(reduction.before_last_gradient, 0), partial(reduction.after_last_gradient, 0))
         assert batch.plan is not None
         executor = Executor(batch.plan, session.rank, {session.rank: stage}, session.links, report.recorder, session.watchdog)
         with report.measuring(), torch.set_grad_enabled(not forward_only):
@@ -91,7 +92,8 @@ def _only(item: Any) -> Any:
 
 def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, session: Session) -> GlobalBatch:
     start_s = time.perf_counter()
-    batch = next(data_iterator)
+    with session.watchdog.watch(lambda: f"rank {session.rank} waits for its plan (--epp-wait-limit-seconds)"):
+        batch = next(data_iterator)
     session.plan_wait_us = (time.perf_counter() - start_s) * 1e6
     if not isinstance(batch, GlobalBatch) or batch.plan is None:
         raise EppError("--epp needs the document iterators of megatron_epp.mcore.documents; another dataset provider is in use")
@@ -99,29 +101,7 @@ def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, ses
         raise EppError(
             f"Megatron asks for {num_microbatches} sequences but the sampler yields {len(batch.lengths)} per replica"
         )
-    assert session.links is not None
-    with session.watchdog.watch(lambda: f"rank {session.rank} waits for plan agreement (--epp-wait-limit-seconds)"):
-        agree(batch.plan, session.links.control)
     return batch
-
-
-@contextlib.contextmanager
-def _gradient_sync(config: Any, model: torch.nn.Module, is_first: bool, forward_only: bool) -> Iterator[Callable[[], None]]:
-    """Hold back data-parallel reduction; yields what lets it start, to be called ahead of the last backward.
-
-    As in Megatron's schedules, with `grad_sync_func` set only the first stage starts during its last backward; the others start
-    after theirs, all at once.
-    """
-    with contextlib.ExitStack() as held:
-        held.enter_context((config.no_sync_func or contextlib.nullcontext)())
-
-        def enable() -> None:
-            if config.grad_sync_func is None or is_first:
-                held.pop_all().close()
-
-        yield enable
-    if config.grad_sync_func is not None and not is_first and not forward_only:
-        config.grad_sync_func(model.parameters())
 
 
 def _finalize(config: Any, model: torch.nn.Module, stage: MegatronStage, pg_collection: Any, force_all_reduce: Any) -> None:

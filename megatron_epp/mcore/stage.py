@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core import mpu
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays
@@ -16,6 +17,12 @@ from megatron_epp.mcore.core_attention import ChunkParams
 from megatron_epp.mcore.loss import token_loss
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import KVRelay
+from megatron_epp.runtime.weights import WeightGradients
+from megatron_epp.schedule import EppError
+
+
+def _nothing() -> None:
+    pass
 
 
 class MegatronStage:
@@ -34,8 +41,10 @@ class MegatronStage:
         self.relay = KVRelay()
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
+        self.weights: WeightGradients | None = getattr(unwrap_model(model), "weight_gradients", None)
         self._arrays: Callable[[int], ChunkArrays] | None = None
-        self._on_last_backward: Callable[[], None] = lambda: None
+        self.before_last_gradient: Callable[[], None] = _nothing
+        self.after_last_gradient: Callable[[], None] = _nothing
         self._is_first_chunk = True
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
@@ -46,21 +55,34 @@ class MegatronStage:
         return get_attr_wrapped_model(self.model, "decoder")
 
     @property
+    def token_multiple(self) -> int:
+        """Ranks that share a chunk's tokens between attention calls: context parallel, and with them sequence parallel."""
+        return self._sequence_shards * self.config.context_parallel_size
+
+    @property
     def num_layers(self) -> int:
         return len(self.decoder.layers)
 
-    def begin(self, arrays: Callable[[int], ChunkArrays], on_last_backward: Callable[[], None]) -> None:
+    def begin(
+        self,
+        arrays: Callable[[int], ChunkArrays],
+        before_last_gradient: Callable[[], None] = _nothing,
+        after_last_gradient: Callable[[], None] = _nothing,
+    ) -> None:
         """Start an iteration.
 
         Args:
             arrays: tokens, labels, mask and positions of a chunk.
-            on_last_backward: called ahead of the last backward.
+            before_last_gradient, after_last_gradient: what the executor calls around the action that gives the last gradients.
         """
-        self._arrays, self._on_last_backward = arrays, on_last_backward
+        self._arrays = arrays
+        self.before_last_gradient, self.after_last_gradient = before_last_gradient, after_last_gradient
         self.loss_report, self.total_tokens, self._is_first_chunk = None, None, True
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
-        """Run a chunk: hidden states ``[tokens / shards, 1, hidden]``, or the summed loss on the last stage."""
+        """Run a chunk: hidden states ``[tokens / shards, 1, hidden]``, or on the last stage the loss of this rank's tokens,
+        summed.
+        """
         assert self._arrays is not None
         with self._timed("batch-generator"):
             arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
@@ -75,31 +97,41 @@ class MegatronStage:
             return output
         return self._loss(output, inputs["loss_mask"])
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
-        """Differentiate a chunk's output."""
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
+        """Differentiate a chunk's output; `keep_weights` leaves the gradients of linear layers' weights to `weight`."""
+        if keep_weights and self.weights is None:
+            raise EppError("the plan splits weight gradients and the model does not: add --epp-split-weight-gradient")
         if grad is None and self.config.grad_scale_func is not None:
             output = self.config.grad_scale_func(output)
-        with self._timed("backward-compute"):
+        keeping = self.weights.keeping(context.chunk) if keep_weights and self.weights is not None else nullcontext()
+        with self._timed("backward-compute"), keeping:
             if grad is not None and output.shape != grad.shape:  # `release_output` has dropped its storage
                 custom_backward(output, grad)
             else:
                 torch.autograd.backward(output, grad)
 
-    def before_last_backward(self) -> None:
-        self._on_last_backward()
+    def weight(self, chunk: int) -> None:
+        """Compute the weight gradients that a chunk's backward has kept."""
+        assert self.weights is not None  # it kept them
+        with self._timed("backward-compute"):
+            self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
         deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Shape, dtype and device of a chunk's hidden states."""
-        shape = (num_tokens // self._sequence_shards, 1, self.config.hidden_size)
+        shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
         return shape, self.config.pipeline_dtype or torch.float32, self._device
 
     def inputs(self, arrays: ChunkArrays | None) -> dict[str, Tensor | None]:
-        """A chunk's arrays as the model takes them, ``[1, tokens]`` on the device; None where this stage needs none."""
+        """This context-parallel rank's part of a chunk's arrays as the model takes them, ``[1, tokens / ranks]`` on the device;
+        None where this stage needs none.
+        """
         if arrays is None:
             return {"input_ids": None, "position_ids": None, "labels": None, "loss_mask": None}
+
+        arrays = arrays.part(mpu.get_context_parallel_rank(), self.config.context_parallel_size)
 
         def row(x: Tensor) -> Tensor:
             return x.to(self._device, non_blocking=True).unsqueeze(0)

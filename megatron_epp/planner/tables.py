@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.work import IntColumn
+from megatron_epp.planner.inner.columns import Columns, columns_of
 from megatron_epp.planner.problem import Problem
 from megatron_epp.schedule import Chunk
 
@@ -34,6 +35,8 @@ class Tables:
         forward_alloc, forward_free: of the forward, `activation` apart: caches of keys and values, and in a forward-only plan
             what is gone at its end.
         backward_first, backward_last: held at the first and the last layer of a backward, see `Costs.backward_bytes`.
+        backward_net: what a backward leaves behind, without the activations it frees: gradients of keys and values, opened or
+            closed.
         backward_alloc, backward_free: of the backward, `activation` and `workspace` apart: gradients of keys and values.
         weight_bytes: of what the backward keeps for a weight gradient that is split off.
         static: bytes of each rank held throughout.
@@ -57,6 +60,7 @@ class Tables:
     forward_free: Sizes
     backward_first: Sizes
     backward_last: Sizes
+    backward_net: Sizes
     backward_alloc: Sizes
     backward_free: Sizes
     weight_bytes: Sizes
@@ -66,6 +70,14 @@ class Tables:
     host_latency_us: float
     host_us_per_byte: float
     offloadable_share: float
+    _columns: list[Columns] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def columns(self) -> Columns:
+        """The same as flat columns, made when first asked for."""
+        if not self._columns:
+            self._columns.append(columns_of(self))
+        return self._columns[0]
 
     def host_us(self, num_bytes: int) -> float:
         return self.host_latency_us + self.host_us_per_byte * num_bytes
@@ -77,8 +89,7 @@ class Tables:
     def rise_bytes(self, stage: int, chunk: int, layers: int) -> int:
         """The most a backward holds above what is live when it starts, when so many layers recompute.
 
-        Fewer than all recompute after a plain layer has made room for them. Never more than `backward_alloc` plus, where any
-        layer recomputes, `workspace`: what the search counts with, so that what it finds fits with a little to spare.
+        Fewer than all recompute after a plain layer has made room for them.
         """
         made = self.saved[stage][chunk] if 0 < layers == self.num_layers[stage] else 0
         first, last = self.backward_first[stage][chunk] + made, self.backward_last[stage][chunk]
@@ -140,6 +151,7 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     else:
         kept = costs.activation_bytes(stage, work, 0)
         saved = np.minimum(kept - costs.activation_bytes(stage, work, 1), kept // max(1, costs.num_layers[stage]))
+        saved = np.maximum(saved, 0)
         workspace = costs.workspace_bytes(stage, work)
         backward_first, backward_last = costs.backward_bytes(stage, work)
         weight = costs.weight_bytes(stage, work)
@@ -153,6 +165,7 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         "forward_free": forward_free,
         "backward_first": backward_first,
         "backward_last": backward_last,
+        "backward_net": backward_alloc - backward_free,
         "backward_alloc": backward_alloc,
         "backward_free": backward_free,
         "weight_bytes": weight,

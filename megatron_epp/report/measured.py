@@ -3,7 +3,9 @@
 JSON form, times in microseconds since the start of the iteration::
 
     {"schema": "megatron-epp/measured", "version": 1, "plan_digest": "hex",
-     "ranks": [[["0F0", 0.0, 812.5], ["0F1", 830.2, 1650.0]]]}
+     "ranks": [[["0F0", 0.0, 812.5], ["0F1", 830.2, 1650.0, 790.4]]]}
+
+The fourth number, where it is there, is processor time.
 """
 
 from __future__ import annotations
@@ -21,11 +23,20 @@ VERSION = 1
 
 
 class Event(NamedTuple):
-    """One action as it ran: microseconds since the start of the iteration, on a clock the ranks share."""
+    """One action as it ran: microseconds since the start of the iteration, on a clock the ranks share.
+
+    `cpu_us` is the processor time it took where the host computes: less than the time that passed where other programs had the
+    core meanwhile. None on a GPU.
+    """
 
     action: Action
     start_us: float
     end_us: float
+    cpu_us: float | None = None
+
+    @property
+    def took_us(self) -> float:
+        return self.end_us - self.start_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +61,14 @@ class Measured:
     def bubble_fraction(self) -> float:
         """Share of the ranks' time in which they did not compute, 0 to 1."""
         total = len(self.ranks) * self.makespan_us
-        busy = sum(e.end_us - e.start_us for events in self.ranks for e in events if e.action.op in COMPUTE_OPS)
+        busy = sum(e.took_us for events in self.ranks for e in events if e.action.op in COMPUTE_OPS)
         return 1.0 - busy / total if total else 0.0
 
     def to_json(self) -> str:
-        ranks = [[[str(e.action), e.start_us, e.end_us] for e in events] for events in self.ranks]
+        ranks = [
+            [[str(e.action), e.start_us, e.end_us, *([] if e.cpu_us is None else [e.cpu_us])] for e in events]
+            for events in self.ranks
+        ]
         return json.dumps({"schema": SCHEMA, "version": VERSION, "plan_digest": self.plan_digest, "ranks": ranks})
 
     @staticmethod
@@ -87,7 +101,7 @@ class Measured:
             raise PlanError(f"{path}: {error}") from error
 
 
-def _event(text: str, start_us: float, end_us: float) -> Event:
+def _event(text: str, start_us: float, end_us: float, cpu_us: float | None = None) -> Event:
     if not 0 <= start_us <= end_us:
         raise PlanError(f"event {text} starts at {start_us} us and ends at {end_us} us; expected 0 <= start <= end")
-    return Event(Action.parse(text), float(start_us), float(end_us))
+    return Event(Action.parse(text), float(start_us), float(end_us), None if cpu_us is None else float(cpu_us))

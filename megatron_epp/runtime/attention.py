@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.runtime import kernels
 from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.ulysses import to_heads, to_tokens
 
 
 class _ChunkAttention(torch.autograd.Function):
@@ -51,16 +53,26 @@ def _compact(x: Tensor) -> Tensor:
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
 
 
-def chunk_attention(q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, layer: int, scale: float) -> Tensor:
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: ChunkContext,
+    layer: int,
+    scale: float,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Causal attention inside every segment of a chunk.
 
     Args:
-        q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last.
+        q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last; where `group` is given, this rank's
+            share of them.
         k: ``[tokens, kv_heads, channels]``.
         v: as `k`.
         context: the chunk being run.
         layer: number of the layer, unique in its stage.
         scale: of the scores, usually ``channels ** -0.5``.
+        group: the ranks that share the chunk's tokens (context parallelism); their number divides `query_heads`.
 
     Returns:
         ``[tokens, query_heads, channels]``.
@@ -68,4 +80,6 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, laye
     Raises:
         RelayError: the slices of a sequence run in an order its plan rules out.
     """
-    return _ChunkAttention.apply(q, k, v, context, layer, scale)
+    if group is None:
+        return _ChunkAttention.apply(q, k, v, context, layer, scale)
+    return to_tokens(group, _ChunkAttention.apply(*to_heads(group, q, k, v), context, layer, scale))

@@ -6,8 +6,8 @@ The dispatch table below is the only place that says what an op does at run time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -36,11 +36,17 @@ class Stage(Protocol):
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         """Run a chunk. Returns the hidden states to hand on, or on the last stage the loss (a scalar)."""
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
-        """Differentiate `output`; `grad` is None on the last stage."""
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
+        """Differentiate `output`; `grad` is None on the last stage. With `keep_weights`, weight gradients wait for `weight`."""
 
-    def before_last_backward(self) -> None:
-        """Called once per iteration, ahead of the stage's last backward: gradient reduction may start."""
+    def weight(self, chunk: int) -> None:
+        """Compute the weight gradients that a chunk's backward has kept."""
+
+    def before_last_gradient(self) -> None:
+        """Called once per iteration, ahead of the last action that gives the stage's parameters a gradient."""
+
+    def after_last_gradient(self) -> None:
+        """Called once per iteration, behind that action: every gradient of the stage is complete."""
 
     def release_output(self, output: Tensor) -> None:
         """The output has been sent; its storage is no longer needed."""
@@ -79,6 +85,7 @@ class Executor:
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
+            Op.W: self._weight,
             Op.SEND_F: self._send_activation,
             Op.RECV_F: self._post_activation,
             Op.SEND_B: self._send_gradient,
@@ -88,7 +95,10 @@ class Executor:
         program = prepare(plan, rank)
         self._actions, self._layouts = program.actions, program.layouts
         self._progress = Progress(no_mark if watchdog is None else device_mark)
-        self._last_backward = {a.stage: a for a in self._actions if a.op is Op.B}
+        self._split = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
+        self._last_gradient = {
+            a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
+        }
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
@@ -153,12 +163,10 @@ class Executor:
     def _backward(self, action: Action) -> None:
         _, stage, chunk = action
         grad = self._take(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
-        if self._last_backward[stage] == action:
-            self.stages[stage].before_last_backward()
         key = stage, chunk
         context, hidden, output = self._contexts.pop(key), self._inputs.pop(key), self._outputs.pop(key)
-        with self.recorder.action(action):
-            self.stages[stage].backward(context, output, grad)
+        with self._giving_gradients(action), self.recorder.action(action):
+            self.stages[stage].backward(context, output, grad, key in self._split)
         if hidden is None:
             return
         if hidden.grad is None:
@@ -167,6 +175,10 @@ class Executor:
             self._local[Action(Op.RECV_B, stage - 1, chunk)] = hidden.grad
         else:
             self._grads[key] = hidden.grad
+
+    def _weight(self, action: Action) -> None:
+        with self._giving_gradients(action), self.recorder.action(action):
+            self.stages[action.stage].weight(action.chunk)
 
     def _send_activation(self, action: Action) -> None:
         _, stage, chunk = action
@@ -185,6 +197,15 @@ class Executor:
         self._post(action, peer=self.plan.placement[action.stage + 1], gradient=True)
 
     # What they share.
+
+    @contextmanager
+    def _giving_gradients(self, action: Action) -> Iterator[None]:
+        is_last = self._last_gradient[action.stage] == action
+        if is_last:
+            self.stages[action.stage].before_last_gradient()
+        yield
+        if is_last:
+            self.stages[action.stage].after_last_gradient()
 
     def _context(self, stage: int, chunk: int) -> ChunkContext:
         table, view = self._layouts[chunk]

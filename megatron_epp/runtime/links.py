@@ -57,7 +57,7 @@ class Links:
 
         Args:
             pipeline_ranks: global ranks of this rank's pipeline, in order.
-            control_ranks: all ranks that must run the same plan: the pipelines of every tensor-parallel rank.
+            control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
         """
         pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
         return Links(

@@ -90,7 +90,7 @@ class WaitingStage:
             self._inputs[context.chunk] = hidden
         return self._perform(Action(Op.F, self.stage, context.chunk), hidden, message_us)
 
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None) -> None:
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
         message_us = self.rank.plan.messages.gradient_us[self.stage][context.chunk] if grad is not None else 0.0
         done = self._perform(Action(Op.B, self.stage, context.chunk), grad, message_us)
         if (hidden := self._inputs.pop(context.chunk, None)) is not None:
@@ -101,8 +101,13 @@ class WaitingStage:
         end_s = self.rank.perform(action, self.times_us[action], sent_s + message_us * self.rank.scale * 1e-6)
         return torch.tensor([end_s], dtype=torch.float64)
 
-    def before_last_backward(self) -> None:
+    def weight(self, chunk: int) -> None:
+        self._perform(Action(Op.W, self.stage, chunk), None, 0.0)
+
+    def before_last_gradient(self) -> None:
         """Nothing is reduced."""
+
+    after_last_gradient = before_last_gradient
 
     def release_output(self, output: Tensor) -> None:
         """It is eight bytes."""

@@ -37,6 +37,21 @@ class SegmentTable:
     def max_key(self) -> int:
         return max(s.end for s in self.segments)
 
+    def part(self, index: int, parts: int) -> tuple[Segment, ...]:
+        """The pieces of segments that one of so many ranks has that share the chunk's tokens in order, the same number each.
+
+        Args:
+            index: of the rank.
+            parts: ranks; they divide the tokens.
+        """
+        start, stop = index * self.num_tokens // parts, (index + 1) * self.num_tokens // parts
+        pieces = []
+        for (sequence, first, _), at, end in zip(self.segments, self.query_starts, self.query_starts[1:], strict=False):
+            low, high = max(at, start), min(end, stop)
+            if low < high:
+                pieces.append(Segment(sequence, first + low - at, first + high - at))
+        return tuple(pieces)
+
     def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Query and key offsets, int32 ``[n + 1]`` each on `device`: copied there once, for all layers."""
         if device not in self._on_device:

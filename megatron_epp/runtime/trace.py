@@ -17,13 +17,14 @@ from megatron_epp.schedule import Action
 class Recorder:
     """Times of the actions of one rank in one iteration, in microseconds from its start.
 
-    On a GPU the times are the device's (events on the current stream), elsewhere the clock's.
+    On a GPU the times are the device's (events on the current stream), elsewhere the clock's; there the processor time of the
+    thread is taken too, which falls behind where other programs take the core.
     """
 
     enabled: bool = True
     wait_us: float = 0.0
     _origin: Any = None
-    _marks: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    _marks: list[tuple[Action, Any, Any, float | None]] = field(default_factory=list)
 
     def _mark(self) -> Any:
         if torch.cuda.is_initialized():
@@ -50,9 +51,11 @@ class Recorder:
         if not self.enabled:
             yield
             return
-        start = self._mark()
+        start, cpu_s = self._mark(), time.thread_time()
         yield
-        self._marks.append((action, start, self._mark()))
+        cpu_us = (time.thread_time() - cpu_s) * 1e6
+        end = self._mark()
+        self._marks.append((action, start, end, cpu_us if isinstance(end, float) else None))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -61,9 +64,11 @@ class Recorder:
         yield
         self.wait_us += (time.perf_counter() - start) * 1e6
 
-    def events(self) -> tuple[tuple[str, float, float], ...]:
-        """``(action, start_us, end_us)`` in execution order. On a GPU this waits for the device."""
+    def events(self) -> tuple[tuple[str, float, float, float | None], ...]:
+        """``(action, start_us, end_us, cpu_us)`` in execution order. On a GPU this waits for the device; `cpu_us` is None."""
         if self._marks and not isinstance(self._marks[-1][2], float):
             self._marks[-1][2].synchronize()
         origin = self._origin
-        return tuple((str(a), self._elapsed_us(origin, s), self._elapsed_us(origin, e)) for a, s, e in self._marks)
+        return tuple(
+            (str(a), self._elapsed_us(origin, s), self._elapsed_us(origin, e), cpu_us) for a, s, e, cpu_us in self._marks
+        )

@@ -1,5 +1,8 @@
 """A small transformer in plain torch, cut into pipeline stages, and the same model run whole for comparison."""
 
+import contextlib
+import functools
+
 import numpy as np
 import torch
 from dense_attention import dense_attention
@@ -10,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.runtime.attention import chunk_attention
 from megatron_epp.runtime.relay import KVRelay
+from megatron_epp.runtime.weights import Linear, WeightGradients
 from megatron_epp.schedule import Segment
 
 VOCAB, HIDDEN, QUERY_HEADS, KV_HEADS, CHANNELS, LONGEST = 29, 16, 4, 2, 4, 128
@@ -78,12 +82,22 @@ def build_part(num_layers, stage, dtype=torch.float32):
         return Part(num_layers[stage], stage == 0, stage == len(num_layers) - 1).to(dtype)
 
 
+def linear(module, gradients, x):
+    """A linear layer that hands its weight's gradient to `gradients`."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return functional.linear(x, module.weight, module.bias)
+    return gradients.linear(x, x, Linear(module.weight, lambda x, grad: grad.t() @ x)) + module.bias
+
+
 class PlainStage:
     """Implements `runtime.executor.Stage`."""
 
     def __init__(self, part, batch, reentrant=False):
         self.part, self.batch, self.reentrant = part, batch, reentrant
-        self.relay = KVRelay()
+        self.relay, self.weights = KVRelay(), WeightGradients()
+        for module in part.modules():
+            if isinstance(module, nn.Linear):
+                module.forward = functools.partial(linear, module, self.weights)
         self.loss = 0.0
         self.dtype = next(part.parameters()).dtype
         self.calls = []
@@ -104,12 +118,20 @@ class PlainStage:
             self.loss += output.item()
         return output
 
-    def backward(self, context, output, grad):
+    def backward(self, context, output, grad, keep_weights):
         self.calls.append(f"B{context.chunk}")
-        torch.autograd.backward(output, grad)
+        with self.weights.keeping(context.chunk) if keep_weights else contextlib.nullcontext():
+            torch.autograd.backward(output, grad)
 
-    def before_last_backward(self):
+    def weight(self, chunk):
+        self.calls.append(f"W{chunk}")
+        self.weights.run(chunk)
+
+    def before_last_gradient(self):
         self.calls.append("last")
+
+    def after_last_gradient(self):
+        self.calls.append("complete")
 
     def release_output(self, output):
         """Nothing to do: the graph holds it anyway."""

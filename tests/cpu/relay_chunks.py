@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+import torch.distributed as dist
 from dense_attention import dense_attention
 from synthetic_sequences import plan_of
 from torch.utils.checkpoint import checkpoint
@@ -24,11 +25,14 @@ class ChunkedLayer:
 
     sequences: (q, k, v) per sequence, float64, requiring gradients; `weights` is what each output is summed with.
     outputs: per layer and chunk, what attention returned.
+    group: ranks that share the tokens of every chunk; each then sees the gradients of its own tokens.
     """
 
-    def __init__(self, lengths, chunks, token_multiple=1, layers=1, forward_only=False, seed=0):
+    def __init__(self, lengths, chunks, token_multiple=1, layers=1, forward_only=False, seed=0, group=None, kv_heads=KV_HEADS):
         generator = torch.Generator().manual_seed(seed)
-        heads = QUERY_HEADS, KV_HEADS, KV_HEADS
+        heads = QUERY_HEADS, kv_heads, kv_heads
+        self.group = group
+        self.shard, self.num_shards = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         random = [[torch.randn(n, h, CHANNELS, generator=generator, dtype=torch.float64) for h in heads] for n in lengths]
         self.sequences = [[x.requires_grad_() for x in qkv] for qkv in random]
         self.weights = [torch.randn(n, QUERY_HEADS, CHANNELS, generator=generator, dtype=torch.float64) for n in lengths]
@@ -45,11 +49,11 @@ class ChunkedLayer:
         segments = self.plan.chunks[chunk].segments
         padding = self.plan.padded_tokens(chunk) - self.plan.chunks[chunk].num_tokens
         rows = [torch.cat([self.sequences[s.sequence][i][s.start : s.end] for s in segments]) for i in range(3)]
-        q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding), value=7.0) for x in rows)
+        q, k, v = (self._own(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding), value=7.0)) for x in rows)
         for layer in range(self.layers):
 
             def attend(q, k, v, layer=layer):
-                return chunk_attention(q, k, v, self.contexts[chunk], layer, SCALE)
+                return chunk_attention(q, k, v, self.contexts[chunk], layer, SCALE, self.group)
 
             self.outputs[layer, chunk] = RECOMPUTE[mode](attend, q, k, v)
         return self.outputs[0, chunk]
@@ -57,9 +61,14 @@ class ChunkedLayer:
     def backward(self, chunk):
         """Run a chunk backward through every layer, last to first."""
         segments = self.plan.chunks[chunk].segments
-        weight = torch.cat([self.weights[s.sequence][s.start : s.end] for s in segments])
+        weight = torch.zeros(self.plan.padded_tokens(chunk), QUERY_HEADS, CHANNELS, dtype=torch.float64)
+        weight[: self.plan.chunks[chunk].num_tokens] = torch.cat([self.weights[s.sequence][s.start : s.end] for s in segments])
         for layer in reversed(range(self.layers)):
-            (self.outputs.pop((layer, chunk))[: len(weight)] * weight).sum().backward()
+            (self.outputs.pop((layer, chunk)) * self._own(weight)).sum().backward()
+
+    def _own(self, rows):
+        """This rank's part of a chunk's rows."""
+        return rows.chunk(self.num_shards)[self.shard]
 
     def whole(self):
         """The same by dense attention: output and gradients of q, k, v for every sequence, over all layers."""

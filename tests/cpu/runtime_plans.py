@@ -51,6 +51,11 @@ def one_rank(**changes):
     return by_hand(["0F0 0F1 0F2 0B1 0B0 0B2"], SLICED_THEN_WHOLE, **changes)
 
 
+def one_rank_split(**changes):
+    """Weight gradients of their own, of all chunks but one."""
+    return by_hand(["0F0 0F1 0F2 0B1 0B0 0W1 0B2 0W0"], SLICED_THEN_WHOLE, **changes)
+
+
 def one_rank_two_stages(**changes):
     return by_hand(["0F0 1F0 0F1 1F1 1B1 0B1 0F2 1F2 1B2 1B0 0B0 0B2"], SLICED_THEN_WHOLE, placement=(0, 0), **changes)
 
@@ -59,11 +64,24 @@ def two_ranks(**changes):
     return by_hand(["0F0 0F1 0F2 0B1 0B0 0B2", "1F0 1F1 1B1 1B0 1F2 1B2"], SLICED_THEN_WHOLE, **changes)
 
 
+def two_ranks_split(**changes):
+    rows = ["0F0 0F1 0F2 0B1 0W1 0B0 0B2 0W0 0W2", "1F0 1F1 1B1 1B0 1F2 1B2 1W1 1W2 1W0"]
+    return by_hand(rows, SLICED_THEN_WHOLE, **changes)
+
+
 def v_shape(**changes):
     """Four stages on two ranks, there and back: stages 1 and 2 share a rank, and so do stages 0 and 3."""
     rows = [
         "0F0 0F1 0F2 3F0 3F1 3B1 3B0 3F2 3B2 0B1 0B0 0B2",
         "1F0 2F0 1F1 2F1 1F2 2F2 2B1 1B1 2B0 1B0 2B2 1B2",
+    ]
+    return by_hand(rows, SLICED_THEN_WHOLE, placement=(0, 1, 1, 0), **changes)
+
+
+def v_shape_split(**changes):
+    rows = [
+        "0F0 0F1 0F2 3F0 3F1 3B1 3B0 3F2 3B2 0B1 0B0 3W1 0B2 0W1 3W0 3W2 0W0",
+        "1F0 2F0 1F1 2F1 1F2 2F2 2B1 1B1 2W1 2B0 1B0 2B2 2W0 1B2 1W1 1W0 1W2 2W2",
     ]
     return by_hand(rows, SLICED_THEN_WHOLE, placement=(0, 1, 1, 0), **changes)
 

@@ -72,6 +72,16 @@ def test_slices_of_a_sequence_join_up_to_the_whole():
         assert torch.equal(torch.cat([getattr(part, name) for part in slices]), getattr(whole, name))
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_ranks_that_share_a_chunks_tokens_have_them_in_order_the_same_number_each(parts):
+    arrays = batch_with(CHUNKS["hybrid"], multiple=6).chunk(1)
+    shares = [arrays.part(index, parts) for index in range(parts)]
+    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        pieces = [getattr(share, name) for share in shares]
+        assert len({len(piece) for piece in pieces}) == 1
+        assert torch.equal(torch.cat(pieces), getattr(arrays, name))
+
+
 def test_padding_never_counts_even_when_its_token_is_ordinary():
     batch = batch_with([[(3, 0, 7)]], multiple=8)  # sequence 0 of the dataset: its first token is the padding token, 0
     arrays = batch.chunk(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pipeline_runs import run_plan
 from plain_stage import PlainStage, batch_of, build_part
-from runtime_plans import by_hand, one_rank, one_rank_two_stages, two_ranks
+from runtime_plans import by_hand, one_rank, one_rank_split, one_rank_two_stages, two_ranks
 
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.meter import SavedTensorMeter
@@ -36,9 +36,9 @@ class FaultyStage(PlainStage):
 
 
 def test_actions_run_in_the_order_of_the_plan():
-    plan = one_rank()
+    plan = one_rank_split()
     calls = run_plan(0, None, plan)[0].calls
-    assert [call for call in calls if call != "last"] == [str(action)[1:] for action in plan.actions(0)]
+    assert [call for call in calls if call not in ("last", "complete")] == [str(action)[1:] for action in plan.actions(0)]
 
 
 @pytest.mark.parametrize("stages", [{}, {1: None}, {0: None, 1: None}])
@@ -54,9 +54,9 @@ def test_a_plan_over_several_ranks_needs_links():
 
 def test_actions_without_a_handler_are_refused_before_anything_runs():
     plan = one_rank()
-    split = replace(plan, ranks=((*plan.ranks[0], *(Step(Action(Op.W, 0, c), 0.0, 0, 0) for c in range(3))),))
-    with pytest.raises(RunError, match="no handler for the plan's W actions"):
-        Executor(split, 0, {0: None})
+    apart = replace(plan, ranks=((*plan.ranks[0][:3], Step(Action(Op.R, 0, 1), 0.0, 0, 0), *plan.ranks[0][3:]),))
+    with pytest.raises(RunError, match="no handler for the plan's R actions"):
+        Executor(apart, 0, {0: None})
     offload = replace(plan, copies=((Step(Action(Op.O, 0, 0), 0.0, 0, 0), Step(Action(Op.L, 0, 0), 0.0, 0, 0)),))
     with pytest.raises(RunError, match="cannot offload"):
         Executor(offload, 0, {0: None})
@@ -135,10 +135,10 @@ class CountingStage(PlainStage):
         self._tensors += [(context.chunk, weakref.ref(x)) for x in (hidden, output) if x is not None]
         return output
 
-    def backward(self, context, output, grad):
+    def backward(self, context, output, grad, keep_weights):
         self._note(f"B{context.chunk}")
         self._tensors.append((context.chunk, weakref.ref(output)))
-        super().backward(context, output, grad)
+        super().backward(context, output, grad, keep_weights)
 
     def _note(self, action):
         self.alive[action] = {chunk for chunk, tensor in self._tensors if tensor() is not None}

@@ -58,6 +58,18 @@ def test_the_table_counts_a_slices_prefix_among_its_keys_and_padding_as_a_segmen
     assert (table.max_query, table.max_key) == (9, 20)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_ranks_that_share_a_chunks_tokens_have_its_positions_in_order(parts):
+    table = table_of("hybrid, padded")
+    pieces = [table.part(index, parts) for index in range(parts)]
+    assert [sum(piece.num_tokens for piece in own) for own in pieces] == [16 // parts] * parts
+
+    def positions(segments):
+        return [(s.sequence, token) for s in segments for token in range(s.start, s.end)]
+
+    assert positions(piece for own in pieces for piece in own) == positions(table.segments)
+
+
 def test_offsets_are_made_once_per_device():
     table = table_of("hybrid, padded")
     queries, keys = table.cu_seqlens(torch.device("cpu"))

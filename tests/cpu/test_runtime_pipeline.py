@@ -8,7 +8,18 @@ from dense_attention import relative_difference
 from pipeline_runs import run_plan
 from plain_stage import whole_run
 from rank_processes import Ranks
-from runtime_plans import looped, one_rank_two_stages, planned, two_ranks, v_shape
+from runtime_plans import (
+    looped,
+    one_rank_split,
+    one_rank_two_stages,
+    planned,
+    two_ranks,
+    two_ranks_split,
+    v_shape,
+    v_shape_split,
+)
+
+from megatron_epp.schedule import Op
 
 LAYERS = 2  # of each stage
 BATCHES = {
@@ -81,9 +92,20 @@ def test_the_batches_are_what_they_are_called():
 
 
 @pytest.mark.parametrize("recompute", [0, 1])
-@pytest.mark.parametrize("make", [one_rank_two_stages, two_ranks, v_shape, looped])
-def test_hand_made_plans_with_several_stages_per_rank(ranks, make, recompute):
+@pytest.mark.parametrize(
+    "make", [one_rank_split, one_rank_two_stages, two_ranks, two_ranks_split, v_shape, v_shape_split, looped]
+)
+def test_hand_made_plans(ranks, make, recompute):
     plan = make(recompute_layers=recompute)
+    results = run(ranks, plan)
+    assert_equals_whole_sequences(results, plan, 1e-5)
+    assert [result.live_bytes for result in results] == [0] * plan.num_stages
+
+
+def test_planned_weight_gradients_of_their_own(ranks):
+    lengths, options = BATCHES["hybrid"]
+    plan = planned(lengths, (LAYERS,) * 2, split_weight=True, **options)
+    assert any(action.op is Op.W for rank in (0, 1) for action in plan.actions(rank))
     assert_equals_whole_sequences(run(ranks, plan), plan, 1e-5)
 
 
@@ -95,10 +117,24 @@ def test_in_float64_nothing_but_rounding_is_left(ranks, reentrant):
     assert_equals_whole_sequences(results, plan, 1e-12, torch.float64)
 
 
-@pytest.mark.parametrize("make", [two_ranks, v_shape, looped])
-def test_gradient_reduction_may_start_once_per_stage_ahead_of_its_last_backward(ranks, make):
+@pytest.mark.parametrize(
+    ("make", "last"),
+    [
+        (two_ranks, "B2"),
+        (v_shape, "B2"),
+        (looped, "B2"),
+        (one_rank_split, "W0"),
+        (two_ranks_split, "W2 W0"),
+        (v_shape_split, "W0 W2"),
+    ],
+)
+def test_reduction_may_start_once_per_stage_around_the_last_action_that_gives_gradients(ranks, make, last):
     for result in run(ranks, make()):
-        assert [call for call in result.calls if not call.startswith("F")] == ["B1", "B0", "last", "B2"]
+        calls = result.calls
+        assert calls.count("last") == calls.count("complete") == 1
+        assert calls[-1] == "complete"
+        assert calls[-3] == "last"
+        assert calls[-2] in last.split()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

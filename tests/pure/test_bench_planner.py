@@ -1,6 +1,7 @@
 """The planner's benchmark in its reduced form: its figures are there and fit together. Times are not judged."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ sys.path.insert(0, str(SCRIPTS))
 
 from bench_planner import against, large  # noqa: E402
 from planner_report import markdown  # noqa: E402
-from planner_suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, all_cases, sampled_cases  # noqa: E402
+from planner_runs import BATCHES, RunCase  # noqa: E402
+from planner_suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, Case, all_cases, sampled_cases  # noqa: E402
+
+from megatron_epp.planner.baselines.fixed import FIXED  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +34,48 @@ def test_every_plan_is_at_or_above_its_bound(report):
     rows = [row for row in report["large"]["rows"] if "gap" in row]
     assert rows
     for row in rows:
-        assert row["gap"] >= -1e-9
-        assert row["peak_over_cap"] <= 1.0
-        assert row["why"]
+        for plan in (row, row["all_levers"]):
+            assert plan["gap"] >= -1e-9
+            assert plan["peak_over_cap"] <= 1.0
+            assert plan["why"]
+            assert plan["gap_of_recompute"] + plan["gap_of_waiting"] == pytest.approx(plan["gap"], abs=1e-9)
 
 
-def test_every_rival_is_weighed_and_the_means_follow_from_the_rows(report):
-    found = report["large"]
-    assert set(found["against"]) == set(RIVALS)
-    for name, figures in found["against"].items():
-        assert figures == against(found["rows"], name)
+@pytest.mark.parametrize(("part", "rivals"), [("large", RIVALS), ("runs", FIXED)])
+@pytest.mark.parametrize(("key", "all_levers"), [("against", False), ("against_all_levers", True)])
+def test_every_rival_is_weighed_and_the_means_follow_from_the_rows(report, part, rivals, key, all_levers):
+    found = report[part]
+    assert set(found[key]) == set(rivals)
+    for name, figures in found[key].items():
+        assert figures == against(found["rows"], name, all_levers)
         if figures["both_have_a_plan"]:
             assert figures["least"] - 1e-9 <= figures["geometric_mean"] <= figures["most"] + 1e-9
+
+
+def test_a_setting_is_reported_for_every_rival_that_fits_a_run(report):
+    for row in report["runs"]["rows"]:
+        fitting = {name: rival for name, rival in row["rivals"].items() if rival["makespan_us"] is not None}
+        assert fitting
+        for name, rival in fitting.items():
+            assert (rival["chunk_tokens"] is None) == name.startswith("1f1b")
+            assert (rival["retain"] is None) == (name != "chunkflow")
+            assert (rival["recompute"] is None) == (name == "chunkflow")
+
+
+def test_costs_of_the_suite_tell_weight_gradients_apart_and_have_a_link_to_the_host():
+    for case in sampled_cases()[::8]:
+        assert case.costs.splits_weight
+        assert case.costs.host_us(1 << 30) < math.inf
+
+
+def test_a_run_has_several_batches_and_room_for_the_longest_sequence():
+    case = RunCase("wikipedia", 1048576, 8, "llama3-8b", 80)
+    assert len({problem.lengths for problem in case.batches}) == BATCHES
+    assert case.batches[0].lengths == case.lengths
+    assert max(case.worst.lengths) == case.longest > max(max(problem.lengths) for problem in case.batches)
+    assert len(case.worst.lengths) == len(case.lengths)
+    alone = Case("wikipedia", 1048576, 8, "llama3-8b", 80)
+    assert case.shape.ranks > alone.shape.ranks, "its pipeline is made for its own batch"
 
 
 def test_the_oracle_is_never_slower_and_never_refuses_alone(report):

@@ -154,9 +154,22 @@ def test_parallel_ranks_share_the_work_and_sequence_parallelism_also_the_residua
 
 def test_context_parallel_ranks_share_the_tokens():
     one, two = (analytic_costs(shape, H100, [8]) for shape in (SHAPE, with_shape(context_parallel=2)))
+    output = SHAPE.query_width * SHAPE.bytes_per_value  # which exchanging heads for tokens keeps twice
     assert two.hidden_bytes_per_token == one.hidden_bytes_per_token / 2
-    assert two.stages[0].layer_bytes_per_token == one.stages[0].layer_bytes_per_token / 2
+    assert two.stages[0].layer_bytes_per_token == (one.stages[0].layer_bytes_per_token + output) / 2
+    assert two.stages[0].kv_bytes_per_token == one.stages[0].kv_bytes_per_token / 2
     assert two.stages[0].static_bytes == one.stages[0].static_bytes
+
+
+def test_a_context_parallel_rank_has_whole_key_heads_so_too_few_are_repeated():
+    def cached(ranks, groups):
+        return with_shape(context_parallel=ranks, num_query_groups=groups).kv_bytes_per_token
+
+    assert [cached(ranks, 2) for ranks in (1, 2, 4)] == [cached(1, 2), cached(1, 2) / 2, cached(1, 2) / 2]
+    assert cached(4, 1) == cached(1, 1)
+    assert cached(4, 4) == cached(1, 4) / 4
+    halves = with_shape(context_parallel=2, tensor_parallel=2, num_query_groups=2)
+    assert halves.kv_bytes_per_token == with_shape(tensor_parallel=2, num_query_groups=2).kv_bytes_per_token
 
 
 def test_only_the_last_stage_pays_for_the_vocabulary():

@@ -18,6 +18,16 @@ def test_a_measurement_survives_its_file(tmp_path):
     assert Measured.load(tmp_path / "run.json") == measured
 
 
+def test_processor_times_survive_the_file_where_there_are_some(tmp_path):
+    measured = measured_run(sliced_plan())
+    first, *rest = measured.ranks[0]
+    measured = Measured(measured.plan_digest, ((first._replace(cpu_us=7.5), *rest), *measured.ranks[1:]))
+    measured.save(tmp_path / "run.json")
+    loaded = Measured.load(tmp_path / "run.json")
+    assert loaded == measured
+    assert [event.cpu_us for event in loaded.ranks[0]] == [7.5, *[None] * len(rest)]
+
+
 def test_makespan_and_bubble_of_a_run_are_those_of_its_events():
     action = Action.parse
     measured = Measured(

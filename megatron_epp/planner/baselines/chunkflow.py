@@ -35,8 +35,7 @@ def chunkflow(problem: Problem, costs: Costs, options: Options) -> Decisions:
         tables = contest.tables(chunks)
         order = elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
         most = max(map(len, slice_groups(chunks)))
-        budgets = sorted({min(1 << power, most) for power in range(MOST_CHUNKS.bit_length())}, reverse=True)
-        for retain in budgets if not problem.forward_only else [most]:
+        for retain in budgets(most) if not problem.forward_only else [most]:
             # More retained is never slower, so the first that fits is this size's best.
             if contest.enter(Decisions(chunks, order, recompute_all_but_last(chunks, tables.num_layers, retain)), tables):
                 break
@@ -50,6 +49,11 @@ def uniform_chunks(lengths: Sequence[int], size: int) -> tuple[Chunk, ...]:
     bins = first_fit([(q, lengths[q]) for q in short], size)
     standalone = (Chunk(tuple(Segment(q, 0, lengths[q]) for q in held)) for held in bins)
     return (*(chunk for q in long for chunk in split(q, lengths[q], size)), *standalone)
+
+
+def budgets(most: int) -> list[int]:
+    """Values of K worth trying where no sequence has more chunks than `most`, falling: that, and powers of two below."""
+    return sorted({min(1 << power, most) for power in range(MOST_CHUNKS.bit_length())}, reverse=True)
 
 
 def recompute_all_but_last(chunks: Sequence[Chunk], num_layers: Sequence[int], retain: int) -> Layers:

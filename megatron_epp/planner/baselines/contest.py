@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.evaluate import Layers, makespan_us
-from megatron_epp.planner.memory import peak_bytes
+from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
@@ -65,7 +65,7 @@ class Contest:
         fixed = 0 if problem.forward_only else self.options.recompute
         counts = range(max(tables.num_layers) + 1) if fixed == "auto" else (fixed,)
         for count in counts:
-            layers = [[min(count, most)] * len(chunks) for most in tables.num_layers]
+            layers = uniform_layers(tables, count)
             if self.enter(Decisions(chunks, order, layers, token_multiple=token_multiple), tables):
                 return True
         return False
@@ -82,9 +82,9 @@ class Contest:
         )
 
 
-def peaks_bytes(order: Order, tables: Tables, layers: Layers) -> list[int]:
-    """Peak of every rank."""
-    return [peak_bytes(actions, tables, rank, layers[rank]) for rank, actions in enumerate(order)]
+def uniform_layers(tables: Tables, count: int) -> Layers:
+    """The same number of layers in every chunk, or all where a stage has fewer."""
+    return [[min(count, most)] * len(tables.message_us) for most in tables.num_layers]
 
 
 def with_multiple(problem: Problem, token_multiple: int) -> Problem:

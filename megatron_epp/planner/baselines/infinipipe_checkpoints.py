@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_epp.planner.baselines.contest import peaks_bytes
 from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.milp import Model
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
@@ -29,9 +29,8 @@ def diagonal_checkpoints(
     A layer recomputed in the k-th backward of a stage delays every other stage alike, so the backwards that wait for it, one
     more per stage, may recompute as much for nothing: ``layers[p][chunk of the k-th backward] = C[k + num_stages - 1 - p]``.
 
-    Memory is counted at every backward with our own bytes, caches and the workspace of a recomputing backward included, where
-    the paper sums activations over a window; a binary per diagonal says whether there is a workspace. A diagonal recomputes
-    at most what its shallowest stage has.
+    Memory is counted at every backward with our own bytes, caches and what the backward itself holds included, where the
+    paper sums activations over a window. A diagonal recomputes at most what its shallowest stage has.
 
     Args:
         order: of one pipeline, from its first forward to its last backward; chunks not in it are left alone.
@@ -76,17 +75,21 @@ def _solve(
 ) -> list[int] | None:
     model = Model()
     count = [model.variable(0, bound, integer=True, cost=1.0) for bound in most]
-    any_layer = [model.binary() for _ in most]
-    for d, bound in enumerate(most):
-        model.row([(count[d], 1.0), (any_layer[d], -bound)], upper=0.0)
     for p, place in enumerate(diagonal):
-        for level, alive, c in _levels(order, tables, p):
+        for level, others, c in _levels(order, tables, p):
             room = (caps[p] - level) / UNIT_BYTES - margin
-            workspace = tables.workspace[p][c] / UNIT_BYTES
-            if workspace <= room:
-                continue
-            terms = [(count[place[u]], -tables.saved[p][u] / UNIT_BYTES) for u in alive]
-            model.row([*terms, (any_layer[place[c]], workspace)], upper=room)
+            kept, saved = tables.activation[p][c] / UNIT_BYTES, tables.saved[p][c] / UNIT_BYTES
+            first = kept + tables.backward_first[p][c] / UNIT_BYTES
+            last = max(tables.backward_last[p][c], tables.backward_net[p][c]) / UNIT_BYTES
+            terms = [(count[place[u]], -tables.saved[p][u] / UNIT_BYTES) for u in others]
+            if last > room:
+                model.row(terms, upper=room - last)
+            if kept > room:
+                model.row([*terms, (count[place[c]], -saved)], upper=room - kept)
+            if first > room:
+                spared = model.variable(0, max(0, tables.num_layers[p] - 1))  # the last layer is made again before any goes
+                model.row([(spared, 1.0), (count[place[c]], -1.0)], upper=0.0)
+                model.row([*terms, (spared, -saved)], upper=room - first)
     relaxed = model.solve(relaxed=True)
     if relaxed.values is None or math.ceil(relaxed.bound - 1e-6) >= limit:
         return None
@@ -97,9 +100,9 @@ def _solve(
 
 
 def _levels(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, list[int], int]]:
-    """At every backward of a stage: live bytes with nothing recomputed, the chunks alive, and the one whose backward it is.
+    """At every backward of a stage: what is live beside its chunk with nothing recomputed, the chunks, and the one it is of.
 
-    Between backwards bytes only rise, so no forward is above the backward that follows it.
+    Between backwards bytes only rise, and a backward starts with what is live, so no forward is above the backward after it.
     """
     activation = tables.activation[p]
     live = tables.static[p]
@@ -109,10 +112,10 @@ def _levels(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, list[in
             live += activation[c] + tables.forward_alloc[p][c] - tables.forward_free[p][c]
             alive[c] = None
         else:
-            live += tables.backward_alloc[p][c]
-            yield live, list(alive), c
-            live -= activation[c] + tables.backward_free[p][c]
+            live -= activation[c]
             del alive[c]
+            yield live, list(alive), c
+            live += tables.backward_net[p][c]
 
 
 def _fit(order: Order, tables: Tables, layers: Layers, caps: tuple[int, ...]) -> bool:

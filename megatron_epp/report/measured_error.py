@@ -1,0 +1,99 @@
+"""Where a run went off its plan: in the times of actions, in what lies between them, or in other programs on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_epp.report.measured import Event, Measured
+from megatron_epp.schedule.action import COMPUTE_OPS, Action, Op
+from megatron_epp.schedule.errors import PlanError
+from megatron_epp.schedule.plan import Plan
+from megatron_epp.schedule.simulate import simulate
+
+RECOMPUTING = "B with recompute"
+"""A backward of which layers run their forward again; other kinds are named as their op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """All actions of one kind, over all ranks: how many, and microseconds. `cpu_us` is None where it was not taken."""
+
+    count: int
+    planned_us: float
+    measured_us: float
+    cpu_us: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One iteration, planned and measured.
+
+    Attributes:
+        planned_us: makespan as planned.
+        measured_us: makespan as measured.
+        replayed_us: makespan of the plan when every action takes what it took. What lies between this and `measured_us`
+            happened between the actions: messages, and the host.
+        undisturbed_us: the same with the actions' processor times: without what other programs, or other threads of this one,
+            took of its cores inside an action. None where these times were not taken.
+        kinds: sums by kind of action.
+    """
+
+    planned_us: float
+    measured_us: float
+    replayed_us: float
+    undisturbed_us: float | None
+    kinds: dict[str, Took]
+
+    @property
+    def taken_us(self) -> float:
+        """What others took of the makespan inside actions."""
+        return 0.0 if self.undisturbed_us is None else self.replayed_us - self.undisturbed_us
+
+    @property
+    def error(self) -> float:
+        """``planned / measured - 1``."""
+        return self.planned_us / self.measured_us - 1
+
+    @property
+    def undisturbed_error(self) -> float | None:
+        """The same with `taken_us` taken off the measured time."""
+        return None if self.undisturbed_us is None else self.planned_us / (self.measured_us - self.taken_us) - 1
+
+
+def compare(plan: Plan, measured: Measured) -> Comparison:
+    """Lay a run beside its plan.
+
+    Raises:
+        PlanError: the measurement lacks an action of the plan.
+    """
+    events = {event.action: event for row in measured.ranks for event in row if event.action.op in COMPUTE_OPS}
+    for rank in range(plan.num_ranks):
+        for action in plan.actions(rank):
+            if action not in events:
+                raise PlanError(f"the measurement, of plan {measured.plan_digest[:12]}, has no {action}: it is of another plan")
+    has_cpu = all(event.cpu_us is not None for event in events.values())
+    return Comparison(
+        planned_us=simulate(plan).makespan_us,
+        measured_us=measured.makespan_us,
+        replayed_us=_replayed_us(plan, events, lambda event: event.took_us),
+        undisturbed_us=_replayed_us(plan, events, lambda event: event.cpu_us or 0.0) if has_cpu else None,
+        kinds=_kinds(plan, events, has_cpu),
+    )
+
+
+def _replayed_us(plan: Plan, events: dict[Action, Event], took_us: Callable[[Event], float]) -> float:
+    ranks = tuple(tuple(step._replace(time_us=took_us(events[step.action])) for step in steps) for steps in plan.ranks)
+    return simulate(replace(plan, ranks=ranks)).makespan_us
+
+
+def _kinds(plan: Plan, events: dict[Action, Event], has_cpu: bool) -> dict[str, Took]:
+    found: dict[str, Took] = {}
+    for step in (step for steps in plan.ranks for step in steps):
+        op, stage, chunk = step.action
+        event = events[step.action]
+        kind = RECOMPUTING if op is Op.B and plan.recompute_layers[stage][chunk] else op.value
+        old = found.get(kind, Took(0, 0.0, 0.0, 0.0 if has_cpu else None))
+        cpu_us = None if old.cpu_us is None else old.cpu_us + (event.cpu_us or 0.0)
+        found[kind] = Took(old.count + 1, old.planned_us + step.time_us, old.measured_us + event.took_us, cpu_us)
+    return found

@@ -1,0 +1,101 @@
+"""Weight gradients apart from the backward: equal to it, once, and freed when they have run."""
+
+import contextlib
+
+import pytest
+import torch
+from plain_stage import linear
+from torch import nn
+
+from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.weights import WeightGradients
+from megatron_epp.schedule import EppError
+
+TOKENS, WIDTH = 7, 5
+
+
+class Network:
+    """Two linear layers with a nonlinearity between, and the chunks that go through it."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.layers = [nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)]
+        self.inputs = [torch.randn(TOKENS, WIDTH, requires_grad=True) for _ in range(2)]
+        self.gradients = WeightGradients()
+
+    def forward(self, chunk, apply):
+        hidden = torch.tanh(apply(self.layers[0], self.inputs[chunk]))
+        return apply(self.layers[1], hidden).square().sum()
+
+    def backward(self, chunk, keep=False):
+        with self.gradients.keeping(chunk) if keep else contextlib.nullcontext():
+            self.forward(chunk, lambda layer, x: linear(layer, self.gradients, x)).backward()
+
+    def parameters(self):
+        return [p for layer in self.layers for p in layer.parameters()]
+
+    def found(self):
+        return [t.grad for t in (*self.parameters(), *self.inputs)]
+
+
+def ordinary():
+    """The same, by autograd alone."""
+    network = Network()
+    for chunk in (0, 1):
+        network.forward(chunk, lambda layer, x: layer(x)).backward()
+    return network
+
+
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_computed_with_the_backward_it_is_autograds_own():
+    network = Network()
+    for chunk in (0, 1):
+        network.backward(chunk)
+    assert_equal(network.found(), ordinary().found())
+
+
+def test_computed_later_it_is_the_same_to_the_last_bit():
+    network = Network()
+    for chunk in (0, 1):
+        network.backward(chunk, keep=True)
+    assert_equal([x.grad for x in network.inputs], [x.grad for x in ordinary().inputs])
+    assert [layer.weight.grad for layer in network.layers] == [None, None]
+    for chunk in (0, 1):
+        network.gradients.run(chunk)
+    assert_equal(network.found(), ordinary().found())
+
+
+def test_hooks_of_a_weight_fire_when_its_gradient_is_computed_and_only_then():
+    network, fired = Network(), []
+    for number, layer in enumerate(network.layers):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, number=number: fired.append(number))
+    network.backward(0, keep=True)
+    network.backward(1)
+    assert fired == [1, 0]
+    network.gradients.run(0)
+    assert fired == [1, 0, 1, 0]
+
+
+def test_what_is_kept_is_the_layers_inputs_and_the_gradients_of_their_outputs():
+    network = Network()
+    kept = 4 * TOKENS * (WIDTH + 3 * WIDTH) * 2
+    with SavedTensorMeter(network.parameters()) as meter:
+        network.backward(0, keep=True)
+        assert meter.live_bytes == kept
+        network.backward(1, keep=True)
+        assert meter.live_bytes == 2 * kept
+        network.gradients.run(0)
+        assert meter.live_bytes == kept
+        network.gradients.run(1)
+        assert meter.live_bytes == 0
+
+
+def test_a_gradient_that_was_not_kept_cannot_be_computed():
+    network = Network()
+    network.backward(0)
+    with pytest.raises(EppError, match="weight gradient of chunk 0: its backward has kept none"):
+        network.gradients.run(0)

@@ -1,0 +1,51 @@
+"""What `--epp` asks of flags under context parallelism, where the ranks of a layer share tokens, and heads inside attention."""
+
+import argparse
+
+import pytest
+
+from megatron_epp.mcore.args import ArgumentError, add_epp_args, prepare_epp_args, token_multiple
+
+MEGATRON = {
+    "calculate_per_token_loss": True,
+    "context_parallel_size": 1,
+    "num_attention_heads": 8,
+    "rank": 0,
+    "seq_length": 64,
+    "sequence_parallel": False,
+    "tensor_model_parallel_size": 1,
+}
+
+
+def arguments(*epp, **megatron):
+    parser = add_epp_args(argparse.ArgumentParser())
+    return argparse.Namespace(**(MEGATRON | megatron), **vars(parser.parse_args(["--epp", *epp])))
+
+
+@pytest.mark.parametrize(("tensor", "context", "needed"), [(1, 3, 3), (2, 8, 16), (8, 2, 16)])
+def test_heads_that_the_ranks_cannot_share_evenly_are_refused(tensor, context, needed):
+    sizes = {"tensor_model_parallel_size": tensor, "context_parallel_size": context}
+    message = f"--num-attention-heads 8 .*-parallel-size {tensor} .*--context-parallel-size {context} .*multiple of {needed}"
+    with pytest.raises(ArgumentError, match=message):
+        prepare_epp_args(arguments(**sizes))
+    prepare_epp_args(arguments(num_attention_heads=needed, **sizes))
+
+
+def test_exchanges_that_are_not_heads_for_tokens_are_refused():
+    for allowed in (["p2p"], ["a2a"]):
+        prepare_epp_args(arguments(context_parallel_size=2, cp_comm_type=allowed))
+    with pytest.raises(ArgumentError, match=r"--cp-comm-type \['allgather'\]"):
+        prepare_epp_args(arguments(context_parallel_size=2, cp_comm_type=["allgather"]))
+
+
+def test_megatrons_own_attention_is_refused():
+    with pytest.raises(ArgumentError, match=r"--epp-schedule stock .*--epp-schedule whole"):
+        prepare_epp_args(arguments("--epp-schedule", "stock", context_parallel_size=2))
+
+
+def test_chunks_are_padded_to_what_the_ranks_that_share_tokens_divide():
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 4}
+    assert token_multiple(arguments(**sizes)) == 4
+    assert token_multiple(arguments(sequence_parallel=True, **sizes)) == 8
+    with pytest.raises(ArgumentError, match=r"--seq-length 64 .*10 slices of at least 8 tokens.*raise it to 80"):
+        prepare_epp_args(arguments("--epp-slices", "10", sequence_parallel=True, **sizes))

@@ -1,0 +1,77 @@
+"""When gradient reduction starts: once per stage, after its last gradients, and on every replica in the same order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_epp.mcore.reduction import Reduction
+
+
+class Chunk:
+    """A model chunk as Megatron's data parallelism wraps it; notes what is asked of it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+        self.log.append(f"{self.name} open")
+
+    def start_grad_sync(self, *_: Any) -> None:
+        self.log.append(f"{self.name} start")
+
+    def parameters(self) -> list[Any]:
+        return []
+
+
+def run(
+    names: str, finished: str, *, overlap: bool = True, align: bool = True, splits: bool = False, first: bool = True
+) -> list[str]:
+    """What happens when the chunks get their last gradients in the order of `finished`; ``!`` marks the last of each."""
+    log: list[str] = []
+    chunks = [Chunk(name, log) for name in names]
+    many = len(chunks) > 1
+    no_sync, start = [c.no_sync for c in chunks], [c.start_grad_sync for c in chunks]
+    config = SimpleNamespace(no_sync_func=None, grad_sync_func=None)
+    if overlap:
+        config.no_sync_func = no_sync if many else no_sync[0]
+        config.grad_sync_func = (start if many else start[0]) if align else None
+    with Reduction(config, chunks, first, splits) as reduction:
+        for name in finished:
+            reduction.before_last_gradient(names.index(name))
+            log.append(f"{name}!")
+            reduction.after_last_gradient(names.index(name))
+    return log
+
+
+@pytest.mark.parametrize("align", [True, False])
+def test_the_only_stage_of_the_first_rank_reduces_by_hooks_during_its_last_backward(align: bool) -> None:
+    assert run("a", "a", align=align) == ["a open", "a!"]
+
+
+def test_an_aligned_stage_further_down_reduces_all_at_once_after_it() -> None:
+    assert run("a", "a", first=False) == ["a!", "a start", "a open"]
+    assert run("a", "a", first=False, align=False) == ["a open", "a!"]
+
+
+@pytest.mark.parametrize("align", [True, False])
+def test_split_weight_gradients_reduce_at_once_after_the_last(align: bool) -> None:
+    assert run("a", "a", splits=True, align=align) == ["a!", "a start", "a open"]
+
+
+@pytest.mark.parametrize("finished", ["cba", "bca", "abc"])
+def test_stages_of_a_rank_start_in_one_order_whatever_order_they_end_in(finished: str) -> None:
+    log = run("abc", finished)
+    assert [entry for entry in log if entry.endswith("start")] == ["c start", "b start", "a start"]
+    for name in "abc":
+        assert log.index(f"{name}!") < log.index(f"{name} start") < log.index(f"{name} open")
+
+
+def test_without_overlap_nothing_is_started_here() -> None:
+    assert run("ab", "ba", overlap=False, splits=True) == ["b!", "a!"]

@@ -1,0 +1,86 @@
+"""Baselines as runs use them: one setting for all batches, and for the worst that may come."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from planner_cases import GIB, pipeline, problem, web_lengths
+
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.baselines.fixed import FIXED, FixedRun, fixed_run
+from megatron_epp.planner.baselines.rows import chunk_sizes
+from megatron_epp.schedule import InfeasibleError, Plan, PlanError
+
+COSTS = pipeline(4)
+STATIC = max(stage.static_bytes for stage in COSTS.stages)
+CONTEXT = 20_000
+LOOSE, TIGHT = STATIC + 60 * GIB, STATIC + 8 * GIB
+
+
+def batch(seed: int, cap: int, longest: int = 9000) -> Problem:
+    return problem((longest, *web_lengths(30, seed=seed, longest=longest)), 4, cap)
+
+
+def batches(cap: int) -> list[Problem]:
+    return [batch(seed, cap) for seed in range(3)]
+
+
+def plans(name: str, found: FixedRun, asked: list[Problem]) -> list[Plan]:
+    options = Options(planner=name, context=CONTEXT)
+    return [build_plan(one, COSTS, options, made) for one, made in zip(asked, found.made, strict=True)]
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("cap", [LOOSE, TIGHT])
+def test_plans_fit_the_cap_take_what_was_said_and_are_never_faster_than_those_tuned_for_each_batch(name: str, cap: int):
+    options = Options(planner=name, context=CONTEXT)
+    found = fixed_run(batches(cap), [], COSTS, options)
+    for one, made, took_us in zip(batches(cap), plans(name, found, batches(cap)), found.makespan_us, strict=True):
+        assert max(made.predicted.peak_bytes) <= cap
+        assert made.predicted.makespan_us == pytest.approx(took_us)
+        assert made.predicted.makespan_us >= plan(one, COSTS, options).predicted.makespan_us * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "1f1b-packed"])
+def test_recompute_is_the_same_for_all_batches_and_chunks(name: str):
+    asked = batches(TIGHT)
+    found = fixed_run(asked, [], COSTS, Options(planner=name, context=CONTEXT))
+    counts = {count for made in found.made for row in made.layers for count in row}
+    assert counts == {found.setting.recompute}
+
+
+def test_no_setting_of_the_grid_is_better():
+    """Every size with every recompute, planned one by one."""
+    asked = batches(TIGHT)
+    found = fixed_run(asked, [], COSTS, Options(planner="seq1f1b"))
+    totals = []
+    for size in chunk_sizes(max(asked, key=lambda one: sum(one.lengths)), Options()):
+        for count in range(max(COSTS.num_layers) + 1):
+            options = Options(planner="seq1f1b", chunk_tokens=size, recompute=count)
+            try:
+                totals.append(sum(plan(one, COSTS, options).predicted.makespan_us for one in asked))
+            except InfeasibleError:
+                continue
+    assert len(totals) > 5
+    assert sum(found.makespan_us) == pytest.approx(min(totals))
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "chunkflow"])
+def test_a_longer_worst_batch_costs_every_batch_time(name: str):
+    options = Options(planner=name, context=CONTEXT)
+    worst = ([], [batch(9, TIGHT, longest=14_000)], [batch(9, TIGHT, longest=CONTEXT)])
+    totals = [sum(fixed_run(batches(TIGHT), some, COSTS, options).makespan_us) for some in worst]
+    assert all(a <= b for a, b in pairwise(totals))
+    assert totals[0] < totals[-1]
+
+
+def test_what_fits_no_batch_is_refused_with_the_cap():
+    with pytest.raises(InfeasibleError, match=f"memory cap of {STATIC + 1} bytes"):
+        fixed_run(batches(STATIC + 1), [], COSTS, Options(planner="seq1f1b"))
+
+
+def test_a_planner_that_plans_every_batch_has_no_setting():
+    with pytest.raises(PlanError, match="infinipipe"):
+        fixed_run(batches(LOOSE), [], COSTS, Options(planner="infinipipe"))
