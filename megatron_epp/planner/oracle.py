@@ -81,14 +81,12 @@ def oracle(
     tables = tabulate(chunks, problem, costs)
     judge = partial(_makespan_us, problem, costs, options)
     made = None if start is None else replace(start, chunks=tuple(chunks))
-    made_us = judge(made)
-    made = None if math.isinf(made_us) else made
     if (easier := _easier(options)) is not None:
         began_s = time.monotonic()
         made = _without(easier, chunks, problem, costs, made, time_limit_s)
-        made_us = judge(made)
-        if time_limit_s is not None:
-            time_limit_s -= time.monotonic() - began_s
+        time_limit_s = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - began_s))
+    made_us = judge(made)
+    made = None if math.isinf(made_us) else made
     horizon_us = made_us if made else _serial_us(tables, options)
     bound_us = min(horizon_us, lower_bound_us(tables, tuple(chunks), problem, options))
     if bound_us >= horizon_us * (1 - TOLERANCE):
@@ -145,7 +143,7 @@ class _Case:
     def solve(
         self, judge: Callable[[Decisions | None], float], time_limit_s: float | None
     ) -> tuple[Solution, Decisions | None]:
-        """The solution of the exact program, and decisions: from one with a little spare where they are above a cap by a hair."""
+        """The solution of the exact program, and decisions: with a little memory to spare where they miss a cap by a hair."""
         end_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         solutions: list[Solution] = []
         for spare in (0.0, SPARE):
@@ -194,4 +192,6 @@ def _known(problem: Problem, options: Options) -> None:
     if not problem.is_straight or problem.forward_only:
         raise PlanError("the oracle knows training with one stage on each rank, in order (--epp-planner greedy knows more)")
     if options.recompute != "auto":
-        raise PlanError(f"the oracle chooses recompute itself; it cannot take {options.recompute} layers (--epp-recompute auto)")
+        raise PlanError(
+            f"the oracle chooses recompute itself; it cannot take {options.recompute} layers (--epp-recompute auto)"
+        )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_epp.planner.milp import ALWAYS, NEVER, Linear, Model, total
 from megatron_epp.planner.oracle_orders import Orders
 from megatron_epp.planner.oracle_windows import Item
-from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tables import Tables, Times
 from megatron_epp.schedule import Op
 
 Literals = Sequence[Linear]
@@ -59,7 +59,7 @@ class Memory:
         self.model, self.tables, self.orders, self.layers = model, tables, orders, layers
         self.room = 1.0 - spare
         self.static = [size / cap for size, cap in zip(tables.static, caps, strict=True)]
-        self.sizes = {
+        self.sizes: dict[str, Times] = {
             name: [[size / cap for size in row] for row, cap in zip(getattr(tables, name), caps, strict=True)] for name in SIZES
         }
         self.size = orders.size
@@ -192,7 +192,7 @@ class Memory:
         if most and size["saved"] > 0.0:
             everything = self.layers[s][c]
             if most > 1:
-                everything = self.model.literal()
+                everything = self.model.variable(0.0, 1.0)
                 self.model.at_most(self.layers[s][c] - everything, most - 1)
             made = size["saved"] * everything
         yield beside

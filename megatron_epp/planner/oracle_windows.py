@@ -9,7 +9,6 @@ from megatron_epp.planner.tables import Tables, Times
 from megatron_epp.schedule import Chunk, Op
 from megatron_epp.schedule.chunk import slice_neighbours
 
-
 Item = tuple[Op, int]
 """An action of a given stage: its kind and chunk."""
 
@@ -72,7 +71,9 @@ class Windows:
     def head(self, s: int, item: Item) -> float:
         """Earliest start of an action."""
         op, c = item
-        return self.forward_head[s][c] if op is Op.F else self.backward_head[s][c] + (self.backward[s][c] if op is Op.W else 0.0)
+        return (
+            self.forward_head[s][c] if op is Op.F else self.backward_head[s][c] + (self.backward[s][c] if op is Op.W else 0.0)
+        )
 
     def tail(self, s: int, item: Item) -> float:
         """Least time from an action's end to the end of all."""
