@@ -182,15 +182,6 @@ class Model:
         return Solution(None if found.x is None else [float(x) for x in found.x], bound, found.status == 0)
 
 
-def scipy_is_missing() -> str:
-    """Why nothing can be solved here; empty where scipy is installed."""
-    try:
-        _scipy()
-    except PlanError as error:
-        return str(error)
-    return ""
-
-
 def _scipy() -> tuple[Any, Any]:
     try:
         from scipy import optimize, sparse  # type: ignore[import-untyped]
