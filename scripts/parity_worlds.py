@@ -5,6 +5,7 @@ A world runs one training after the other. Where one fails, the world ends and a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import multiprocessing
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -112,8 +114,15 @@ def _run_world(trainings: Sequence[Training], place: Path, limit_s: float) -> st
         return _end_of(log) if any(process.exitcode for process in processes) else None
     finally:
         for process in processes:
-            process.kill()
-            process.join()
+            _end(process)
+
+
+def _end(process: BaseProcess) -> None:
+    """End a process and all that it has started: saving a checkpoint leaves a process behind."""
+    with contextlib.suppress(ProcessLookupError):  # it has not made its group yet, or nothing of it is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 def _end_of(log: Path) -> str:
@@ -123,6 +132,7 @@ def _end_of(log: Path) -> str:
 def _serve(rank: int, trainings: Sequence[Training], place: Path) -> None:
     """A process of a world."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgrp()
     output = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
