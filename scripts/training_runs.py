@@ -8,10 +8,12 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -108,6 +110,19 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
     times = {int(m[1]): float(m[2]) for m in _LINE.finditer(text)}
     lines = tuple(json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines())
     return Run(lines, tuple(times[line["iteration"]] for line in lines))
+
+
+def write_documents(prefix: Path, lengths: Iterable[int], vocab_size: int = 256) -> str:
+    """Write documents of random tokens that train so many positions each; returns the prefix for --data-path."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    generator = np.random.RandomState(0)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for length in lengths:
+        builder.add_document(torch.from_numpy(generator.randint(0, vocab_size, length + 1)), [length + 1])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
 
 
 def machine() -> str:

@@ -68,6 +68,7 @@ class GlobalBatch:
         indices: of the sequences in the dataset.
         lengths: the positions each sequence trains.
         plan: how to run them; None when whoever asked for the batch does not run plans.
+        planning_us: how long the plan took to make, on the rank that made it.
         dataset: where tokens come from.
         mask_loss_of: positions whose input is this token do not count in the loss (``--eod-mask-loss``).
     """
@@ -77,6 +78,7 @@ class GlobalBatch:
     plan: Plan | None
     dataset: SequenceDataset = field(repr=False, compare=False)
     mask_loss_of: int | None = None
+    planning_us: float = field(default=0.0, compare=False)
 
     def chunk(self, chunk: int) -> ChunkArrays:
         """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``."""

@@ -1,29 +1,59 @@
-"""Plans global batches in the background, a few iterations ahead of training."""
+"""A replica's global batches on one of its ranks: every rank samples them, one plans them ahead of training for all."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
+import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
+from megatron_epp.data.ahead import Ahead
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
-from megatron_epp.schedule.plan import Plan
+from megatron_epp.planner.background import PackedPlan
+from megatron_epp.schedule import EppError, Plan
+from megatron_epp.schedule.serialize import unpack
 
-MakePlan = Callable[[tuple[int, ...]], Plan]
+MakePlan = Callable[[tuple[int, ...]], PackedPlan]
+Item = PackedPlan | Exception
+"""What the planning rank gives to the others for one batch: its plan, or why there is none."""
+
+KNOWN = 2
+"""Plans given out when a batch is taken, its own included, if they are made: the next one is unpacked while this one runs."""
+
+
+class DisagreementError(EppError):
+    """Ranks of one replica sample different batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSource:
+    """How a rank comes by the plans of its replica.
+
+    Attributes:
+        make: plans a batch from its lengths, in a background thread; None on the ranks that get their plans from another.
+        exchange: called by all ranks of the replica together, once per batch, with what the planning rank gives out and with
+            nothing on the others; returns what the planning rank gave.
+        prepare: called with every plan in the background, ahead of its batch.
+    """
+
+    make: MakePlan | None
+    exchange: Callable[[list[Item]], list[Item]] = lambda items: items
+    prepare: Callable[[Plan], object] = lambda plan: None
 
 
 class PlannedBatches(Iterator[GlobalBatch]):
-    """Yields one `GlobalBatch` per iteration, in the sampler's order, planned by a background thread.
+    """Yields one `GlobalBatch` per iteration, in the sampler's order.
 
-    The thread only reads lengths and plans, so what it yields is a function of the sampler and `make_plan` alone. When either
-    raises, the batches made before are still yielded, then `__next__` raises that error, now and at every later call.
+    A thread reads lengths and plans a few batches ahead. The plans are exchanged in `__next__`, in the order of the batches, so
+    every rank of a replica must take its batches at the same points. What goes wrong in planning is raised by all of them where
+    the batch would have come, after the batches before it, and again at every later call.
 
     Args:
         dataset: where lengths, and later tokens, come from.
-        sampler: yields sequence indices, one tuple per iteration.
-        make_plan: lengths to plan; None yields batches without a plan.
-        depth: how many batches may wait, at least 1 (one more is in the making).
+        sampler: yields sequence indices, one tuple per iteration; the same on every rank of a replica.
+        plans: None yields batches without a plan.
+        depth: how many batches may wait, at least 1 (one more is in the making, and one more given out).
         mask_loss_of: see `GlobalBatch`.
     """
 
@@ -31,33 +61,52 @@ class PlannedBatches(Iterator[GlobalBatch]):
         self,
         dataset: SequenceDataset,
         sampler: Iterable[tuple[int, ...]],
-        make_plan: MakePlan | None = None,
+        plans: PlanSource | None = None,
         depth: int = 2,
         mask_loss_of: int | None = None,
     ) -> None:
-        self._ready: queue.Queue[GlobalBatch | BaseException] = queue.Queue(maxsize=max(1, depth))
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        batches = _batches(dataset, sampler, make_plan, mask_loss_of)
-        # The thread must not hold a reference to self, or a forgotten iterator would never be collected and never stop.
-        self._thread = threading.Thread(target=_fill, args=(batches, self._ready, self._stop), name="epp-planner", daemon=True)
-        self._finalizer = weakref.finalize(self, _release, self._ready, self._stop)
-        self._thread.start()
+        self._plans = plans
+        make_plan = None if plans is None else plans.make
+        self._ahead = Ahead(_batches(dataset, sampler, make_plan, mask_loss_of), depth)
+        self._taken: deque[GlobalBatch] = deque()
+        self._given: deque[Future[tuple[Plan, float]]] = deque()
+        self._unpacker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-unpacker")
 
     def __next__(self) -> GlobalBatch:
-        if self._error is None:
-            if self._stop.is_set():
-                raise StopIteration
-            item = self._ready.get()
-            if isinstance(item, GlobalBatch):
-                return item
-            self._error = item
-        raise self._error
+        if self._plans is None:
+            return next(self._ahead)[0]
+        for item in self._plans.exchange(self._made()):
+            self._given.append(self._unpacker.submit(_unpacked, item, self._plans.prepare))
+        plan, planning_us = self._given.popleft().result()
+        batch = self._taken.popleft() if self._taken else next(self._ahead)[0]
+        if plan.lengths != batch.lengths:
+            raise DisagreementError(
+                f"the plan is for sequences of {_some(plan.lengths)} tokens but this rank's batch has {_some(batch.lengths)}. "
+                "All ranks need the same data files, --seed, --seq-length and batch size"
+            )
+        return replace(batch, plan=plan, planning_us=planning_us)
 
     def close(self) -> None:
         """Stop planning and drop what is ready; waits for the plan in the making. Afterwards the iterator is exhausted."""
-        self._finalizer()
-        self._thread.join()
+        self._ahead.close()
+        self._given.clear()
+        self._taken.clear()
+
+    def _made(self) -> list[Item]:
+        """What the planning rank gives out now: this batch's plan, unless it did so before, and the next one if it is made."""
+        items: list[Item] = []
+        while self._plans is not None and self._plans.make is not None:
+            known = len(self._given) + len(items)
+            if known >= KNOWN or (known and not self._ahead.is_ready()):
+                break
+            try:
+                batch, packed = next(self._ahead)
+            except Exception as error:
+                return [*items, _portable(error)]
+            assert packed is not None
+            self._taken.append(batch)
+            items.append(packed)
+        return items
 
 
 def _batches(
@@ -65,29 +114,35 @@ def _batches(
     sampler: Iterable[tuple[int, ...]],
     make_plan: MakePlan | None,
     mask_loss_of: int | None,
-) -> Iterator[GlobalBatch]:
+) -> Iterator[tuple[GlobalBatch, PackedPlan | None]]:
     for indices in sampler:
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
-        plan = make_plan(lengths) if make_plan is not None else None
-        yield GlobalBatch(indices=indices, lengths=lengths, plan=plan, dataset=dataset, mask_loss_of=mask_loss_of)
+        packed = None if make_plan is None else make_plan(lengths)
+        yield GlobalBatch(indices=indices, lengths=lengths, plan=None, dataset=dataset, mask_loss_of=mask_loss_of), packed
 
 
-def _fill(batches: Iterator[GlobalBatch], ready: queue.Queue[GlobalBatch | BaseException], stop: threading.Event) -> None:
-    try:
-        for batch in batches:
-            ready.put(batch)
-            if stop.is_set():
-                return
-        ready.put(StopIteration())
-    except BaseException as error:  # an error of any kind must reach the training thread, or it would wait for ever
-        ready.put(error)
+def _portable(error: Exception) -> Exception:
+    """The error as other ranks can read it."""
+    if isinstance(error, EppError | StopIteration):
+        return error
+    portable = EppError(f"the next batch cannot be planned: {type(error).__name__}: {error}")
+    portable.__cause__ = error  # stays on this rank
+    return portable
 
 
-def _release(ready: queue.Queue[GlobalBatch | BaseException], stop: threading.Event) -> None:
-    """Let the thread end: after `stop` it puts at most one item, for which emptying the queue makes room."""
-    stop.set()
-    try:
-        while True:
-            ready.get_nowait()
-    except queue.Empty:
-        pass
+def _unpacked(item: Item, prepare: Callable[[Plan], object]) -> tuple[Plan, float]:
+    if isinstance(item, Exception):
+        raise item
+    plan = _unpack(item.message)
+    prepare(plan)
+    return plan, item.planning_us
+
+
+@functools.lru_cache(maxsize=4)
+def _unpack(message: bytes) -> Plan:
+    """Batches of equal lengths come with equal plans, often one after the other."""
+    return unpack(message)
+
+
+def _some(lengths: tuple[int, ...]) -> str:
+    return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")

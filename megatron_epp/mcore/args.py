@@ -6,7 +6,6 @@ import argparse
 import logging
 from typing import Any, NamedTuple
 
-from megatron_epp.planner import TIMED
 from megatron_epp.schedule import EppError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,20 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "whole document per microbatch, with Megatron's attention; whole: the same with our attention; padded: each "
         "document padded to --seq-length; packed: documents packed up to --seq-length.",
     )
-    add("--epp-planner", default="greedy", help="Who makes the plans (default: greedy).")
+    add(
+        "--epp-planner",
+        default="greedy",
+        help="Who makes the plans (default: greedy). milp: greedy, while beside training a solver works on small batches for "
+        "when their lengths come again; which plan runs depends on timing, so a resumed run repeats losses only to rounding.",
+    )
+    add(
+        "--epp-plan-budget-ms",
+        type=int,
+        metavar="MS",
+        help="Time for planning a batch, beside the iterations before it: what the planner greedy leaves of it goes to a local "
+        "search. How far that gets depends on the machine's load, so a resumed run repeats losses only to rounding. Default: "
+        "none; then plans are the same in every run.",
+    )
     add(
         "--epp-memory-cap-gb",
         type=float,
@@ -189,7 +201,13 @@ def _check_context_parallel(args: argparse.Namespace) -> None:
 
 
 def _check_values(args: argparse.Namespace) -> None:
-    for name, smallest in (("chunk_tokens", 1), ("slices", 1), ("lookahead", 1), ("trace_iteration", 1)):
+    for name, smallest in (
+        ("chunk_tokens", 1),
+        ("slices", 1),
+        ("lookahead", 1),
+        ("trace_iteration", 1),
+        ("plan_budget_ms", 1),
+    ):
         given = getattr(args, f"epp_{name}")
         value = min(given) if isinstance(given, list) else given
         if value is not None and value < smallest:
@@ -208,10 +226,13 @@ def _check_values(args: argparse.Namespace) -> None:
     _check_context_parallel(args)
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
-    if args.epp_planner in TIMED:
+    budget_ms = args.epp_plan_budget_ms
+    if budget_ms is not None and args.epp_planner != "greedy":
+        raise ArgumentError(f"--epp-plan-budget-ms is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")
+    if budget_ms is not None and budget_ms >= 1000 * args.epp_wait_limit_seconds:
         raise ArgumentError(
-            f"--epp-planner {args.epp_planner} finds what its time allows, so ranks that plan for themselves would disagree; "
-            f"train with another, such as greedy, and use it with `megatron-epp plan`"
+            f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {args.epp_wait_limit_seconds:g}: the run "
+            "would end while it plans"
         )
     if args.epp_trace_iteration is not None and args.epp_report_dir is None:
         raise ArgumentError("--epp-trace-iteration needs --epp-report-dir to write to")

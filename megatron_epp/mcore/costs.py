@@ -46,7 +46,7 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
     if isinstance(stored, PipelineCosts):
         return _check(stored, str(source), len(links.ranks))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
-    base = profile.costs(_gathered(stage.num_layers, links))
+    base = profile.costs(gathered(stage.num_layers, links))
     link = Link(base.message_latency_us, base.message_us_per_byte)
     with _undisturbed(stage):
         mine = measure_bytes(stage, base.stages[rank])
@@ -54,8 +54,8 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
         if args.epp_costs == "measure":
             mine = measure_times(stage, mine, args.seq_length)
             link = measure_link(stage, links, rank)
-    link = _gathered(link, links)[0]
-    stages = tuple(_with_messages(stage, link, neighbours) for stage, neighbours in _with_neighbours(_gathered(mine, links)))
+    link = gathered(link, links)[0]
+    stages = tuple(_with_messages(stage, link, neighbours) for stage, neighbours in _with_neighbours(gathered(mine, links)))
     name = "measured" if args.epp_costs == "measure" else base.name
     latency_us, us_per_byte, _ = link
     costs = [replace(base, stages=stages, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte)]
@@ -114,7 +114,7 @@ def _check(costs: PipelineCosts, source: str, num_stages: int) -> PipelineCosts:
     return costs
 
 
-def _gathered[T](mine: T, links: Links) -> list[T]:
+def gathered[T](mine: T, links: Links) -> list[T]:
     """One value per pipeline rank, taken from the first of the ranks that share its layers, in pipeline order."""
     pipeline = dist.get_process_group_ranks(links.activations)
     position = pipeline.index(dist.get_rank())

@@ -17,7 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
-from megatron_epp.data.iterator import MakePlan, PlannedBatches
+from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.mcore.document_dataset import DocumentBlend, DocumentDataset, DocumentFile, concatenate, weighted
 from megatron_epp.schedule.errors import EppError
@@ -34,8 +34,8 @@ SPLITS = ("train", "valid", "test")
 
 def build_document_iterators(
     args: Namespace,
-    make_train_plan: MakePlan | None,
-    make_eval_plan: MakePlan | None,
+    train_plans: PlanSource | None,
+    eval_plans: PlanSource | None,
     data_parallel_rank: int,
     data_parallel_size: int,
     num_samples: Sequence[int],
@@ -48,7 +48,7 @@ def build_document_iterators(
         args: Megatron's parsed arguments. Read are the data paths and ``--split``, ``--seq-length``, ``--seed``, the batch
             sizes, ``--eval-iters``, ``--skip-train``, ``--eod-mask-loss``, ``--no-mmap-bin-files``, ``--epp-lookahead``, and
             the consumed samples, from which training and validation go on exactly.
-        make_train_plan, make_eval_plan: sequence lengths of this replica's part of a batch to plan; None for no plans.
+        train_plans, eval_plans: how this rank comes by plans for its replica's part of a batch; None for no plans.
         num_samples: sequences that train, validation and test will draw, as Megatron gives them to its dataset providers.
 
     Returns:
@@ -76,8 +76,8 @@ def build_document_iterators(
             args.seed,
             shuffle,
         )
-        make_plan = make_eval_plan if number else make_train_plan
-        iterators.append(PlannedBatches(dataset, sampler, make_plan, getattr(args, "epp_lookahead", 2), eod))
+        plans = eval_plans if number else train_plans
+        iterators.append(PlannedBatches(dataset, sampler, plans, getattr(args, "epp_lookahead", 2), eod))
     return tuple(iterators)
 
 

@@ -60,8 +60,8 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
     elastic = args.epp_schedule == "elastic"
     return build_document_iterators(
         args,
-        session.plan_training if elastic else None,
-        session.plan_evaluation if elastic else None,
+        session.plan_source(forward_only=False) if elastic else None,
+        session.plan_source(forward_only=True) if elastic else None,
         mpu.get_data_parallel_rank(),
         mpu.get_data_parallel_world_size(),
         num_samples,

@@ -48,12 +48,16 @@ def _train_on_documents(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         args = get_args()
-        if getattr(args, "epp", False):  # without it not even the import may matter
-            from megatron_epp.mcore.elastic import adopt_model, provide_documents
+        if not getattr(args, "epp", False):  # without it not even the imports may matter
+            return original(cfg_container, dataset_provider, *rest, **named)
+        from megatron_epp.mcore import session as sessions
+        from megatron_epp.mcore.elastic import adopt_model, provide_documents
 
-            adopt_model(cfg_container, args)
-            dataset_provider = provide_documents
-        return original(cfg_container, dataset_provider, *rest, **named)
+        adopt_model(cfg_container, args)
+        try:
+            return original(cfg_container, provide_documents, *rest, **named)
+        finally:
+            sessions.end()
 
     return pretrain
 

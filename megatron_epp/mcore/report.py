@@ -46,7 +46,6 @@ class IterationReport:
     meter: SavedTensorMeter | None
     collects: bool
     start_s: float
-    planning_us: float
     plan_wait_us: float
 
     @staticmethod
@@ -62,8 +61,7 @@ class IterationReport:
         if args.epp_measure_memory and not forward_only:
             meter = SavedTensorMeter(stage.model.parameters(), lambda: stage.relay.num_bytes)
         recorder, now_s = Recorder(enabled=collects), time.perf_counter()
-        waits = session.planning_us(batch.plan), session.plan_wait_us
-        return IterationReport(session, batch, session.iteration, recorder, meter, collects, now_s, *waits)
+        return IterationReport(session, batch, session.iteration, recorder, meter, collects, now_s, session.plan_wait_us)
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -89,7 +87,6 @@ class IterationReport:
             "peak": self.meter.peak_bytes if self.meter is not None else None,
             "loss": None if loss is None else loss.tolist(),
             "elapsed_us": elapsed_us,
-            "planning_us": self.planning_us,
             "plan_wait_us": self.plan_wait_us,
         }
         assert self.session.links is not None
@@ -118,7 +115,7 @@ class IterationReport:
         }
         if self.batch.plan is None or measured is None:
             return line
-        line |= {name: max(entry[name] for entry in everyone) for name in ("planning_us", "plan_wait_us")}
+        line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in everyone)}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 
     def _log(self, line: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ from megatron_epp.mcore.reduction import Reduction
 from megatron_epp.mcore.report import IterationReport, count_tokens
 from megatron_epp.mcore.session import Session
 from megatron_epp.mcore.stage import MegatronStage
-from megatron_epp.runtime.agreement import agree
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.schedule import EppError
 
@@ -93,7 +92,8 @@ def _only(item: Any) -> Any:
 
 def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, session: Session) -> GlobalBatch:
     start_s = time.perf_counter()
-    batch = next(data_iterator)
+    with session.watchdog.watch(lambda: f"rank {session.rank} waits for its plan (--epp-wait-limit-seconds)"):
+        batch = next(data_iterator)
     session.plan_wait_us = (time.perf_counter() - start_s) * 1e6
     if not isinstance(batch, GlobalBatch) or batch.plan is None:
         raise EppError("--epp needs the document iterators of megatron_epp.mcore.documents; another dataset provider is in use")
@@ -101,9 +101,6 @@ def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, ses
         raise EppError(
             f"Megatron asks for {num_microbatches} sequences but the sampler yields {len(batch.lengths)} per replica"
         )
-    assert session.links is not None
-    with session.watchdog.watch(lambda: f"rank {session.rank} waits for plan agreement (--epp-wait-limit-seconds)"):
-        agree(batch.plan, session.links.control)
     return batch
 
 

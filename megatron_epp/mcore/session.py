@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import threading
-import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp import planner
-from megatron_epp.cost.stage import PipelineCosts
+from megatron_epp.data.iterator import Item, PlanSource
 from megatron_epp.mcore.args import token_multiple
-from megatron_epp.mcore.costs import pipeline_costs
+from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.stage import MegatronStage
+from megatron_epp.planner.background import BackgroundPlanner, PackedPlan
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.runtime.links import Links
 from megatron_epp.runtime.program import prepare
+from megatron_epp.runtime.sharing import from_first
 from megatron_epp.runtime.watchdog import Watchdog
-from megatron_epp.schedule import EppError, Plan
+from megatron_epp.schedule import EppError
 
 logger = logging.getLogger(__name__)
 
 _LONGEST = 8
 """Lengths that an error names."""
-_PLANS_KEPT = 64
-"""Plans kept for batches of exactly the same lengths: documents are often all cut to the context."""
 
 
 class Session:
     """One process's share of an elastic training run.
 
-    Made before the data iterators, which plan in the background with `plan_training` and `plan_evaluation`; those wait until
-    `attach` has seen the model and knows its costs.
+    One rank of every replica (all ranks with the same data-parallel rank) plans for all of them, in the background. Made before
+    the data iterators, whose plans wait until `attach` has seen the model and knows its costs.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -45,14 +43,15 @@ class Session:
         self.watchdog = Watchdog(args.epp_wait_limit_seconds)
         self.rank = mpu.get_pipeline_model_parallel_rank()
         self.num_ranks = mpu.get_pipeline_model_parallel_world_size()
+        self.plans = self.rank == mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
+        """Whether this is the rank that plans: the first of its replica."""
         self.stage: MegatronStage | None = None
         self.links: Links | None = None
-        self.costs: PipelineCosts | None = None
         self.plan_wait_us = 0.0
         """How long the last batch was waited for."""
-        self._costs_known = threading.Event()
-        self._planning_us: dict[int, float] = {}
-        self._planned = functools.lru_cache(maxsize=_PLANS_KEPT)(self._plan)
+        self._problem: Problem | None = None
+        self._planner: BackgroundPlanner | None = None
+        self._can_plan = threading.Event()
 
     def attach(self, model: torch.nn.Module, config: Any) -> MegatronStage:
         """Wrap the model and learn its costs, at the first call; later calls return the same stage."""
@@ -64,49 +63,42 @@ class Session:
             pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
             self.links = Links.create(pipeline, _replica())
             if self.args.epp_schedule == "elastic":
-                self.costs = pipeline_costs(self.args, self.stage, self.links, self.rank)
-                self._costs_known.set()
+                self._learn_costs(self.stage, self.links)
         return self.stage
 
-    def plan_training(self, lengths: tuple[int, ...]) -> Plan:
-        """The plan for one replica's share of a training batch."""
-        return self._planned(lengths, False)
+    def _learn_costs(self, stage: MegatronStage, links: Links) -> None:
+        costs = pipeline_costs(self.args, stage, links, self.rank)
+        caps = gathered(self._cap_bytes(), links)
+        if self.plans:
+            self._problem = problem_of(self.args, tuple(caps))
+            self._planner = BackgroundPlanner(costs, options_of(self.args))
+            self._can_plan.set()
 
-    def plan_evaluation(self, lengths: tuple[int, ...]) -> Plan:
-        """The plan for one replica's share of an evaluation batch."""
-        return self._planned(lengths, True)
+    def plan_source(self, forward_only: bool) -> PlanSource:
+        """How this rank comes by plans, for training or for evaluation."""
 
-    def _plan(self, lengths: tuple[int, ...], forward_only: bool) -> Plan:
-        self._costs_known.wait()
-        assert self.costs is not None
-        args = self.args
-        problem = Problem(
-            lengths=lengths,
-            placement=tuple(range(self.num_ranks)),
-            cap_bytes=(self._cap_bytes(),) * self.num_ranks,
-            token_multiple=token_multiple(args),
-            forward_only=forward_only,
-        )
-        recompute = args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute)
-        options = Options(
-            chunk_tokens=args.epp_chunk_tokens,
-            slices=args.epp_slices,
-            recompute=recompute,
-            planner=args.epp_planner,
-            split_weight=args.epp_split_weight_gradient,
-        )
-        start_s = time.perf_counter()
+        def make(lengths: tuple[int, ...]) -> PackedPlan:
+            return self._plan(lengths, forward_only)
+
+        return PlanSource(make if self.plans else None, self._exchange, lambda plan: prepare(plan, self.rank))
+
+    def close(self) -> None:
+        """End planning. Whoever still waits for a plan gets an error."""
+        if self._planner is not None:
+            self._planner.close()
+
+    def _plan(self, lengths: tuple[int, ...], forward_only: bool) -> PackedPlan:
+        self._can_plan.wait()
+        assert self._planner is not None
+        assert self._problem is not None
         try:
-            plan = planner.plan(problem, self.costs, options)
+            return self._planner.plan(replace(self._problem, lengths=lengths, forward_only=forward_only))
         except EppError as error:
             raise type(error)(f"{error}\nThe batch that this is about has {_summary(lengths)}.") from error
-        prepare(plan, self.rank)  # here, beside the running iteration: the executor finds it done
-        self._planning_us[id(plan)] = (time.perf_counter() - start_s) * 1e6
-        return plan
 
-    def planning_us(self, plan: Plan | None) -> float:
-        """How long a plan took to make. Known once; afterwards zero."""
-        return self._planning_us.pop(id(plan), 0.0)
+    def _exchange(self, items: list[Item]) -> list[Item]:
+        assert self.links is not None
+        return from_first(items, self.links.control)
 
     def _cap_bytes(self) -> int:
         if self.args.epp_memory_cap_gb is not None:
@@ -114,6 +106,33 @@ class Session:
         if torch.cuda.is_initialized():
             return int(0.9 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
         return UNLIMITED_BYTES
+
+
+def problem_of(args: argparse.Namespace, cap_bytes: tuple[int, ...]) -> Problem:
+    """What is to be planned for every batch, but for its lengths.
+
+    Args:
+        args: Megatron's arguments.
+        cap_bytes: of every pipeline rank.
+    """
+    return Problem(
+        lengths=(),
+        placement=tuple(range(len(cap_bytes))),
+        cap_bytes=cap_bytes,
+        token_multiple=token_multiple(args),
+    )
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """What the `--epp-*` flags fix."""
+    return Options(
+        chunk_tokens=args.epp_chunk_tokens,
+        slices=args.epp_slices,
+        recompute=args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute),
+        planner=args.epp_planner,
+        split_weight=args.epp_split_weight_gradient,
+        budget_ms=args.epp_plan_budget_ms,
+    )
 
 
 def _replica() -> list[int]:
@@ -134,10 +153,19 @@ _session: Session | None = None
 
 
 def start(args: argparse.Namespace) -> Session:
-    """Make the process's session (again)."""
+    """Make the process's session. The one before it, if any, ends."""
     global _session
+    end()
     _session = Session(args)
     return _session
+
+
+def end() -> None:
+    """End the process's session, if there is one."""
+    global _session
+    if _session is not None:
+        _session.close()
+    _session = None
 
 
 def current() -> Session:

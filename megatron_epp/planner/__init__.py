@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from megatron_epp.cost import Costs
+from megatron_epp.planner.anytime import Anytime
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.baselines import BASELINES
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem, validate
-from megatron_epp.planner.refine import TIMED, milp
+from megatron_epp.planner.refine import milp
 from megatron_epp.planner.search import PLANNERS as OUR_PLANNERS
 from megatron_epp.planner.search import Planner, for_table, greedy
-from megatron_epp.planner.warm import Warm
 from megatron_epp.schedule import Plan, PlanError
 
-__all__ = ["PLANNERS", "TIMED", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "Warm", "for_table", "plan"]
+__all__ = ["PLANNERS", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "for_table", "plan"]
 
 PLANNERS: dict[str, Planner] = {**OUR_PLANNERS, **BASELINES, "milp": milp}
 """Every planner, by the name `--epp-planner` takes."""
 
 
-def plan(problem: Problem, costs: Costs, options: Options = Options(), warm: Warm | None = None) -> Plan:  # noqa: B008 - frozen
-    """Plan one iteration. Equal arguments give equal plans, in every process.
+def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan:  # noqa: B008 - frozen
+    """Plan one iteration. Equal arguments give equal plans, in every process; not so with the planner "milp" or a budget.
 
     Args:
         problem: the batch, the pipeline and its memory caps.
         costs: time and memory of every stage.
         options: what the user fixed.
-        warm: what earlier batches chose, for the planner "greedy"; then the plan depends on them too.
 
     Returns:
         A plan that `check` finds nothing wrong with, with the simulator's predictions.
@@ -37,6 +40,20 @@ def plan(problem: Problem, costs: Costs, options: Options = Options(), warm: War
     if options.planner not in PLANNERS:
         raise PlanError(f"no planner {options.planner!r}; there are {', '.join(sorted(PLANNERS))} (--epp-planner)")
     validate(problem, costs, options)
-    if warm is not None and PLANNERS[options.planner] is greedy:
-        return build_plan(problem, costs, options, greedy(problem, costs, options, warm))
-    return build_plan(problem, costs, options, PLANNERS[options.planner](problem, costs, options))
+    planner = PLANNERS[options.planner]
+    if planner is greedy and options.budget_ms:
+        return Anytime(costs, options).plan(problem)
+    with _uncollected():
+        return build_plan(problem, costs, options, planner(problem, costs, options))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without cyclic garbage collection: plans are many small tuples and no cycles, and looking for cycles takes a third."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

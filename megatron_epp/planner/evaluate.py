@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
+from megatron_epp.planner.inner import timing
+from megatron_epp.planner.inner.columns import Codes, decode, encode
+from megatron_epp.planner.inner.compiled import Floats, Integers, floats, integers
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 from megatron_epp.schedule import Action, Op, PlanError
@@ -58,9 +62,9 @@ def moved_bytes(tables: Tables, layers: Layers, stage: int, c: int, share: float
     return int((tables.activation[stage][c] - layers[stage][c] * tables.saved[stage][c]) * share)
 
 
-def makespan_us(order: Order, tables: Tables, layers: Layers) -> float:
+def makespan_us(order: Order | Codes, tables: Tables, layers: Layers) -> float:
     """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks."""
-    return play(order, tables, layers).makespan_us
+    return _play(order, tables, layers, ())[0]
 
 
 def play(order: Order, tables: Tables, layers: Layers, copies: Copies = ()) -> Played:
@@ -72,115 +76,65 @@ def play(order: Order, tables: Tables, layers: Layers, copies: Copies = ()) -> P
     Raises:
         PlanError: the order deadlocks.
     """
-    return Player(order, tables, backward_times(tables, layers, order), copies).run()
+    _, codes, room, moved = _play(order, tables, layers, copies)
+    return Played(
+        _rows(room.start_us, codes.starts),
+        _rows(room.end_us, codes.starts),
+        _rows(moved.start_us, moved.starts),
+        _rows(moved.end_us, moved.starts),
+    )
 
 
-class Player:
-    def __init__(self, order: Order, tables: Tables, backward_us: Times, copies: Copies) -> None:
-        stages, chunks = len(tables.rank_of), len(tables.message_us)
-        self.order, self.tables, self.copies = order, tables, copies
-        self.backward_us = backward_us
-        # When the input of an action has arrived; None while it has not.
-        self.forward_in: list[list[float | None]] = [[None if stage else 0.0] * chunks for stage in range(stages)]
-        self.backward_in: list[list[float | None]] = [
-            [0.0 if stage == stages - 1 else None] * chunks for stage in range(stages)
-        ]
-        self.start: Times = [[] for _ in order]
-        self.end: Times = [[] for _ in order]
-        self.copying = [_Copying(row) for row in copies]
-        self.clock = [0.0] * len(order)
-
-    def run(self) -> Played:
-        order = self.order
-        ranks = list(range(len(order)))
-        left = sum(map(len, order))
-        while left:
-            before = left
-            for rank in ranks:
-                left -= self._advance(rank)
-            if left == before:
-                heads = [str(row[len(done)]) for row, done in zip(order, self.end, strict=True) if len(done) < len(row)]
-                raise PlanError(f"the order deadlocks; the ranks that are not done wait at {', '.join(heads)}")
-            ranks.reverse()
-        for copying in self.copying:
-            copying.finish()
-        return Played(self.start, self.end, [row.start for row in self.copying], [row.end for row in self.copying])
-
-    def _advance(self, rank: int) -> int:
-        """Run a rank as far as it goes; how many actions that were."""
-        actions, start, end = self.order[rank], self.start[rank], self.end[rank]
-        first = at = len(end)
-        size = len(actions)
-        now = self.clock[rank]
-        forward_in, backward_in, hops = self.forward_in, self.backward_in, self.tables.hops
-        forward_us, backward_us, weight_us = self.tables.forward_us, self.backward_us, self.tables.weight_us
-        last = len(forward_in) - 1
-        copying = self.copying[rank] if self.copying else None
-        forward, weight = Op.F, Op.W
-        while at < size:
-            op, stage, c = actions[at]
-            if op is forward:
-                arrived = forward_in[stage][c]
-                if arrived is None:
-                    break
-                begin = arrived if arrived > now else now
-                now = begin + forward_us[stage][c]
-                if stage < last:
-                    forward_in[stage + 1][c] = now + hops[stage][c]
-                if copying is not None:
-                    copying.offloadable(stage, c, now)
-            elif op is weight:
-                begin = now
-                now += weight_us[stage][c]
-            else:
-                arrived = backward_in[stage][c]
-                if arrived is None:
-                    break
-                begin = arrived if arrived > now else now
-                if copying is not None:
-                    begin = max(begin, copying.loaded(stage, c))
-                now = begin + backward_us[stage][c]
-                if stage:
-                    backward_in[stage - 1][c] = now + hops[stage - 1][c]
-            start.append(begin)
-            end.append(now)
-            at += 1
-        self.clock[rank] = now
-        return at - first
+def room_for(codes: Codes, num_items: int) -> timing.Room:
+    actions, ranks = len(codes.actions), codes.num_ranks
+    times = [floats([0.0] * count) for count in (actions, actions, ranks, num_items, num_items, num_items)]
+    return timing.Room(times[0], times[1], integers([0] * ranks), *times[2:])
 
 
-class _Copying:
-    """The copies of one rank: one at a time in their order, an offload not before its forward has ended."""
+def copy_columns(copies: Copies, num_chunks: int, num_items: int) -> timing.Copies:
+    """Copies as columns; `place` is empty where there are none."""
+    row = list(chain.from_iterable(copies))
+    items = [action.stage * num_chunks + action.chunk for action, _ in row]
+    place = [-1] * (num_items if row else 0)
+    for at, (action, _) in enumerate(row):
+        if action.op is Op.L:
+            place[items[at]] = at
+    return timing.Copies(
+        items=integers(items),
+        is_load=integers(int(action.op is Op.L) for action, _ in row),
+        time_us=floats(time_us for _, time_us in row),
+        starts=integers(accumulate(map(len, copies), initial=0)),
+        place=integers(place),
+        start_us=floats([0.0] * len(row)),
+        end_us=floats([0.0] * len(row)),
+        at=integers([0] * len(copies)),
+        clock_us=floats([0.0] * len(copies)),
+    )
 
-    def __init__(self, row: Sequence[tuple[Action, float]]) -> None:
-        self.row = row
-        self.ended: dict[tuple[int, int], float] = {}
-        self.place = {(action.stage, action.chunk): at for at, (action, _) in enumerate(row) if action.op is Op.L}
-        self.start: list[float] = []
-        self.end: list[float] = []
 
-    def offloadable(self, stage: int, c: int, now: float) -> None:
-        self.ended[stage, c] = now
+def _play(
+    order: Order | Codes, tables: Tables, layers: Layers, copies: Copies
+) -> tuple[float, Codes, timing.Room, timing.Copies]:
+    columns = tables.columns
+    chunks = columns.num_chunks
+    items = chunks * columns.num_stages
+    codes = order if isinstance(order, Codes) else encode(order, chunks)
+    split, backward_us = integers([0] * items), floats([0.0] * items)
+    if tables.backward_us:
+        timing.mark_split(codes.actions, split)
+        timing.backward_times(columns, integers(chain.from_iterable(layers)), split, backward_us)
+    room, moved = room_for(codes, items), copy_columns(copies, chunks, items)
+    took_us = timing.play(codes.actions, codes.starts, columns, backward_us, moved, room)
+    if took_us == timing.STUCK:
+        ranks = range(codes.num_ranks)
+        waiting = [r for r in ranks if room.at[r] < codes.starts[r + 1]]
+        heads = [str(decode(codes, chunks)[r][room.at[r] - codes.starts[r]]) for r in waiting]
+        raise PlanError(f"the order deadlocks; the ranks that are not done wait at {', '.join(heads)}")
+    if took_us == timing.EARLY:
+        raise PlanError("the order deadlocks: an offload stands before a load that an earlier backward waits for")
+    return float(took_us), codes, room, moved
 
-    def loaded(self, stage: int, c: int) -> float:
-        """When a chunk is back; zero when it never left."""
-        place = self.place.get((stage, c))
-        if place is None:
-            return 0.0
-        self._upto(place + 1)
-        return self.end[place]
 
-    def finish(self) -> None:
-        self._upto(len(self.row))
-
-    def _upto(self, count: int) -> None:
-        now = self.end[-1] if self.end else 0.0
-        for action, took_us in self.row[len(self.end) : count]:
-            if action.op is Op.O:
-                ended = self.ended.get((action.stage, action.chunk))
-                if ended is None:
-                    raise PlanError(f"the order deadlocks: {action} stands before a load that an earlier backward waits for")
-                now = max(now, ended)
-            self.start.append(now)
-            now += took_us
-            self.end.append(now)
+def _rows(column: Floats, starts: Integers) -> Times:
+    entries = list(map(float, column))
+    return [entries[starts[rank] : starts[rank + 1]] for rank in range(len(starts) - 1)]

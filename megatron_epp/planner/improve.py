@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
 from dataclasses import replace
-from itertools import pairwise
-from random import Random
+from functools import cache
+from itertools import accumulate, chain
 
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.evaluate import Layers, play
-from megatron_epp.planner.ledger import Ledger
-from megatron_epp.planner.memory import fit_rank, peak_bytes
-from megatron_epp.planner.order import Order, slice_groups
+from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
+from megatron_epp.planner.inner.columns import Codes, decode, encode
+from megatron_epp.planner.inner.compiled import floats, integers, is_compiled
+from megatron_epp.planner.inner.steps import Choice, Facts, Spare, search
+from megatron_epp.planner.memory import by_stage
+from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
-from megatron_epp.schedule import Action, Op, PlanError
+
+LOG = logging.getLogger(__name__)
 
 SMALL = 64
 """Stages times chunks up to which the search runs unasked, because it takes no time."""
-SMALL_STEPS = 2500
-RESTARTS = 5
+SMALL_STEPS = 20000
+RESTARTS = 10
 """Times the search returns to the best found."""
-ALLOWANCE = 0.05
+ALLOWANCE = 0.03
 """A step may be slower than where it starts from by this share of the best at first, and by nothing before each return."""
-ACTION_US = 2.0
+ACTION_US = 0.05
 """What one action of one step is taken to cost when a time is translated into steps: a convention, the same everywhere."""
 
 
@@ -41,129 +44,54 @@ def steps_of(options: Options, num_stages: int, num_chunks: int) -> int:
 def improve(made: Decisions, tables: Tables, problem: Problem, options: Options) -> Decisions:
     """Take steps from decisions that fit the caps. Equal arguments take equal steps.
 
-    A step changes one thing: two neighbouring actions of one rank trade places, two neighbouring backwards (or forwards, or
-    both) of different sequences trade places on all ranks, or one chunk of one rank may not recompute. Recompute is fitted
-    again on the ranks concerned. A step that is a little slower is taken too, less and less so (threshold accepting).
+    A step changes one thing: an action of one rank moves past its neighbours, two neighbouring backwards (or forwards, or
+    both) of different sequences trade places on all ranks, or the recompute of one chunk of one stage gets another limit.
+    Recompute is fitted again on the ranks concerned. A step that is a little slower is taken too, less and less so (threshold
+    accepting).
     """
     steps = steps_of(options, problem.num_stages, len(made.chunks))
     if not steps or made.copies or problem.forward_only or options.recompute != "auto":
         return made
+    _say_if_slow()
     bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=False))
-    return _Search(made, tables, problem.cap_bytes, Random(options.seed)).run(steps, bound_us)
+    start_us = makespan_us(made.order, tables, made.layers)
+    columns = tables.columns
+    codes = encode(made.order, columns.num_chunks)
+    layers = list(chain.from_iterable(made.layers))
+    now, best, trial = (Choice(integers(codes.actions), integers(layers), integers(columns.most)) for _ in range(3))
+    facts = _facts(made, tables, problem, codes)
+    items = len(layers)
+    spare = Spare(
+        numbers=integers([options.seed]),
+        leaves=integers([0] * items),
+        seen=integers([-1] * (2 * items)),
+        backward_us=floats([0.0] * items),
+    )
+    period = max(1, steps // RESTARTS)
+    limit_us = bound_us * (1 + 1e-9)
+    search(now, best, trial, facts, room_for(codes, items), spare, steps, period, start_us, limit_us, ALLOWANCE * start_us)
+    order = decode(Codes(best.actions, codes.starts), columns.num_chunks)
+    return replace(made, order=order, layers=by_stage(best.layers, columns.num_chunks))
 
 
-class _Search:
-    def __init__(self, made: Decisions, tables: Tables, caps: tuple[int, ...], random: Random) -> None:
-        self.tables, self.caps, self.random = tables, caps, random
-        self.made = made
-        groups = slice_groups(made.chunks)
-        self.group_of = [number for number, group in enumerate(groups) for _ in group]
-        self.group_size = [len(group) for group in groups]
-        self.order = made.order
-        self.layers = made.layers
-        self.plain: tuple[frozenset[int], ...] = (frozenset(),) * len(made.order)
-        self.now_us = play(made.order, tables, made.layers).makespan_us
-        self.best_us = self.allowed_us = self.now_us
-        self.best: tuple[Order, Layers, tuple[frozenset[int], ...]] = self.order, self.layers, self.plain
-
-    def run(self, steps: int, bound_us: float) -> Decisions:
-        moves = (self._swap_neighbours, self._swap_neighbours, self._swap_everywhere, self._forbid)
-        for step in range(steps):
-            if self.best_us <= bound_us * (1 + 1e-9):
-                break
-            if step % max(1, steps // RESTARTS) == 0:
-                self.order, self.layers, self.plain, self.now_us = *self.best, self.best_us
-            self.allowed_us = self.now_us + ALLOWANCE * self.best_us * (1 - (step * RESTARTS / steps) % 1.0)
-            self.random.choice(moves)()
-        return replace(self.made, order=self.best[0], layers=self.best[1])
-
-    def _swap_neighbours(self) -> None:
-        rank = self.random.randrange(len(self.order))
-        row = list(self.order[rank])
-        if len(row) < 2:
-            return
-        at = self.random.randrange(len(row) - 1)
-        if row[at].op is row[at + 1].op and row[at].stage == row[at + 1].stage:
-            return
-        row[at], row[at + 1] = row[at + 1], row[at]
-        self._try((*self.order[:rank], tuple(row), *self.order[rank + 1 :]), [rank], self.plain)
-
-    def _swap_everywhere(self) -> None:
-        """Two chunks that follow each other in the forwards or backwards of stage 0 and are of different sequences."""
-        op = self.random.choice((Op.F, Op.B, None))
-        sequence = [
-            action.chunk for action in self.order[self.tables.rank_of[0]] if action.stage == 0 and action.op is (op or Op.F)
-        ]
-        if len(sequence) < 2:
-            return
-        at = self.random.randrange(len(sequence) - 1)
-        one, two = sequence[at], sequence[at + 1]
-        if self.group_of[one] == self.group_of[two]:
-            return
-        trade = {one: two, two: one}
-        order = tuple(
-            tuple(a if a.chunk not in trade or op not in (None, a.op) else a._replace(chunk=trade[a.chunk]) for a in row)
-            for row in self.order
-        )
-        self._try(order, list(range(len(order))), self.plain)
-
-    def _forbid(self) -> None:
-        rank = self.random.randrange(len(self.order))
-        item = self.random.randrange(len(self.made.chunks) * len(self.tables.stages_of[rank]))
-        plain = list(self.plain)
-        plain[rank] = plain[rank] ^ {item}
-        self._try(self.order, [rank], tuple(plain))
-
-    def _try(self, order: Order, ranks: list[int], plain: tuple[frozenset[int], ...]) -> None:
-        if not all(self._legal(order[rank]) for rank in ranks):
-            return
-        layers = list(self.layers)
-        for rank in ranks:
-            row = fit_rank(order[rank], self.tables, rank, self.caps[rank], plain[rank])
-            if row is None:
-                return
-            row = self._trimmed(order[rank], rank, row)
-            chunks = len(self.made.chunks)
-            for at, stage in enumerate(self.tables.stages_of[rank]):
-                layers[stage] = row[at * chunks : (at + 1) * chunks]
-        try:
-            took_us = play(order, self.tables, layers).makespan_us
-        except PlanError:  # a deadlock
-            return
-        if took_us > self.allowed_us:
-            return
-        self.order, self.layers, self.plain, self.now_us = order, layers, plain, took_us
-        if took_us < self.best_us:
-            self.best_us = took_us
-            self.best = order, layers, plain
-
-    def _legal(self, actions: tuple[Action, ...]) -> bool:
-        """Forwards of a sequence ascending, all before its backwards, and those descending; on every stage of a rank."""
-        seen: dict[tuple[int, int], list[Action]] = {}
-        for action in actions:
-            seen.setdefault((action.stage, self.group_of[action.chunk]), []).append(action)
-        for (_, group), own in seen.items():
-            half = self.group_size[group]
-            forward, backward = own[:half], own[half:]
-            if any(action.op is not Op.F for action in forward) or any(a.chunk > b.chunk for a, b in _pairs(forward)):
-                return False
-            if any(a.chunk < b.chunk for a, b in _pairs(backward)):
-                return False
-        return True
-
-    def _trimmed(self, actions: tuple[Action, ...], rank: int, row: list[int]) -> list[int]:
-        """Take back recompute that is not needed after all, dearest first."""
-        if not any(row) or len(row) > SMALL:
-            return row
-        layer_us = Ledger.of(self.tables, rank).layer_us
-        for item in sorted((item for item, count in enumerate(row) if count), key=lambda item: (-layer_us[item], item)):
-            while row[item]:
-                fewer = [*row[:item], row[item] - 1, *row[item + 1 :]]
-                if peak_bytes(actions, self.tables, rank, fewer) > self.caps[rank]:
-                    break
-                row = fewer
-        return row
+@cache
+def _say_if_slow() -> None:
+    if not is_compiled():
+        LOG.info("planning runs in plain Python; pip install 'megatron-epp[fast]' makes its search about ten times faster")
 
 
-def _pairs(actions: list[Action]) -> Iterator[tuple[Action, Action]]:
-    return pairwise(actions)
+def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes) -> Facts:
+    columns, chunks = tables.columns, tables.columns.num_chunks
+    groups = slice_groups(made.chunks)
+    rows = [[stage * chunks + c for stage in stages for c in range(chunks)] for stages in tables.stages_of]
+    dear = [sorted(row, key=lambda item: (-columns.layer_us[item], item)) if len(row) <= SMALL else [] for row in rows]
+    return Facts(
+        starts=codes.starts,
+        columns=columns,
+        group_of=integers(number for number, group in enumerate(groups) for _ in group),
+        caps=integers(problem.cap_bytes),
+        dear=integers(chain.from_iterable(dear)),
+        dear_starts=integers(accumulate(map(len, dear), initial=0)),
+        no_split=integers([0] * columns.num_stages * chunks),
+        copies=copy_columns((), chunks, 0),
+    )

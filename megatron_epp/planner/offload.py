@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.planner.evaluate import Layers, Played, moved_bytes, play
-from megatron_epp.planner.ledger import Ledger, levels
-from megatron_epp.planner.memory import fit_rank, peak_bytes
+from megatron_epp.planner.inner.columns import encode
+from megatron_epp.planner.memory import fit_recompute, levels, peaks_bytes
 from megatron_epp.planner.order import Order
+from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Action, Op
 
@@ -57,30 +57,19 @@ def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...], pacers: fro
         None where no copies fit.
     """
     best: Offload | None = None
-    ranks = range(len(order))
-    ledgers = [Ledger.of(tables, rank) for rank in ranks]
-    none = [[0] * len(ledger.most) for ledger in ledgers]
-    peaks = [peak_bytes(order[rank], tables, rank, none[rank]) for rank in ranks]
+    codes = encode(order, len(tables.message_us))
+    peaks = peaks_bytes(codes, tables, [[0] * len(tables.message_us)] * len(tables.rank_of))
     for share in SHARES:
         eased = tuple(cap + max(0, int(share * (peak - cap))) for cap, peak in zip(caps, peaks, strict=True))
-        rows = [fit_rank(order[rank], tables, rank, eased[rank]) for rank in ranks]
-        if None in rows:
+        layers = fit_recompute(codes, tables, eased, Options()).layers
+        if layers is None:
             break
-        found = _fit_copies(order, tables, caps, _by_stage(rows, tables), pacers)
+        found = _fit_copies(order, tables, caps, layers, pacers)
         if found is not None and (best is None or found.makespan_us < best.makespan_us):
             best = found
         elif best is not None:
             break
     return best
-
-
-def _by_stage(rows: Sequence[list[int] | None], tables: Tables) -> Layers:
-    chunks = len(tables.message_us)
-    layers: Layers = [[] for _ in tables.rank_of]
-    for row, stages in zip(rows, tables.stages_of, strict=True):
-        for at, stage in enumerate(stages):
-            layers[stage] = (row or [])[at * chunks : (at + 1) * chunks]
-    return layers
 
 
 def _fit_copies(order: Order, tables: Tables, caps: tuple[int, ...], layers: Layers, pacers: frozenset[int]) -> Offload | None:
@@ -114,8 +103,7 @@ def _peak(
     actions: tuple[Action, ...], tables: Tables, rank: int, layers: Layers, copies: list[tuple[Action, int]], played: Played
 ) -> int:
     """Most bytes live at a time. At equal times loads come first and offloads last, so it is never too low."""
-    ledger = Ledger.of(tables, rank)
-    takes, gives = levels(actions, ledger, [count for stage in tables.stages_of[rank] for count in layers[stage]])
+    takes, gives = levels(actions, tables, layers)
     compute = np.ravel(np.column_stack((takes, np.negative(gives))))
     times = np.ravel(np.column_stack((played.start_us[rank], played.end_us[rank])))
     sizes = np.array([size for _, size in copies], dtype=np.int64)
@@ -123,7 +111,7 @@ def _peak(
     begins, ends = np.array(played.copy_start_us[rank]), np.array(played.copy_end_us[rank])
     when = np.concatenate((begins[loads], times, ends[~loads]))
     delta = np.concatenate((sizes[loads], compute, -sizes[~loads]))
-    return int(ledger.static + np.cumsum(delta[np.argsort(when, kind="stable")]).max())
+    return int(tables.static[rank] + np.cumsum(delta[np.argsort(when, kind="stable")]).max())
 
 
 class _Chooser:
@@ -134,10 +122,9 @@ class _Chooser:
     ) -> None:
         self.actions, self.tables, self.layers = actions, tables, layers
         self.start, self.end = np.array(played.start_us[rank]), np.array(played.end_us[rank])
-        ledger = Ledger.of(tables, rank)
-        takes, gives = levels(actions, ledger, [count for stage in tables.stages_of[rank] for count in layers[stage]])
+        takes, gives = levels(actions, tables, layers)
         before = np.concatenate(([0], np.cumsum(np.subtract(takes, gives))[:-1]))
-        self.excess: Integers = ledger.static + before + np.array(takes) - cap
+        self.excess: Integers = tables.static[rank] + before + np.array(takes) - cap
         self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
         self.link = _Link()
 

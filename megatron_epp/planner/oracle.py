@@ -10,7 +10,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import Layers, makespan_us
-from megatron_epp.planner.memory import peak_bytes
+from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.milp import Solution
 from megatron_epp.planner.oracle_model import OracleModel
 from megatron_epp.planner.order import Order
@@ -116,7 +116,7 @@ def _solve(
 
 
 def _fits(order: Order, tables: Tables, layers: Layers, caps: Sequence[int]) -> bool:
-    return all(peak_bytes(actions, tables, rank, layers[rank]) <= caps[rank] for rank, actions in enumerate(order))
+    return all(peak <= cap for peak, cap in zip(peaks_bytes(order, tables, layers), caps, strict=True))
 
 
 def _serial_us(tables: Tables) -> float:

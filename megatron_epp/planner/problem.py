@@ -56,8 +56,9 @@ class Options:
         planner: a name in `PLANNERS`.
         split_weight: run weight gradients as actions of their own (W) where the costs tell them apart.
         offload: copy activations to the host and back where the costs have a link.
-        steps: of the local search that follows; each tries one change. A number, not a time, so that ranks agree.
-        budget_ms: time for planning; translated into steps by a fixed rate when `steps` is 0.
+        steps: of the local search that follows; each tries one change. Equal numbers give equal plans on every machine.
+        budget_ms: time for planning with the planner "greedy", spent on the local search where the rest leaves any. Then plans
+            depend on the machine. 0 takes no steps but `steps`.
         seed: of a planner's search; recorded in the plan.
     """
 

@@ -1,29 +1,30 @@
 """OptPipe's manner: run the greedy plan now, let a solver look for a better one meanwhile, use it when the batch comes again.
 
-What a solver finds in a given time depends on the machine, so ranks that plan for themselves would disagree. In training one
-rank would have to plan and send its plan to the others, which is not there yet: `--epp` refuses the planners in `TIMED`.
+What a solver finds in a given time depends on the machine, so use it where one process decides.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import replace
-from multiprocessing import get_context
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.oracle import oracle
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search import greedy
-from megatron_epp.schedule import Chunk, Plan
+from megatron_epp.planner.solved import Solved, canonical, relabelled
+from megatron_epp.planner.worker import Worker
+from megatron_epp.schedule import Plan
 
-TIMED = frozenset({"milp"})
-"""Planners whose plans depend on how fast the machine is."""
 TIME_LIMIT_S = 10.0
 MOST_CHUNKS = 16
 """Longer chunk tables keep the greedy decisions: their programs do not get anywhere in minutes."""
 WAITING = 4
 """Batches that may wait for the solver; while that many do, others are not refined."""
+NICENESS = 10
+"""Of the process that solves: training goes first."""
 
 
 def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -51,56 +52,43 @@ class Refiner:
         """
         Args:
             time_limit_s: for each batch.
-            capacity: refined batches kept, more than `WAITING`; the oldest goes first.
+            capacity: refined batches kept; the least recently used goes first.
         """
         self.costs, self.options = costs, options
-        self.time_limit_s, self.capacity = time_limit_s, capacity
-        self._jobs: dict[Problem, Future[Decisions]] = {}
-        self._pool = ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
+        self.solved = Solved(capacity)
+        self._asked: deque[Problem] = deque()  # of the worker, oldest first
+        self._worker = Worker(_refining, costs, options, time_limit_s, niceness=NICENESS)
 
     def plan(self, problem: Problem) -> Plan:
-        """The refined plan where there is one, else the greedy plan, without waiting.
+        """The refined plan where there is one, else the greedy plan, without waiting for the solver.
 
-        Raises what `planner.plan` raises, and what went wrong when this batch was refined.
+        Raises what `planner.plan` raises, and what went wrong when an earlier batch was refined.
         """
         validate(problem, self.costs, self.options)
+        while self._asked and self._worker.is_ready():
+            self._receive()
         asked, sequences = canonical(problem)
-        job = self._jobs.get(asked)
-        made = job.result() if job is not None and job.done() else greedy(asked, self.costs, self.options)
-        if job is None:
-            self._submit(asked)
+        made = self.solved.recall(asked)
+        if made is None:
+            made = greedy(asked, self.costs, self.options)
+            if asked not in self._asked and len(self._asked) < WAITING:
+                self._worker.send(asked)
+                self._asked.append(asked)
         return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
 
-    @property
-    def num_refined(self) -> int:
-        """Batches that have been refined."""
-        return sum(job.done() for job in self._jobs.values())
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Until everything submitted so far is refined."""
-        for job in list(self._jobs.values()):
-            job.exception(timeout_s)
+    def wait(self) -> None:
+        """Until everything asked for so far is refined."""
+        while self._asked:
+            self._receive()
 
     def close(self) -> None:
-        """Drop what waits; what is being solved ends by its time limit."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the process, and with it what is being solved."""
+        self._worker.close()
 
-    def _submit(self, asked: Problem) -> None:
-        if sum(not job.done() for job in self._jobs.values()) >= WAITING:
-            return
-        if len(self._jobs) >= self.capacity:
-            del self._jobs[next(key for key, job in self._jobs.items() if job.done())]
-        self._jobs[asked] = self._pool.submit(refine, asked, self.costs, self.options, self.time_limit_s)
+    def _receive(self) -> None:
+        asked = self._asked.popleft()
+        self.solved.remember(asked, self._worker.receive())
 
 
-def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """The same batch with the longest sequence first, and where each of its sequences stands in the original."""
-    lengths = problem.lengths
-    sequences = tuple(sorted(range(len(lengths)), key=lambda q: (-lengths[q], q)))
-    return replace(problem, lengths=tuple(lengths[q] for q in sequences)), sequences
-
-
-def relabelled(made: Decisions, sequences: tuple[int, ...]) -> Decisions:
-    """Decisions for a canonical batch, told of the original's sequences."""
-    chunks = (Chunk(tuple(s._replace(sequence=sequences[s.sequence]) for s in chunk.segments)) for chunk in made.chunks)
-    return replace(made, chunks=tuple(chunks))
+def _refining(costs: Costs, options: Options, time_limit_s: float) -> Callable[[Problem], Decisions]:
+    return partial(refine, costs=costs, options=options, time_limit_s=time_limit_s)

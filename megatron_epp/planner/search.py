@@ -55,9 +55,9 @@ PATIENCE = 2
 def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> Decisions:
     """Slice, pack, order in stairs, recompute as needed; grain and stairs with the least simulated makespan win.
 
-    Whole sequences in batch order and in 1F1B are always among what is tried where the token cap lets them, so the
-    result is never slower than that. With `options.slices` there is one grain and nothing to search. With `warm` the search
-    begins at the grain of a batch of like shape and ends sooner.
+    Whole sequences in 1F1B, longest first and shortest first, are always among what is tried where the token cap lets them, so
+    the result is never slower than those. The order of the batch never matters. With `options.slices` there is one grain and
+    nothing to search. With `warm` the search begins at the grain of a batch of like shape and ends sooner.
 
     Raises:
         InfeasibleError: no grain fits the memory caps.
@@ -83,11 +83,19 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
     if options.slices is None and max(problem.lengths) <= chunker.token_cap and problem.is_straight:
         plain = Trials(problem, costs, options)
         plain.best_us = trials.best_us
-        if plain.better(whole_sequences(problem.lengths), (elastic_1f1b,), close=0.0) and plain.best is not None:
+        for whole in plainly(problem.lengths):
+            plain.better(whole, (elastic_1f1b,), close=0.0)
+        if plain.best is not None:
             other = finished(plain.best, problem, costs, options)
             return other if made is None else min(made, other, key=lambda one: _makespan_us(one, problem, costs))
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
     return trials.result() if made is None else made
+
+
+def plainly(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
+    """Whole sequences, one per chunk: longest first, and shortest first."""
+    rising = sorted(whole_sequences(lengths), key=lambda chunk: (chunk.num_tokens, chunk.segments))
+    return [tuple(reversed(rising)), tuple(rising)]
 
 
 def _makespan_us(made: Decisions, problem: Problem, costs: Costs) -> float:
@@ -136,7 +144,7 @@ def search_grain(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> 
         if trials.best is not None and trials.best.chunks == tables[count]:
             trials.better(tables[count], second)
     if max(problem.lengths) <= chunker.token_cap and len(problem.lengths) <= FEW and problem.is_straight:
-        longest_first = tuple(sorted(whole_sequences(problem.lengths), key=lambda chunk: -chunk.num_tokens))
+        longest_first = plainly(problem.lengths)[0]
         trials.better(longest_first, (elastic_1f1b, *FIRST, *SECOND))
         for whole in permutations(longest_first) if len(problem.lengths) <= HANDFUL else ():
             trials.better(whole, (elastic_1f1b,), close=0.0)

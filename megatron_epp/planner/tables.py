@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.work import IntColumn
+from megatron_epp.planner.inner.columns import Columns, columns_of
 from megatron_epp.planner.problem import Problem
 from megatron_epp.schedule import Chunk
 
@@ -69,6 +70,14 @@ class Tables:
     host_latency_us: float
     host_us_per_byte: float
     offloadable_share: float
+    _columns: list[Columns] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def columns(self) -> Columns:
+        """The same as flat columns, made when first asked for."""
+        if not self._columns:
+            self._columns.append(columns_of(self))
+        return self._columns[0]
 
     def host_us(self, num_bytes: int) -> float:
         return self.host_latency_us + self.host_us_per_byte * num_bytes

@@ -14,8 +14,8 @@ Shape = tuple[int, ...]
 class Warm:
     """Grains that earlier batches chose, by shape; the least recently used is forgotten.
 
-    A plan made with it depends on the batches planned with it before. Ranks that plan the same batches in the same order agree;
-    a run that is resumed starts without, so leave it out where plans must repeat after a resume.
+    A plan made with it depends on the batches planned with it before, and a run that is resumed starts without. So only what
+    plans against a deadline uses it (`Anytime`), which does not repeat anyway.
     """
 
     size: int = 64

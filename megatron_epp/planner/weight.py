@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from megatron_epp.planner.evaluate import Layers, Player, backward_times
-from megatron_epp.planner.ledger import Ledger
+from megatron_epp.planner.evaluate import Layers, backward_times
+from megatron_epp.planner.memory import levels
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
-from megatron_epp.schedule import Action, Op
+from megatron_epp.schedule import Action, Op, PlanError
 
 
 def split_weights(order: Order, tables: Tables, layers: Layers, caps: tuple[int, ...]) -> Order:
@@ -24,52 +24,58 @@ def split_weights(order: Order, tables: Tables, layers: Layers, caps: tuple[int,
     Raises:
         PlanError: the order deadlocks.
     """
-    backward = backward_times(tables, layers)
-    split = [
-        [whole - weight for whole, weight in zip(*rows, strict=True)] for rows in zip(backward, tables.weight_us, strict=True)
-    ]
-    filler = _Filler(order, tables, split)
-    filler.whole = backward
-    filler.room = [_room(actions, tables, rank, layers, caps[rank]) for rank, actions in enumerate(order)]
-    filler.run()
-    return tuple(map(tuple, filler.made))
+    return _Filler(order, tables, layers, caps).run()
 
 
 def _room(actions: tuple[Action, ...], tables: Tables, rank: int, layers: Layers, cap: int) -> list[tuple[int, int]]:
     """For each action, the bytes left beside it, and what a backward without its weight gradient takes of them meanwhile."""
-    ledger = Ledger.of(tables, rank)
-    live = ledger.static
+    live = tables.static[rank]
     room = []
-    for op, stage, c in actions:
-        item = ledger.number[stage] + c
-        kept = ledger.kept(item, layers[stage][c])
-        if op is Op.F:
-            live += kept + ledger.forward_alloc[item]
-            room.append((cap - live, 0))
-            live -= ledger.forward_free[item]
-        else:
-            live -= kept
-            own, held = ledger.own(item, layers[stage][c]), tables.weight_bytes[stage][c]
-            room.append((cap - live - own, max(0, held - kept, ledger.net[item] + held - own)))
-            live += ledger.net[item]
+    for (op, stage, c), takes, gives in zip(actions, *levels(actions, tables, layers), strict=True):
+        live += takes
+        extra = 0
+        if op is Op.B:
+            kept, held = tables.kept_bytes(stage, c, layers[stage][c]), tables.weight_bytes[stage][c]
+            extra = max(0, held - kept, held - gives)
+        room.append((cap - live, extra))
+        live -= gives
     return room
 
 
-class _Filler(Player):
+class _Filler:
     """Plays an order and puts weight gradients in as it goes."""
 
-    whole: list[list[float]]
-    room: list[list[tuple[int, int]]]
-
-    def __init__(self, order: Order, tables: Tables, backward_us: list[list[float]]) -> None:
-        super().__init__(order, tables, backward_us, ())
+    def __init__(self, order: Order, tables: Tables, layers: Layers, caps: tuple[int, ...]) -> None:
+        self.order, self.tables = order, tables
+        self.whole = backward_times(tables, layers)
+        self.split = [
+            [whole - weight for whole, weight in zip(*rows, strict=True)]
+            for rows in zip(self.whole, tables.weight_us, strict=True)
+        ]
+        self.room = [_room(actions, tables, rank, layers, caps[rank]) for rank, actions in enumerate(order)]
+        stages, chunks = len(tables.rank_of), len(tables.message_us)
+        # When the input of an action has arrived; None while it has not.
+        self.forward_in: list[list[float | None]] = [[None if stage else 0.0] * chunks for stage in range(stages)]
+        self.backward_in: list[list[float | None]] = [
+            [0.0 if stage == stages - 1 else None] * chunks for stage in range(stages)
+        ]
+        self.at, self.clock = [0] * len(order), [0.0] * len(order)
         self.made: list[list[Action]] = [[] for _ in order]
         self.waiting: list[deque[Action]] = [deque() for _ in order]
         self.waiting_bytes = [0] * len(order)
 
+    def run(self) -> Order:
+        moved = 1
+        while moved:
+            moved = sum(self._advance(rank) for rank in range(len(self.order)))
+        if any(at < len(actions) for at, actions in zip(self.at, self.order, strict=True)):
+            raise PlanError("the order deadlocks before any weight gradient is split off")
+        return tuple(map(tuple, self.made))
+
     def _advance(self, rank: int) -> int:
-        actions, end, room, waiting = self.order[rank], self.end[rank], self.room[rank], self.waiting[rank]
-        first = at = len(end)
+        """Run a rank as far as it goes; how many actions that were."""
+        actions, room, waiting = self.order[rank], self.room[rank], self.waiting[rank]
+        first = at = self.at[rank]
         while at < len(actions):
             op, stage, c = action = actions[at]
             arrived = (self.forward_in if op is Op.F else self.backward_in)[stage][c]
@@ -81,24 +87,29 @@ class _Filler(Player):
             ):
                 self._run_weight(rank)
             self.made[rank].append(action)
-            begin = max(arrived, self.clock[rank])
+            self.clock[rank] = max(arrived, self.clock[rank])
             if op is Op.F:
-                now = begin + self.tables.forward_us[stage][c]
-                if stage + 1 < len(self.forward_in):
-                    self.forward_in[stage + 1][c] = now + self.tables.hops[stage][c]
+                self._forward(rank, stage, c)
             else:
-                now = begin + (self.backward_us if own <= free else self.whole)[stage][c]
-                if own <= free:
-                    waiting.append(Action(Op.W, stage, c))
-                    self.waiting_bytes[rank] += self.tables.weight_bytes[stage][c]
-                if stage:
-                    self.backward_in[stage - 1][c] = now + self.tables.hops[stage - 1][c]
-            self.clock[rank] = now
-            end.append(now)
+                self._backward(rank, stage, c, own <= free)
             at += 1
+        self.at[rank] = at
         while at == len(actions) and waiting:
             self._run_weight(rank)
         return at - first
+
+    def _forward(self, rank: int, stage: int, c: int) -> None:
+        self.clock[rank] += self.tables.forward_us[stage][c]
+        if stage + 1 < len(self.forward_in):
+            self.forward_in[stage + 1][c] = self.clock[rank] + self.tables.hops[stage][c]
+
+    def _backward(self, rank: int, stage: int, c: int, apart: bool) -> None:
+        self.clock[rank] += (self.split if apart else self.whole)[stage][c]
+        if apart:
+            self.waiting[rank].append(Action(Op.W, stage, c))
+            self.waiting_bytes[rank] += self.tables.weight_bytes[stage][c]
+        if stage:
+            self.backward_in[stage - 1][c] = self.clock[rank] + self.tables.hops[stage - 1][c]
 
     def _weight_us(self, action: Action) -> float:
         return self.tables.weight_us[action.stage][action.chunk]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,20 @@ def from_json(text: str) -> Plan:
     if claimed != (actual := _digest(document)):
         raise PlanError(f"plan digest {claimed!r} does not match its content ({actual!r}): edited or damaged; plan again")
     return _plan(document)
+
+
+def pack(plan: Plan) -> bytes:
+    """`to_json`, compressed: a message for other ranks. `unpack` gives back an equal plan."""
+    return zlib.compress(to_json(plan).encode(), level=1)
+
+
+def unpack(message: bytes) -> Plan:
+    """Read what `pack` wrote. Raises `PlanError`, as `from_json` does."""
+    try:
+        text = zlib.decompress(message).decode()
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise PlanError(f"the message of {len(message)} bytes is no packed plan: {error}") from None
+    return from_json(text)
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:

@@ -1,11 +1,9 @@
-"""What ranks run in the tests of failures: pipelines with a fault in one action, and disagreements."""
+"""What ranks run in the tests of failures: pipelines with a fault in one action."""
 
 import threading
-from dataclasses import replace
 
 from plain_stage import PlainStage, batch_of, build_part
 
-from megatron_epp.runtime.agreement import DisagreementError, agree
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -44,19 +42,3 @@ def run_with_fault(rank, links, plan, faulty_rank, action, fault, limit_s=None):
     stage = FaultyStage(build_part(plan.num_layers, rank), batch_of(plan), action, fault)
     watchdog = Watchdog(limit_s) if limit_s is not None and rank != faulty_rank else None
     Executor(plan, rank, {rank: stage}, links, watchdog=watchdog).run()
-
-
-def agree_on(rank, links, plans):
-    """Compare this rank's plan with the others'. Returns the error's text, or None."""
-    try:
-        agree(plans[rank], links.control)
-    except DisagreementError as error:
-        return [str(error)]
-    return None
-
-
-def longer(plan, rank):
-    """The plan with the last action of a rank twice."""
-    ranks = list(plan.ranks)
-    ranks[rank] = (*ranks[rank], ranks[rank][-1])
-    return replace(plan, ranks=tuple(ranks))

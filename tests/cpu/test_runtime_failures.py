@@ -1,14 +1,12 @@
 """No rank is left hanging: what fails or hangs on one ends all, and says where."""
 
-from dataclasses import replace
-
 import pytest
-from failing_runs import agree_on, fail, hang, longer, run_with_fault
-from rank_processes import Ranks, run_until_exit
+from failing_runs import fail, hang, run_with_fault
+from rank_processes import run_until_exit
 from runtime_plans import SLICED_THEN_WHOLE, by_hand, planned, two_ranks
 
 from megatron_epp.runtime.watchdog import EXIT_CODE
-from megatron_epp.schedule import digest, to_grid
+from megatron_epp.schedule import to_grid
 
 LIMIT_S = 4
 
@@ -65,36 +63,3 @@ def test_a_rank_whose_messages_nobody_takes_says_so_and_ends(tmp_path):
     assert ended[0].exit_code == EXIT_CODE
     assert "pipeline rank 0, step 6, the end of the plan has not finished after 4 s" in ended[0].stderr
     assert "waiting for other ranks to take its messages" in ended[0].stderr
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as job:
-        yield job
-
-
-def test_ranks_with_equal_plans_agree(ranks):
-    assert ranks.run(agree_on, [two_ranks(), two_ranks()]) == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("change", "difference"),
-    [
-        (lambda p: replace(p, ranks=p.ranks[::-1]), "pipeline rank 0, action 0 is 0F0 (1.0 us) or 1F0 (1.0 us)"),
-        (
-            lambda p: replace(p, ranks=(p.ranks[0], tuple(s._replace(time_us=2.0) for s in p.ranks[1]))),
-            "pipeline rank 1, action 0 is 1F0 (1.0 us) or 1F0 (2.0 us)",
-        ),
-        (lambda p: longer(p, 1), "pipeline rank 1, action 6 is nothing or 1B2 (1.0 us)"),
-        (lambda p: replace(p, lengths=(14, 3, 7)), "sequence 2 has 6 or 7 tokens"),
-        (lambda p: replace(p, lengths=(14, 3)), "sequence 2 has 6 or None tokens"),
-        (lambda p: replace(p, recompute_layers=((1,) * 3,) * 2), "their actions agree, other fields differ"),
-    ],
-)
-def test_ranks_with_different_plans_all_refuse_with_both_digests_and_the_first_difference(ranks, change, difference):
-    plans = [two_ranks(), change(two_ranks())]
-    errors = ranks.run(agree_on, plans)
-    assert errors[0] == errors[1]
-    assert f"rank 0 planned {digest(plans[0])[:16]} but rank 1 planned {digest(plans[1])[:16]}" in errors[0][0]
-    assert difference in errors[0][0]
-    assert "--seed and --epp-* flags" in errors[0][0]

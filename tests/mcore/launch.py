@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,10 +55,18 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
         f"--nproc-per-node={num_processes}",
         f"--master-port={free_port()}",
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    return run([*launcher, *command], environment | (env or {}), timeout_s)
+
+
+def run(command: Sequence[object], env: dict[str, str], timeout_s: float) -> Finished:
+    """Run a command that starts processes of its own.
+
+    Raises AssertionError with the output when it takes longer than `timeout_s`; every process it started is gone then.
+    """
     process = subprocess.Popen(
-        [*launcher, *map(str, command)],
-        env=environment,
+        [*map(str, command)],
+        env={**os.environ, **env},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -65,7 +74,7 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.terminate()  # the launcher then ends its workers, by force after half a minute
+        process.terminate()  # torch's launcher then ends its workers, by force after half a minute
         output, _ = process.communicate()
         raise AssertionError(f"not finished after {timeout_s} s:\n{output[-5000:]}") from None
     return Finished(process.returncode, output)

@@ -22,6 +22,7 @@ GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --h
 
 CAPPED = "capped"
 FREE = "three slices"
+TOKENS_SHARED = "one stage on two ranks that share tokens and have the same keys"
 
 PIPELINES = {
     2: {
@@ -35,6 +36,8 @@ PIPELINES = {
         "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
         "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
+        TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
+        "--pipeline-model-parallel-size 1",
     },
     4: {
         FREE: f"{LLAMA} --epp-slices 3",

@@ -2,12 +2,16 @@
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
-from in_one_process import train
 from memory_cases import COMMON, PIPELINES
 
 from megatron_epp.mcore import entry
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from parity_runs import train
 
 
 def main() -> None:

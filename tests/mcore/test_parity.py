@@ -1,89 +1,158 @@
 """Training with plans gives what Megatron's own schedule gives on the same documents fed whole: fp32, on CPU, over gloo.
 
-"Stock" is Megatron's schedule function and Megatron's attention, one document per microbatch. Each test is one comparison and
-prints its figures (``pytest -s``).
+"Stock" is Megatron's schedule function and Megatron's attention, one document per microbatch. ``scripts/parity.py`` runs and
+compares everything: cuts of the documents for twenty iterations on few processes, and for three a matrix of parallel sizes in
+which every two choices meet (with ``EPP_PARITY_MATRIX=full`` every cell).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch
-from parity_cases import CUTS, ITERATIONS, LAYOUTS, LENGTHS, VOCABULARY
-from synthetic_documents import documents_of, write_pair
+from launch import run
+from parity_cases import CASES, CUTS, ITERATIONS, SCRIPTS
 
-TOLERANCE = 1e-5
-TENSORS = ("gradients", "last_gradients", "parameters")
-WORKER = Path(__file__).with_name("parity_worker.py")
-CASES = [
-    pytest.param(name, f"{model}, {cut}", cut, id=f"{name}: {model}, {cut}")
-    for name, layout in LAYOUTS.items()
-    for model, cuts in layout.cases.items()
-    for cut in cuts
-]
+from parity import TOLERANCE, table  # isort: skip  # `parity_cases` has told where it is
+from parity_cells import Cell, all_cells, all_rows, covering_rows, full_rows  # isort: skip
 
-Figures = list[dict[str, Any]]
+MATRIX = os.environ.get("EPP_PARITY_MATRIX", "pairs")
+ROWS = full_rows() if MATRIX == "full" else covering_rows()
+MATRIX_ITERATIONS = 3
+
+Figures = dict[str, Any]
+
+
+def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
+    """What the script reports."""
+    finished = run([sys.executable, SCRIPTS / "parity.py", *flags, "--json"], {}, timeout_s)
+    last = finished.output.splitlines()[-1]
+    assert last.startswith("{"), finished.output[-5000:]
+    return json.loads(last)
 
 
 @pytest.fixture(scope="module")
-def figures_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Figures]]:
-    """Per layout, the figures of all its cases, one entry per rank.
+def cuts_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], dict[str, Figures]]:
+    """The figures of all cuts of a cell, made when first asked for."""
+    folder, reports = tmp_path_factory.mktemp("parity"), {}
 
-    Layouts of the same parallel sizes share a launch, made when one of them is first asked for.
-    """
-    folder = tmp_path_factory.mktemp("parity")
-    data = write_pair(folder / "documents", documents_of([n + 1 for n in LENGTHS], vocab_size=VOCABULARY))
-    outputs: dict[tuple[int, str], str] = {}
-
-    def figures(name: str) -> dict[str, Figures]:
-        sizes = LAYOUTS[name].num_processes, LAYOUTS[name].sizes
-        if sizes not in outputs:
-            alike = [other for other, layout in LAYOUTS.items() if (layout.num_processes, layout.sizes) == sizes]
-            environment = {"PARITY_DATA": data, "PARITY_REPORTS": str(folder), "PARITY_LAYOUTS": json.dumps(alike)}
-            outputs[sizes] = launch(sizes[0], WORKER, env=environment, timeout_s=900).output
-        report = folder / f"{name}.json"
-        assert report.exists(), outputs[sizes][-5000:]
-        return json.loads(report.read_text())
+    def figures(cell: Cell) -> dict[str, Figures]:
+        if cell not in reports:
+            sizes = {"pp": cell.pp}
+            cases = {
+                f"{model}, {cut}": {"cell": sizes, "model": model, "plan": CUTS[cut].flags}
+                for model, cuts in CASES[cell].items()
+                for cut in cuts
+            }
+            path = folder / f"{cell}.json"
+            path.write_text(json.dumps(cases))
+            reports[cell] = parity("--cases", path, "--iterations", ITERATIONS, timeout_s=900)
+        return reports[cell]["cases"]
 
     return figures
 
 
-@pytest.mark.parametrize(("name", "case", "cut"), CASES)
+@pytest.fixture(scope="module")
+def matrix(pytestconfig: pytest.Config) -> dict[str, Figures]:
+    """The figures of all rows. Prints them."""
+    report = parity("--matrix", MATRIX, "--iterations", MATRIX_ITERATIONS, timeout_s=900 if MATRIX == "pairs" else 9000)
+    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{table(report)}")
+    return report["cases"]
+
+
+def check_closeness(figures: Figures) -> None:
+    """Nothing is further apart than rounding makes it, and nothing was left out."""
+    assert "error" not in figures, figures["error"]
+    assert figures["attention"] == ["DotProductAttention, RelayAttention"]
+    assert figures["losses"] <= TOLERANCE
+    assert figures["validation"] <= TOLERANCE
+    for key in ("gradients", "last_gradients", "parameters"):
+        assert figures[key]["relative"] <= TOLERANCE, (key, figures[key])
+        assert figures[key]["num_tensors"] > 0
+        assert figures[key]["zeros"] == 0
+
+
+@pytest.mark.parametrize(
+    ("cell", "model", "cut"),
+    [
+        pytest.param(cell, model, cut, id=f"{cell}: {model}, {cut}")
+        for cell, models in CASES.items()
+        for model, cuts in models.items()
+        for cut in cuts
+    ],
+)
 def test_plans_train_as_the_stock_schedule_does(
-    figures_of: Callable[[str], dict[str, Figures]], name: str, case: str, cut: str
+    cuts_of: Callable[[Cell], dict[str, Figures]], cell: Cell, model: str, cut: str
 ) -> None:
-    ranks = figures_of(name)[case]
-    check_the_case(name, CUTS[cut], ranks)
-    worst = {
-        key: max(ranks, key=lambda rank: rank[key]["relative"])[key] for key in ("gradients", "last_gradients", "parameters")
+    figures = cuts_of(cell)[f"{model}, {cut}"]
+    check_closeness(figures)
+    (plans,) = figures["plans"]
+    wanted = CUTS[cut]
+    assert figures["num_losses"] == [ITERATIONS, 1]
+    assert figures["learned"] > 0.1
+    assert len(plans) == ITERATIONS
+    assert all(plan["slices"] == min(wanted.slices, plan["longest"]) for plan in plans)
+    assert any(plan["slices"] == wanted.slices for plan in plans)
+    assert any(wanted.has in plans[i]["kinds"] for i in (0, -1))
+    assert sorted({share for plan in plans for share in plan["recompute"]}) == list(wanted.recompute)
+    assert any(plan["weights"] > 0 for plan in plans) == wanted.splits
+    assert not any(plan["padding"] for plan in plans)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_every_group_of_processes_trains_as_the_stock_schedule_does(matrix: dict[str, Figures], row: Any) -> None:
+    figures, cell = matrix[str(row)], row.cell
+    check_closeness(figures)
+    assert figures["num_losses"] == [MATRIX_ITERATIONS, 1]
+    assert figures["num_processes"] == cell.num_processes
+    assert len(figures["plans"]) == cell.dp
+    plans = [plan for replica in figures["plans"] for plan in replica]
+    assert len(plans) == cell.dp * MATRIX_ITERATIONS
+    assert {plan["token_multiple"] for plan in plans} == {cell.cp * (cell.tp if cell.sp else 1)}
+    assert any(plan["padding"] for plan in plans) == (cell.sp or cell.cp > 1)
+    kinds = {kind for plan in plans for kind in plan["kinds"]}
+    assert ("packed" if row.plan == "packed" else "hybrid") in kinds
+    recomputed = {share for plan in plans for share in plan["recompute"]}
+    assert ("none" not in recomputed) == (row.plan == "recompute")
+    assert any(plan["weights"] > 0 for plan in plans) == cell.split
+
+
+def test_the_rows_bring_every_two_choices_together() -> None:
+    everything = set().union(*(row.pairs for row in all_rows()))
+    assert set().union(*(row.pairs for row in covering_rows())) == everything
+    assert [row.cell for row in full_rows()] == all_cells()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--virtual", 2, "--placement", "v"], "--virtual 2, --placement v"),
+        (["--tp", 2, "--experts", 4, "--ep", 2], "--experts 4, --ep 2"),
+        (["--lengths", "12,x"], "'x'"),
+    ],
+)
+def test_the_script_says_in_a_line_what_it_cannot_run(flags: list[object], says: str) -> None:
+    finished = run([sys.executable, SCRIPTS / "parity.py", *flags], {}, 60)
+    assert finished.returncode in (1, 2)
+    assert says in finished.output.splitlines()[-1]
+
+
+def test_a_run_that_fails_is_a_row_that_failed_and_others_go_on(tmp_path: Path) -> None:
+    cases = {
+        "too many slices": {"cell": {}, "model": "llama", "plan": "--epp-slices 1000"},
+        "fine": {"cell": {}, "model": "llama", "plan": "--epp-slices 2"},
     }
-    loss, validation = (max(rank[key] for rank in ranks) for key in ("loss", "validation"))
-    print(
-        f"\n{name}: {case}: losses {loss:.1e}, validation {validation:.1e}, "
-        + ", ".join(f"{key.replace('_', ' ')} {w['relative']:.1e} ({w['tensor']})" for key, w in worst.items())
-        + f", parameters absolute {max(rank['parameters']['absolute'] for rank in ranks):.1e}"
-    )
-    assert loss <= TOLERANCE
-    assert validation <= TOLERANCE
-    for key, tensor in worst.items():
-        assert tensor["relative"] <= TOLERANCE, (key, tensor)
-
-
-def check_the_case(name: str, cut: Any, ranks: Figures) -> None:
-    """The two runs were what the case says they were."""
-    assert all(rank["attention"] == ["DotProductAttention", "RelayAttention"] for rank in ranks)
-    assert any(rank["num_losses"] == [ITERATIONS, 1] for rank in ranks)
-    assert all(rank["learned"] > 0.1 for rank in ranks if rank["learned"] is not None)
-    assert all(len(rank["plans"]) == ITERATIONS for rank in ranks)
-    plans = [plan for rank in ranks for plan in rank["plans"]]
-    assert all(plan["slices"] == min(cut.slices, plan["longest"]) for plan in plans)
-    assert any(plan["slices"] == cut.slices for plan in plans)
-    assert any(cut.has in rank["plans"][i]["kinds"] for rank in ranks for i in (0, -1))
-    assert sorted({share for plan in plans for share in plan["recompute"]}) == list(cut.recompute)
-    assert any(plan["weights"] > 0 for plan in plans) == cut.splits
-    shares_tokens = "--sequence-parallel" in LAYOUTS[name].flags or bool(LAYOUTS[name].context)
-    assert any(plan["padding"] > 0 for plan in plans) == shares_tokens
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps(cases))
+    finished = run([sys.executable, SCRIPTS / "parity.py", "--cases", path, "--iterations", 1], {}, 120)
+    assert finished.returncode == 1
+    rows = [line for line in finished.output.splitlines() if line.startswith(tuple(cases))]
+    assert "failed" in rows[0]
+    assert "failed" not in rows[1]
+    assert "--epp-slices" in finished.output

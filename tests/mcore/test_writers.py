@@ -8,7 +8,11 @@ from megatron.training import global_vars
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.mcore import session, writers
+from megatron_epp.planner import Options
+from megatron_epp.planner.background import BackgroundPlanner
+from megatron_epp.planner.worker import WorkerError
 from megatron_epp.schedule import InfeasibleError
+from megatron_epp.schedule.serialize import unpack
 
 LINE = {
     "iteration": 7,
@@ -80,26 +84,18 @@ def test_a_batch_is_summed_up_for_errors():
 
 
 def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
-    args = Namespace(
-        tensor_model_parallel_size=1,
-        sequence_parallel=False,
-        epp_recompute="auto",
-        epp_chunk_tokens=None,
-        epp_slices=None,
-        epp_planner="greedy",
-        epp_memory_cap_gb=1e-6,
-        epp_wait_limit_seconds=600.0,
-        iteration=0,
-    )
-    ours = object.__new__(session.Session)
-    ours.args, ours.rank, ours.num_ranks = args, 0, 2
     shape = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
-    ours.costs = analytic_costs(shape, CPU, [1, 1])
-    ours._costs_known, ours._planning_us, ours._planned = threading.Event(), {}, ours._plan
-    ours._costs_known.set()
+    ours = object.__new__(session.Session)
+    ours._can_plan, ours._planner = threading.Event(), BackgroundPlanner(analytic_costs(shape, CPU, [1, 1]), Options())
+    ours._can_plan.set()
+    flags = Namespace(tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)
+    ours._problem = session.problem_of(flags, (1000, 1000))
     with pytest.raises(InfeasibleError, match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens"):
-        ours.plan_training((7, 1200, 30))
-    args.epp_memory_cap_gb = 100.0
-    plan = ours.plan_training((7, 1200, 30))
-    assert ours.planning_us(plan) > 0
-    assert ours.planning_us(plan) == 0
+        ours._plan((7, 1200, 30), False)
+    ours._problem = session.problem_of(flags, (2**30, 2**30))
+    packed = ours._plan((7, 1200, 30), False)
+    assert unpack(packed.message).lengths == (7, 1200, 30)
+    assert packed.planning_us > 0
+    ours.close()
+    with pytest.raises(WorkerError):
+        ours._plan((7, 1200, 30), False)

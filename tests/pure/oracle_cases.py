@@ -11,7 +11,7 @@ from planner_cases import problem
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
 from megatron_epp.planner import Problem
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.memory import peak_bytes
+from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Action, Chunk, Op, PlanError, Segment
@@ -81,7 +81,7 @@ def best_by_force(chunks: tuple[Chunk, ...], tables: Tables, caps: list[int]) ->
                 continue
         except PlanError:
             continue
-        peaks = [[peak_bytes(order[rank], tables, rank, list(choice)) for choice in choices] for rank in range(2)]
+        peaks = list(zip(*[peaks_bytes(order, tables, [list(choice)] * 2) for choice in choices], strict=True))
         for one, two in itertools.product(range(len(choices)), repeat=2):
             need = max(peaks[0][one], peaks[1][two])
             if any(need <= cap for cap in caps):

@@ -50,7 +50,7 @@ def test_plan_prints_a_summary_and_writes_a_sound_plan(tmp_path, capsys):
     assert made.num_stages == 2
     out = capsys.readouterr().out
     assert digest(made)[:12] in out
-    assert "rank 1 | 1F0" in out
+    assert "rank 1 | 1F" in out
 
 
 def test_lengths_come_from_a_file_or_from_stdin(tmp_path, capsys, monkeypatch):

@@ -12,7 +12,7 @@ from planner_cases import GIB, pipeline, problem
 
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.memory import least_peak, peak_bytes
+from megatron_epp.planner.memory import least_peaks, peaks_bytes
 from megatron_epp.planner.oracle import oracle
 from megatron_epp.planner.order import elastic_1f1b
 from megatron_epp.planner.search import greedy
@@ -28,8 +28,8 @@ def test_no_order_and_no_recompute_is_faster(seed: int):
     chunks, asked, costs = tiny_case(seed)
     tables = tabulate(chunks, asked, costs)
     order = elastic_1f1b(chunks, 2, False)
-    least = max(least_peak(actions, tables, rank) for rank, actions in enumerate(order))
-    most = max(peak_bytes(actions, tables, rank, [0] * len(chunks)) for rank, actions in enumerate(order))
+    least = max(least_peaks(order, tables))
+    most = max(peaks_bytes(order, tables, [[0] * len(chunks)] * 2))
     caps = sorted({(2 * least) // 3, least - 1, least, (least + most) // 2, most, 3 * most})
     for cap, best_us in zip(caps, best_by_force(chunks, tables, caps), strict=True):
         capped = replace(asked, cap_bytes=(cap, cap))

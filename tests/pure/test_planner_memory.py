@@ -10,7 +10,7 @@ from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.memory import fit_recompute, least_peak, peak_bytes
+from megatron_epp.planner.memory import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import elastic_1f1b
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.schedule import Chunk, InfeasibleError, Op, Plan, Segment
@@ -51,21 +51,20 @@ def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_least_peak_is_that_of_the_best_choice_there_is(seed: int):
     order, tables = small_case(seed)
-    for rank, actions in enumerate(order):
-        choices = itertools.product(range(3), repeat=len(tables.message_us))
-        best = min(peak_bytes(actions, tables, rank, list(layers)) for layers in choices)
-        assert least_peak(actions, tables, rank) == best
+    choices = itertools.product(range(3), repeat=len(tables.message_us))
+    peaks = [peaks_bytes(order, tables, [list(layers)] * len(order)) for layers in choices]
+    assert least_peaks(order, tables) == [min(column) for column in zip(*peaks, strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_cap_from_the_least_peak_up_is_met_and_below_it_the_least_peak_is_named(seed: int):
     order, tables = small_case(seed)
-    least = max(least_peak(actions, tables, rank) for rank, actions in enumerate(order))
-    most = max(peak_bytes(actions, tables, rank, [0] * len(tables.message_us)) for rank, actions in enumerate(order))
+    least = max(least_peaks(order, tables))
+    most = max(peaks_bytes(order, tables, [[0] * len(tables.message_us)] * len(order)))
     for cap in {least, (2 * least + most) // 3, (least + most) // 2, most}:
         layers = fit_recompute(order, tables, (cap,) * len(order), Options()).layers
         assert layers is not None
-        assert all(peak_bytes(actions, tables, rank, layers[rank]) <= cap for rank, actions in enumerate(order))
+        assert max(peaks_bytes(order, tables, layers)) <= cap
     below = fit_recompute(order, tables, (least - 1,) * len(order), Options())
     assert (below.layers, below.needed_bytes) == (None, least)
 

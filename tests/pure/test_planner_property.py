@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planner_cases import named_cap_bytes, pipeline, problem
@@ -23,6 +24,8 @@ stages = st.sampled_from([1] * 8 + [2] * 10 + [3] * 8 + [4] * 8 + [5, 5, 6, 6, 7
 """Mostly few: what many stages cost is the many chunks they ask for."""
 multiples = st.sampled_from([1, 1, 2, 16, 128, 1000])
 shares = st.floats(0.0, 1.2)
+STEPS = 100
+"""Of the local search: it is here to be sound, not to be thorough."""
 pace = functools.partial(settings, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -59,7 +62,7 @@ def plan_or_named_cap(asked: Problem, costs: PipelineCosts, options: Options) ->
 @given(batch=lengths, count=stages, share=shares, multiple=multiples)
 def test_any_batch_under_any_cap(batch: list[int], count: int, share: float, multiple: int):
     costs = pipelines(count, 2)
-    plan_or_named_cap(capped(batch, costs, share, multiple), costs, Options())
+    plan_or_named_cap(capped(batch, costs, share, multiple), costs, Options(steps=STEPS))
 
 
 @pace(max_examples=1000)
@@ -76,7 +79,7 @@ def test_any_batch_with_slices_chunk_tokens_and_recompute_fixed(
     batch: list[int], count: int, share: float, multiple: int, slices: int, chunk_tokens: int | None, recompute: str | int
 ):
     costs = pipelines(count, 2)
-    options = Options(slices=slices, chunk_tokens=chunk_tokens, recompute=recompute)  # type: ignore[arg-type]
+    options = Options(slices=slices, chunk_tokens=chunk_tokens, recompute=recompute, steps=STEPS)  # type: ignore[arg-type]
     asked = capped(batch, costs, share, multiple)
     made = plan_or_named_cap(asked, costs, options)
     if made is None:
@@ -104,3 +107,14 @@ def test_any_batch_is_planned_no_slower_than_plain_1f1b(batch: list[int], count:
     plain = plan(asked, costs, Options(planner="1f1b"))
     assert_sound(plain)
     assert plan(asked, costs).predicted.makespan_us <= plain.predicted.makespan_us * (1 + 1e-12)  # sums in another order
+
+
+@pace(max_examples=100)
+@given(batch=lengths, count=stages, share=shares)
+def test_the_order_of_any_batch_makes_no_difference(batch: list[int], count: int, share: float):
+    costs = pipelines(count, 2)
+    made = plan_or_named_cap(capped(batch, costs, share, 1), costs, Options(steps=STEPS))
+    again = plan_or_named_cap(capped(sorted(batch), costs, share, 1), costs, Options(steps=STEPS))
+    assert (made is None) == (again is None)
+    if made is not None and again is not None:
+        assert again.predicted.makespan_us == pytest.approx(made.predicted.makespan_us, rel=1e-9)

@@ -9,10 +9,9 @@ from itertools import pairwise
 import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
 
-from megatron_epp.planner import Options, Problem, Warm, for_table, plan
+from megatron_epp.planner import Options, Problem, for_table, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.planner.trials import Trials
 from megatron_epp.schedule import Op, Plan
 from megatron_epp.schedule.check import check
 
@@ -96,7 +95,7 @@ def test_more_memory_is_never_slower_by_more_than_one_percent(lengths: tuple[int
 @pytest.mark.parametrize("seed", range(12))
 def test_the_order_in_which_sequences_come_does_not_matter(seed: int):
     draw = random.Random(seed)
-    lengths = list(web_lengths(draw.choice([2, 4, 5, 30, 100]), seed))
+    lengths = list(web_lengths(draw.choice([2, 4, 5, 7, 9, 12, 20, 30, 100]), seed))
     before = plan(problem(lengths, 4, 60 * GIB), pipeline(4)).predicted.makespan_us
     draw.shuffle(lengths)
     assert plan(problem(lengths, 4, 60 * GIB), pipeline(4)).predicted.makespan_us == pytest.approx(before, rel=1e-9)
@@ -115,21 +114,3 @@ def test_a_given_chunk_table_is_planned_as_it_is():
     given, costs = problem(EQUAL, 4, 60 * GIB), pipeline(4)
     chunks = plan(given, costs, Options(slices=3)).chunks
     assert for_table(chunks, given, costs, Options()).chunks == chunks
-
-
-def test_a_warm_start_tries_less_and_ranks_that_saw_the_same_batches_agree(monkeypatch: pytest.MonkeyPatch):
-    tried: list[int] = []
-    better = Trials.better
-    monkeypatch.setattr(
-        Trials, "better", lambda self, chunks, *rest, **named: tried.append(1) or better(self, chunks, *rest, **named)
-    )
-    batches = [web_lengths(200, seed) for seed in range(6)]
-    ranks = [Warm(), Warm()]
-    plans = [[plan(problem(lengths, 4, 40 * GIB), pipeline(4), warm=warm) for lengths in batches] for warm in ranks]
-    warm_tries = len(tried) / 2
-    tried.clear()
-    cold = [plan(problem(lengths, 4, 40 * GIB), pipeline(4)) for lengths in batches]
-    assert plans[0] == plans[1]
-    assert warm_tries < len(tried)
-    for one, other in zip(plans[0], cold, strict=True):
-        assert one.predicted.makespan_us <= 1.02 * other.predicted.makespan_us

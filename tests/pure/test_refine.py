@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from planner_cases import pipeline, problem
 
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.refine import MOST_CHUNKS, Refiner, canonical, refine, relabelled
+from megatron_epp.planner.refine import MOST_CHUNKS, Refiner, refine
 from megatron_epp.planner.search import greedy
-from megatron_epp.schedule import InfeasibleError
+from megatron_epp.planner.solved import canonical, relabelled
+from megatron_epp.schedule import InfeasibleError, PlanError
 from megatron_epp.schedule.check import check
 
 pytest.importorskip("scipy", reason="the solver needs scipy: pip install 'megatron-epp[milp]'")
@@ -32,9 +34,8 @@ def refiner() -> Iterator[Refiner]:
 def test_the_same_lengths_in_another_order_get_the_refined_plan(refiner: Refiner):
     first = refiner.plan(problem(LENGTHS, 2))
     assert first.predicted.makespan_us == plan(problem(LENGTHS, 2), COSTS, Options(slices=2)).predicted.makespan_us
-    assert refiner.num_refined == 0
-    refiner.wait(60)
-    assert refiner.num_refined == 1
+    refiner.wait()
+    assert refiner.solved.recall(canonical(problem(LENGTHS, 2))[0]) is not None
     shuffled = LENGTHS[2], LENGTHS[0], LENGTHS[1]
     second = refiner.plan(problem(shuffled, 2))
     assert second.lengths == shuffled
@@ -48,6 +49,23 @@ def test_the_same_lengths_in_another_order_get_the_refined_plan(refiner: Refiner
 def test_what_fits_nothing_is_said_at_once(refiner: Refiner):
     with pytest.raises(InfeasibleError):
         refiner.plan(problem(LENGTHS, 2, max(stage.static_bytes for stage in COSTS.stages)))
+
+
+def test_what_goes_wrong_in_the_solver_surfaces_with_the_next_batch():
+    refiner = Refiner(COSTS, replace(OPTIONS, recompute=1), time_limit_s=20)  # which the oracle does not know
+    refiner.plan(problem(LENGTHS, 2))
+    refiner._worker._connection.poll(60)
+    with pytest.raises(PlanError, match="the oracle chooses recompute itself"):
+        refiner.plan(problem((500, 600), 2))
+    assert check(refiner.plan(problem((500, 600), 2))) == []
+    refiner.close()
+
+
+def test_closing_ends_the_solver_in_the_middle_of_a_batch():
+    refiner = Refiner(pipeline(4, 2), Options(planner="milp", slices=4), time_limit_s=600)
+    refiner.plan(problem((9000, 700, 16_000), 4))
+    refiner.close()
+    assert refiner._worker._process.returncode is not None
 
 
 def test_relabelling_undoes_the_sorting():

@@ -12,6 +12,7 @@ from schedule_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
 from schedule_random import sound_plans
 
 from megatron_epp.schedule import PlanError, Prediction, digest, from_json, load, save, to_json
+from megatron_epp.schedule.serialize import pack, unpack
 
 numbers = st.floats(0, 1e12, allow_nan=False)
 
@@ -20,9 +21,9 @@ numbers = st.floats(0, 1e12, allow_nan=False)
 def test_a_plan_reads_back_equal(plan, time_us, share, num_bytes, text):
     peak = (num_bytes,) * plan.num_ranks
     plan = replace(plan, predicted=Prediction(time_us, time_us / 3, peak, share), cap_bytes=peak, notes=(text,), costs=text)
-    again = from_json(to_json(plan))
-    assert again == plan
-    assert digest(again) == digest(plan)
+    for again in (from_json(to_json(plan)), unpack(pack(plan))):
+        assert again == plan
+        assert digest(again) == digest(plan)
 
 
 def test_a_plan_reads_back_equal_in_every_field():
@@ -173,3 +174,9 @@ def test_errors_of_files_name_the_file(tmp_path):
 def test_a_file_written_before_still_loads():
     """Written by the first version of this code; it must load for as long as the schema's version is 1."""
     assert load(Path(__file__).parent.parent / "golden" / "plan_v1.json") == EXAMPLES["offload"]()
+
+
+@pytest.mark.parametrize("damage", [lambda m: b"", lambda m: b"no plan", lambda m: m[:-9], lambda m: m[:20] + m[21:]])
+def test_a_damaged_message_is_refused(damage):
+    with pytest.raises(PlanError, match="is no packed plan"):
+        unpack(damage(pack(hybrid())))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.evaluate import Layers, makespan_us
-from megatron_epp.planner.memory import peak_bytes
+from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
@@ -80,11 +80,6 @@ class Contest:
             f"that would do is {self.needed_bytes} bytes ({gib:.2f} GiB).\n"
             f"Raise --epp-memory-cap-gb to {gib:.2f}, lower --seq-length, or use --epp-planner greedy."
         )
-
-
-def peaks_bytes(order: Order, tables: Tables, layers: Layers) -> list[int]:
-    """Peak of every rank."""
-    return [peak_bytes(actions, tables, rank, layers[rank]) for rank, actions in enumerate(order)]
 
 
 def uniform_layers(tables: Tables, count: int) -> Layers:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.baselines.chunkflow import budgets, recompute_all_but_last, uniform_chunks
-from megatron_epp.planner.baselines.contest import peaks_bytes, uniform_layers, with_multiple
+from megatron_epp.planner.baselines.contest import uniform_layers, with_multiple
 from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.baselines.packed_1f1b import packed_rows
 from megatron_epp.planner.baselines.rows import chunk_sizes, context_tokens
@@ -22,6 +22,7 @@ from megatron_epp.planner.baselines.seq1f1b import fixed_size_chunks
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunking import whole_sequences
 from megatron_epp.planner.evaluate import Layers, makespan_us
+from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.order import Order, elastic_1f1b, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
-from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_recompute_only, peaks_bytes
+from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_recompute_only
 from megatron_epp.planner.baselines.infinipipe_checkpoints import diagonal_checkpoints
 from megatron_epp.planner.baselines.infinipipe_chunks import algorithm_1
 from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.order import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_epp.planner.baselines.contest import peaks_bytes
 from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.milp import Model
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables

@@ -1,0 +1,106 @@
+"""Tables and orders as flat columns of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_epp.planner.inner.compiled import Floats, Integers, floats, integers
+from megatron_epp.schedule import Action, Op
+
+if TYPE_CHECKING:
+    from megatron_epp.planner.tables import Tables
+
+FORWARD, BACKWARD, WEIGHT = range(3)
+OPS = {Op.F: FORWARD, Op.B: BACKWARD, Op.W: WEIGHT}
+"""The last digit of a code, base three."""
+
+
+class Columns(NamedTuple):
+    """The tables, by item: a stage and a chunk, numbered stage by stage. Names as in `Tables`.
+
+    Attributes:
+        price: time of recompute per byte it saves; infinite where it saves none.
+        most: layers of the item's stage.
+    """
+
+    num_stages: int
+    num_chunks: int
+    rank_of: Integers
+    static: Integers
+    forward_us: Floats
+    backward_us: Floats
+    layer_us: Floats
+    weight_us: Floats
+    hops: Floats
+    price: Floats
+    most: Integers
+    activation: Integers
+    saved: Integers
+    forward_alloc: Integers
+    forward_free: Integers
+    first: Integers
+    last: Integers
+    net: Integers
+
+
+def columns_of(tables: Tables) -> Columns:
+    chunks = len(tables.message_us)
+    none: list[list[float]] = [[0.0] * chunks] * len(tables.rank_of)
+
+    def column(rows: Sequence[Sequence[float]]) -> Floats:
+        return floats(chain.from_iterable(rows or none))
+
+    def sizes(rows: Sequence[Sequence[int]]) -> Integers:
+        return integers(chain.from_iterable(rows))
+
+    layer_us = list(chain.from_iterable(tables.layer_us or none))
+    saved = list(chain.from_iterable(tables.saved))
+    return Columns(
+        num_stages=len(tables.rank_of),
+        num_chunks=chunks,
+        rank_of=integers(tables.rank_of),
+        static=integers(tables.static),
+        forward_us=column(tables.forward_us),
+        backward_us=column(tables.backward_us),
+        layer_us=floats(layer_us),
+        weight_us=column(tables.weight_us),
+        hops=column([*tables.hops, [0.0] * chunks]),
+        price=floats(time / size if size else float("inf") for time, size in zip(layer_us, saved, strict=True)),
+        most=integers(count for count in tables.num_layers for _ in range(chunks)),
+        activation=sizes(tables.activation),
+        saved=integers(saved),
+        forward_alloc=sizes(tables.forward_alloc),
+        forward_free=sizes(tables.forward_free),
+        first=sizes(tables.backward_first),
+        last=sizes(tables.backward_last),
+        net=sizes(tables.backward_net),
+    )
+
+
+class Codes(NamedTuple):
+    """An order. An action is the number ``3 * (stage * num_chunks + chunk) + op``.
+
+    Attributes:
+        actions: of rank 0, then of rank 1, and so on.
+        starts: where each rank's actions start, and the end.
+    """
+
+    actions: Integers
+    starts: Integers
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.starts) - 1
+
+
+def encode(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
+    actions = integers(3 * (stage * num_chunks + c) + OPS[op] for row in order for op, stage, c in row)
+    return Codes(actions, integers(accumulate(map(len, order), initial=0)))
+
+
+def decode(codes: Codes, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
+    ops = tuple(OPS)
+    actions = [Action(ops[code % 3], code // 3 // num_chunks, code // 3 % num_chunks) for code in map(int, codes.actions)]
+    return tuple(tuple(actions[codes.starts[rank] : codes.starts[rank + 1]]) for rank in range(codes.num_ranks))

@@ -1,0 +1,44 @@
+"""Compile with numba where it is installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, MutableSequence
+from typing import Any, cast
+
+import numpy as np
+
+SWITCH = "MEGATRON_EPP_COMPILED"
+"""Environment variable; 0 runs the inner loops in plain Python."""
+
+_njit: Any = None
+if os.environ.get(SWITCH) != "0":
+    try:
+        from numba import njit as _njit
+    except ImportError:
+        _njit = None
+
+Integers = MutableSequence[int]
+"""A column of 64-bit integers: an array when compiled, a list when not, because plain Python indexes lists faster."""
+Floats = MutableSequence[float]
+"""A column of floats, likewise."""
+
+
+def is_compiled() -> bool:
+    return _njit is not None
+
+
+def compiled[F: Callable[..., Any]](function: F) -> F:
+    """Compile a function on its first call and keep the result on disk; other threads run meanwhile.
+
+    No fast math: sums are taken in the order written, so results are equal to the last digit with and without.
+    """
+    return function if _njit is None else cast(F, _njit(cache=True, nogil=True)(function))
+
+
+def integers(values: Iterable[int]) -> Integers:
+    return list(values) if _njit is None else cast(Integers, np.array(list(values), dtype=np.int64))
+
+
+def floats(values: Iterable[float]) -> Floats:
+    return list(values) if _njit is None else cast(Floats, np.array(list(values), dtype=np.float64))

@@ -1,0 +1,181 @@
+"""When every action of an order runs: the arithmetic of `simulate`, reduced to what a search asks for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_epp.planner.inner.columns import BACKWARD, FORWARD, WEIGHT, Columns
+from megatron_epp.planner.inner.compiled import Floats, Integers, compiled
+
+STUCK = -1.0
+"""Returned when the order deadlocks."""
+EARLY = -2.0
+"""Returned when an offload stands before a load that its own forward waits for."""
+
+
+class Room(NamedTuple):
+    """Where `play` writes: times by position in the codes, progress by rank, arrivals by item."""
+
+    start_us: Floats
+    end_us: Floats
+    at: Integers
+    clock_us: Floats
+    forward_in: Floats
+    backward_in: Floats
+    forward_end: Floats
+
+
+class Copies(NamedTuple):
+    """Offloads and loads of every rank in their order; one runs at a time on a rank.
+
+    Attributes:
+        items, is_load, time_us, starts: of each copy, rank by rank.
+        place: of the load of each item among all copies, or -1.
+        start_us, end_us, at, clock_us: where `play` writes.
+    """
+
+    items: Integers
+    is_load: Integers
+    time_us: Floats
+    starts: Integers
+    place: Integers
+    start_us: Floats
+    end_us: Floats
+    at: Integers
+    clock_us: Floats
+
+
+@compiled
+def play(actions: Integers, starts: Integers, columns: Columns, backward_us: Floats, copies: Copies, room: Room) -> float:
+    """Makespan of an order; `STUCK` or `EARLY` where it has none.
+
+    An order has the slices of a sequence ascending in forward and descending in backward on every rank, which is then all they
+    ask for.
+
+    Args:
+        backward_us: by item, with recompute, without a weight gradient that is an action of its own.
+    """
+    ranks = len(starts) - 1
+    first, last = columns.num_chunks, (columns.num_stages - 1) * columns.num_chunks
+    for item in range(len(room.forward_in)):
+        room.forward_in[item] = 0.0 if item < first else -1.0
+        room.backward_in[item] = 0.0 if item >= last else -1.0
+        room.forward_end[item] = -1.0
+    for rank in range(ranks):
+        room.at[rank] = starts[rank]
+        room.clock_us[rank] = 0.0
+    for rank in range(len(copies.starts) - 1):
+        copies.at[rank] = copies.starts[rank]
+        copies.clock_us[rank] = 0.0
+    left = len(actions)
+    down = True
+    while left > 0:
+        moved = 0
+        for turn in range(ranks):
+            done = advance(turn if down else ranks - 1 - turn, actions, starts, columns, backward_us, copies, room)
+            if done < 0:
+                return EARLY
+            moved += done
+        if moved == 0:
+            return STUCK
+        left -= moved
+        down = not down
+    makespan_us = 0.0
+    for rank in range(ranks):
+        makespan_us = max(makespan_us, room.clock_us[rank])
+    for rank in range(len(copies.starts) - 1):
+        if copy_upto(rank, copies.starts[rank + 1], copies, room) < 0:
+            return EARLY
+    return makespan_us
+
+
+@compiled
+def advance(
+    rank: int,
+    actions: Integers,
+    starts: Integers,
+    columns: Columns,
+    backward_us: Floats,
+    copies: Copies,
+    room: Room,
+) -> int:
+    """Run a rank as far as it goes; how many actions that were, or -1 where copies are in each other's way."""
+    chunks, stages = columns.num_chunks, columns.num_stages
+    forward_in, backward_in = room.forward_in, room.backward_in
+    now = room.clock_us[rank]
+    begin = at = room.at[rank]
+    stop = starts[rank + 1]
+    while at < stop:
+        code = actions[at]
+        item, op = code // 3, code % 3
+        if op == FORWARD:
+            arrived = forward_in[item]
+            if arrived < 0.0:
+                break
+            start = arrived if arrived > now else now
+            now = start + columns.forward_us[item]
+            room.forward_end[item] = now
+            if item + chunks < stages * chunks:
+                forward_in[item + chunks] = now + columns.hops[item]
+        elif op == BACKWARD:
+            arrived = backward_in[item]
+            if arrived < 0.0:
+                break
+            start = arrived if arrived > now else now
+            if len(copies.place) > 0 and copies.place[item] >= 0:
+                place = copies.place[item]
+                if copy_upto(rank, place + 1, copies, room) < 0:
+                    return -1
+                if copies.end_us[place] > start:
+                    start = copies.end_us[place]
+            now = start + backward_us[item]
+            if item >= chunks:
+                backward_in[item - chunks] = now + columns.hops[item - chunks]
+        else:
+            start = now
+            now = start + columns.weight_us[item]
+        room.start_us[at] = start
+        room.end_us[at] = now
+        at += 1
+    room.clock_us[rank] = now
+    room.at[rank] = at
+    return at - begin
+
+
+@compiled
+def copy_upto(rank: int, stop: int, copies: Copies, room: Room) -> int:
+    """Run the copies of a rank up to one; -1 where an offload's forward has not run yet."""
+    now = copies.clock_us[rank]
+    for at in range(copies.at[rank], stop):
+        if copies.is_load[at] == 0:
+            ended = room.forward_end[copies.items[at]]
+            if ended < 0.0:
+                return -1
+            if ended > now:
+                now = ended
+        copies.start_us[at] = now
+        now += copies.time_us[at]
+        copies.end_us[at] = now
+        copies.at[rank] = at + 1
+    copies.clock_us[rank] = now
+    return 0
+
+
+@compiled
+def backward_times(columns: Columns, layers: Integers, split: Integers, out: Floats) -> None:
+    """Times of backwards with recompute, without the weight gradients that `split` marks. All by item."""
+    for item in range(len(layers)):
+        time_us = columns.backward_us[item] + layers[item] * columns.layer_us[item]
+        if split[item]:
+            time_us -= columns.weight_us[item]
+        out[item] = time_us
+
+
+@compiled
+def mark_split(actions: Integers, split: Integers) -> None:
+    """Mark the items whose weight gradient is an action of its own."""
+    for item in range(len(split)):
+        split[item] = 0
+    for at in range(len(actions)):
+        if actions[at] % 3 == WEIGHT:
+            split[actions[at] // 3] = 1

@@ -1,0 +1,21 @@
+"""What one rank gives to all ranks of its replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def from_first(items: list[Any], group: dist.ProcessGroup) -> list[Any]:
+    """The items of the group's first rank, on every rank.
+
+    A collective call: every rank of the group must call it at the same point, in the same thread as its other collectives.
+
+    Args:
+        items: anything that pickles, on the first rank; ignored on the others.
+        group: a CPU group.
+    """
+    shared = [items]
+    dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(group)[0], group=group)
+    return shared[0]

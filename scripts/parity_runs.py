@@ -1,0 +1,249 @@
+"""One training run of a parity comparison, watched from outside: what a process of it saw. And the comparison of two runs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.schedule import Op, Plan
+from megatron_epp.schedule.serialize import digest
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Run:
+    """What one training run did on one rank.
+
+    Attributes:
+        shard: tensor-parallel rank: two ranks with the same have the same part of a tensor of the same name.
+        losses: per iteration; empty where this rank has no loss.
+        validation: loss on held-out documents after the last step.
+        initial: parameters before the first step.
+        gradients: of the first iteration and of the last, as the optimizer gets them.
+        final: parameters after the last step.
+        plans: of the training iterations, as executed; none under Megatron's schedules.
+        attention: the class that core attention had.
+    """
+
+    shard: int = 0
+    losses: list[float] = field(default_factory=list)
+    validation: list[float] = field(default_factory=list)
+    initial: Tensors = field(default_factory=dict)
+    gradients: list[Tensors] = field(default_factory=list)
+    final: Tensors = field(default_factory=dict)
+    plans: list[Plan] = field(default_factory=list)
+    attention: str = ""
+
+
+def record(flags: Sequence[str], checkpoint: Path | None = None) -> Run:
+    """Train with these flags.
+
+    Args:
+        flags: of Megatron.
+        checkpoint: where to save one before the first step.
+    """
+    run = Run()
+    with recording(run, checkpoint):
+        train(flags)
+    run.final = {name: tensor.clone() for name, tensor in run.final.items()}
+    return run
+
+
+def train(flags: Sequence[str]) -> None:
+    """Train once through `megatron.training.pretrain`, then take Megatron's global state down. Starting it takes longer than
+    training a tiny GPT, so a process that has done so may train again, with other flags.
+    """
+    from megatron.core import mpu
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.training import global_vars
+
+    from megatron_epp.mcore import gpt
+
+    sys.argv = [sys.argv[0], *flags]
+    gpt.pretrain()
+    global_vars.destroy_global_vars()
+    destroy_num_microbatches_calculator()
+    destroy_rerun_state_machine()
+    mpu.destroy_model_parallel()
+    gc.collect()
+
+
+@contextlib.contextmanager
+def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
+    """Watch Megatron's training step, its evaluation and our executor."""
+    from megatron.core import mpu
+    from megatron.training import training
+
+    from megatron_epp.mcore import schedule
+
+    step, evaluation, executor = training.train_step, training.evaluate, schedule.Executor
+
+    def train_step(
+        forward_step: Any, data: Any, model: Any, optimizer: Any, scheduler: Any, config: Any, passes: Any, **named: Any
+    ) -> Any:
+        def recorded_passes(**call: Any) -> Any:
+            answer = passes(**call)
+            run.gradients = [*run.gradients[:1], reduced_gradients(model)]
+            return answer
+
+        if not run.initial:
+            run.shard = mpu.get_tensor_model_parallel_rank()
+            run.initial = {name: p.detach().clone() for name, p in parameters(model)}
+            run.attention = next(type(m).__name__ for n, m in model[0].named_modules() if n.endswith("core_attention"))
+            if checkpoint is not None:
+                save(checkpoint, model, optimizer, scheduler)
+        answer = step(forward_step, data, model, optimizer, scheduler, config, recorded_passes, **named)
+        if answer[0]:
+            run.losses.append(float(answer[0]["lm loss"]))
+        run.final = {name: p.detach() for name, p in parameters(model)}
+        return answer
+
+    def evaluate(*args: Any, **named: Any) -> Any:
+        answer = evaluation(*args, **named)
+        run.validation += [float(loss) for loss in answer[0].values()]
+        return answer
+
+    class RecordedExecutor(executor):  # type: ignore[misc, valid-type]
+        def __init__(self, plan: Plan, *rest: Any, **named: Any) -> None:
+            if not plan.forward_only:
+                run.plans.append(plan)
+            super().__init__(plan, *rest, **named)
+
+    training.train_step, training.evaluate, schedule.Executor = train_step, evaluate, RecordedExecutor
+    try:
+        yield
+    finally:
+        training.train_step, training.evaluate, schedule.Executor = step, evaluation, executor
+
+
+def save(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Megatron's own checkpoint of this moment."""
+    from megatron.training import get_args
+    from megatron.training.checkpointing import save_checkpoint
+
+    args = get_args()
+    args.save = str(folder)
+    save_checkpoint(0, model, optimizer, scheduler, 0)
+    args.save = None  # or the end of the run would save too
+
+
+def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """All parameters of a rank, with layers numbered through the whole model."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    for chunk in model:
+        numbers = [layer.layer_number - 1 for layer in get_attr_wrapped_model(chunk, "decoder").layers]
+        for name, parameter in chunk.named_parameters():
+            yield re.sub(r"\.layers\.(\d+)\.", lambda m: f".layers.{numbers[int(m[1])]}.", name), parameter  # noqa: B023
+
+
+def reduced_gradients(model: Sequence[Any]) -> Tensors:
+    """Every parameter's gradient over all replicas. The distributed optimizer reduces a part on each; put them together."""
+    whole = {}
+    for buffer in (buffer for chunk in model for buffer in chunk.buffers):
+        whole[buffer] = buffer.grad_data.clone()
+        if buffer.ddp_config.use_distributed_optimizer:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                mine = bucket.grad_data.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+                part = whole[buffer][bucket.offset : bucket.offset + bucket.grad_data.numel()]
+                dist.all_gather_into_tensor(part, mine.clone(), group=group)
+    gradients = {}
+    for name, p in parameters(model):
+        buffer = next(b for b in whole if p in b.param_index_map)
+        start, end, _ = buffer.param_index_map[p]
+        gradients[name] = whole[buffer][start:end].view(p.shape)
+    return gradients
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
+    """How far a run with plans is from Megatron's own.
+
+    Args:
+        stock: what its ranks saw.
+        elastic: the same of the run with plans; there may be more ranks.
+
+    Returns:
+        largest relative differences, over all ranks, of losses and of every tensor (norm of the difference over norm of the
+        tensor), and what the runs were.
+
+    Raises:
+        AssertionError: the runs had other parameters, or began with others.
+    """
+    initial = _tensors(stock, elastic, lambda run: run.initial)
+    assert all(torch.equal(wanted, tensor) for _, wanted, tensor in initial), "the runs began with other weights"
+    losses = next(run.losses for run in stock if run.losses)
+    validation = next((run.validation for run in stock if run.validation), [])
+    replicas = {tuple(map(digest, run.plans)): run.plans for run in elastic}
+    return {
+        "attention": sorted({f"{a.attention}, {b.attention}" for a in stock for b in elastic}),
+        "num_losses": [len(losses), len(validation)],
+        "losses": max(_apart(losses, run.losses) for run in elastic if run.losses),
+        "learned": losses[0] - losses[-1],
+        "validation": max((_apart(validation, run.validation) for run in elastic if run.validation), default=None),
+        "gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[0])),
+        "last_gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[-1])),
+        "parameters": _furthest(_tensors(stock, elastic, lambda run: run.final)),
+        "plans": [[contents(plan) for plan in plans] for plans in replicas.values()],
+    }
+
+
+def _apart(expected: Sequence[float], found: Sequence[float]) -> float:
+    return max(abs(b / a - 1) for a, b in zip(expected, found, strict=True))
+
+
+def _tensors(stock: Sequence[Run], elastic: Sequence[Run], pick: Callable[[Run], Tensors]) -> list[tuple[str, Tensor, Tensor]]:
+    """Name, what is expected and what was found, for every tensor of every rank of the run with plans."""
+    expected = {(run.shard, name): tensor.double() for run in stock for name, tensor in pick(run).items()}
+    found = [((run.shard, name), tensor.double()) for run in elastic for name, tensor in pick(run).items()]
+    assert expected.keys() == {key for key, _ in found}, "the runs have other parameters"
+    return [(key[1], expected[key], tensor) for key, tensor in found]
+
+
+def _furthest(tensors: list[tuple[str, Tensor, Tensor]]) -> dict[str, Any]:
+    """The tensor furthest from what is expected, by the norm of the difference over the tensor's norm."""
+    worst: dict[str, Any] = {"relative": 0.0, "absolute": 0.0, "tensor": None, "zeros": 0, "num_tensors": len(tensors)}
+    for name, wanted, tensor in tensors:
+        norm, apart = float(wanted.norm()), float((tensor - wanted).norm())
+        relative = apart / norm if norm > 0 else math.inf if apart > 0 else 0.0
+        worst["zeros"] += norm == 0
+        worst["absolute"] = max(worst["absolute"], float((tensor - wanted).abs().max()))
+        if not relative <= worst["relative"]:
+            worst |= {"relative": relative, "tensor": name}
+    return worst
+
+
+def contents(plan: Plan) -> dict[str, Any]:
+    """What a plan did with the documents: slices of the longest, kinds of chunks, shares of layers that recompute, padding."""
+    longest = max(range(len(plan.lengths)), key=plan.lengths.__getitem__)
+    pieces = [segment.sequence for chunk in plan.chunks for segment in chunk.segments]
+    counts = {(n, layers) for row, layers in zip(plan.recompute_layers, plan.num_layers, strict=True) for n in row}
+    return {
+        "longest": plan.lengths[longest],
+        "slices": pieces.count(longest),
+        "kinds": sorted({_kind(c.kind(plan.lengths), len(c.segments)) for c in plan.chunks}),
+        "recompute": sorted({"none" if n == 0 else "all" if n == layers else "some" for n, layers in counts}),
+        "weights": sum(action.op is Op.W for rank in range(plan.num_ranks) for action in plan.actions(rank)),
+        "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
+        "token_multiple": plan.token_multiple,
+    }
+
+
+def _kind(kind: str, num_segments: int) -> str:
+    return kind if kind != "batched" else "packed" if num_segments > 1 else "whole"

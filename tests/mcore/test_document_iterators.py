@@ -1,0 +1,278 @@
+"""From Megatron's data flags to splits, blends and the iterators of global batches."""
+
+import pickle
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
+from synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.data.iterator import PlanSource
+from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.mcore.document_dataset import DocumentDataset, concatenate, weighted
+from megatron_epp.mcore.documents import build_document_iterators, build_splits
+from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
+from megatron_epp.planner.background import PackedPlan
+from megatron_epp.schedule.errors import EppError
+from megatron_epp.schedule.serialize import pack
+
+DOCUMENTS = documents_of(long_tailed_lengths(60, longest=2000))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return write_pair(tmp_path / "corpus", DOCUMENTS)
+
+
+def megatron_args(**given):
+    defaults = {
+        "data_path": None,
+        "data_args_path": None,
+        "train_data_path": None,
+        "valid_data_path": None,
+        "test_data_path": None,
+        "per_split_data_args_path": None,
+        "split": "80,15,5",
+        "seq_length": 300,
+        "seed": 1234,
+        "mmap_bin_files": True,
+        "global_batch_size": 6,
+        "eval_global_batch_size": 4,
+        "eval_iters": 2,
+        "skip_train": False,
+        "eod_mask_loss": False,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+    return SimpleNamespace(**(defaults | given))
+
+
+def iterators(args, rank=0, size=1, num_samples=(120, 16, 8)):
+    return build_document_iterators(args, None, None, rank, size, num_samples)
+
+
+def close(*opened):
+    for iterator in opened:
+        if iterator is not None:
+            iterator.close()
+
+
+def drawn(iterator, count):
+    return [[tuple(batch.dataset.tokens(i).tolist()) for i in batch.indices] for batch in islice(iterator, count)]
+
+
+@pytest.mark.parametrize("split", ["80,15,5", "969,30,1", "1,1,1", "0.5,0.25,0.25", "90,10"])
+def test_splits_are_disjoint_and_leave_nothing_out(pair, split):
+    splits = build_splits(megatron_args(data_path=[pair], split=split), (1, 1, 1))
+    seen = [tuple(each[0].tokens(i).tolist()) for each in splits if each for i in range(len(each[0]))]
+    assert seen == [tuple(document[:301].tolist()) for document in DOCUMENTS]
+
+
+@pytest.mark.parametrize(
+    ("split", "num_documents", "expected"), [("1,1,1", 5, [2, 1, 2]), ("80,15,5", 10, [8, 2, None]), ("98,1,1", 77, [75, 1, 1])]
+)
+def test_split_edges_are_rounded_as_megatron_rounds_them(tmp_path, split, num_documents, expected):
+    prefix = write_pair(tmp_path / "corpus", documents_of([5] * num_documents))
+    splits = build_splits(megatron_args(data_path=[prefix], split=split), (1, 1, 1))
+    assert [each and len(each[0]) for each in splits] == expected
+
+
+def test_iterators_yield_global_batches_of_each_split(pair):
+    args = megatron_args(data_path=[pair])
+    train, valid, test = iterators(args)
+    assert [len(next(iterator).indices) for iterator in (train, valid, test)] == [6, 4, 4]
+    batch = next(train)
+    assert batch.lengths == tuple(batch.dataset.lengths[list(batch.indices)])
+    close(train, valid, test)
+
+
+def test_megatrons_replay_sees_the_same_batch_again(pair):
+    train, valid, test = iterators(megatron_args(data_path=[pair]))
+    machine = get_rerun_state_machine()
+    mode = machine.get_mode()
+    machine.set_mode(RerunMode.VALIDATE_RESULTS)
+    try:
+        wrapped = RerunDataIterator(train)
+        first = next(wrapped)
+        wrapped.rewind()
+        assert next(wrapped) == first
+        wrapped.advance()
+        assert next(wrapped) != first
+    finally:
+        machine.set_mode(mode)
+        close(train, valid, test)
+
+
+def test_training_resumes_from_consumed_samples(pair):
+    whole, resumed = (iterators(megatron_args(data_path=[pair], consumed_train_samples=n))[0] for n in (0, 18))
+    expected = drawn(whole, 20)
+    assert drawn(resumed, 17) == expected[3:]
+    close(whole, resumed)
+
+
+def test_validation_resumes_and_a_run_without_training_validates_from_the_start(pair):
+    start, resumed, only_eval = (
+        iterators(megatron_args(data_path=[pair], consumed_valid_samples=n, skip_train=skip))[1]
+        for n, skip in ((0, False), (8, False), (8, True))
+    )
+    expected = drawn(start, 4)
+    assert drawn(resumed, 2) == expected[2:]
+    assert drawn(only_eval, 4) == expected
+    close(start, resumed, only_eval)
+
+
+def test_replicas_take_different_sequences_of_the_same_batch(pair):
+    args = megatron_args(data_path=[pair])
+    shares = [iterators(args, rank, 2)[0] for rank in range(2)]
+    ((first,), (second,)) = (drawn(share, 1) for share in shares)
+    whole = iterators(args)[0]
+    assert sorted(first + second) == sorted(drawn(whole, 1)[0])
+    close(*shares, whole)
+
+
+def test_train_and_evaluation_have_their_own_planners(pair):
+    shape = ModelShape(num_layers=1, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
+    costs, asked = analytic_costs(shape, CPU, [1]), {"train": [], "eval": []}
+
+    def source(name):
+        def make(lengths):
+            asked[name].append(lengths)
+            return PackedPlan(pack(plan(Problem(lengths, (0,), (UNLIMITED_BYTES,)), costs)), 1.0)
+
+        return PlanSource(make)
+
+    opened = build_document_iterators(megatron_args(data_path=[pair]), source("train"), source("eval"), 0, 1, (60, 8, 8))
+    batches = [next(iterator) for iterator in opened]
+    assert asked["train"][0] == batches[0].lengths
+    assert {batches[1].lengths, batches[2].lengths} <= set(asked["eval"])
+    close(*opened)
+
+
+def test_unwanted_splits_are_none(pair):
+    train, valid, test = iterators(megatron_args(data_path=[pair], eval_iters=0, split="100,0,0"))
+    assert (valid, test) == (None, None)
+    close(train)
+    train, valid, test = iterators(megatron_args(data_path=[pair], skip_train=True))
+    assert train is None
+    close(valid, test)
+    train, valid, test = iterators(megatron_args(data_path=[pair], split="90,10,0"))
+    assert test is None
+    close(train, valid)
+
+
+def test_end_of_document_loss_is_masked_when_asked(pair):
+    tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": 257, "pad_vocab_size": False}
+    opened = iterators(megatron_args(data_path=[pair], eod_mask_loss=True, **tokenizer))
+    assert {next(iterator).mask_loss_of for iterator in opened} == {256}
+    close(*opened)
+
+
+def sources_of(tmp_path, sizes):
+    """Files whose every token is the number of the file, so that a token tells its source."""
+    return [
+        write_pair(tmp_path / f"source{number}", [np.full(4 + i, number) for i in range(size)])
+        for number, size in enumerate(sizes)
+    ]
+
+
+def source_counts(dataset, start, stop):
+    return np.bincount([dataset.tokens(i)[0] for i in range(start, stop)], minlength=3).tolist()
+
+
+def test_a_weighted_blend_has_its_proportions_at_every_point(tmp_path):
+    a, b = sources_of(tmp_path, [50, 5])
+    ((dataset, shuffle), _, _) = build_splits(
+        megatron_args(data_path=["30", a, "70", b], split="1,0,0", eval_iters=0), (1000, 0, 0)
+    )
+    assert not shuffle
+    assert len(dataset) == 1000
+    for start in range(0, 1000, 100):
+        share = source_counts(dataset, start, start + 100)[0]
+        assert abs(share - 30) <= 1
+
+
+def test_a_source_of_a_blend_shows_all_its_documents_before_it_repeats_one(tmp_path):
+    sources = [DocumentDataset(prefix, 10**6) for prefix in sources_of(tmp_path, [40, 6])]
+    blend = weighted(sources, [1, 1], num_samples=48, seed=5)
+    from_second = [int(blend.lengths[i]) for i in range(48) if blend.tokens(i)[0] == 1]
+    assert len(from_second) == 24
+    epochs = [from_second[start : start + 6] for start in range(0, 24, 6)]
+    assert all(sorted(epoch) == [3, 4, 5, 6, 7, 8] for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+
+
+def test_more_iterations_only_lengthen_a_blend(tmp_path):
+    sources = [DocumentDataset(prefix, 10**6) for prefix in sources_of(tmp_path, [40, 6, 11])]
+    short, long = (weighted(sources, [0.2, 0.5, 0.3], size, seed=5) for size in (100, 700))
+    assert [short.tokens(i).tolist() for i in range(100)] == [long.tokens(i).tolist() for i in range(100)]
+
+
+def test_prefixes_without_weights_give_every_document_once_per_epoch(tmp_path):
+    a, b = sources_of(tmp_path, [20, 10])
+    ((dataset, shuffle), _, _) = build_splits(megatron_args(data_path=[a, b], split="1,0,0", eval_iters=0), (1000, 0, 0))
+    assert shuffle
+    assert len(dataset) == 30
+    assert source_counts(dataset, 0, 30)[:2] == [20, 10]
+    epoch = [i for batch in islice(GlobalBatchSampler(30, 10), 3) for i in batch]
+    assert sorted(epoch) == list(range(30))
+
+
+def test_each_split_can_have_its_own_blend(tmp_path):
+    a, b, c = sources_of(tmp_path, [20, 10, 8])
+    args = megatron_args(train_data_path=["1", a, "3", b], valid_data_path=[c], split=None)
+    (train, _), (valid, _), test = build_splits(args, (400, 8, 0))
+    assert source_counts(train, 0, 400)[:2] == [100, 300]
+    assert source_counts(valid, 0, 8) == [0, 0, 8]
+    assert test is None
+
+
+def test_data_paths_can_come_from_a_file(tmp_path):
+    a, b = sources_of(tmp_path, [20, 10])
+    (tmp_path / "blend.txt").write_text(f"1 {a}\n1 {b}\n")
+    args = megatron_args(data_args_path=str(tmp_path / "blend.txt"), split="1,0,0", eval_iters=0)
+    ((dataset, _), _, _) = build_splits(args, (40, 0, 0))
+    assert source_counts(dataset, 0, 40)[:2] == [20, 20]
+
+
+def test_blends_and_documents_survive_pickle(tmp_path):
+    dataset = concatenate([DocumentDataset(prefix, 10**6) for prefix in sources_of(tmp_path, [5, 3])])
+    twin = pickle.loads(pickle.dumps(dataset))
+    assert [twin.tokens(i).tolist() for i in range(8)] == [dataset.tokens(i).tolist() for i in range(8)]
+
+
+REFUSED = {
+    "no data path": ({}, "there are no documents to train on; pass --data-path"),
+    "empty data path": ({"data_path": []}, "the data paths cannot be read"),
+    "missing file": ({"data_path": ["/nowhere/corpus"]}, r"there is no file /nowhere/corpus\.idx"),
+    "weights in front of some": (
+        {"data_path": ["30", "PAIR", "PAIR", "PAIR"]},
+        r"no file 30\.idx; .* weight and prefix in turn",
+    ),
+    "negative weight": ({"data_path": ["-1", "PAIR", "2", "PAIR"]}, r"the weights \[-1.0, 2.0\] of --data-path"),
+    "only zero weights": ({"data_path": ["0", "PAIR", "0", "PAIR"]}, "not all 0"),
+    "unreadable list": ({"data_args_path": "/nowhere/list"}, "the data paths cannot be read"),
+    "no split": ({"data_path": ["PAIR"], "split": None}, "--split is missing"),
+    "split of four": ({"data_path": ["PAIR"], "split": "1,1,1,1"}, "--split 1,1,1,1 is not up to three shares"),
+    "split of nothing": ({"data_path": ["PAIR"], "split": "0,0,0"}, "--split 0,0,0 gives no split a share"),
+    "no validation documents": (
+        {"data_path": ["PAIR"], "split": "100,0,0"},
+        "the valid split has no documents; give it a share in --split 100,0,0, or pass --eval-iters 0",
+    ),
+    "no training documents": ({"data_path": ["PAIR"], "split": "0,1,0"}, "the train split has no documents"),
+    "validation without its path": ({"train_data_path": ["PAIR"]}, "pass --valid-data-path, or pass --eval-iters 0"),
+    "indivisible batch": ({"data_path": ["PAIR"], "global_batch_size": 7}, "--global-batch-size 7 does not divide over 2"),
+    "indivisible evaluation": ({"data_path": ["PAIR"], "eval_global_batch_size": 3}, "--eval-global-batch-size 3 does not"),
+    "object storage": ({"data_path": ["s3://bucket/corpus"]}, "object storage, which is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_flags_that_cannot_be_honoured_are_refused_by_name(pair, case):
+    given, says = REFUSED[case]
+    given = {name: [pair if part == "PAIR" else part for part in v] if isinstance(v, list) else v for name, v in given.items()}
+    with pytest.raises(EppError, match=says) as caught:
+        iterators(megatron_args(**given), rank=0, size=2)
+    assert str(caught.value).count("\n") <= 1

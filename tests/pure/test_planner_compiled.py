@@ -1,0 +1,39 @@
+"""Plans are the same whether the inner loops are compiled or run as they stand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_epp.planner.inner.compiled import SWITCH, is_compiled
+
+PLANNING = """
+from planner_cases import GIB, pipeline, problem, web_lengths
+from megatron_epp.planner import Options, plan
+from megatron_epp.schedule import digest
+from megatron_epp.planner.inner.compiled import is_compiled
+
+print(is_compiled())
+for lengths, stages, options in [
+    ((9000, 4000, 700), 2, Options(slices=3, steps=300)),
+    (web_lengths(20, seed=1, longest=30000), 4, Options()),
+    (web_lengths(20, seed=2, longest=30000), 4, Options(split_weight=True, offload=True)),
+]:
+    print(digest(plan(problem(lengths, stages, 30 * GIB), pipeline(stages), options)))
+"""
+
+
+def plans(compiled: str) -> list[str]:
+    environment = {**os.environ, SWITCH: compiled, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", PLANNING], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(not is_compiled(), reason="needs numba, which is what is compared with: pip install 'megatron-epp[fast]'")
+def test_plans_are_equal_with_and_without_the_compiler():
+    fast, plain = plans("1"), plans("0")
+    assert (fast[0], plain[0]) == ("True", "False")
+    assert fast[1:] == plain[1:]
