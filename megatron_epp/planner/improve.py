@@ -27,18 +27,13 @@ RESTARTS = 10
 """Times the search returns to the best found."""
 ALLOWANCE = 0.03
 """A step may be slower than where it starts from by this share of the best at first, and by nothing before each return."""
-ACTION_US = 0.05
-"""What one action of one step is taken to cost when a time is translated into steps: a convention, the same everywhere."""
 
 
 def steps_of(options: Options, num_stages: int, num_chunks: int) -> int:
-    """How many steps to take."""
-    size = num_stages * num_chunks
+    """How many steps to take. A budget is spent elsewhere (`anytime`), so with one there are none unasked."""
     if options.steps:
         return options.steps
-    if options.budget_ms is not None:
-        return int(options.budget_ms * 1000 / (2 * size * ACTION_US))
-    return SMALL_STEPS if size <= SMALL else 0
+    return SMALL_STEPS if options.budget_ms is None and num_stages * num_chunks <= SMALL else 0
 
 
 def improve(made: Decisions, tables: Tables, problem: Problem, options: Options) -> Decisions:
