@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, replace
 from functools import partial
@@ -23,14 +22,15 @@ from typing import Any
 
 from planner_report import markdown
 from planner_runs import BATCHES, RunCase, run_row
+from planner_small import LEVERS, small
 from planner_suite import OURS, RIVALS, Case, all_cases, row, sampled_cases
 from sequence_lengths import wikipedia
 
-from megatron_epp.cost import H100, ModelShape, analytic_costs
+from megatron_epp.cost import H100, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem, plan
+from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.baselines.fixed import FIXED
-from megatron_epp.schedule import InfeasibleError, PlanError
+from megatron_epp.schedule import InfeasibleError
 
 FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_planner"
 TIE = 0.005
@@ -56,84 +56,6 @@ def speed(repeats: int, sizes: Iterable[tuple[int, int]]) -> list[dict[str, Any]
         rows.append({"sequences": sequences, "stages": stages} | figures)
         say(f"speed: {sequences} sequences on {stages} stages: {rows[-1]['planning_ms']:.0f} ms")
     return rows
-
-
-def small_cases(seed: int) -> Iterator[tuple[Problem, Any, Options]]:
-    """Random batches of up to eight chunks under caps that bind, one after another."""
-    draw = random.Random(seed)
-    while True:
-        stages = draw.choice((2, 3, 4))
-        shape = ModelShape(
-            num_layers=4 * stages,
-            hidden_size=4096,
-            ffn_hidden_size=14336,
-            num_attention_heads=32,
-            num_query_groups=8,
-            vocab_size=draw.choice((4096, 32000)),
-        )
-        costs = analytic_costs(shape, H100, [4] * stages, state_bytes_per_parameter=4.0)
-        lengths = tuple(int(exp(draw.uniform(log(500), log(30000)))) for _ in range(draw.randint(1, 6)))
-        options = Options(planner=OURS, slices=draw.randint(1, 5))
-        free = Problem(lengths, tuple(range(stages)), (UNLIMITED_BYTES,) * stages)
-        made = plan(free, costs, options)
-        if not 2 <= len(made.chunks) <= 8:
-            continue
-        highest, static = max(made.predicted.peak_bytes), max(made.static_bytes)
-        cap = static + int((highest - static) * draw.uniform(0.35, 0.95))
-        yield Problem(lengths, free.placement, (cap,) * stages), costs, options
-
-
-def small(count: int, limit_s: float, most_chunks: int) -> dict[str, Any]:
-    """Against the oracle, on its own chunk tables; where it is not done in time, against the best it has."""
-    try:
-        from megatron_epp.planner.oracle import oracle
-    except ImportError as error:
-        return {"skipped": f"no oracle: {error}"}
-    gaps, bounds, proven, lost, both = [], [], 0, 0, 0
-    cases = small_cases(seed=0)
-    done = 0
-    while done < count:
-        problem, costs, options = next(cases)
-        free = Problem(problem.lengths, problem.placement, (UNLIMITED_BYTES,) * problem.num_stages)
-        chunks = plan(free, costs, options).chunks
-        if len(chunks) * problem.num_stages > most_chunks:
-            continue
-        done += 1
-        try:
-            made = plan(problem, costs, options)
-        except InfeasibleError:
-            made = None
-        start = None
-        if made is not None:
-            start = Decisions(made.chunks, tuple(made.actions(r) for r in range(made.num_ranks)), made.recompute_layers)
-            chunks = made.chunks
-        try:
-            best = oracle(chunks, problem, costs, Options(), start=start, time_limit_s=limit_s)
-        except InfeasibleError:
-            both += made is None
-            continue
-        except PlanError as error:
-            return {"skipped": str(error)}
-        if made is None:
-            lost += best.decisions is not None
-            continue
-        proven += best.optimal
-        gaps.append(made.predicted.makespan_us / min(best.makespan_us, made.predicted.makespan_us) - 1)
-        bounds.append(made.predicted.makespan_us / best.bound_us - 1)
-        say(f"small: {done} of {count}, {len(chunks)} chunks on {problem.num_stages} stages, gap {gaps[-1]:.2%}")
-    return {
-        "cases": count,
-        "compared": len(gaps),
-        "proven_optimal": proven,
-        "time_limit_s": limit_s,
-        "most_chunks_times_stages": most_chunks,
-        "mean_gap": statistics.fmean(gaps) if gaps else None,
-        "worst_gap": max(gaps, default=None),
-        "mean_gap_to_proven_bound": statistics.fmean(bounds) if bounds else None,
-        "worst_gap_to_proven_bound": max(bounds, default=None),
-        "infeasible_for_both": both,
-        "infeasible_for_the_planner_alone": lost,
-    }
 
 
 def large(cases: list[Case], planners: tuple[str, ...], jobs: int) -> dict[str, Any]:
@@ -233,18 +155,20 @@ def main() -> None:
     size.add_argument("--full", action="store_true", help="all 540 cases of the suite and 200 against the oracle")
     parser.add_argument("--parts", default="speed,small,large,runs", help="what to measure (default: all)")
     parser.add_argument("--rivals", default=",".join(RIVALS), help=f"of part large (default: {','.join(RIVALS)})")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="processes for the suite (default 1); speed is always measured alone"
-    )
+    parser.add_argument("--levers", default="plain", help=f"of part small, from {','.join(LEVERS)} (default: plain)")
+    parser.add_argument("--cases", type=int, help="of part small (default: 40; 200 with --full)")
+    parser.add_argument("--limit-s", type=float, help="of part small, for the oracle, each case (default: 3; 60 with --full)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1); speed is always measured alone")
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, help="folder for report.json and report.md")
     a = parser.parse_args()
     parts, start_s = a.parts.split(","), time.perf_counter()
     sizes = [(512, 16), (1024, 16), (1024, 32), (2048, 32), (4096, 64)]
     report: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
-    limits = (3, 1.0, 12) if a.reduced else (200, 60.0, 32) if a.full else (40, 3.0, 24)
+    count, limit_s, most = (3, 1.0, 12) if a.reduced else (200, 60.0, 32) if a.full else (40, 3.0, 32)
+    limits = a.cases or count, a.limit_s or limit_s, most
     measured: dict[str, Callable[[], Any]] = {
         "speed": lambda: speed(0 if a.reduced else 3, [(64, 4), (128, 4)] if a.reduced else sizes),
-        "small": lambda: small(*limits),
+        "small": lambda: small(*limits, a.levers.split(","), a.jobs, a.output / "small.json"),
         "runs": lambda: runs([RunCase(*astuple(case)) for case in suite(a)], a.jobs),
         "large": lambda: large(suite(a), tuple(a.rivals.split(",")), a.jobs),
     }

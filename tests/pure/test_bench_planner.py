@@ -4,6 +4,8 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,15 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import planner_small  # noqa: E402
 from bench_planner import against, large  # noqa: E402
 from planner_report import markdown  # noqa: E402
 from planner_runs import BATCHES, RunCase  # noqa: E402
 from planner_suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, Case, all_cases, sampled_cases  # noqa: E402
 
+from megatron_epp.planner import UNLIMITED_BYTES, plan  # noqa: E402
 from megatron_epp.planner.baselines.fixed import FIXED  # noqa: E402
+from megatron_epp.planner.oracle import oracle  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +87,42 @@ def test_the_oracle_is_never_slower_and_never_refuses_alone(report):
     found = report["small"]
     if "skipped" in found:
         pytest.skip(f"{found['skipped']} (install the extra milp)")
-    assert found["compared"] + found["infeasible_for_both"] + found["infeasible_for_the_planner_alone"] == found["cases"]
-    assert 0 <= found["mean_gap"] <= found["worst_gap"]
-    assert found["mean_gap"] <= found["mean_gap_to_proven_bound"] + 1e-9
+    for figures in found["levers"].values():
+        others = ("infeasible_for_both", "infeasible_for_the_planner_alone", "undecided")
+        assert figures["compared"] + sum(figures[other] for other in others) == figures["cases"] == 3
+        assert figures["proven"]["cases"] + figures["not_proven"]["cases"] == figures["compared"]
+        assert 0 <= figures["at_most"]["mean_gap"] <= figures["at_most"]["worst_gap"]
+        assert figures["contradicted"] == 0
+
+
+def test_what_the_oracle_found_is_not_asked_again(tmp_path, monkeypatch):
+    pytest.importorskip("scipy", reason="the oracle needs scipy: pip install 'megatron-epp[milp]'")
+    asked, store = [], tmp_path / "small.json"
+    monkeypatch.setattr(planner_small, "oracle", lambda *case, **more: asked.append(case) or oracle(*case, **more))
+    first = planner_small.small(2, 20.0, 8, ["plain", "copies"], 1, store)
+    assert len(asked) == 4
+    assert planner_small.small(2, 20.0, 8, ["plain", "copies"], 1, store) == first
+    assert len(asked) == 4
+    planner_small.small(3, 20.0, 8, ["plain"], 1, store)
+    assert len(asked) == 5
+    rows = json.loads(store.read_text())
+    assert len(rows) == 5
+    worse = {key: row | {"settled": False, "best_us": 2 * row["best_us"]} for key, row in rows.items()}
+    store.write_text(json.dumps(worse))
+    kept = planner_small.small(2, 20.0, 8, ["plain"], 1, store)["levers"]["plain"]
+    assert kept["not_proven"]["cases"] == 2
+    assert len(asked) == 5
+    assert planner_small.small(2, 30.0, 8, ["plain"], 1, store)["levers"]["plain"] == first["levers"]["plain"]
+    assert len(asked) == 7
+
+
+def test_a_case_is_the_same_every_time_and_binds():
+    cases = [list(islice(planner_small.small_cases("plain", 12), 4)) for _ in range(2)]
+    assert cases[0] == cases[1]
+    for case in cases[0]:
+        assert 2 <= len(case.chunks) <= planner_small.MOST_CHUNKS
+        free = replace(case.problem, cap_bytes=(UNLIMITED_BYTES,) * case.problem.num_stages)
+        assert max(plan(free, case.costs, case.options).predicted.peak_bytes) > case.problem.cap_bytes[0]
 
 
 def test_speed_is_measured_for_every_size(report):
