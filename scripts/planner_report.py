@@ -48,35 +48,27 @@ def _speed(rows: list[dict[str, Any]]) -> str:
     return f"## Speed\n\nProcessor time on one core, start-up excluded.\n\n{table(header, cells)}"
 
 
+SMALL = """## Against the oracle
+
+Random cases of up to 8 chunks under tight caps (chunks times stages at most {most_chunks_times_stages}); the oracle stopped
+after {time_limit_s:.0f} s each. Plain: order and recompute; besides these, weight gradients of their own, copies to the host,
+or both."""
+
+
 def _small(found: dict[str, Any]) -> str:
     if "skipped" in found:
         return f"## Against the oracle\n\nNot measured: {found['skipped']}"
-    header = [
-        "may decide",
-        "cases",
-        "proven",
-        "mean gap",
-        "worst",
-        "not proven",
-        "mean gap to the bound",
-        "worst",
-        "all: at most",
-    ]
+    header = ["may decide", "cases", "proven", "mean gap", "worst", "not proven", "mean gap to the bound", "worst"]
+    header += ["all: at most", "no plan where the oracle has one", "no plan at all", "open"]
     rows = []
     for name, r in found["levers"].items():
-        cells = [name, str(r["cases"])]
+        row = [name, str(r["cases"])]
         for part in (r["proven"], r["not_proven"]):
-            cells += [str(part["cases"]), _percent(part["mean_gap"]), _percent(part["worst_gap"])]
-        together = f"{_percent(r['at_most']['mean_gap'])} mean, {_percent(r['at_most']['worst_gap'])} worst"
-        alone, both = r["infeasible_for_the_planner_alone"], r["infeasible_for_both"]
-        rows.append([*cells, together, str(alone), str(both), str(r["undecided"])])
-    text = (
-        "## Against the oracle\n\n"
-        f"Random cases of up to 8 chunks under tight caps (chunks times stages at most {found['most_chunks_times_stages']}), the "
-        f"oracle stopped after {found['time_limit_s']:.0f} s each. Plain: order and recompute; and besides, weight gradients of "
-        "their own, copies to the host, or both.\n\n"
-        + table([*header, "no plan where the oracle has one", "no plan at all", "open"], rows)
-    )
+            row += [str(part["cases"]), _percent(part["mean_gap"]), _percent(part["worst_gap"])]
+        row.append(f"{_percent(r['at_most']['mean_gap'])} mean, {_percent(r['at_most']['worst_gap'])} worst")
+        counts = (r["infeasible_for_the_planner_alone"], r["infeasible_for_both"], r["undecided"])
+        rows.append([*row, *map(str, counts)])
+    text = f"{SMALL.format(**found)}\n\n{table(header, rows)}"
     refuted = sum(r["contradicted"] for r in found["levers"].values())
     return text + (f"\n\nThe planner is better than a proof in {refuted} cases: the solver erred." if refuted else "")
 

@@ -19,7 +19,7 @@ from planner_report import markdown  # noqa: E402
 from planner_runs import BATCHES, RunCase  # noqa: E402
 from planner_suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, Case, all_cases, sampled_cases  # noqa: E402
 
-from megatron_epp.planner import UNLIMITED_BYTES, plan  # noqa: E402
+from megatron_epp import planner  # noqa: E402
 from megatron_epp.planner.baselines.fixed import FIXED  # noqa: E402
 from megatron_epp.planner.oracle import oracle  # noqa: E402
 
@@ -121,8 +121,8 @@ def test_a_case_is_the_same_every_time_and_binds():
     assert cases[0] == cases[1]
     for case in cases[0]:
         assert 2 <= len(case.chunks) <= planner_small.MOST_CHUNKS
-        free = replace(case.problem, cap_bytes=(UNLIMITED_BYTES,) * case.problem.num_stages)
-        assert max(plan(free, case.costs, case.options).predicted.peak_bytes) > case.problem.cap_bytes[0]
+        free = replace(case.problem, cap_bytes=(planner.UNLIMITED_BYTES,) * case.problem.num_stages)
+        assert max(planner.plan(free, case.costs, case.options).predicted.peak_bytes) > case.problem.cap_bytes[0]
 
 
 def test_speed_is_measured_for_every_size(report):
