@@ -57,8 +57,7 @@ def _entry(args: argparse.Namespace, problem: Problem, costs: PipelineCosts, nam
 
 def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bool) -> str:
     lines = [f"{batch}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
-    if plans := [(entry.planner, entry.plan) for entry in entries if entry.plan is not None]:
-        lines.append(comparison(plans))
+    lines.append(comparison([(entry.planner, entry.plan) for entry in entries]))
     lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
     return "\n".join(lines)
 

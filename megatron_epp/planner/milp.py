@@ -1,9 +1,9 @@
-"""A thin layer over HiGHS (`scipy.optimize.milp`): variables by index, rows by terms. Needs the extra ``milp``."""
+"""A thin layer over HiGHS (`scipy.optimize.milp`): variables, linear expressions, rows. Needs the extra ``milp``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,73 @@ from megatron_epp.schedule import PlanError
 
 INFEASIBLE = 2
 """scipy's status of a model without solution."""
+ROUNDING = 1e-9
+"""A row without variables holds when it is short by no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A constant plus variables times coefficients. A literal is one that takes the values 0 and 1; ``~`` negates it."""
+
+    constant: float = 0.0
+    terms: dict[int, float] = field(default_factory=dict)
+
+    def __add__(self, other: Linear | float) -> Linear:
+        return total((self, other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Linear | float) -> Linear:
+        return total((self, -other))
+
+    def __rsub__(self, other: float) -> Linear:
+        return total((other, -self))
+
+    def __mul__(self, factor: float) -> Linear:
+        return Linear(self.constant * factor, {variable: factor * value for variable, value in self.terms.items()})
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Linear:
+        return self * -1.0
+
+    def __invert__(self) -> Linear:
+        return 1.0 - self
+
+    @property
+    def never(self) -> bool:
+        """A literal that is settled: false."""
+        return not self.terms and self.constant == 0.0
+
+    @property
+    def always(self) -> bool:
+        """A literal that is settled: true."""
+        return not self.terms and self.constant == 1.0
+
+    def value(self, values: Sequence[float]) -> float:
+        """What it comes to in a solution."""
+        return self.constant + sum(factor * values[variable] for variable, factor in self.terms.items())
+
+    def holds(self, values: Sequence[float]) -> bool:
+        """Whether a literal is true in a solution."""
+        return self.value(values) > 0.5
+
+
+NEVER, ALWAYS = Linear(0.0), Linear(1.0)
+
+
+def total(parts: Iterable[Linear | float]) -> Linear:
+    """The sum."""
+    constant = 0.0
+    terms: dict[int, float] = {}
+    for part in parts:
+        if isinstance(part, Linear):
+            constant += part.constant
+            for variable, factor in part.terms.items():
+                terms[variable] = terms.get(variable, 0.0) + factor
+        else:
+            constant += part
+    return Linear(constant, terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +97,12 @@ class Solution:
 
 @dataclass(slots=True)
 class Model:
-    """Minimise a sum of variables under linear rows."""
+    """Minimise a sum of variables under linear rows.
+
+    Choose units in which coefficients are near one: HiGHS takes those below 1e-9 for zero.
+    Give a variable in the objective no upper bound: HiGHS 1.12 has been seen to call a solution at that bound optimal when
+    there were better ones. A row that keeps the expression behind it small does no harm.
+    """
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -38,28 +110,40 @@ class Model:
     cost: list[float] = field(default_factory=list)
     entries: tuple[list[int], list[int], list[float]] = field(default_factory=lambda: ([], [], []))
     row_lower: list[float] = field(default_factory=list)
-    row_upper: list[float] = field(default_factory=list)
 
-    def variable(self, lower: float, upper: float, *, integer: bool = False, cost: float = 0.0) -> int:
+    def variable(self, lower: float, upper: float, *, integer: bool = False, cost: float = 0.0) -> Linear:
         self.lower.append(lower)
         self.upper.append(upper)
         self.integer.append(integer)
         self.cost.append(cost)
-        return len(self.cost) - 1
+        return Linear(0.0, {len(self.cost) - 1: 1.0})
 
-    def binary(self) -> int:
+    def literal(self) -> Linear:
+        """A new binary variable."""
         return self.variable(0.0, 1.0, integer=True)
 
-    def row(self, terms: Iterable[tuple[int, float]], *, lower: float = -math.inf, upper: float = math.inf) -> None:
-        """``lower <= sum(coefficient * variable) <= upper``."""
+    def highest(self, expression: Linear) -> float:
+        """No solution gives an expression a higher value, as far as the ranges of its variables tell."""
+        parts = (
+            factor * (self.upper if factor > 0.0 else self.lower)[variable] for variable, factor in expression.terms.items()
+        )
+        return expression.constant + sum(parts)
+
+    def at_least(self, expression: Linear, least: float = 0.0) -> None:
+        """``expression >= least``."""
+        if not expression.terms and expression.constant >= least - ROUNDING:
+            return
         rows, columns, values = self.entries
         number = len(self.row_lower)
-        for variable, coefficient in terms:
+        for variable, factor in expression.terms.items():
             rows.append(number)
             columns.append(variable)
-            values.append(coefficient)
-        self.row_lower.append(lower)
-        self.row_upper.append(upper)
+            values.append(factor)
+        self.row_lower.append(least - expression.constant)
+
+    def at_most(self, expression: Linear, most: float = 0.0) -> None:
+        """``expression <= most``."""
+        self.at_least(-expression, -most)
 
     def solve(
         self, *, gap: float = 0.0, time_limit_s: float | None = None, node_limit: int | None = None, relaxed: bool = False
@@ -88,7 +172,7 @@ class Model:
             self.cost,
             integrality=[int(flag and not relaxed) for flag in self.integer],
             bounds=optimize.Bounds(self.lower, self.upper),
-            constraints=[optimize.LinearConstraint(matrix, self.row_lower, self.row_upper)] if self.row_lower else [],
+            constraints=[optimize.LinearConstraint(matrix, self.row_lower, math.inf)] if self.row_lower else [],
             options=options,
         )
         if found.status == INFEASIBLE:

@@ -1,25 +1,27 @@
-"""The oracle: the best order and recompute there is for a small chunk table, with proof. Needs the extra ``milp``."""
+"""The oracle: the best decisions there are for a small chunk table, with proof. Needs the extra ``milp``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_epp.cost import Costs
-from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.evaluate import Layers, makespan_us
-from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.milp import Solution
+from megatron_epp.planner.oracle_copies import Copies, copied
 from megatron_epp.planner.oracle_model import OracleModel
-from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.schedule import Chunk, InfeasibleError, PlanError
 
 SPARE = 1e-5
 """Share of the caps kept free where the solver's answer is above one by less than its tolerance."""
+EASIER_SHARE = 0.3
+"""Of the time limit, what goes to the same case without offload, and of that to the one without split weight gradients."""
 TOLERANCE = 1e-6
 """Makespans closer than this, relative, are the same to the solver."""
 
@@ -31,7 +33,7 @@ class Proven:
     Attributes:
         decisions: the best found, or None when none was found in time.
         makespan_us: of the decisions; infinite without.
-        bound_us: no order and no recompute of these chunks is faster under these caps (up to the solver's tolerance).
+        bound_us: no decisions for these chunks are faster under these caps (up to the solver's tolerance).
         optimal: bound and makespan are the same.
     """
 
@@ -55,10 +57,16 @@ def oracle(
     start: Decisions | None = None,
     time_limit_s: float | None = None,
 ) -> Proven:
-    """Find the order and recompute of least makespan for a given chunk table.
+    """Find the decisions of least makespan for a given chunk table.
 
-    Exact over all orders that `check` accepts, whole backwards, and all numbers of recomputed layers per stage and chunk.
-    What it takes grows steeply: 3 stages with 6 chunks are seconds, 4 with 8 minutes.
+    Exact over all orders that `check` accepts and all numbers of recomputed layers per stage and chunk, with the bytes that a
+    plan's steps carry. With `options.split_weight` also over which weight gradients are actions of their own and when they run.
+    With `options.offload` also over what goes to the host and back, in which order and how much of it, to within
+    `oracle_copies.MARGIN` of the horizon: copies and actions start as soon as they can, as in `simulate`, and a copy that
+    would have to end or start that close to an action does not count as done.
+
+    What it takes grows steeply: 3 stages with 6 chunks are seconds, 4 with 8 minutes; with weight gradients or copies, 2 with 3
+    and 2 with 2.
 
     Args:
         chunks: the chunk table.
@@ -66,68 +74,124 @@ def oracle(
         time_limit_s: stop after so long with the best found so far and the bound proven so far.
 
     Raises:
-        InfeasibleError: no order and no recompute of these chunks fits the caps.
-        PlanError: a placement, a fixed recompute, an evaluation, offload or split weight gradients, which it does not know;
-            or scipy is not installed.
+        InfeasibleError: no decisions for these chunks fit the caps.
+        PlanError: a placement, a fixed recompute or an evaluation, which it does not know; or scipy is not installed.
     """
-    _known(problem, options, costs)
+    _known(problem, options)
     tables = tabulate(chunks, problem, costs)
-    made, made_us = None, math.inf
-    if start is not None and _fits(start.order, tables, start.layers, problem.cap_bytes):
-        made, made_us = replace(start, chunks=tuple(chunks)), makespan_us(start.order, tables, start.layers)
-    horizon_us = made_us if made else _serial_us(tables)
+    judge = partial(_makespan_us, problem, costs, options)
+    made = None if start is None else replace(start, chunks=tuple(chunks))
+    if (easier := _easier(options)) is not None:
+        began_s = time.monotonic()
+        made = _without(easier, chunks, problem, costs, made, time_limit_s)
+        time_limit_s = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - began_s))
+    made_us = judge(made)
+    made = None if math.isinf(made_us) else made
+    horizon_us = made_us if made else _serial_us(tables, options)
     bound_us = min(horizon_us, lower_bound_us(tables, tuple(chunks), problem, options))
     if bound_us >= horizon_us * (1 - TOLERANCE):
         return Proven(made, made_us, bound_us, made is not None)
-    solved, order, layers = _solve(chunks, tables, problem.cap_bytes, horizon_us, bound_us, time_limit_s)
+    case = _Case(tuple(chunks), tables, problem.cap_bytes, options, horizon_us, bound_us)
+    solved, found = case.solve(judge, time_limit_s)
     if math.isinf(solved.bound) and solved.bound > 0:
         if made is None:
             raise InfeasibleError(
-                f"no order and no recompute of these {len(chunks)} chunks fits a memory cap of {min(problem.cap_bytes)} bytes "
-                f"per rank (--epp-memory-cap-gb)"
+                f"no decisions for these {len(chunks)} chunks fit a memory cap of {min(problem.cap_bytes)} bytes per rank "
+                f"(--epp-memory-cap-gb)"
             )
         return Proven(made, made_us, made_us * (1 - TOLERANCE), True)
     bound_us = max(bound_us, solved.bound * horizon_us)
-    if order and (took_us := makespan_us(order, tables, layers)) < made_us:
-        made, made_us = Decisions(tuple(chunks), order, layers), took_us
+    if (took_us := judge(found)) < made_us:
+        made, made_us = found, took_us
     return Proven(made, made_us, min(bound_us, made_us), made is not None and bound_us >= made_us * (1 - 10 * TOLERANCE))
 
 
-def _solve(
+def _easier(options: Options) -> Options | None:
+    """The same with one freedom less; None where nothing is left but order and recompute."""
+    if options.offload:
+        return replace(options, offload=False)
+    return replace(options, split_weight=False) if options.split_weight else None
+
+
+def _without(
+    easier: Options,
     chunks: Sequence[Chunk],
-    tables: Tables,
-    caps: tuple[int, ...],
-    horizon_us: float,
-    bound_us: float,
+    problem: Problem,
+    costs: Costs,
+    start: Decisions | None,
     time_limit_s: float | None,
-) -> tuple[Solution, Order, Layers]:
-    """The solution of the exact program; its decisions from one with a little spare where they are above a cap by a hair."""
-    solutions: list[Solution] = []
-    for spare in (0.0, SPARE):
-        model = OracleModel(chunks, tables, caps, horizon_us, bound_us, spare)
-        solutions.append(model.model.solve(time_limit_s=time_limit_s))
-        values = solutions[-1].values
-        if values is None:
-            break
-        order, layers = model.order(values), model.recompute(values)
-        if _fits(order, tables, layers, caps):
-            return solutions[0], order, layers
-    return solutions[0], (), []
+) -> Decisions | None:
+    """The best with one freedom less, or the start where that is better: solved in little time, it makes the rest easier."""
+    share_s = None if time_limit_s is None else time_limit_s * EASIER_SHARE
+    try:
+        return oracle(chunks, problem, costs, easier, start=start, time_limit_s=share_s).decisions
+    except InfeasibleError:
+        return None
 
 
-def _fits(order: Order, tables: Tables, layers: Layers, caps: Sequence[int]) -> bool:
-    return all(peak <= cap for peak, cap in zip(peaks_bytes(order, tables, layers), caps, strict=True))
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What the program is written from."""
+
+    chunks: tuple[Chunk, ...]
+    tables: Tables
+    caps: tuple[int, ...]
+    options: Options
+    horizon_us: float
+    bound_us: float
+
+    def solve(
+        self, judge: Callable[[Decisions | None], float], time_limit_s: float | None
+    ) -> tuple[Solution, Decisions | None]:
+        """The solution of the exact program, and decisions: with a little memory to spare where they miss a cap by a hair."""
+        end_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+        solutions: list[Solution] = []
+        for spare in (0.0, SPARE):
+            written, copies = self._write(spare)
+            left_s = None if time_limit_s is None else max(0.0, end_s - time.monotonic())
+            solutions.append(written.model.solve(time_limit_s=left_s))
+            values = solutions[-1].values
+            if values is None:
+                break
+            made = Decisions(self.chunks, written.orders.order(values), written.recompute(values))
+            for found in (made,) if copies is None else copies.added(made, values):
+                if not math.isinf(judge(found)):
+                    return solutions[0], found
+        return solutions[0], None
+
+    def _write(self, spare: float) -> tuple[OracleModel, Copies | None]:
+        split = self.options.split_weight
+        written = OracleModel(
+            self.chunks, self.tables, self.caps, self.horizon_us, self.bound_us, split_weight=split, spare=spare
+        )
+        if copied(self.tables, self.options):
+            return written, Copies(written, self.tables, self.caps, self.horizon_us)
+        written.memory.hold()
+        return written, None
 
 
-def _serial_us(tables: Tables) -> float:
-    """One action after another, everything recomputed: any schedule that makes sense is faster."""
+def _makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:
+    """Of the plan; infinite where it does not pass `check`, or there is none."""
+    if made is None:
+        return math.inf
+    try:
+        return build_plan(problem, costs, options, made).predicted.makespan_us
+    except PlanError:
+        return math.inf
+
+
+def _serial_us(tables: Tables, options: Options) -> float:
+    """One action after another, everything recomputed and everything copied: any schedule that makes sense is faster."""
     rows = zip(tables.forward_us, tables.backward_us, tables.layer_us, tables.num_layers, strict=True)
     work = sum(sum(ahead) + sum(back) + most * sum(layer) for ahead, back, layer, most in rows)
-    return work + 2 * sum(map(sum, tables.hops))
+    copies = sum(2 * tables.host_us(size) for row in tables.activation for size in row) if copied(tables, options) else 0.0
+    return work + 2 * sum(map(sum, tables.hops)) + copies
 
 
-def _known(problem: Problem, options: Options, costs: Costs) -> None:
-    if problem.placement != tuple(range(problem.num_stages)) or problem.forward_only:
+def _known(problem: Problem, options: Options) -> None:
+    if not problem.is_straight or problem.forward_only:
         raise PlanError("the oracle knows training with one stage on each rank, in order (--epp-planner greedy knows more)")
-    if options.recompute != "auto" or options.offload or (options.split_weight and costs.splits_weight):
-        raise PlanError("the oracle chooses recompute itself and knows neither offload nor split weight gradients")
+    if options.recompute != "auto":
+        raise PlanError(
+            f"the oracle chooses recompute itself; it cannot take {options.recompute} layers (--epp-recompute auto)"
+        )

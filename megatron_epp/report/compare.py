@@ -12,24 +12,28 @@ from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import simulate
 
 
-def comparison(plans: Sequence[tuple[str, Plan]]) -> str:
+def comparison(plans: Sequence[tuple[str, Plan | None]]) -> str:
     """One line per plan: makespan, its ratio to the shortest, bubble, highest peak and its rank's cap, recompute, chunks.
 
     Args:
-        plans: name and plan, in the order to print. Recompute is the share of layer forwards that run twice, by tokens.
+        plans: name and plan, in the order to print; None where there is no plan, which the line says. Recompute is the share
+            of layer forwards that run twice, by tokens.
     """
     if not plans:
         return "no plans to compare"
-    best_us = min(plan.predicted.makespan_us for _, plan in plans)
+    header = ("plan", "makespan", "x best", "bubble", "peak", "cap", "recompute", "chunks")
+    best_us = min((plan.predicted.makespan_us for _, plan in plans if plan is not None), default=0.0)
     rows = []
     for name, plan in plans:
+        if plan is None:
+            rows.append([name, "no plan", *["-"] * (len(header) - 2)])
+            continue
         predicted = plan.predicted
         peak, cap = max(zip(predicted.peak_bytes, plan.cap_bytes, strict=True))
         ratio = predicted.makespan_us / best_us if best_us else 1.0
         figures = [format_us(predicted.makespan_us), f"{ratio:.3f}", f"{predicted.bubble_fraction:.1%}"]
         memory = [format_bytes(peak), format_cap(cap), f"{facts.recompute_share(plan):.1%}"]
         rows.append([name, *figures, *memory, str(len(plan.chunks))])
-    header = ("plan", "makespan", "x best", "bubble", "peak", "cap", "recompute", "chunks")
     return "\n".join(table(header, rows))
 
 

@@ -1,15 +1,16 @@
-"""Small cases for the oracle, and every order and recompute of a tiny one."""
+"""Small cases for the oracle, every order and recompute of a tiny one, and changes of decisions."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner_cases import problem
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
-from megatron_epp.planner import Problem
+from megatron_epp.planner import Decisions, Options, Problem
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.order import Order
@@ -88,3 +89,70 @@ def best_by_force(chunks: tuple[Chunk, ...], tables: Tables, caps: list[int]) ->
                 took = makespan_us(order, tables, [list(choices[one]), list(choices[two])])
                 found = [min(best, took) if need <= cap else best for best, cap in zip(found, caps, strict=True)]
     return found
+
+
+def with_levers(costs: PipelineCosts, seed: int) -> PipelineCosts:
+    """The same with weight gradients that can be split off and a link to the host; in megabytes, so that one is little."""
+    draw = random.Random(seed)
+    sizes = [name for name in StageCosts.__dataclass_fields__ if "bytes" in name]
+    stages = []
+    for stage in costs.stages:
+        own = replace(stage, weight=stage.backward.scaled(draw.uniform(0.2, 0.6)), weight_bytes_per_token=draw.randint(1, 8))
+        stages.append(replace(own, **{name: getattr(own, name) * 10**6 for name in sizes}))
+    link = {"host_latency_us": draw.uniform(0.05, 0.5), "host_us_per_byte": draw.uniform(2e-9, 5e-8), "offloadable_share": 0.9}
+    return replace(costs, stages=tuple(stages), **link)
+
+
+class Changes:
+    """Small changes of decisions at random: places of actions, recompute, weight gradients of their own, copies."""
+
+    def __init__(self, options: Options, most_share: float, seed: int) -> None:
+        self.draw, self.most_share = random.Random(seed), most_share
+        self.kinds = [self._swap, self._swap, self._swap_everywhere, self._recompute]
+        self.kinds += [self._weight] * 2 * options.split_weight + [self._copies, self._copies, self._share] * options.offload
+
+    def of(self, made: Decisions) -> Decisions:
+        self.order = [list(row) for row in made.order]
+        self.layers = [list(row) for row in made.layers]
+        self.copies = [list(row) for row in made.copies or ((),) * len(made.order)]
+        self.shares = [list(row) for row in made.offload or ((0.0,) * len(made.chunks),) * len(made.order)]
+        for _ in range(self.draw.choice((1, 1, 2, 3))):
+            self.draw.choice(self.kinds)(self.draw.randrange(len(self.order)), self.draw.randrange(len(made.chunks)))
+        copies, shares = (tuple(map(tuple, rows)) for rows in (self.copies, self.shares))
+        moved = {"copies": copies, "offload": shares} if any(copies) else {"copies": (), "offload": ()}
+        return replace(made, order=tuple(map(tuple, self.order)), layers=self.layers, **moved)
+
+    def _swap(self, rank: int, _: int) -> None:
+        row = self.order[rank]
+        at = self.draw.randrange(len(row) - 1)
+        row[at], row[at + 1] = row[at + 1], row[at]
+
+    def _swap_everywhere(self, _: int, chunk: int) -> None:
+        op, other = self.draw.choice((Op.F, Op.B)), self.draw.randrange(len(self.layers[0]))
+        trade = {chunk: other, other: chunk}
+        for row in self.order:
+            row[:] = [a._replace(chunk=trade[a.chunk]) if a.op is op and a.chunk in trade else a for a in row]
+
+    def _recompute(self, rank: int, chunk: int) -> None:
+        self.layers[rank][chunk] ^= 1
+
+    def _weight(self, rank: int, chunk: int) -> None:
+        row, weight = self.order[rank], Action(Op.W, rank, chunk)
+        if weight in row:
+            row.remove(weight)
+        if self.draw.random() < 0.7:
+            row.insert(self.draw.randint(0, len(row)), weight)
+
+    def _copies(self, rank: int, chunk: int) -> None:
+        row = self.copies[rank]
+        row[:] = [action for action in row if action.chunk != chunk]
+        self.shares[rank][chunk] = 0.0
+        if self.draw.random() < 0.7:
+            out = self.draw.randint(0, len(row))
+            row.insert(out, Action(Op.O, rank, chunk))
+            row.insert(self.draw.randint(out + 1, len(row)), Action(Op.L, rank, chunk))
+            self.shares[rank][chunk] = self.draw.choice((0.001, 0.3, 0.6, 1.0)) * self.most_share
+
+    def _share(self, rank: int, chunk: int) -> None:
+        share = self.shares[rank][chunk] * self.draw.uniform(0.7, 1.3)
+        self.shares[rank][chunk] = min(self.most_share, share)

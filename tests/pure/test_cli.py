@@ -13,6 +13,7 @@ from report_plans import measured_run
 
 from megatron_epp.cli import main
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.planner import PLANNERS
 from megatron_epp.schedule.check import check
 from megatron_epp.schedule.serialize import digest, load, save
 
@@ -128,6 +129,17 @@ def test_a_plan_above_its_cap_is_shown_with_a_warning(plan_file, capsys):
     save(replace(made, cap_bytes=tuple(peak - 1 for peak in made.predicted.peak_bytes)), plan_file)
     assert main(["simulate", str(plan_file)]) == 0
     assert "2 violation(s)" in capsys.readouterr().err
+
+
+def test_compare_without_scipy_has_a_row_that_says_so_for_each_planner_that_needs_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert main(["compare", *BATCH]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines()[1 : 1 + len(PLANNERS)]}
+    assert set(rows) == set(PLANNERS)
+    assert rows["milp"][:2] == ["no", "plan"]
+    assert rows["greedy"][:2] != ["no", "plan"]
+    assert "milp: no plan. this planner needs scipy" in out
 
 
 def test_compare_prints_one_line_per_planner(capsys):

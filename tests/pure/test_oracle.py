@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from oracle_cases import best_by_force, tiny_case
+from oracle_cases import Changes, best_by_force, tiny_case, with_levers
 from planner_cases import GIB, pipeline, problem
 
 from megatron_epp.planner import Options, Problem, plan
@@ -17,7 +17,7 @@ from megatron_epp.planner.oracle import oracle
 from megatron_epp.planner.order import elastic_1f1b
 from megatron_epp.planner.search import greedy
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import InfeasibleError, PlanError
+from megatron_epp.schedule import InfeasibleError, Op, PlanError
 from megatron_epp.schedule.check import check
 
 pytest.importorskip("scipy", reason="the oracle needs scipy: pip install 'megatron-epp[milp]'")
@@ -44,6 +44,53 @@ def test_no_order_and_no_recompute_is_faster(seed: int):
         assert found.decisions is not None
         made = build_plan(capped, costs, Options(planner="milp"), found.decisions)
         assert made.predicted.makespan_us == pytest.approx(best_us, rel=2e-6)
+
+
+LEVERS = [Options(split_weight=True), Options(offload=True), Options(split_weight=True, offload=True)]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 7])
+@pytest.mark.parametrize("options", LEVERS, ids=["weights", "copies", "both"])
+def test_no_small_change_of_the_best_is_better(seed: int, options: Options):
+    chunks, asked, costs = tiny_case(seed)
+    costs = with_levers(costs, seed)
+    tables = tabulate(chunks, asked, costs)
+    order = elastic_1f1b(chunks, 2, False)
+    most = max(peaks_bytes(order, tables, [[0] * len(chunks)] * 2))
+    cap = max(least_peaks(order, tables)) * 2 // 3 + most // 3
+    asked = replace(asked, cap_bytes=(cap, cap))
+    found = oracle(chunks, asked, costs, options)
+    assert found.optimal
+    assert found.decisions is not None
+    without = oracle(chunks, asked, costs, Options())
+    assert found.makespan_us <= without.makespan_us
+    assert build_plan(asked, costs, options, found.decisions).predicted.makespan_us == found.makespan_us
+    changes, sound = Changes(options, costs.offloadable_share, seed), 0
+    for _ in range(400):
+        try:
+            made = build_plan(asked, costs, options, changes.of(found.decisions))
+        except PlanError:
+            continue
+        sound += 1
+        assert made.predicted.makespan_us >= found.bound_us * (1 - 3e-5)
+    assert sound
+
+
+def test_each_lever_is_used_where_it_is_worth_it():
+    """One sequence of three slices under a cap between what no and full recompute need."""
+    costs, free = pipeline(2, 2), problem((24_000,), 2)
+    chunks = plan(free, costs, Options(slices=3)).chunks
+    tables, order = tabulate(chunks, free, costs), elastic_1f1b(chunks, 2, False)
+    cap = (max(least_peaks(order, tables)) + max(peaks_bytes(order, tables, [[0] * 3] * 2))) // 2
+    best = [oracle(chunks, replace(free, cap_bytes=(cap, cap)), costs, options) for options in (Options(), *LEVERS)]
+    plain, weights, copies, both = (found.decisions for found in best)
+    assert sum(map(sum, plain.layers)) > sum(map(sum, copies.layers)) >= sum(map(sum, both.layers))
+    assert any(copies.copies)
+    assert any(both.copies)
+    assert not any(plain.copies + weights.copies)
+    assert any(action.op is Op.W for row in weights.order for action in row)
+    times = [found.makespan_us for found in best]
+    assert times[3] < min(times[1:3]) <= max(times[1:3]) < times[0]
 
 
 def small_case(seed: int) -> tuple[Problem, Options, int]:
@@ -85,9 +132,8 @@ def test_without_time_the_start_is_the_answer_and_the_gap_says_how_good_it_is():
         (problem((100, 100), 2, forward_only=True), Options()),
         (Problem((100, 100), (0, 1, 0, 1), (GIB, GIB)), Options()),
         (problem((100, 100), 2), Options(recompute=1)),
-        (problem((100, 100), 2), Options(offload=True)),
     ],
-    ids=["evaluation", "two stages on a rank", "fixed recompute", "offload"],
+    ids=["evaluation", "two stages on a rank", "fixed recompute"],
 )
 def test_what_it_does_not_know_it_refuses(asked: Problem, options: Options):
     chunks = plan(problem((100, 100), 2), pipeline(2)).chunks

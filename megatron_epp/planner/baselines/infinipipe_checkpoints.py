@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.memory import peaks_bytes
-from megatron_epp.planner.milp import Model
+from megatron_epp.planner.milp import Model, total
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Op
@@ -78,25 +78,26 @@ def _solve(
     for p, place in enumerate(diagonal):
         for level, others, c in _levels(order, tables, p):
             room = (caps[p] - level) / UNIT_BYTES - margin
-            kept, saved = tables.activation[p][c] / UNIT_BYTES, tables.saved[p][c] / UNIT_BYTES
+            saved, own = tables.saved[p][c] / UNIT_BYTES, count[place[c]]
+            kept = tables.activation[p][c] / UNIT_BYTES
             first = kept + tables.backward_first[p][c] / UNIT_BYTES
             last = max(tables.backward_last[p][c], tables.backward_net[p][c]) / UNIT_BYTES
-            terms = [(count[place[u]], -tables.saved[p][u] / UNIT_BYTES) for u in others]
+            relief = total(count[place[u]] * (tables.saved[p][u] / UNIT_BYTES) for u in others)
             if last > room:
-                model.row(terms, upper=room - last)
+                model.at_most(last - relief, room)
             if kept > room:
-                model.row([*terms, (count[place[c]], -saved)], upper=room - kept)
+                model.at_most(kept - relief - saved * own, room)
             if first > room:
                 spared = model.variable(0, max(0, tables.num_layers[p] - 1))  # the last layer is made again before any goes
-                model.row([(spared, 1.0), (count[place[c]], -1.0)], upper=0.0)
-                model.row([*terms, (spared, -saved)], upper=room - first)
+                model.at_most(spared - own)
+                model.at_most(first - relief - saved * spared, room)
     relaxed = model.solve(relaxed=True)
     if relaxed.values is None or math.ceil(relaxed.bound - 1e-6) >= limit:
         return None
     solved = model.solve(gap=GAP, node_limit=NODES)
     if solved.values is None:
         return most if math.isfinite(solved.bound) else None  # all of it, where the search ended without an answer
-    return [round(solved.values[variable]) for variable in count]
+    return [round(one.value(solved.values)) for one in count]
 
 
 def _levels(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, list[int], int]]:
