@@ -226,6 +226,8 @@ def _check_values(args: argparse.Namespace) -> None:
     _check_context_parallel(args)
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
+    if args.epp_recompute != "auto" and args.epp_planner == "milp":
+        raise ArgumentError("--epp-planner milp chooses recompute itself: leave --epp-recompute at auto")
     budget_ms = args.epp_plan_budget_ms
     if budget_ms is not None and args.epp_planner != "greedy":
         raise ArgumentError(f"--epp-plan-budget-ms is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")

@@ -32,15 +32,18 @@ def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
     Raises:
         InfeasibleError: the greedy planner finds nothing that fits the caps.
-        PlanError: what the oracle does not know (see `oracle`), or scipy is not installed.
+        PlanError: recompute is fixed, or scipy is not installed.
     """
     return refine(problem, costs, options, TIME_LIMIT_S)
 
 
 def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float) -> Decisions:
-    """As `milp`, with a time limit. Evaluations and tables of more than `MOST_CHUNKS` chunks stay as they are."""
+    """As `milp`, with a time limit.
+
+    Evaluations, several stages on a rank, and tables of more than `MOST_CHUNKS` chunks stay as they are.
+    """
     start = greedy(problem, costs, options)
-    if problem.forward_only or len(start.chunks) > MOST_CHUNKS:
+    if problem.forward_only or not problem.is_straight or len(start.chunks) > MOST_CHUNKS:
         return start
     return oracle(start.chunks, problem, costs, options, start=start, time_limit_s=time_limit_s).decisions or start
 

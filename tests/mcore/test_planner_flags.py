@@ -19,6 +19,7 @@ def flags(*given):
     [
         (["--epp-plan-budget-ms", "0"], "--epp-plan-budget-ms is 0; it must be at least 1"),
         (["--epp-plan-budget-ms", "9", "--epp-planner", "milp"], "--epp-plan-budget-ms is for --epp-planner greedy, not milp"),
+        (["--epp-recompute", "1", "--epp-planner", "milp"], "leave --epp-recompute at auto"),
         (["--epp-plan-budget-ms", "2000", "--epp-wait-limit-seconds", "2"], "2000 is not below --epp-wait-limit-seconds 2"),
     ],
 )

@@ -83,9 +83,10 @@ def test_the_planner_is_never_slower_than_greedy():
     assert refined.makespan_us <= plan(asked, COSTS, Options(slices=2)).predicted.makespan_us
 
 
-def test_long_tables_and_evaluations_stay_greedy():
+def test_long_tables_evaluations_and_several_stages_on_a_rank_stay_greedy():
     long = problem((4000,) * (MOST_CHUNKS + 1), 2)
     assert len(greedy(long, COSTS, OPTIONS).chunks) > MOST_CHUNKS
     evaluation = problem(LENGTHS, 2, forward_only=True)
-    for asked in (long, evaluation):
-        assert refine(asked, COSTS, OPTIONS, 1.0) == greedy(asked, COSTS, OPTIONS)
+    looped = replace(problem(LENGTHS, 4), placement=(0, 1, 0, 1), cap_bytes=(1 << 40,) * 2)
+    for asked, costs in ((long, COSTS), (evaluation, COSTS), (looped, pipeline(4, 2))):
+        assert refine(asked, costs, OPTIONS, 1.0) == greedy(asked, costs, OPTIONS)
