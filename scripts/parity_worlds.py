@@ -109,6 +109,7 @@ def _run_world(trainings: Sequence[Training], place: Path, limit_s: float) -> st
             wait([process.sentinel for process in alive], timeout=1.0)
             if (now_done := sum(_is_recorded(i, t, place) for i, t in enumerate(trainings))) > done:
                 done, since_s = now_done, time.monotonic()
+                print(f"{len(processes)} processes: {done} of {len(trainings)} runs", file=sys.stderr)
             elif time.monotonic() - since_s > limit_s:
                 return f"not finished after {limit_s:.0f} s\n{_end_of(log)}"
         return _end_of(log) if any(process.exitcode for process in processes) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -59,7 +60,7 @@ class Worker:
     def send(self, *args: Any) -> None:
         """Ask for a call, without waiting for it. Raises `WorkerError` when the process has ended."""
         try:
-            self._connection.send(args)
+            _send(self._connection, args)
         except OSError:
             raise self._ended() from None
 
@@ -70,7 +71,7 @@ class Worker:
     def receive(self) -> Any:
         """The result of the oldest call not yet received. Raises what the call raised, or `WorkerError`."""
         try:
-            outcome = self._connection.recv()
+            outcome = _received(self._connection)
         except (EOFError, OSError):
             raise self._ended() from None
         if isinstance(outcome, Exception):
@@ -88,6 +89,17 @@ class Worker:
         return WorkerError(f"the planning process has ended with exit code {self._process.returncode}; see its output above")
 
 
+def _send(connection: Connection, item: Any) -> None:
+    """As `Connection.send`, which pickles into a buffer that the error of a failed send would hold on to: Python 3.12 crashes
+    where it collects such a buffer with the cycle that an error is often in.
+    """
+    connection.send_bytes(pickle.dumps(item))
+
+
+def _received(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
 def serve(handle: int, niceness: int) -> None:
     """The process's program: answer calls until the other end is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a keyboard, meant for training; this process ends with it
@@ -98,13 +110,13 @@ def serve(handle: int, niceness: int) -> None:
     make, *args = calls.get()
     work = make(*args)
     while True:
-        connection.send(_outcome(work, calls.get()))
+        _send(connection, _outcome(work, calls.get()))
 
 
 def _listen(connection: Connection, calls: queue.SimpleQueue[tuple[Any, ...]]) -> None:
     while True:
         try:
-            calls.put(connection.recv())
+            calls.put(_received(connection))
         except (EOFError, OSError):
             os._exit(0)
 

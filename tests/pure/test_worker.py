@@ -69,6 +69,24 @@ def test_closing_ends_a_call_in_the_making():
     assert raised.is_set()
 
 
+def test_an_error_of_a_closed_worker_can_be_collected_as_garbage():
+    """Python 3.12 ends with a segmentation fault where it collects a buffer of multiprocessing's in a cycle."""
+    program = """
+import gc
+from worker_tasks import adder
+from megatron_epp.planner.worker import Worker, WorkerError
+
+worker = Worker(adder, 0)
+worker.close()
+try:
+    worker.send(1)
+except WorkerError as error:
+    error.itself = error
+gc.collect()
+"""
+    assert _python(program).returncode == 0
+
+
 def test_it_ends_when_the_process_that_made_it_is_killed():
     """In the middle of a call, and with no chance to say goodbye."""
     program = (
@@ -76,11 +94,14 @@ def test_it_ends_when_the_process_that_made_it_is_killed():
         "worker = Worker(sleeper); worker.send(600); print(worker._process.pid, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
-    made = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE)
-    pid = int(made.stdout)
+    pid = int(_python(program).stdout)
     for _ in range(600):
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return
         time.sleep(0.05)
     pytest.fail(f"process {pid} lives on")
+
+
+def _python(program: str) -> subprocess.CompletedProcess[bytes]:
+    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    return subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE)
