@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.data.iterator import Item, PlanSource
+from megatron_epp.mcore import fingerprints, patching
+from megatron_epp.mcore.adopt import check_adopted
 from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.stage import MegatronStage
@@ -56,6 +58,8 @@ class Session:
     def attach(self, model: torch.nn.Module, config: Any) -> MegatronStage:
         """Wrap the model and learn its costs, at the first call; later calls return the same stage."""
         if self.stage is None:
+            if self.args.epp_schedule != "stock":
+                check_adopted(model)
             last = self.num_ranks - 1
             self.stage = MegatronStage(
                 model, config, self.rank == 0, self.rank == last, mpu.get_tensor_model_parallel_world_size()
@@ -156,6 +160,9 @@ def start(args: argparse.Namespace) -> Session:
     """Make the process's session. The one before it, if any, ends."""
     global _session
     end()
+    strange = patching.unknown(fingerprints.RELIED_ON) if args.rank == 0 else []
+    if strange:
+        logger.warning("this Megatron is not as megatron-epp was tested with: look at its %s", ", ".join(strange))
     _session = Session(args)
     return _session
 
