@@ -71,6 +71,12 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Where predicted times come from: formulas, a short measurement at start-up (kept with the checkpoints, so that a "
         "resumed run plans alike), or a file.",
     )
+    add(
+        "--epp-fp32-kv-gradients",
+        action="store_true",
+        help="Add up the gradients of a sliced sequence's keys and values in fp32. In bf16 and fp16 every slice rounds the sum "
+        "otherwise. Takes twice the memory for them.",
+    )
     add("--epp-lookahead", type=int, default=2, metavar="N", help="Iterations to plan ahead of training (default: 2).")
     add(
         "--epp-wait-limit-seconds",
