@@ -183,3 +183,8 @@ def test_only_the_last_stage_pays_for_the_vocabulary():
 def test_layers_that_do_not_add_up_are_refused():
     with pytest.raises(EppError, match=r"\[3, 4\].*8.*--num-layers"):
         analytic_costs(SHAPE, H100, [3, 4])
+
+
+def test_heads_that_cannot_be_shared_evenly_are_refused():
+    with pytest.raises(EppError, match="8 attention heads cannot be shared evenly by 2 tensor-parallel x 3 context-parallel"):
+        with_shape(tensor_parallel=2, context_parallel=3)
