@@ -28,7 +28,7 @@ FILE_NAME = "epp_costs.json"
 
 
 def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links, rank: int) -> PipelineCosts:
-    """Costs of the whole pipeline, the same on every rank of the run.
+    """Costs of the whole pipeline, the same on every rank of the run: replicas divide batches by them.
 
     Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run.
     Times vary, so they are formulas, or those of the profile that `--epp-costs` names, unless `--epp-costs measure` asks
@@ -44,13 +44,15 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
     source = _stored(args)
     stored = None if source is None else load_costs(str(source))
     if isinstance(stored, PipelineCosts):
-        return _check(stored, str(source), len(links.ranks))
+        return _of_first(_check(stored, str(source), len(links.ranks)))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     base = profile.costs(gathered(stage.num_layers, links))
     link = Link(base.message_latency_us, base.message_us_per_byte)
     with _undisturbed(stage):
         mine = measure_bytes(stage, base.stages[rank])
         mine = replace(mine, static_bytes=_static_bytes(args, stage))
+        if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16):
+            mine = _with_wide_gradients(mine)
         if args.epp_costs == "measure":
             mine = measure_times(stage, mine, args.seq_length)
             link = measure_link(stage, links, rank)
@@ -58,12 +60,18 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
     stages = tuple(_with_messages(stage, link, neighbours) for stage, neighbours in _with_neighbours(gathered(mine, links)))
     name = "measured" if args.epp_costs == "measure" else base.name
     latency_us, us_per_byte, _ = link
-    costs = [replace(base, stages=stages, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte)]
-    dist.broadcast_object_list(costs, src=0)  # replicas measure too; all take the first one's figures
+    costs = _of_first(replace(base, stages=stages, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte))
     if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
         os.makedirs(args.save, exist_ok=True)
-        Path(args.save, FILE_NAME).write_text(costs[0].to_json())
-    return costs[0]
+        Path(args.save, FILE_NAME).write_text(costs.to_json())
+    return costs
+
+
+def _of_first(costs: PipelineCosts) -> PipelineCosts:
+    """Replicas measure, or read files, for themselves; all take the first one's figures."""
+    shared = [costs]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
@@ -95,6 +103,18 @@ def _stored(args: argparse.Namespace) -> Path | None:
         return find("profiles", args.epp_costs)
     except EppError as error:
         raise EppError(f"--epp-costs {args.epp_costs}: {error}. Or give analytic or measure") from error
+
+
+def _with_wide_gradients(costs: StageCosts) -> StageCosts:
+    """Where gradients of keys and values take twice their bytes. Planning takes them for as large as the cache: so half of what
+    is more goes to the cache, which with its gradient is then right, and by itself too large rather than too small.
+    """
+    more = costs.kv_bytes_per_token / 2
+    return replace(
+        costs,
+        kv_bytes_per_token=costs.kv_bytes_per_token + more,
+        layer_bytes_per_token=costs.layer_bytes_per_token + more,  # of which a sliced sequence's cache is taken out again
+    )
 
 
 def _with_neighbours(stages: list[StageCosts]) -> list[tuple[StageCosts, int]]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.data.iterator import Item, PlanSource
+from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore import fingerprints, patching
 from megatron_epp.mcore.adopt import check_adopted
 from megatron_epp.mcore.args import token_multiple
@@ -20,9 +20,9 @@ from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlan
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.runtime.links import Links
+from megatron_epp.runtime.links import Links, new_group
 from megatron_epp.runtime.program import prepare
-from megatron_epp.runtime.sharing import from_first
+from megatron_epp.runtime.sharing import from_each, from_first
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.schedule import EppError
 
@@ -35,8 +35,9 @@ _LONGEST = 8
 class Session:
     """One process's share of an elastic training run.
 
-    One rank of every replica (all ranks with the same data-parallel rank) plans for all of them, in the background. Made before
-    the data iterators, whose plans wait until `attach` has seen the model and knows its costs.
+    One rank of every replica (all ranks with the same data-parallel rank) plans for all of them, in the background. It plans
+    the replica's share of the global batch, which every planning rank divides for itself from the same lengths, costs and caps.
+    Made before the data iterators, whose plans wait until `attach` has seen the model and knows its costs.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -45,6 +46,7 @@ class Session:
         self.watchdog = Watchdog(args.epp_wait_limit_seconds)
         self.rank = mpu.get_pipeline_model_parallel_rank()
         self.num_ranks = mpu.get_pipeline_model_parallel_world_size()
+        self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.plans = self.rank == mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
         """Whether this is the rank that plans: the first of its replica."""
         self.stage: MegatronStage | None = None
@@ -54,6 +56,7 @@ class Session:
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
         self._can_plan = threading.Event()
+        self._planning_ranks: dist.ProcessGroup | None = None
 
     def attach(self, model: torch.nn.Module, config: Any) -> MegatronStage:
         """Wrap the model and learn its costs, at the first call; later calls return the same stage."""
@@ -61,11 +64,12 @@ class Session:
             if self.args.epp_schedule != "stock":
                 check_adopted(model)
             last = self.num_ranks - 1
-            self.stage = MegatronStage(
-                model, config, self.rank == 0, self.rank == last, mpu.get_tensor_model_parallel_world_size()
-            )
+            tensor_ranks, in_fp32 = mpu.get_tensor_model_parallel_world_size(), self.args.epp_fp32_kv_gradients
+            self.stage = MegatronStage(model, config, self.rank == 0, self.rank == last, tensor_ranks, in_fp32)
             pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-            self.links = Links.create(pipeline, _replica())
+            ranks_of = _ranks_of_replicas()
+            self.links = Links.create(pipeline, ranks_of[self.replica])
+            self._planning_ranks = new_group(tuple(ranks[0] for ranks in ranks_of), backend="gloo")
             if self.args.epp_schedule == "elastic":
                 self._learn_costs(self.stage, self.links)
         return self.stage
@@ -74,8 +78,10 @@ class Session:
         costs = pipeline_costs(self.args, stage, links, self.rank)
         caps = gathered(self._cap_bytes(), links)
         if self.plans:
-            self._problem = problem_of(self.args, tuple(caps))
-            self._planner = BackgroundPlanner(costs, options_of(self.args))
+            assert self._planning_ranks is not None
+            least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
+            self._problem = problem_of(self.args, least)
+            self._planner = BackgroundPlanner(costs, options_of(self.args), self.replica, self.replicas)
             self._can_plan.set()
 
     def plan_source(self, forward_only: bool) -> PlanSource:
@@ -84,7 +90,7 @@ class Session:
         def make(lengths: tuple[int, ...]) -> PackedPlan:
             return self._plan(lengths, forward_only)
 
-        return PlanSource(make if self.plans else None, self._exchange, lambda plan: prepare(plan, self.rank))
+        return PlanSource(make if self.plans else None, self._exchange, self._agree, lambda plan: prepare(plan, self.rank))
 
     def close(self) -> None:
         """End planning. Whoever still waits for a plan gets an error."""
@@ -104,6 +110,17 @@ class Session:
         assert self.links is not None
         return from_first(items, self.links.control)
 
+    def _agree(self, checksum: int) -> None:
+        if not self.plans or self.replicas == 1:
+            return
+        assert self._planning_ranks is not None
+        checksums = from_each(checksum, self._planning_ranks)
+        if len(set(checksums)) > 1:
+            raise DisagreementError(
+                f"replicas divide a batch differently (checksums {checksums}). All need the same data files, --seed, software "
+                "and --epp-costs"
+            )
+
     def _cap_bytes(self) -> int:
         if self.args.epp_memory_cap_gb is not None:
             return int(self.args.epp_memory_cap_gb * 2**30)
@@ -117,7 +134,7 @@ def problem_of(args: argparse.Namespace, cap_bytes: tuple[int, ...]) -> Problem:
 
     Args:
         args: Megatron's arguments.
-        cap_bytes: of every pipeline rank.
+        cap_bytes: of every pipeline rank; the least of any replica.
     """
     return Problem(
         lengths=(),
@@ -139,11 +156,11 @@ def options_of(args: argparse.Namespace) -> Options:
     )
 
 
-def _replica() -> list[int]:
-    """Global ranks that run the same plan: those of this data-parallel rank. Every rank of the job must call this."""
-    replicas: list[int | None] = [None] * dist.get_world_size()
+def _ranks_of_replicas() -> list[list[int]]:
+    """For every data-parallel rank, the global ranks that run its plan. Every rank of the job must call this."""
+    replicas: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(replicas, mpu.get_data_parallel_rank())
-    return [rank for rank, replica in enumerate(replicas) if replica == mpu.get_data_parallel_rank()]
+    return [[rank for rank, its in enumerate(replicas) if its == replica] for replica in sorted(set(replicas))]
 
 
 def _summary(lengths: tuple[int, ...]) -> str:

@@ -62,10 +62,10 @@ class Links:
         pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
         return Links(
             ranks=pipeline,
-            activations=_new_group(pipeline),
-            gradients=_new_group(pipeline),
-            reports=_new_group(pipeline, backend="gloo"),
-            control=_new_group(control, backend="gloo"),
+            activations=new_group(pipeline),
+            gradients=new_group(pipeline),
+            reports=new_group(pipeline, backend="gloo"),
+            control=new_group(control, backend="gloo"),
         )
 
     def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
@@ -102,8 +102,13 @@ class Links:
         return work
 
 
-def _new_group(mine: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-    """This rank's group among those all ranks name: torch wants every rank to make every group, in the same order."""
+def new_group(mine: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    """This rank's group among those all ranks name: torch wants every rank to make every group, in the same order.
+
+    Args:
+        mine: global ranks; whoever names a group that it is not in gets what torch gives to outsiders.
+        backend: None for the default one.
+    """
     named: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(named, mine)
     found: dist.ProcessGroup | None = None

@@ -1,4 +1,4 @@
-"""FlashAttention, as the flash-attn package has it and as torch ships it. Since version 2.1 its mask is the bottom-right one."""
+"""FlashAttention, as the flash-attn package has it and as torch ships it. Both align the mask to the bottom right."""
 
 from __future__ import annotations
 
