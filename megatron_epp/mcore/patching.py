@@ -61,7 +61,7 @@ def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int =
     done = {applied.patch for applied in _applied}
     wanted = [p for p in patches if p not in done and (allow_unknown or compat.matches(version, p.versions))]
     for patch in wanted:
-        _check(patch, version, allow_unknown)
+        check(patch, allow_unknown)
     for patch in wanted:
         original = resolve(patch.target)
         replacement = patch.replacement(original) if patch.wraps else patch.replacement
@@ -126,14 +126,15 @@ def _holder(target: str) -> tuple[Any, str]:
     return holder, name
 
 
-def _check(patch: Patch, version: str, allow_unknown: bool) -> None:
+def check(patch: Patch, allow_unknown: bool = False) -> None:
+    """Raise `EppError` if a patch's target is missing, or is code that the patch does not know."""
     resolve(patch.target)
     if allow_unknown or not patch.fingerprints:
         return
     found = fingerprint(patch.target)
     if found not in patch.fingerprints:
         raise EppError(
-            f"{patch.target} of megatron-core {version} is not the code megatron-epp knows ({found}): "
+            f"{patch.target} of megatron-core {compat.installed_version()} is not the code megatron-epp knows ({found}): "
             f'pip install "megatron-core[training]=={compat.RECOMMENDED}", or pass --epp-allow-unknown-megatron'
         )
 
