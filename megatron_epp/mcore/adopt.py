@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import global_vars
 
 from megatron_epp.mcore.layer_spec import relayed
+from megatron_epp.mcore.layout import check_pattern
 from megatron_epp.mcore.linear import split_weight_gradients
 from megatron_epp.mcore.rotary import PositionedRotary
 from megatron_epp.schedule import EppError
@@ -37,6 +38,8 @@ def adopting(original: Callable[..., None]) -> Callable[..., None]:
             original(self, *rest, **named)
             return
         call = signature.bind(self, *rest, **named)
+        if "transformer_layer_spec" not in call.arguments:  # a hybrid model
+            check_pattern(call.arguments.get("hybrid_layer_pattern") or call.arguments.get("hybrid_override_pattern"))
         call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
         original(*call.args, **call.kwargs)
         _finish(self, args)

@@ -1,4 +1,4 @@
-"""On a GPU every attention kernel that can serve agrees with plain causal attention, and the chosen one is the first of them."""
+"""On a GPU every attention kernel that can serve agrees with plain causal attention, and the first of them is chosen."""
 
 import pytest
 import torch
