@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 ITERATIONS, SAVED = 4, 2
 ELASTIC = "--epp-slices 3"
 DROPOUT = "--hidden-dropout 0.1 --epp-planner seq1f1b --epp-chunk-tokens 16"  # the same order whatever is recomputed
+HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec local_hybrid stack_spec"
 FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
 LOADED = {
     "elastic on 1": (1, ELASTIC),
@@ -32,6 +33,8 @@ RUNS = {
     "dropout, recompute": (2, f"{DROPOUT} --epp-recompute 2"),
     "clipped stock": (2, "--epp-schedule stock --clip-grad 0.02"),
     "clipped elastic": (2, f"{ELASTIC} --clip-grad 0.02"),
+    "hybrid stock": (2, f"{HYBRID} --epp-schedule stock"),
+    "hybrid elastic": (2, f"{HYBRID} {ELASTIC} --epp-recompute 1"),
     "bf16 stock": (2, "--epp-schedule stock --bf16"),
     "bf16 elastic": (2, f"{ELASTIC} --bf16"),
     "bf16 elastic, fp32 gradients of keys": (2, FP32_KV),
@@ -40,12 +43,14 @@ RUNS = {
 
 def main(folder: Path) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    import local_hybrid
     from parity_cells import LENGTHS, MODELS, VOCABULARY, common_flags
     from parity_runs import Run, contents
     from parity_worlds import Training, load_megatron, train_all
     from training_runs import write_documents
 
     load_megatron()
+    local_hybrid.use_torch_norms()
     common = [
         *common_flags(ITERATIONS, 64, 8, validates=False),
         "--data-path",
