@@ -43,13 +43,14 @@ RUNS = {
 
 def main(folder: Path) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    import local_hybrid
     from parity_cells import LENGTHS, MODELS, VOCABULARY, common_flags
     from parity_runs import Run, contents
     from parity_worlds import Training, load_megatron, train_all
     from training_runs import write_documents
 
     load_megatron()
+    import local_hybrid  # it imports Megatron, which has to be prepared
+
     local_hybrid.use_torch_norms()
     common = [
         *common_flags(ITERATIONS, 64, 8, validates=False),
