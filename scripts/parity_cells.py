@@ -52,6 +52,8 @@ class Cell:
         cp: ranks that share the tokens.
         dp: ranks that share the documents.
         pp: ranks that share the layers.
+        virtual: stages of each of these.
+        placement: of several stages.
         split: weight gradients are actions of their own.
     """
 
@@ -60,12 +62,16 @@ class Cell:
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    virtual: int = 1
+    placement: str = "looped"
     split: bool = False
 
     def __str__(self) -> str:
         names = [f"{name}{size}" for name in ("tp", "cp", "dp", "pp") if (size := getattr(self, name)) > 1]
         if self.sp:
             names.insert(1, "sp")
+        if self.virtual > 1:
+            names.append(f"{self.placement}{self.virtual}")
         if self.split:
             names.append("split")
         return " ".join(names) or "alone"
@@ -78,12 +84,17 @@ class Cell:
     def flags(self) -> list[str]:
         sizes = {"tensor-model": self.tp, "context": self.cp, "pipeline-model": self.pp}
         flags = [word for name, size in sizes.items() if size > 1 for word in (f"--{name}-parallel-size", str(size))]
+        if self.virtual > 1:
+            flags += ["--num-virtual-stages-per-pipeline-rank", str(self.virtual), "--epp-placement", self.placement]
         return flags + ["--sequence-parallel"] * self.sp + ["--epp-split-weight-gradient"] * self.split
 
     @property
     def stock(self) -> Cell:
-        """What Megatron's own schedule runs beside it: its attention cannot share out tokens on a CPU, so there cp is 1."""
-        return replace(self, cp=1, split=False)
+        """What Megatron's own schedule runs beside it. Its attention cannot share out tokens on a CPU, so there cp is 1. It knows
+        only the looped placement, so any other is compared with one stage per rank.
+        """
+        stages = {} if self.placement == "looped" else {"virtual": 1, "placement": "looped"}
+        return replace(self, cp=1, split=False, **stages)
 
 
 @dataclass(frozen=True)

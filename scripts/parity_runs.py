@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 import re
 import sys
@@ -102,7 +103,8 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
         if not run.initial:
             run.shard = mpu.get_tensor_model_parallel_rank()
             run.initial = {name: p.detach().clone() for name, p in parameters(model)}
-            run.attention = next(type(m).__name__ for n, m in model[0].named_modules() if n.endswith("core_attention"))
+            modules = itertools.chain.from_iterable(chunk.named_modules() for chunk in model)
+            run.attention = next(type(m).__name__ for name, m in modules if name.endswith("core_attention"))
             if checkpoint is not None:
                 save(checkpoint, model, optimizer, scheduler)
         answer = step(forward_step, data, model, optimizer, scheduler, config, recorded_passes, **named)

@@ -16,6 +16,8 @@ from megatron_epp.mcore.baseline import baseline_schedule
 from megatron_epp.mcore.documents import build_document_iterators
 from megatron_epp.mcore.layer_spec import relayed_spec_provider
 from megatron_epp.mcore.linear import split_weight_gradients
+from megatron_epp.mcore.model_chunks import place
+from megatron_epp.mcore.placement import Placement
 from megatron_epp.mcore.rotary import PositionedRotary
 from megatron_epp.mcore.schedule import forward_backward_elastic
 from megatron_epp.schedule import EppError
@@ -36,6 +38,7 @@ def adopt_model(cfg_container: Any, args: argparse.Namespace) -> None:
         raise EppError("--epp needs the model as a config in pretrain()'s first argument; a model_provider function is in use")
     if not hasattr(config, "transformer_layer_spec"):
         raise EppError(f"--epp trains GPT models so far; the script asks for a {type(config).__name__.removesuffix('Config')}")
+    place(config, Placement.of(args))
     if args.epp_schedule == "stock":
         return
     config.transformer_layer_spec = relayed_spec_provider(config.transformer_layer_spec, default_layer_spec)
@@ -55,6 +58,8 @@ def _position_rotary(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Iterators of global batches for train, validation and test, in the place of Megatron's datasets."""
+    if vp_stage:  # a rank's chunks run from one batch, which the iterator of the first one gives
+        return None, None, None
     args = get_args()
     session = sessions.start(args)
     elastic = args.epp_schedule == "elastic"

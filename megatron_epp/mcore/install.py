@@ -52,8 +52,11 @@ def _train_on_documents(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(cfg_container, dataset_provider, *rest, **named)
         from megatron_epp.mcore import session as sessions
         from megatron_epp.mcore.elastic import adopt_model, provide_documents
+        from megatron_epp.mcore.placement import Placement
 
         adopt_model(cfg_container, args)
+        if Placement.of(args).ends_meet:  # no other rank has a copy of the embedding to keep alike
+            named["get_embedding_ranks"] = lambda ranks: ranks[:1]
         try:
             return original(cfg_container, provide_documents, *rest, **named)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.core import mpu
 from megatron_epp.data.iterator import Item, PlanSource
 from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.costs import gathered, pipeline_costs
+from megatron_epp.mcore.placement import Placement
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlan
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
@@ -42,10 +44,11 @@ class Session:
         self.iteration = args.iteration
         self.watchdog = Watchdog(args.epp_wait_limit_seconds)
         self.rank = mpu.get_pipeline_model_parallel_rank()
-        self.num_ranks = mpu.get_pipeline_model_parallel_world_size()
+        self.placement = Placement.of(args)
         self.plans = self.rank == mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
         """Whether this is the rank that plans: the first of its replica."""
-        self.stage: MegatronStage | None = None
+        self.stages: dict[int, MegatronStage] = {}
+        """This rank's, by their number in the pipeline; empty before `attach`."""
         self.links: Links | None = None
         self.plan_wait_us = 0.0
         """How long the last batch was waited for."""
@@ -53,24 +56,25 @@ class Session:
         self._planner: BackgroundPlanner | None = None
         self._can_plan = threading.Event()
 
-    def attach(self, model: torch.nn.Module, config: Any) -> MegatronStage:
-        """Wrap the model and learn its costs, at the first call; later calls return the same stage."""
-        if self.stage is None:
-            last = self.num_ranks - 1
-            self.stage = MegatronStage(
-                model, config, self.rank == 0, self.rank == last, mpu.get_tensor_model_parallel_world_size()
-            )
-            pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-            self.links = Links.create(pipeline, _replica())
-            if self.args.epp_schedule == "elastic":
-                self._learn_costs(self.stage, self.links)
-        return self.stage
+    def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
+        """Wrap the rank's model chunks as stages and learn their costs, at the first call; later calls do nothing."""
+        if self.stages:
+            return
+        last, tensor_ranks = self.placement.num_stages - 1, mpu.get_tensor_model_parallel_world_size()
+        self.stages = {
+            stage: MegatronStage(model, config, stage == 0, stage == last, tensor_ranks)
+            for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
+        }
+        pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+        self.links = Links.create(pipeline, _replica(), both_ways=self.placement.num_chunks > 1)
+        if self.args.epp_schedule == "elastic":
+            self._learn_costs(self.links)
 
-    def _learn_costs(self, stage: MegatronStage, links: Links) -> None:
-        costs = pipeline_costs(self.args, stage, links, self.rank)
+    def _learn_costs(self, links: Links) -> None:
+        costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of)
         caps = gathered(self._cap_bytes(), links)
         if self.plans:
-            self._problem = problem_of(self.args, tuple(caps))
+            self._problem = problem_of(self.args, tuple(caps), self.placement.rank_of)
             self._planner = BackgroundPlanner(costs, options_of(self.args))
             self._can_plan.set()
 
@@ -108,16 +112,17 @@ class Session:
         return UNLIMITED_BYTES
 
 
-def problem_of(args: argparse.Namespace, cap_bytes: tuple[int, ...]) -> Problem:
+def problem_of(args: argparse.Namespace, cap_bytes: tuple[int, ...], placement: tuple[int, ...]) -> Problem:
     """What is to be planned for every batch, but for its lengths.
 
     Args:
         args: Megatron's arguments.
         cap_bytes: of every pipeline rank.
+        placement: the rank of every stage.
     """
     return Problem(
         lengths=(),
-        placement=tuple(range(len(cap_bytes))),
+        placement=placement,
         cap_bytes=cap_bytes,
         token_multiple=token_multiple(args),
     )

@@ -1,0 +1,131 @@
+"""Has Megatron build a rank's model chunks as the stages that a placement makes of them.
+
+Megatron takes chunk c of rank r for stage ``c * ranks + r``: that is the looped placement, and there is nothing to do. For any
+other one three things must follow the placement: the layers of a chunk and their numbers (a layout), what has the embedding and
+the output layer (the builder), and where the two meet on one rank the copies of a weight that they tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.utils import unwrap_model
+
+from megatron_epp.mcore.placement import Placement
+
+
+class PlacedLayout(PipelineParallelLayerLayout):
+    """What every chunk of every rank holds, by a placement.
+
+    Args:
+        stages: the names of every stage's layers: ``embedding``, ``decoder``, ``loss``.
+        placement: of the stages.
+    """
+
+    def __init__(self, stages: list[list[str]], placement: Placement) -> None:
+        super().__init__(stages, placement.num_ranks)
+        self._placement = placement
+        self._stages = [[LayerType[name] for name in names] for names in stages]
+        self.layout = [[self._stages[stage] for stage in placement.stages(rank)] for rank in range(placement.num_ranks)]
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Layers of all earlier stages."""
+        from megatron.core import mpu
+
+        rank = mpu.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        stage = self._placement.stages(rank)[vp_stage or 0]
+        return sum(names.count(layer_type) for names in self._stages[:stage])
+
+
+def place(config: Any, placement: Placement) -> None:
+    """Have a model built by a placement. Must be called before the model is built; changes its config in place.
+
+    Args:
+        config: a GPT's model config, as the entry script hands it to `pretrain`.
+        placement: of its stages.
+    """
+    if placement.is_looped:
+        return
+    transformer = config.transformer
+    layers = layers_of_stages(transformer, placement.num_ranks, placement.num_chunks)
+    stages = [["decoder"] * count for count in layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    transformer.pipeline_model_parallel_layout = PlacedLayout(stages, placement)
+    # The layout says it all, and Megatron lets it stand alone only.
+    transformer.num_layers_in_first_pipeline_stage = transformer.num_layers_in_last_pipeline_stage = None
+    transformer.account_for_embedding_in_pipeline_split = transformer.account_for_loss_in_pipeline_split = False
+    builder = _placed(config.get_builder_cls(), placement)
+    config.get_builder_cls = lambda: builder
+    if placement.ends_meet:
+        config.pre_wrap_hooks.append(_copy_tied_weight)
+
+
+def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[int]:
+    """Layers of every stage as Megatron's flags share them out over a looped pipeline.
+
+    Args:
+        transformer: Megatron's `TransformerConfig`.
+        num_ranks: pipeline ranks.
+        num_chunks: model chunks of each.
+    """
+    layout = transformer.pipeline_model_parallel_layout
+    places = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
+    if layout is not None:
+        return [layout.layout[rank][chunk].count(LayerType.decoder) for rank, chunk in places]
+    chunks = (lambda chunk: chunk) if num_chunks > 1 else (lambda _: None)
+    return [get_num_layers_to_build(transformer, chunks(chunk), rank) for rank, chunk in places]
+
+
+def add_tied_gradients(models: Sequence[torch.nn.Module]) -> None:
+    """Where first and last stage share a rank and their models a weight: give both copies the gradient of both.
+
+    Megatron does this with a collective where they are on two ranks. Call it when gradients have been reduced.
+    """
+    copies = _tied_copies(models)
+    if copies is None:
+        return
+    first, last = (weight.main_grad for weight in copies)
+    first.add_(last)
+    last.copy_(first)
+
+
+def _copy_tied_weight(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Megatron has set the copy in the last stage to zero, for a collective to fill that other ranks would join."""
+    copies = _tied_copies(models)
+    if copies is not None:
+        first, last = copies
+        last.data.copy_(first.data)
+    return models
+
+
+def _tied_copies(models: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
+    first, last = unwrap_model(models[0]), unwrap_model(models[-1])
+    if first is last or not (first.pre_process and last.post_process and first.share_embeddings_and_output_weights):
+        return None
+    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+
+
+def _placed(builder: type, placement: Placement) -> type:
+    """A model builder that gives the embedding to the first stage and the output layer to the last."""
+
+    class PlacedBuilder(builder):  # type: ignore[misc, valid-type]
+        def build_model(
+            self,
+            pg_collection: Any,
+            pre_process: bool | None = None,
+            post_process: bool | None = None,
+            vp_stage: int | None = None,
+        ) -> Any:
+            stage = placement.stages(pg_collection.pp.rank())[vp_stage or 0]
+            ends = {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1}
+            return super().build_model(pg_collection, **ends, vp_stage=vp_stage)
+
+    return PlacedBuilder
