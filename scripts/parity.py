@@ -6,9 +6,10 @@
     python scripts/parity.py --matrix full                                every cell
 
 In fp32 on CPU, processes of this machine over gloo, dropout off. "Stock" is Megatron's schedule and attention, one document per
-microbatch, with --context-parallel-size 1. Where one cell is compared, stock saves a checkpoint ahead of its first step and the
-run with plans loads it. Prints the largest relative differences of losses (reported, and on held-out documents), gradients
-(first and last iteration) and parameters; the exit code is 1 where one exceeds 1e-5 or a run fails, 2 for what cannot be run.
+microbatch, with --context-parallel-size 1. Where one cell is compared, or stages are placed as stock cannot place them, stock
+saves a checkpoint ahead of its first step and the run with plans loads it. Prints the largest relative differences of losses
+(reported, and on held-out documents), gradients (first and last iteration) and parameters; the exit code is 1 where one exceeds
+1e-5 or a run fails, 2 for what cannot be run.
 """
 
 from __future__ import annotations
@@ -167,12 +168,15 @@ def _trainings(cases: dict[str, Case], setting: Setting, folder: Path) -> tuple[
 
     common = common_flags(setting.iterations, setting.context, setting.batch, setting.validates)
     common += ["--data-path", write_documents(folder / "documents", setting.lengths, VOCABULARY)]
-    checkpoint = folder / "checkpoint" if setting.checkpoint else None
-    load = () if checkpoint is None else ("--load", str(checkpoint), "--finetune")
-    stock = {
-        name: Training(case.cell.stock.num_processes, case.stock_flags(common), checkpoint) for name, case in cases.items()
-    }
-    elastic = {name: Training(case.cell.num_processes, (*case.elastic_flags(common), *load)) for name, case in cases.items()}
+    stock_flags = {name: case.stock_flags(common) for name, case in cases.items()}
+    loading = dict.fromkeys(stock_flags[name] for name, case in cases.items() if setting.checkpoint or case.loads)
+    saved = {flags: folder / f"checkpoint{number}" for number, flags in enumerate(loading)}
+    stock, elastic = {}, {}
+    for name, case in cases.items():
+        flags, cell = stock_flags[name], case.cell
+        stock[name] = Training(cell.stock.num_processes, flags, saved.get(flags))
+        load = ("--load", str(saved[flags]), "--finetune") if setting.checkpoint or case.loads else ()
+        elastic[name] = Training(cell.num_processes, (*case.elastic_flags(common), *load))
     return stock, elastic
 
 

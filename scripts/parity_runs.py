@@ -35,7 +35,7 @@ class Run:
         gradients: of the first iteration and of the last, as the optimizer gets them.
         final: parameters after the last step.
         plans: of the training iterations, as executed; none under Megatron's schedules.
-        attention: the class that core attention had.
+        attention: the class that core attention had; empty where there was none.
     """
 
     shard: int = 0
@@ -104,7 +104,7 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
             run.shard = mpu.get_tensor_model_parallel_rank()
             run.initial = {name: p.detach().clone() for name, p in parameters(model)}
             modules = itertools.chain.from_iterable(chunk.named_modules() for chunk in model)
-            run.attention = next(type(m).__name__ for name, m in modules if name.endswith("core_attention"))
+            run.attention = next((type(m).__name__ for name, m in modules if name.endswith("core_attention")), "")
             if checkpoint is not None:
                 save(checkpoint, model, optimizer, scheduler)
         answer = step(forward_step, data, model, optimizer, scheduler, config, recorded_passes, **named)
@@ -194,7 +194,7 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
     validation = next((run.validation for run in stock if run.validation), [])
     replicas = {tuple(map(digest, run.plans)): run.plans for run in elastic}
     return {
-        "attention": sorted({f"{a.attention}, {b.attention}" for a in stock for b in elastic}),
+        "attention": sorted({f"{a.attention}, {b.attention}" for a in stock for b in elastic if a.attention and b.attention}),
         "num_losses": [len(losses), len(validation)],
         "losses": max(_apart(losses, run.losses) for run in elastic if run.losses),
         "learned": losses[0] - losses[-1],
