@@ -232,7 +232,9 @@ def _furthest(tensors: list[tuple[str, Tensor, Tensor]]) -> dict[str, Any]:
 
 
 def contents(plan: Plan) -> dict[str, Any]:
-    """What a plan did with the documents: slices of the longest, kinds of chunks, shares of layers that recompute, padding."""
+    """What a plan did with the documents: slices of the longest, kinds of chunks, shares of layers that recompute, padding, and
+    where its stages were.
+    """
     longest = max(range(len(plan.lengths)), key=plan.lengths.__getitem__)
     pieces = [segment.sequence for chunk in plan.chunks for segment in chunk.segments]
     counts = {(n, layers) for row, layers in zip(plan.recompute_layers, plan.num_layers, strict=True) for n in row}
@@ -244,6 +246,7 @@ def contents(plan: Plan) -> dict[str, Any]:
         "weights": sum(action.op is Op.W for rank in range(plan.num_ranks) for action in plan.actions(rank)),
         "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
         "token_multiple": plan.token_multiple,
+        "placement": list(plan.placement),
     }
 
 
