@@ -56,18 +56,18 @@ def _chunks_per_rank(args: argparse.Namespace, flag: str, value: int | str | Non
         total, what = total + bool(extra), what + f" and 1 for {name}" * bool(extra)
     if flag == _PER_STAGE:
         if total % (ranks * int(value or 1)):
-            raise ArgumentError(f"{_indivisible(what, ranks)} in stages of {flag} {value} layers")
+            raise _indivisible(what, f"{ranks} in stages of {flag} {value}")
         return total // ranks // int(value or 1)
     chunks = int(value or 1)
     if total % (ranks * chunks):
-        raise ArgumentError(_indivisible(what, ranks) + (f" x {flag} {chunks} stages" if chunks > 1 else ""))
+        raise _indivisible(what, f"{ranks} x {flag} {chunks}" if chunks > 1 else str(ranks))
     return chunks
 
 
-def _indivisible(what: str, ranks: int) -> str:
-    return (
-        f"{what} cannot be shared out evenly (or use {_LAYOUT}, --decoder-first-pipeline-num-layers or "
-        f"--decoder-last-pipeline-num-layers) over --pipeline-model-parallel-size {ranks}"
+def _indivisible(what: str, over: str) -> ArgumentError:
+    return ArgumentError(
+        f"{what} cannot be shared out evenly over --pipeline-model-parallel-size {over}: change one of them, or say what every "
+        f"stage has with {_LAYOUT}"
     )
 
 
@@ -89,10 +89,10 @@ def _check_uneven(args: argparse.Namespace, flag: str, value: int | str | None) 
     if ranks > 0:
         if rest % ranks:
             raise ArgumentError(f"{rest} of --num-layers {args.num_layers} are left for {ranks} ranks, who cannot share them")
-        parts.append((f"the {rest // ranks} layers of every other rank", rest // ranks))
+        parts.append((f"{rest // ranks} of --num-layers {args.num_layers} for every other rank", rest // ranks))
     for what, count in parts:
         if count % chunks:
-            raise ArgumentError(f"{what} cannot be shared out evenly over {flag} {chunks} stages")
+            raise ArgumentError(f"{what} cannot be shared out evenly over {flag} {chunks}")
     return chunks
 
 
