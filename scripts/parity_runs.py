@@ -143,12 +143,16 @@ def save(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
 
 
 def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """All parameters of a rank, with layers numbered through the whole model."""
+    """All parameters of a rank, with layers numbered through the whole model. A copy has the name of what it copies: the output
+    layer's weight, where it is tied to the embedding's and on another rank.
+    """
     from megatron.core.utils import get_attr_wrapped_model
 
     for chunk in model:
         numbers = [layer.layer_number - 1 for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for name, parameter in chunk.named_parameters():
+            if getattr(parameter, "shared", False):
+                name = name.replace("output_layer", "embedding.word_embeddings")
             yield re.sub(r"\.layers\.(\d+)\.", lambda m: f".layers.{numbers[int(m[1])]}.", name), parameter  # noqa: B023
 
 

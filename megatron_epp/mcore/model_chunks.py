@@ -2,19 +2,17 @@
 
 Megatron takes chunk c of rank r for stage ``c * ranks + r``: that is the looped placement, and there is nothing to do. For any
 other one three things must follow the placement: the layers of a chunk and their numbers (a layout), what has the embedding and
-the output layer (the builder), and where the two meet on one rank the copies of a weight that they tie.
+the output layer (the builder), and where the two meet on one rank the weight that they may tie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.utils import unwrap_model
 
 from megatron_epp.mcore.placement import Placement
 
@@ -65,7 +63,7 @@ def place(config: Any, placement: Placement) -> None:
     builder = _placed(config.get_builder_cls(), placement)
     config.get_builder_cls = lambda: builder
     if placement.ends_meet:
-        config.pre_wrap_hooks.append(_copy_tied_weight)
+        config.pre_wrap_hooks.append(_share_tied_weight)
 
 
 def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[int]:
@@ -84,33 +82,23 @@ def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[
     return [get_num_layers_to_build(transformer, chunks(chunk), rank) for rank, chunk in places]
 
 
-def add_tied_gradients(models: Sequence[torch.nn.Module]) -> None:
-    """Where first and last stage share a rank and their models a weight: give both copies the gradient of both.
+def _share_tied_weight(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Give a rank's last stage the first one's embedding weight in the place of a copy of its own, where the model ties them.
 
-    Megatron does this with a collective where they are on two ranks. Call it when gradients have been reduced.
+    Megatron makes a copy wherever they are two model chunks, since they are on two ranks there. Its layers and its data
+    parallelism can share one: so they do without a pipeline.
     """
-    copies = _tied_copies(models)
-    if copies is None:
-        return
-    first, last = (weight.main_grad for weight in copies)
-    first.add_(last)
-    last.copy_(first)
-
-
-def _copy_tied_weight(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Megatron has set the copy in the last stage to zero, for a collective to fill that other ranks would join."""
-    copies = _tied_copies(models)
-    if copies is not None:
-        first, last = copies
-        last.data.copy_(first.data)
+    first: Any = models[0]
+    last: Any = models[-1]
+    if not (last.post_process and last.share_embeddings_and_output_weights):
+        return models
+    weight = first.shared_embedding_or_output_weight()
+    weight.zero_out_wgrad = True  # asked for by Megatron where both ends accumulate in one gradient
+    last.output_layer.weight = None
+    last.shared_embedding_or_output_weight = first.shared_embedding_or_output_weight
+    # A checkpoint has the weight once, under the embedding's name.
+    last.tie_embeddings_and_output_weights_state_dict = lambda *_: None
     return models
-
-
-def _tied_copies(models: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
-    first, last = unwrap_model(models[0]), unwrap_model(models[-1])
-    if first is last or not (first.pre_process and last.post_process and first.share_embeddings_and_output_weights):
-        return None
-    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
 
 def _placed(builder: type, placement: Placement) -> type:

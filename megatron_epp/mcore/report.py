@@ -58,7 +58,7 @@ class IterationReport:
         collects = (args.epp_report_dir is not None or (due and batch.plan is not None)) and not forward_only
         meter = None
         if args.epp_measure_memory and not forward_only:
-            parameters = chain.from_iterable(stage.model.parameters() for stage in stages)
+            parameters = chain.from_iterable(stage.parameters for stage in stages)
             meter = SavedTensorMeter(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
         recorder, now_s = Recorder(enabled=collects), time.perf_counter()
         return IterationReport(session, batch, session.iteration, recorder, meter, collects, now_s, session.plan_wait_us)

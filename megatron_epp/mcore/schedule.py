@@ -16,7 +16,6 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import session as sessions
-from megatron_epp.mcore.model_chunks import add_tied_gradients
 from megatron_epp.mcore.reduction import Reduction
 from megatron_epp.mcore.report import IterationReport, count_tokens
 from megatron_epp.mcore.session import Session
@@ -77,7 +76,6 @@ def forward_backward_elastic(
                 pg_collection = _process_groups(models[0])
             # Data-parallel and embedding reductions, and the division by the number of tokens.
             config.finalize_model_grads_func(models, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
-            add_tied_gradients(models)
     if config.timers is not None:
         config.timers("forward-backward").stop()
     report.finish(loss)

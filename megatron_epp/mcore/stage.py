@@ -63,6 +63,13 @@ class MegatronStage:
     def num_layers(self) -> int:
         return len(self.decoder.layers)
 
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        """All that the chunk computes with: its own, and a tied weight that another chunk of this rank has."""
+        model: Any = unwrap_model(self.model)
+        tied = [model.shared_embedding_or_output_weight()] if self.is_last and model.share_embeddings_and_output_weights else []
+        return (*self.model.parameters(), *tied)
+
     def begin(
         self,
         arrays: Callable[[int], ChunkArrays],
