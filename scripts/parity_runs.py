@@ -243,6 +243,7 @@ def contents(plan: Plan) -> dict[str, Any]:
     pieces = [segment.sequence for chunk in plan.chunks for segment in chunk.segments]
     counts = {(n, layers) for row, layers in zip(plan.recompute_layers, plan.num_layers, strict=True) for n in row}
     return {
+        "sequences": len(plan.lengths),
         "longest": plan.lengths[longest],
         "slices": pieces.count(longest),
         "kinds": sorted({_kind(c.kind(plan.lengths), len(c.segments)) for c in plan.chunks}),

@@ -119,6 +119,7 @@ def _ratios(found: dict[str, Any]) -> str:
                 name,
                 _ratio(r["geometric_mean"]),
                 _ratio(r["geometric_mean_where_memory_binds"]),
+                _ratio(r["geometric_mean_over_bound"]),
                 f"{_ratio(r['least'])} to {_ratio(r['most'])}",
                 _ratio(more["geometric_mean"]),
                 str(r["both_have_a_plan"]),
@@ -129,8 +130,15 @@ def _ratios(found: dict[str, Any]) -> str:
                 str(len(more["they_win"])),
             ]
         )
-    header = ["planner", "their makespan / ours", "where memory binds", "range", "with all levers", "cases", "only we fit"]
-    text = table([*header, "only they fit", "ties (0.5 %)", "they win", "they win (all levers)"], rows)
+    header = [
+        "planner",
+        "their makespan / ours",
+        "where memory binds",
+        "their makespan / our bound",
+        "range",
+        "with all levers",
+    ]
+    text = table([*header, "cases", "only we fit", "only they fit", "ties (0.5 %)", "they win", "they win (all levers)"], rows)
     for name, r in found["against"].items():
         for what, cases in (("ties with", r["ties"]), ("loses to", r["they_win"])):
             if cases:

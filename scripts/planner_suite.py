@@ -28,6 +28,7 @@ CAPS_GB = (40, 80, 141)
 CLUSTER = "h100x8"
 REPLICAS = 8
 """Data-parallel replicas that share the optimizer's state: 7.5 bytes per parameter."""
+MOST_CONTEXT_PARALLEL = 16
 STATIC_SHARE, LEAST_SHARE = 0.5, 0.8
 """Of the cap: what weights and optimizer may take, and what a plan that recomputes everything may take."""
 OURS = "greedy"
@@ -65,16 +66,17 @@ class Case:
     def shape(self) -> ModelShape:
         """The model on the fewest ranks per stage that leave room, as whoever pays for them would choose: tensor-parallel ranks
         (up to 8) for weights and optimizer, then context-parallel ones for the longest sequence. Of that, keys, values, their
-        gradient, the layers' inputs and the logits stay whatever recomputes.
+        gradient, the layers' inputs and the logits stay whatever recomputes. The ranks must share the heads evenly.
         """
         plain = replace(shape_of(load_flags(self.model)), tensor_parallel=1, sequence_parallel=False)
+        heads = plain.num_attention_heads
         cap = self.cap_gb << 30
-        for tensor in (1, 2, 4, 8):
+        for tensor in (ranks for ranks in (1, 2, 4, 8) if heads % ranks == 0):
             shape = replace(plain, tensor_parallel=tensor, sequence_parallel=tensor > 1)
             static = max(stage.static_bytes for stage in self._costs(shape).stages)
             if static <= STATIC_SHARE * cap:
                 break
-        for context in (1, 2, 4, 8, 16):
+        for context in (ranks for ranks in range(1, MOST_CONTEXT_PARALLEL + 1) if heads % (shape.tensor_parallel * ranks) == 0):
             shape = replace(shape, context_parallel=context)
             stages = self._costs(shape).stages
             kept = max(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_epp.schedule.errors import EppError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -26,6 +28,9 @@ class ModelShape:
         sequence_parallel: those ranks also share the tokens between the layers' matrix products.
         context_parallel: ranks that share the tokens (the heads, inside attention).
         expert_parallel: ranks that share the experts.
+
+    Raises:
+        EppError: the heads cannot be shared evenly.
     """
 
     num_layers: int
@@ -43,6 +48,13 @@ class ModelShape:
     sequence_parallel: bool = False
     context_parallel: int = 1
     expert_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.ranks:
+            raise EppError(
+                f"{self.num_attention_heads} attention heads cannot be shared evenly by {self.tensor_parallel} tensor-parallel "
+                f"x {self.context_parallel} context-parallel ranks: change --tensor-parallel or --context-parallel"
+            )
 
     @property
     def query_width(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -68,7 +68,9 @@ class GlobalBatch:
         indices: of the sequences in the dataset.
         lengths: the positions each sequence trains.
         plan: how to run them; None when whoever asked for the batch does not run plans.
+        global_size: sequences of the whole batch, over all replicas.
         planning_us: how long the plan took to make, on the rank that made it.
+        imbalance: of the replicas' planned makespans, ``max / mean - 1``.
         dataset: where tokens come from.
         mask_loss_of: positions whose input is this token do not count in the loss (``--eod-mask-loss``).
     """
@@ -78,7 +80,13 @@ class GlobalBatch:
     plan: Plan | None
     dataset: SequenceDataset = field(repr=False, compare=False)
     mask_loss_of: int | None = None
+    global_size: int = 0
     planning_us: float = field(default=0.0, compare=False)
+    imbalance: float = field(default=0.0, compare=False)
+
+    def part(self, share: Sequence[int]) -> GlobalBatch:
+        """A replica's part of a batch that holds the whole: the sequences at these positions."""
+        return replace(self, indices=tuple(self.indices[at] for at in share), lengths=tuple(self.lengths[at] for at in share))
 
     def chunk(self, chunk: int) -> ChunkArrays:
         """The arrays of one chunk of the plan, padded to ``plan.padded_tokens(chunk)``."""

@@ -1,4 +1,4 @@
-"""A replica's global batches on one of its ranks: every rank samples them, one plans them ahead of training for all."""
+"""A replica's part of global batches on one of its ranks: every rank samples them, one plans them ahead for all."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from megatron_epp.data.ahead import Ahead
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.planner.background import PackedPlan
+from megatron_epp.planner.balance import by_count
 from megatron_epp.schedule import EppError, Plan
 from megatron_epp.schedule.serialize import unpack
 
 MakePlan = Callable[[tuple[int, ...]], PackedPlan]
+"""From the lengths of a whole global batch to the plan of this replica's share."""
+
 Item = PackedPlan | Exception
 """What the planning rank gives to the others for one batch: its plan, or why there is none."""
 
@@ -23,7 +26,7 @@ KNOWN = 2
 
 
 class DisagreementError(EppError):
-    """Ranks of one replica sample different batches."""
+    """Ranks sample different batches, or replicas divide a batch differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +34,18 @@ class PlanSource:
     """How a rank comes by the plans of its replica.
 
     Attributes:
-        make: plans a batch from its lengths, in a background thread; None on the ranks that get their plans from another.
+        make: divides a batch and plans the replica's share, in a background thread; None on the ranks that get their plans from
+            another.
         exchange: called by all ranks of the replica together, once per batch, with what the planning rank gives out and with
             nothing on the others; returns what the planning rank gave.
+        agree: called by all ranks of the job together, once per batch, with the checksum of its division; raises where replicas
+            have divided it differently.
         prepare: called with every plan in the background, ahead of its batch.
     """
 
     make: MakePlan | None
     exchange: Callable[[list[Item]], list[Item]] = lambda items: items
+    agree: Callable[[int], None] = lambda checksum: None
     prepare: Callable[[Plan], object] = lambda plan: None
 
 
@@ -51,10 +58,11 @@ class PlannedBatches(Iterator[GlobalBatch]):
 
     Args:
         dataset: where lengths, and later tokens, come from.
-        sampler: yields sequence indices, one tuple per iteration; the same on every rank of a replica.
-        plans: None yields batches without a plan.
+        sampler: yields the sequence indices of global batches; the same on every rank of the job.
+        plans: None yields batches without a plan, divided over replicas by count.
         depth: how many batches may wait, at least 1 (one more is in the making, and one more given out).
         mask_loss_of: see `GlobalBatch`.
+        replica, replicas: this rank's data-parallel replica, and how many there are.
     """
 
     def __init__(
@@ -64,27 +72,33 @@ class PlannedBatches(Iterator[GlobalBatch]):
         plans: PlanSource | None = None,
         depth: int = 2,
         mask_loss_of: int | None = None,
+        replica: int = 0,
+        replicas: int = 1,
     ) -> None:
         self._plans = plans
+        self._replica, self._replicas = replica, replicas
         make_plan = None if plans is None else plans.make
         self._ahead = Ahead(_batches(dataset, sampler, make_plan, mask_loss_of), depth)
         self._taken: deque[GlobalBatch] = deque()
-        self._given: deque[Future[tuple[Plan, float]]] = deque()
+        self._given: deque[Future[tuple[Plan, PackedPlan]]] = deque()
         self._unpacker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-unpacker")
 
     def __next__(self) -> GlobalBatch:
         if self._plans is None:
-            return next(self._ahead)[0]
+            batch = next(self._ahead)[0]
+            return batch.part(by_count(batch.global_size, self._replica, self._replicas))
         for item in self._plans.exchange(self._made()):
             self._given.append(self._unpacker.submit(_unpacked, item, self._plans.prepare))
-        plan, planning_us = self._given.popleft().result()
-        batch = self._taken.popleft() if self._taken else next(self._ahead)[0]
+        plan, packed = self._given.popleft().result()
+        self._plans.agree(packed.division)
+        whole = self._taken.popleft() if self._taken else next(self._ahead)[0]
+        batch = whole.part([at for at in packed.share if at < whole.global_size])
         if plan.lengths != batch.lengths:
             raise DisagreementError(
                 f"the plan is for sequences of {_some(plan.lengths)} tokens but this rank's batch has {_some(batch.lengths)}. "
                 "All ranks need the same data files, --seed, --seq-length and batch size"
             )
-        return replace(batch, plan=plan, planning_us=planning_us)
+        return replace(batch, plan=plan, planning_us=packed.planning_us, imbalance=packed.imbalance)
 
     def close(self) -> None:
         """Stop planning and drop what is ready; waits for the plan in the making. Afterwards the iterator is exhausted."""
@@ -118,7 +132,15 @@ def _batches(
     for indices in sampler:
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
         packed = None if make_plan is None else make_plan(lengths)
-        yield GlobalBatch(indices=indices, lengths=lengths, plan=None, dataset=dataset, mask_loss_of=mask_loss_of), packed
+        batch = GlobalBatch(
+            indices=indices,
+            lengths=lengths,
+            plan=None,
+            dataset=dataset,
+            mask_loss_of=mask_loss_of,
+            global_size=len(indices),
+        )
+        yield batch, packed
 
 
 def _portable(error: Exception) -> Exception:
@@ -130,12 +152,12 @@ def _portable(error: Exception) -> Exception:
     return portable
 
 
-def _unpacked(item: Item, prepare: Callable[[Plan], object]) -> tuple[Plan, float]:
+def _unpacked(item: Item, prepare: Callable[[Plan], object]) -> tuple[Plan, PackedPlan]:
     if isinstance(item, Exception):
         raise item
     plan = _unpack(item.message)
     prepare(plan)
-    return plan, item.planning_us
+    return plan, item
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""Which sequences form each global batch, and which of them belong to this data-parallel replica."""
+"""Which sequences form each global batch."""
 
 from __future__ import annotations
 
@@ -24,48 +24,38 @@ def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
 
 
 class GlobalBatchSampler(Iterator[tuple[int, ...]]):
-    """Yields this replica's sequence indices, one tuple per iteration, for ever.
+    """Yields the sequence indices of one global batch after the other, for ever.
 
     The global order is epoch 0, epoch 1, ... one after the other, each a permutation of all sequences, and every iteration
     takes the next `global_batch_size` of it, across an epoch's end where need be. So the whole state is `consumed_samples`, the
-    number of sequences taken so far over all replicas, and a run resumes exactly from it, under any data-parallel size.
-
-    Replica r of d takes entries r, r + d, r + 2d, ... of the global batch.
+    number of sequences taken so far over all replicas, and a run resumes exactly from it, under any data-parallel size. How a
+    batch is divided over replicas is decided elsewhere and is no part of the state (`planner.balance`).
 
     Args:
         num_sequences: in the dataset.
-        global_batch_size: sequences per iteration over all replicas; a multiple of `data_parallel_size`.
+        global_batch_size: sequences per iteration over all replicas.
         consumed_samples: where to start (Megatron's ``consumed_train_samples``).
         shuffle: False takes the sequences in dataset order in every epoch.
 
     Raises:
-        EppError: no sequences, or the batch does not divide over the replicas.
+        EppError: no sequences, or a batch of none.
     """
 
     def __init__(
         self,
         num_sequences: int,
         global_batch_size: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
         consumed_samples: int = 0,
         seed: int = 1234,
         shuffle: bool = True,
     ) -> None:
         if num_sequences < 1:
             raise EppError("there are no sequences to sample from: the dataset is empty")
-        if global_batch_size < 1 or global_batch_size % data_parallel_size != 0:
-            raise EppError(
-                f"a global batch of {global_batch_size} sequences does not divide over {data_parallel_size} data-parallel"
-                f" replicas; make the global batch size a multiple of {data_parallel_size}"
-            )
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise EppError(f"data-parallel rank {data_parallel_rank} is outside 0..{data_parallel_size - 1}")
+        if global_batch_size < 1:
+            raise EppError(f"a global batch of {global_batch_size} sequences is none: raise --global-batch-size")
         self.consumed_samples = consumed_samples
         self._num_sequences = num_sequences
         self._batch_size = global_batch_size
-        self._rank = data_parallel_rank
-        self._num_replicas = data_parallel_size
         self._seed = seed
         self._shuffle = shuffle
         self._epoch = -1
@@ -80,7 +70,7 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
             parts.append(part)
             start += len(part)
         self.consumed_samples = stop
-        return tuple(np.concatenate(parts)[self._rank :: self._num_replicas].tolist())
+        return tuple(np.concatenate(parts).tolist())
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:

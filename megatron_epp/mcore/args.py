@@ -37,9 +37,9 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--epp-plan-budget-ms",
         type=int,
         metavar="MS",
-        help="Time for planning a batch, beside the iterations before it: what the planner greedy leaves of it goes to a local "
-        "search. How far that gets depends on the machine's load, so a resumed run repeats losses only to rounding. Default: "
-        "none; then plans are the same in every run.",
+        help="Time for planning a replica's share of a batch, beside the iterations before it: what the planner greedy leaves "
+        "of it goes to a local search. How far that gets depends on the machine's load, so a resumed run repeats losses only "
+        "to rounding. Default: none; then plans are the same in every run.",
     )
     add(
         "--epp-memory-cap-gb",

@@ -31,7 +31,7 @@ FILE_NAME = "epp_costs.json"
 def pipeline_costs(
     args: argparse.Namespace, stages: Mapping[int, MegatronStage], links: Links, placement: Sequence[int]
 ) -> PipelineCosts:
-    """Costs of the whole pipeline, the same on every rank of the run.
+    """Costs of the whole pipeline, the same on every rank of the run: replicas divide batches by them.
 
     Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run.
     Times vary, so they are formulas, or those of the profile that `--epp-costs` names, unless `--epp-costs measure` asks
@@ -47,7 +47,7 @@ def pipeline_costs(
     source = _stored(args)
     stored = None if source is None else load_costs(str(source))
     if isinstance(stored, PipelineCosts):
-        return _check(stored, str(source), len(placement))
+        return _of_first(_check(stored, str(source), len(placement)))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     base = profile.costs(_by_stage({number: stage.num_layers for number, stage in stages.items()}, links))
     link = Link(base.message_latency_us, base.message_us_per_byte)
@@ -62,12 +62,18 @@ def pipeline_costs(
     found = tuple(map(_with_messages, _by_stage(mine, links), repeat(link), _neighbours(placement)))
     name = "measured" if args.epp_costs == "measure" else base.name
     latency_us, us_per_byte, _ = link
-    everywhere = [replace(base, stages=found, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte)]
-    dist.broadcast_object_list(everywhere, src=0)  # replicas measure too; all take the first one's figures
+    costs = _of_first(replace(base, stages=found, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte))
     if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
         os.makedirs(args.save, exist_ok=True)
-        Path(args.save, FILE_NAME).write_text(everywhere[0].to_json())
-    return everywhere[0]
+        Path(args.save, FILE_NAME).write_text(costs.to_json())
+    return costs
+
+
+def _of_first(costs: PipelineCosts) -> PipelineCosts:
+    """Replicas measure, or read files, for themselves; all take the first one's figures."""
+    shared = [costs]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:

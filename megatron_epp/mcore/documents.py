@@ -42,7 +42,7 @@ def build_document_iterators(
 ) -> tuple[PlannedBatches | None, PlannedBatches | None, PlannedBatches | None]:
     """Iterators over the global batches of the train, validation and test documents, for this replica.
 
-    Every rank of the replica builds the same ones; tokens are read only by ranks that ask a batch for its chunks.
+    Every rank of the job builds the same ones; tokens are read only by ranks that ask a batch for its chunks.
 
     Args:
         args: Megatron's parsed arguments. Read are the data paths and ``--split``, ``--seq-length``, ``--seed``, the batch
@@ -70,14 +70,13 @@ def build_document_iterators(
         sampler = GlobalBatchSampler(
             len(dataset),
             args.eval_global_batch_size if number else args.global_batch_size,
-            data_parallel_rank,
-            data_parallel_size,
             consumed[number],
             args.seed,
             shuffle,
         )
         plans = eval_plans if number else train_plans
-        iterators.append(PlannedBatches(dataset, sampler, plans, getattr(args, "epp_lookahead", 2), eod))
+        depth = getattr(args, "epp_lookahead", 2)
+        iterators.append(PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size))
     return tuple(iterators)
 
 

@@ -116,6 +116,7 @@ class IterationReport:
         if self.batch.plan is None or measured is None:
             return line
         line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in everyone)}
+        line |= {"replicas": self.session.replicas, "imbalance": self.batch.imbalance}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 
     def _log(self, line: dict[str, Any]) -> None:

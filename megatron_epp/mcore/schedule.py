@@ -47,7 +47,8 @@ def forward_backward_elastic(
     Args:
         data_iterator: yields one `GlobalBatch` per call; of a list, one for each model chunk, the first one does.
         model: the model chunk, or a list of all of this rank's.
-        num_microbatches: sequences of this replica's share; how they are cut and packed is the plan's affair.
+        num_microbatches: sequences per replica on average; how many a replica gets is the division's affair, and how they are
+            cut and packed the plan's.
         forward_only: an evaluation step.
 
     The others are taken as Megatron passes them; `forward_step_func` is not called, since a chunk is not a batch it knows.
@@ -122,9 +123,11 @@ def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, ses
     session.plan_wait_us = (time.perf_counter() - start_s) * 1e6
     if not isinstance(batch, GlobalBatch) or batch.plan is None:
         raise EppError("--epp needs the document iterators of megatron_epp.mcore.documents; another dataset provider is in use")
-    if len(batch.lengths) != num_microbatches:
+    replicas = session.replicas
+    if batch.global_size != num_microbatches * replicas:
         raise EppError(
-            f"Megatron asks for {num_microbatches} sequences but the sampler yields {len(batch.lengths)} per replica"
+            f"Megatron asks for {num_microbatches} sequences for each of {replicas} replicas but the sampler yields "
+            f"{batch.global_size} in all"
         )
     return batch
 

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.data.iterator import Item, PlanSource
+from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.placement import Placement
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlan
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.runtime.links import Links
+from megatron_epp.runtime.links import Links, new_group
 from megatron_epp.runtime.program import prepare
-from megatron_epp.runtime.sharing import from_first
+from megatron_epp.runtime.sharing import from_each, from_first
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.schedule import EppError
 
@@ -35,8 +35,9 @@ _LONGEST = 8
 class Session:
     """One process's share of an elastic training run.
 
-    One rank of every replica (all ranks with the same data-parallel rank) plans for all of them, in the background. Made before
-    the data iterators, whose plans wait until `attach` has seen the model and knows its costs.
+    One rank of every replica (all ranks with the same data-parallel rank) plans for all of them, in the background. It plans
+    the replica's share of the global batch, which every planning rank divides for itself from the same lengths, costs and caps.
+    Made before the data iterators, whose plans wait until `attach` has seen the model and knows its costs.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -45,6 +46,7 @@ class Session:
         self.watchdog = Watchdog(args.epp_wait_limit_seconds)
         self.rank = mpu.get_pipeline_model_parallel_rank()
         self.placement = Placement.of(args)
+        self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.plans = self.rank == mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
         """Whether this is the rank that plans: the first of its replica."""
         self.stages: dict[int, MegatronStage] = {}
@@ -55,6 +57,7 @@ class Session:
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
         self._can_plan = threading.Event()
+        self._planning_ranks: dist.ProcessGroup | None = None
 
     def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
         """Wrap the rank's model chunks as stages and learn their costs, at the first call; later calls do nothing."""
@@ -66,7 +69,9 @@ class Session:
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        self.links = Links.create(pipeline, _replica(), both_ways=self.placement.num_chunks > 1)
+        ranks_of = _ranks_of_replicas()
+        self.links = Links.create(pipeline, ranks_of[self.replica], both_ways=self.placement.num_chunks > 1)
+        self._planning_ranks = new_group(tuple(ranks[0] for ranks in ranks_of), backend="gloo")
         if self.args.epp_schedule == "elastic":
             self._learn_costs(self.links)
 
@@ -74,8 +79,10 @@ class Session:
         costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of)
         caps = gathered(self._cap_bytes(), links)
         if self.plans:
-            self._problem = problem_of(self.args, tuple(caps), self.placement.rank_of)
-            self._planner = BackgroundPlanner(costs, options_of(self.args))
+            assert self._planning_ranks is not None
+            least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
+            self._problem = problem_of(self.args, least, self.placement.rank_of)
+            self._planner = BackgroundPlanner(costs, options_of(self.args), self.replica, self.replicas)
             self._can_plan.set()
 
     def plan_source(self, forward_only: bool) -> PlanSource:
@@ -84,7 +91,7 @@ class Session:
         def make(lengths: tuple[int, ...]) -> PackedPlan:
             return self._plan(lengths, forward_only)
 
-        return PlanSource(make if self.plans else None, self._exchange, lambda plan: prepare(plan, self.rank))
+        return PlanSource(make if self.plans else None, self._exchange, self._agree, lambda plan: prepare(plan, self.rank))
 
     def close(self) -> None:
         """End planning. Whoever still waits for a plan gets an error."""
@@ -104,6 +111,17 @@ class Session:
         assert self.links is not None
         return from_first(items, self.links.control)
 
+    def _agree(self, checksum: int) -> None:
+        if not self.plans or self.replicas == 1:
+            return
+        assert self._planning_ranks is not None
+        checksums = from_each(checksum, self._planning_ranks)
+        if len(set(checksums)) > 1:
+            raise DisagreementError(
+                f"replicas divide a batch differently (checksums {checksums}). All need the same data files, --seed, software "
+                "and --epp-costs"
+            )
+
     def _cap_bytes(self) -> int:
         if self.args.epp_memory_cap_gb is not None:
             return int(self.args.epp_memory_cap_gb * 2**30)
@@ -117,7 +135,7 @@ def problem_of(args: argparse.Namespace, cap_bytes: tuple[int, ...], placement: 
 
     Args:
         args: Megatron's arguments.
-        cap_bytes: of every pipeline rank.
+        cap_bytes: of every pipeline rank; the least of any replica.
         placement: the rank of every stage.
     """
     return Problem(
@@ -140,11 +158,11 @@ def options_of(args: argparse.Namespace) -> Options:
     )
 
 
-def _replica() -> list[int]:
-    """Global ranks that run the same plan: those of this data-parallel rank. Every rank of the job must call this."""
-    replicas: list[int | None] = [None] * dist.get_world_size()
+def _ranks_of_replicas() -> list[list[int]]:
+    """For every data-parallel rank, the global ranks that run its plan. Every rank of the job must call this."""
+    replicas: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(replicas, mpu.get_data_parallel_rank())
-    return [rank for rank, replica in enumerate(replicas) if replica == mpu.get_data_parallel_rank()]
+    return [[rank for rank, its in enumerate(replicas) if its == replica] for replica in sorted(set(replicas))]
 
 
 def _summary(lengths: tuple[int, ...]) -> str:

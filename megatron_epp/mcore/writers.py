@@ -24,6 +24,8 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
     measured = [peak for peak in line["peak_activation_bytes"] if peak is not None]
     if measured:
         found["epp/measured peak activations (GiB)"] = max(measured) / _GIB
+    if line["replicas"] > 1:
+        found["epp/planned imbalance of replicas"] = line["imbalance"]
     return found | {
         "epp/planning (ms)": line["planning_us"] / _MS,
         "epp/waiting for the plan (ms)": line["plan_wait_us"] / _MS,
@@ -54,6 +56,8 @@ def log(line: dict[str, Any]) -> None:
         f"peak activations (GiB): {_peaks(line)}",
         f"planning (ms): {line['planning_us'] / _MS:.1f}, waiting for it: {line['plan_wait_us'] / _MS:.1f}",
     ]
+    if line["replicas"] > 1:
+        parts.append(f"imbalance of {line['replicas']} replicas: {line['imbalance']:.1%} planned")
     print_rank_last(" | ".join(parts))
 
 

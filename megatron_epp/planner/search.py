@@ -17,6 +17,7 @@ from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.planner.trials import Trials
+from megatron_epp.planner.unsliced import plainly, tables_with_whole
 from megatron_epp.planner.warm import Warm
 from megatron_epp.planner.weight import split_weights
 from megatron_epp.schedule import Chunk, PlanError
@@ -69,6 +70,8 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
         search_stairs(trials, tables[0])
     else:
         tables = search_grain(trials, chunker, warm)
+        if trials.best is None:
+            search_unsliced(trials)
     if (
         options.offload
         and problem.is_straight
@@ -92,12 +95,6 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
     return trials.result() if made is None else made
 
 
-def plainly(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
-    """Whole sequences, one per chunk: longest first, and shortest first."""
-    rising = sorted(whole_sequences(lengths), key=lambda chunk: (chunk.num_tokens, chunk.segments))
-    return [tuple(reversed(rising)), tuple(rising)]
-
-
 def _makespan_us(made: Decisions, problem: Problem, costs: Costs) -> float:
     tables = tabulate(made.chunks, problem, costs)
     copies = [
@@ -113,6 +110,17 @@ def search_stairs(trials: Trials, table: tuple[Chunk, ...]) -> None:
     trials.better(table, (*FIRST, *SECOND, HALF) if straight else LISTED)
     if trials.best is None:
         trials.better(table, LEAST if straight else (Listing(0),))
+
+
+def search_unsliced(trials: Trials) -> None:
+    """Try tables in which the longest sequences run whole: with ranks that wait for nobody, and if need be with least alive."""
+    problem = trials.problem
+    tables = list(tables_with_whole(problem, trials.costs, trials.options.chunk_tokens))
+    roomy: tuple[Schedule | Listing, ...] = (*FIRST, *LISTED) if problem.is_straight else LISTED
+    least: tuple[Schedule | Listing, ...] = (*LEAST, Listing(0)) if problem.is_straight else (Listing(0),)
+    for schedules in (roomy, least):
+        for table in tables if trials.best is None else ():
+            trials.better(table, schedules)
 
 
 def search_grain(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> list[tuple[Chunk, ...]]:

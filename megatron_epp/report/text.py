@@ -12,6 +12,8 @@ from megatron_epp.schedule.serialize import digest
 from megatron_epp.schedule.text import to_grid
 
 _KINDS = ("split", "hybrid", "batched")
+UNEVEN = 1.1
+"""Load of the busiest rank over the average from which it is worth a line."""
 
 
 def headline(plan: Plan) -> list[str]:
@@ -57,6 +59,19 @@ def rank_table(plan: Plan) -> list[str]:
     return table(("rank", "stages", "busy", "bubble", f"peak {peak_unit}", "cap", "recompute layers"), rows, left=())
 
 
+def uneven_load(plan: Plan) -> list[str]:
+    """Two lines where, with as many layers on every stage, one rank computes much longer than the others."""
+    busy = [facts.busy_us(plan, rank) for rank in range(plan.num_ranks)]
+    most = max(busy)
+    times = most * len(busy) / sum(busy) if most else 1.0
+    if times < UNEVEN or len(set(plan.num_layers)) > 1:
+        return []
+    return [
+        f"rank {busy.index(most)} computes {times:.2f} times as long as ranks do on average, so they wait in any order.",
+        "Give it fewer layers: --layers-per-stage balanced, in training --decoder-last-pipeline-num-layers.",
+    ]
+
+
 def summary(plan: Plan, width: int | None = 120, max_chunks: int | None = 16) -> str:
     """The whole report: headline, chunks, ranks, and the order of each rank.
 
@@ -66,7 +81,7 @@ def summary(plan: Plan, width: int | None = 120, max_chunks: int | None = 16) ->
         max_chunks: rows of the chunk table. None: all.
     """
     grid = [clip(line, width) for line in to_grid(plan).splitlines()]
-    parts = [headline(plan), chunk_table(plan, max_chunks, width), rank_table(plan), grid]
+    parts = [headline(plan), chunk_table(plan, max_chunks, width), rank_table(plan) + uneven_load(plan), grid]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 

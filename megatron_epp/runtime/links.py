@@ -67,16 +67,16 @@ class Links:
             both_ways: activations travel to lower ranks too, and gradients to higher ones.
         """
         pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
-        activations, gradients = _new_group(pipeline), _new_group(pipeline)
+        activations, gradients = new_group(pipeline), new_group(pipeline)
         return Links(
             ranks=pipeline,
             position=pipeline.index(dist.get_rank()),
             activations=activations,
             gradients=gradients,
-            activations_down=_new_group(pipeline) if both_ways else activations,
-            gradients_up=_new_group(pipeline) if both_ways else gradients,
-            reports=_new_group(pipeline, backend="gloo"),
-            control=_new_group(control, backend="gloo"),
+            activations_down=new_group(pipeline) if both_ways else activations,
+            gradients_up=new_group(pipeline) if both_ways else gradients,
+            reports=new_group(pipeline, backend="gloo"),
+            control=new_group(control, backend="gloo"),
         )
 
     def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
@@ -116,8 +116,13 @@ class Links:
         return work
 
 
-def _new_group(mine: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-    """This rank's group among those all ranks name: torch wants every rank to make every group, in the same order."""
+def new_group(mine: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    """This rank's group among those all ranks name: torch wants every rank to make every group, in the same order.
+
+    Args:
+        mine: global ranks; whoever names a group that it is not in gets what torch gives to outsiders.
+        backend: None for the default one.
+    """
     named: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(named, mine)
     found: dist.ProcessGroup | None = None

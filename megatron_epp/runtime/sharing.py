@@ -1,4 +1,4 @@
-"""What one rank gives to all ranks of its replica."""
+"""What one rank gives to all ranks of its replica, and what ranks of all replicas must have in common."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def from_first(items: list[Any], group: dist.ProcessGroup) -> list[Any]:
     shared = [items]
     dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(group)[0], group=group)
     return shared[0]
+
+
+def from_each[T](item: T, group: dist.ProcessGroup) -> list[T]:
+    """One item of every rank of the group, in its order. A collective call, as above."""
+    everyone: list[T] = [item] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, item, group=group)
+    return everyone

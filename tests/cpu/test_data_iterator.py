@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -18,7 +19,17 @@ LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 
 def whole_sequences(lengths):
     plan = plan_of(lengths, [[(sequence, 0, length)] for sequence, length in enumerate(lengths)])
-    return PackedPlan(pack(plan), 1000.0 * len(lengths))
+    return PackedPlan(pack(plan), 1000.0 * len(lengths), tuple(range(len(lengths))))
+
+
+def of_the_shares(*shares):
+    """What replicas of one batch give out, each for a share of it."""
+
+    def make(share, lengths):
+        packed = whole_sequences([lengths[at] for at in share])
+        return packed._replace(share=share, imbalance=0.25)
+
+    return [partial(make, share) for share in shares]
 
 
 def batches(make_plan=whole_sequences, sampler=None, **options):
@@ -103,6 +114,40 @@ def test_a_sampler_error_surfaces():
 def test_a_plan_for_other_lengths_is_refused():
     with pytest.raises(DisagreementError, match=r"plan is for sequences of 5, 9 tokens .* batch has 2, 30\. .*--seed"):
         next(batches(lambda lengths: whole_sequences((5, 9)), sampler=[(2, 3)]))
+
+
+def test_replicas_take_the_shares_they_planned():
+    shares = [(1,), (0, 2)]
+    replicas = [batches(make, replica=r, replicas=2) for r, make in enumerate(of_the_shares(*shares))]
+    for indices in islice(GlobalBatchSampler(len(LENGTHS), 3), 5):
+        for share, replica in zip(shares, replicas, strict=True):
+            batch = next(replica)
+            assert batch.indices == tuple(indices[at] for at in share)
+            assert batch.plan.lengths == batch.lengths
+            assert (batch.global_size, batch.imbalance) == (3, 0.25)
+    for replica in replicas:
+        replica.close()
+
+
+def test_without_plans_replicas_take_every_other_sequence():
+    sampler = GlobalBatchSampler(len(LENGTHS), 4)
+    parts = [batches(None, GlobalBatchSampler(len(LENGTHS), 4), replica=r, replicas=2) for r in range(2)]
+    for indices in islice(sampler, 5):
+        assert [next(part).indices for part in parts] == [indices[::2], indices[1::2]]
+    for part in parts:
+        part.close()
+
+
+def test_every_batch_is_taken_with_the_checksum_of_its_division():
+    checksums = iter(range(10))
+    seen = []
+
+    def make(lengths):
+        return whole_sequences(lengths)._replace(division=next(checksums))
+
+    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,)], PlanSource(make, agree=seen.append))
+    for count, _ in enumerate(iterator):
+        assert seen == list(range(count + 1))
 
 
 def test_plans_are_prepared_before_their_batch_is_taken():

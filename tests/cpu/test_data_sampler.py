@@ -1,4 +1,4 @@
-"""The global-batch sampler: order, epochs, replicas, resume."""
+"""The global-batch sampler: order, epochs, resume."""
 
 from itertools import islice
 
@@ -46,35 +46,6 @@ def test_resume_from_consumed_samples_continues_exactly(num_sequences, batch_siz
     assert resumed == uninterrupted[skipped:]
 
 
-@given(
-    num_sequences=st.integers(1, 60),
-    per_replica=st.integers(1, 6),
-    replicas=st.sampled_from([1, 2, 3, 4]),
-    start=st.integers(0, 99),
-)
-def test_replicas_share_out_the_global_batch(num_sequences, per_replica, replicas, start):
-    batch_size = per_replica * replicas
-    whole = global_batches(5, num_sequences, batch_size, consumed_samples=start)
-    shares = [
-        global_batches(5, num_sequences, batch_size, data_parallel_rank=r, data_parallel_size=replicas, consumed_samples=start)
-        for r in range(replicas)
-    ]
-    for iteration, batch in enumerate(whole):
-        dealt = [index for entries in zip(*(share[iteration] for share in shares), strict=True) for index in entries]
-        assert tuple(dealt) == batch
-
-
-def test_resuming_with_another_number_of_replicas_keeps_the_global_order():
-    before = global_batches(3, 50, 12, seed=7)
-    after = [
-        global_batches(3, 50, 12, seed=7, consumed_samples=36, data_parallel_rank=r, data_parallel_size=4) for r in range(4)
-    ]
-    expected = global_batches(6, 50, 12, seed=7)
-    assert before == expected[:3]
-    for iteration in range(3):
-        assert sorted(flat(share[iteration] for share in after)) == sorted(expected[3 + iteration])
-
-
 def test_a_batch_may_straddle_epochs():
     first, second = global_batches(2, 5, 4, seed=1)
     assert len(first) == len(second) == 4
@@ -95,8 +66,8 @@ def test_epochs_and_seeds_differ_and_repeat():
     assert by_seed[1] == flat(global_batches(2, 100, 100, seed=1))
 
 
-def test_consumed_samples_counts_all_replicas():
-    sampler = GlobalBatchSampler(100, 8, data_parallel_rank=1, data_parallel_size=4, consumed_samples=16)
+def test_consumed_samples_counts_the_whole_batch():
+    sampler = GlobalBatchSampler(100, 8, consumed_samples=16)
     next(sampler)
     assert sampler.consumed_samples == 24
 
@@ -105,8 +76,7 @@ def test_consumed_samples_counts_all_replicas():
     ("arguments", "says"),
     [
         ((0, 4), "the dataset is empty"),
-        ((10, 6, 0, 4), "a global batch of 6 sequences does not divide over 4 data-parallel replicas"),
-        ((10, 8, 4, 4), r"rank 4 is outside 0\.\.3"),
+        ((10, 0), "a global batch of 0 sequences"),
     ],
 )
 def test_impossible_requests_are_refused(arguments, says):

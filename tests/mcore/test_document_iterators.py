@@ -140,7 +140,8 @@ def test_train_and_evaluation_have_their_own_planners(pair):
     def source(name):
         def make(lengths):
             asked[name].append(lengths)
-            return PackedPlan(pack(plan(Problem(lengths, (0,), (UNLIMITED_BYTES,)), costs)), 1.0)
+            made = plan(Problem(lengths, (0,), (UNLIMITED_BYTES,)), costs)
+            return PackedPlan(pack(made), 1.0, tuple(range(len(lengths))))
 
         return PlanSource(make)
 

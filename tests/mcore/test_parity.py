@@ -18,7 +18,7 @@ import pytest
 from launch import run
 from parity_cases import CASES, CUTS, ITERATIONS, SCRIPTS
 
-from parity import TOLERANCE, table  # isort: skip  # `parity_cases` has told where it is
+from parity import BATCH, TOLERANCE, table  # isort: skip  # `parity_cases` has told where it is
 from parity_cells import Cell, all_cells, all_rows, covering_rows, full_rows  # isort: skip
 
 MATRIX = os.environ.get("EPP_PARITY_MATRIX", "pairs")
@@ -122,6 +122,9 @@ def test_every_group_of_processes_trains_as_the_stock_schedule_does(matrix: dict
     assert len(figures["plans"]) == cell.dp
     plans = [plan for replica in figures["plans"] for plan in replica]
     assert len(plans) == cell.dp * MATRIX_ITERATIONS
+    counts = list(zip(*([plan["sequences"] for plan in replica] for replica in figures["plans"]), strict=True))
+    assert {sum(of_replicas) for of_replicas in counts} == {BATCH}
+    assert any(len(set(of_replicas)) > 1 for of_replicas in counts) == (cell.dp > 1)
     assert {plan["token_multiple"] for plan in plans} == {cell.cp * (cell.tp if cell.sp else 1)}
     assert {tuple(plan["placement"]) for plan in plans} == {PLACEMENTS[cell.pp, cell.virtual, cell.placement]}
     assert any(plan["padding"] for plan in plans) == (cell.sp or cell.cp > 1)

@@ -22,6 +22,8 @@ LINE = {
     "peak_activation_bytes": [None, None],
     "planning_us": 12000.0,
     "plan_wait_us": 300.0,
+    "replicas": 1,
+    "imbalance": 0.0,
     "chunks": 9,
     "recompute_share": 0.25,
     "padding_share": 0.0,
@@ -76,6 +78,16 @@ def test_the_log_line_has_planned_beside_measured(capsys):
     line = capsys.readouterr().out
     assert "epp iteration 7 | makespan (ms): 2.0 planned, 2.5 measured" in line
     assert "planning (ms): 12.0" in line
+
+
+def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both, capsys):
+    writers.write(LINE)
+    assert not any("imbalance" in name for name, _ in both[0].seen)
+    line = LINE | {"replicas": 4, "imbalance": 0.015}
+    writers.write(line)
+    assert both[0].seen["epp/planned imbalance of replicas", 7] == 0.015
+    writers.log(line)
+    assert "imbalance of 4 replicas: 1.5% planned" in capsys.readouterr().out
 
 
 def test_a_batch_is_summed_up_for_errors():

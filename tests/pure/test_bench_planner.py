@@ -55,6 +55,8 @@ def test_every_rival_is_weighed_and_the_means_follow_from_the_rows(report, part,
         assert figures == against(found["rows"], name, all_levers)
         if figures["both_have_a_plan"]:
             assert figures["least"] - 1e-9 <= figures["geometric_mean"] <= figures["most"] + 1e-9
+            if part == "large":
+                assert figures["geometric_mean_over_bound"] >= figures["geometric_mean"] - 1e-9
 
 
 def test_a_setting_is_reported_for_every_rival_that_fits_a_run(report):

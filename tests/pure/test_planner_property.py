@@ -106,7 +106,9 @@ def test_any_batch_is_planned_no_slower_than_plain_1f1b(batch: list[int], count:
     asked = problem(batch, count, token_multiple=multiple)
     plain = plan(asked, costs, Options(planner="1f1b"))
     assert_sound(plain)
-    assert plan(asked, costs, Options(steps=STEPS)).predicted.makespan_us <= plain.predicted.makespan_us * (1 + 1e-12)  # sums in another order
+    assert plan(asked, costs, Options(steps=STEPS)).predicted.makespan_us <= plain.predicted.makespan_us * (
+        1 + 1e-12
+    )  # sums in another order
 
 
 @pace(max_examples=100)

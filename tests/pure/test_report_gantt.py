@@ -47,7 +47,7 @@ def test_a_run_is_drawn_below_the_plan_on_the_same_time_axis():
     measured = measured_run(plan, slowdown=2.0)
     planned_axis, measured_axis, memory_axis = gantt(plan, measured).axes
     spans, _ = bars(measured_axis, "rank 1 compute")
-    np.testing.assert_allclose(spans, np.array([event[1:] for event in measured.ranks[1]]) / 1e3)
+    np.testing.assert_allclose(spans, np.array([event[1:3] for event in measured.ranks[1]]) / 1e3)
     assert planned_axis.get_title(loc="left").startswith("planned")
     assert measured_axis.get_title(loc="left").startswith("measured")
     assert planned_axis.get_xlim() == measured_axis.get_xlim() == memory_axis.get_xlim() == (0.0, measured.makespan_us / 1e3)

@@ -57,6 +57,14 @@ def test_the_planners_notes_are_printed():
     assert "note: dropped nothing" in summary(replace(sliced_plan(), notes=("dropped nothing",)))
 
 
+def test_a_rank_with_more_work_than_the_others_is_named_with_what_to_do():
+    plan = sliced_plan()
+    slow = tuple(step._replace(time_us=1.5 * step.time_us) for step in plan.ranks[1])
+    text = summary(predicted(replace(plan, ranks=(plan.ranks[0], slow))))
+    assert "rank 1 computes 1.20 times as long" in text
+    assert "--layers-per-stage balanced" in text
+
+
 def test_recompute_counts_layers_and_tokens():
     plan = sliced_plan(recompute=1)
     row = plan.recompute_layers

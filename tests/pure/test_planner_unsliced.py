@@ -1,0 +1,57 @@
+"""Sequences that run whole because the caches of their slices do not fit."""
+
+import pytest
+from planner_cases import named_cap_bytes, problem
+
+from megatron_epp.cost import H100, ModelShape, analytic_costs
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.unsliced import MOST_WHOLE, tables_with_whole
+from megatron_epp.schedule import InfeasibleError
+from megatron_epp.schedule.check import check
+
+LENGTHS = (100_000, 30_000, 20_000, *[4_000] * 12)
+STAGES = 4
+SHAPE = ModelShape(num_layers=48, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, vocab_size=4096)
+COSTS = analytic_costs(SHAPE, H100, [12] * STAGES, state_bytes_per_parameter=2.0)
+"""Many layers with as many key heads as query heads: caches of all of them are larger than one layer's activations."""
+
+
+def least_cap(**options: object) -> int:
+    with pytest.raises(InfeasibleError) as error:
+        plan(problem(LENGTHS, STAGES, 1 << 30), COSTS, Options(**options))  # type: ignore[arg-type]
+    return named_cap_bytes(error.value)
+
+
+def test_every_table_holds_every_token_once_and_the_longest_whole():
+    tables = list(tables_with_whole(problem(LENGTHS, STAGES), COSTS, None))
+    assert tables
+    for table in tables:
+        parts = sorted((q, start, end) for chunk in table for q, start, end in chunk.segments)
+        ends: dict[int, int] = {}
+        for q, start, end in parts:
+            assert start == ends.get(q, 0)
+            ends[q] = end
+        assert ends == dict(enumerate(LENGTHS))
+        assert (0, 0, LENGTHS[0]) in parts
+        assert sum(len(chunk.segments) == 1 and chunk.num_tokens in LENGTHS[:MOST_WHOLE] for chunk in table) >= 1
+
+
+def test_a_token_cap_below_the_longest_rules_them_out():
+    assert not list(tables_with_whole(problem(LENGTHS, STAGES), COSTS, LENGTHS[0] - 1))
+    assert list(tables_with_whole(problem(LENGTHS, STAGES), COSTS, LENGTHS[0]))
+
+
+def test_whole_sequences_fit_where_their_slices_do_not():
+    cap = least_cap()
+    assert cap < least_cap(slices=8)
+    made = plan(problem(LENGTHS, STAGES, cap), COSTS, Options())
+    assert not check(made)
+    assert any(chunk.segments == ((0, 0, LENGTHS[0]),) for chunk in made.chunks)
+
+
+def test_they_need_less_and_take_less_time_than_in_plain_1f1b():
+    cap = least_cap(planner="1f1b")
+    assert least_cap() < cap
+    made, plain = (plan(problem(LENGTHS, STAGES, cap), COSTS, Options(planner=name)) for name in ("greedy", "1f1b"))
+    assert any(chunk.segments == ((0, 0, LENGTHS[0]),) for chunk in made.chunks)
+    assert made.predicted.makespan_us < 0.99 * plain.predicted.makespan_us
