@@ -55,6 +55,8 @@ def pipeline_costs(
     with _undisturbed(stages.values()):
         for number, stage in stages.items():
             costs = replace(measure_bytes(stage, base.stages[number]), static_bytes=_static_bytes(args, stage))
+            if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16):
+                costs = _with_wide_gradients(costs)
             mine[number] = measure_times(stage, costs, args.seq_length) if args.epp_costs == "measure" else costs
         if args.epp_costs == "measure":
             link = measure_link(next(iter(stages.values())), links, links.position)
@@ -105,6 +107,18 @@ def _stored(args: argparse.Namespace) -> Path | None:
         return find("profiles", args.epp_costs)
     except EppError as error:
         raise EppError(f"--epp-costs {args.epp_costs}: {error}. Or give analytic or measure") from error
+
+
+def _with_wide_gradients(costs: StageCosts) -> StageCosts:
+    """Where gradients of keys and values take twice their bytes. Planning takes them for as large as the cache: so half of what
+    is more goes to the cache, which with its gradient is then right, and by itself too large rather than too small.
+    """
+    more = costs.kv_bytes_per_token / 2
+    return replace(
+        costs,
+        kv_bytes_per_token=costs.kv_bytes_per_token + more,
+        layer_bytes_per_token=costs.layer_bytes_per_token + more,  # of which a sliced sequence's cache is taken out again
+    )
 
 
 def _neighbours(placement: Sequence[int]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,25 +43,68 @@ def _check_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
+def _adopt(original: Callable[..., None]) -> Callable[..., None]:
+    from megatron_epp.mcore.adopt import adopting
+
+    return adopting(original)
+
+
+def _place(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        from megatron.training import global_vars
+
+        original(self)
+        args = global_vars._GLOBAL_ARGS
+        if getattr(args, "epp", False) and args.epp_placement != "looped":
+            from megatron_epp.mcore.model_chunks import place
+
+            place(self, args)
+
+    return __post_init__
+
+
+def _embedding_ranks(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    @functools.wraps(original)
+    def default_embedding_ranks(pp_ranks: list[int], *rest: Any) -> list[int]:
+        from megatron.training import global_vars
+
+        args = global_vars._GLOBAL_ARGS
+        if getattr(args, "epp", False) and args.epp_placement != "looped":
+            from megatron_epp.mcore.placement import Placement
+
+            if Placement.of(args).ends_meet:
+                return pp_ranks[:1]
+        return original(pp_ranks, *rest)
+
+    return default_embedding_ranks
+
+
 def _train_on_documents(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def pretrain(cfg_container: Any, dataset_provider: Any, *rest: Any, **named: Any) -> Any:
+    def build_train_valid_test_data_iterators(provider: Any, *rest: Any, **named: Any) -> Any:
         from megatron.training import get_args
 
-        args = get_args()
-        if not getattr(args, "epp", False):  # without it not even the imports may matter
-            return original(cfg_container, dataset_provider, *rest, **named)
-        from megatron_epp.mcore import session as sessions
-        from megatron_epp.mcore.elastic import adopt_model, provide_documents
-        from megatron_epp.mcore.placement import Placement
+        if not getattr(get_args(), "epp", False):  # without it not even the imports may matter
+            return original(provider, *rest, **named)
+        from megatron_epp.mcore.elastic import provide_documents
 
-        adopt_model(cfg_container, args)
-        if Placement.of(args).ends_meet:  # no other rank has a copy of the embedding to keep alike
-            named["get_embedding_ranks"] = lambda ranks: ranks[:1]
+        chunk = getattr(provider, "keywords", {}).get("vp_stage")  # Megatron asks once for each of a rank's model chunks
+        ours = functools.partial(provide_documents, vp_stage=chunk)
+        ours.is_distributed = True  # type: ignore[attr-defined]  # every rank reads lengths, so every rank builds them
+        return original(ours, *rest, **named)
+
+    return build_train_valid_test_data_iterators
+
+
+def _end_session(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def pretrain(*rest: Any, **named: Any) -> Any:
         try:
-            return original(cfg_container, provide_documents, *rest, **named)
+            return original(*rest, **named)
         finally:
-            sessions.end()
+            if sessions := sys.modules.get("megatron_epp.mcore.session"):
+                sessions.end()
 
     return pretrain
 
@@ -81,15 +125,35 @@ def _choose_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
+_OUR_ATTENTION = "with --epp, builds the model with our attention"
+
 PATCHES = (
     Patch("megatron.training.arguments:add_megatron_arguments", _add_flags, "adds the --epp flags", wraps=True),
     Patch("megatron.training.arguments:validate_args", _check_flags, "checks the --epp flags", wraps=True),
+    Patch("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _adopt, _OUR_ATTENTION, wraps=True),
+    Patch("megatron.core.models.mamba.mamba_model:MambaModel.__init__", _adopt, _OUR_ATTENTION, wraps=True, versions="<0.18"),
     Patch(
-        "megatron.training.training:pretrain",
-        _train_on_documents,
-        "with --epp, gives the model our attention and the data our documents",
+        "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__", _adopt, _OUR_ATTENTION, wraps=True, versions=">=0.18"
+    ),
+    Patch(
+        "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        _place,
+        "with --epp-placement, shares out layers by it",
         wraps=True,
     ),
+    Patch(
+        "megatron.core.parallel_state:default_embedding_ranks",
+        _embedding_ranks,
+        "with --epp-placement, keeps the embedding on one rank where the first has the last stage too",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.training.training:build_train_valid_test_data_iterators",
+        _train_on_documents,
+        "with --epp, gives the data our documents",
+        wraps=True,
+    ),
+    Patch("megatron.training.training:pretrain", _end_session, "ends planning when training ends", wraps=True),
     Patch(
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         _choose_schedule,

@@ -2,14 +2,16 @@
 
 Megatron takes chunk c of rank r for stage ``c * ranks + r``: that is the looped placement, and there is nothing to do. For any
 other one three things must follow the placement: the layers of a chunk and their numbers (a layout), what has the embedding and
-the output layer (the builder), and where the two meet on one rank the weight that they may tie.
+the output layer (an argument of the model's constructor), and where the two meet on one rank the weight that they may tie.
 """
 
 from __future__ import annotations
 
+import argparse
+import weakref
 from typing import Any
 
-import torch
+from megatron.core import mpu
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -35,23 +37,21 @@ class PlacedLayout(PipelineParallelLayerLayout):
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
         """Layers of all earlier stages."""
-        from megatron.core import mpu
-
         rank = mpu.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         stage = self._placement.stages(rank)[vp_stage or 0]
         return sum(names.count(layer_type) for names in self._stages[:stage])
 
 
-def place(config: Any, placement: Placement) -> None:
-    """Have a model built by a placement. Must be called before the model is built; changes its config in place.
+def place(transformer: Any, args: argparse.Namespace) -> None:
+    """Share out a model's layers by the placement: its config gets a layout, and gives up what Megatron said for it.
 
     Args:
-        config: a GPT's model config, as the entry script hands it to `pretrain`.
-        placement: of its stages.
+        transformer: Megatron's `TransformerConfig`, initialised.
+        args: Megatron's arguments.
     """
-    if placement.is_looped:
+    placement = Placement.of(args)
+    if placement.is_looped or isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):
         return
-    transformer = config.transformer
     layers = layers_of_stages(transformer, placement.num_ranks, placement.num_chunks)
     stages = [["decoder"] * count for count in layers]
     stages[0].insert(0, "embedding")
@@ -60,10 +60,6 @@ def place(config: Any, placement: Placement) -> None:
     # The layout says it all, and Megatron lets it stand alone only.
     transformer.num_layers_in_first_pipeline_stage = transformer.num_layers_in_last_pipeline_stage = None
     transformer.account_for_embedding_in_pipeline_split = transformer.account_for_loss_in_pipeline_split = False
-    builder = _placed(config.get_builder_cls(), placement)
-    config.get_builder_cls = lambda: builder
-    if placement.ends_meet:
-        config.pre_wrap_hooks.append(_share_tied_weight)
 
 
 def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[int]:
@@ -82,38 +78,34 @@ def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[
     return [get_num_layers_to_build(transformer, chunks(chunk), rank) for rank, chunk in places]
 
 
-def _share_tied_weight(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+def ends(args: argparse.Namespace, vp_stage: int | None) -> dict[str, bool]:
+    """Which ends of the model a chunk of this rank has, as arguments of its constructor."""
+    placement = Placement.of(args)
+    stage = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
+    return {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1}
+
+
+_first_stage: weakref.ref[Any] | None = None
+"""The model chunk with the embedding, once it is built."""
+
+
+def tie(model: Any, args: argparse.Namespace) -> None:
     """Give a rank's last stage the first one's embedding weight in the place of a copy of its own, where the model ties them.
 
     Megatron makes a copy wherever they are two model chunks, since they are on two ranks there. Its layers and its data
-    parallelism can share one: so they do without a pipeline.
+    parallelism can share one: so they do without a pipeline. Call it with every model chunk as soon as it is built.
     """
-    first: Any = models[0]
-    last: Any = models[-1]
-    if not (last.post_process and last.share_embeddings_and_output_weights):
-        return models
-    weight = first.shared_embedding_or_output_weight()
-    weight.zero_out_wgrad = True  # asked for by Megatron where both ends accumulate in one gradient
-    last.output_layer.weight = None
-    last.shared_embedding_or_output_weight = first.shared_embedding_or_output_weight
+    global _first_stage
+    if not (Placement.of(args).ends_meet and model.share_embeddings_and_output_weights):
+        return
+    if model.pre_process:
+        _first_stage = weakref.ref(model)
+    if not model.post_process:
+        return
+    assert _first_stage is not None
+    first: Any = _first_stage()
+    first.shared_embedding_or_output_weight().zero_out_wgrad = True  # as where both ends are one chunk
+    model.output_layer.weight = None
+    model.shared_embedding_or_output_weight = first.shared_embedding_or_output_weight
     # A checkpoint has the weight once, under the embedding's name.
-    last.tie_embeddings_and_output_weights_state_dict = lambda *_: None
-    return models
-
-
-def _placed(builder: type, placement: Placement) -> type:
-    """A model builder that gives the embedding to the first stage and the output layer to the last."""
-
-    class PlacedBuilder(builder):  # type: ignore[misc, valid-type]
-        def build_model(
-            self,
-            pg_collection: Any,
-            pre_process: bool | None = None,
-            post_process: bool | None = None,
-            vp_stage: int | None = None,
-        ) -> Any:
-            stage = placement.stages(pg_collection.pp.rank())[vp_stage or 0]
-            ends = {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1}
-            return super().build_model(pg_collection, **ends, vp_stage=vp_stage)
-
-    return PlacedBuilder
+    model.tie_embeddings_and_output_weights_state_dict = lambda *_: None

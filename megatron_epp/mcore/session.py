@@ -14,6 +14,8 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
+from megatron_epp.mcore import fingerprints, patching
+from megatron_epp.mcore.adopt import check_adopted
 from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.placement import Placement
@@ -63,9 +65,13 @@ class Session:
         """Wrap the rank's model chunks as stages and learn their costs, at the first call; later calls do nothing."""
         if self.stages:
             return
-        last, tensor_ranks = self.placement.num_stages - 1, mpu.get_tensor_model_parallel_world_size()
+        if self.args.epp_schedule != "stock":
+            for model in models:
+                check_adopted(model)
+        last = self.placement.num_stages - 1
+        tensor_ranks, in_fp32 = mpu.get_tensor_model_parallel_world_size(), self.args.epp_fp32_kv_gradients
         self.stages = {
-            stage: MegatronStage(model, config, stage == 0, stage == last, tensor_ranks)
+            stage: MegatronStage(model, config, stage == 0, stage == last, tensor_ranks, in_fp32)
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
@@ -179,6 +185,9 @@ def start(args: argparse.Namespace) -> Session:
     """Make the process's session. The one before it, if any, ends."""
     global _session
     end()
+    strange = patching.unknown(fingerprints.RELIED_ON) if args.rank == 0 else []
+    if strange:
+        logger.warning("this Megatron is not as megatron-epp was tested with: look at its %s", ", ".join(strange))
     _session = Session(args)
     return _session
 

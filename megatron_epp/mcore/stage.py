@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
-from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays
@@ -34,11 +34,14 @@ class MegatronStage:
         is_first: holds the embedding.
         is_last: computes the loss.
         tp_size: tensor-parallel ranks.
+        fp32_kv_gradients: add up gradients of sliced sequences' keys and values in fp32.
     """
 
-    def __init__(self, model: torch.nn.Module, config: Any, is_first: bool, is_last: bool, tp_size: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, config: Any, is_first: bool, is_last: bool, tp_size: int, fp32_kv_gradients: bool = False
+    ) -> None:
         self.model, self.config, self.is_first, self.is_last = model, config, is_first, is_last
-        self.relay = KVRelay()
+        self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
         self.weights: WeightGradients | None = getattr(unwrap_model(model), "weight_gradients", None)
@@ -159,8 +162,11 @@ class MegatronStage:
 
     @contextmanager
     def _recomputing(self, num_layers: int) -> Iterator[None]:
-        """Let the first layers recompute. Megatron reads these fields at every forward; backward needs them no more."""
-        config = self.config
+        """Let the first layers recompute. Megatron reads these fields at every forward; backward needs them no more.
+
+        In some releases every model chunk has a config of its own.
+        """
+        config = get_model_config(self.model)
         before = config.recompute_granularity, config.recompute_method, config.recompute_num_layers
         if num_layers > 0:
             config.recompute_granularity, config.recompute_method = "full", "block"

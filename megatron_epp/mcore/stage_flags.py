@@ -24,6 +24,8 @@ def check_stages(args: argparse.Namespace) -> None:
     }
     if len(flags) > 1:
         raise ArgumentError(f"{' and '.join(flags)} each say how many stages a rank has: give one of them")
+    if any(getattr(args, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern")):
+        return  # there the pattern says it, and Megatron checks it
     flag, value = next(iter(flags.items()), ("", None))
     chunks = _chunks_per_rank(args, flag, value)
     ranks = args.pipeline_model_parallel_size
@@ -56,18 +58,18 @@ def _chunks_per_rank(args: argparse.Namespace, flag: str, value: int | str | Non
         total, what = total + bool(extra), what + f" and 1 for {name}" * bool(extra)
     if flag == _PER_STAGE:
         if total % (ranks * int(value or 1)):
-            raise _indivisible(what, f"{ranks} in stages of {flag} {value}")
+            raise _indivisible(what, f"{ranks} in stages of {flag} {value}", ranks * int(value or 1))
         return total // ranks // int(value or 1)
     chunks = int(value or 1)
     if total % (ranks * chunks):
-        raise _indivisible(what, f"{ranks} x {flag} {chunks}" if chunks > 1 else str(ranks))
+        raise _indivisible(what, f"{ranks} x {flag} {chunks}" if chunks > 1 else str(ranks), ranks * chunks)
     return chunks
 
 
-def _indivisible(what: str, over: str) -> ArgumentError:
+def _indivisible(what: str, over: str, multiple: int) -> ArgumentError:
     return ArgumentError(
-        f"{what} cannot be shared out evenly over --pipeline-model-parallel-size {over}: change one of them, or say what every "
-        f"stage has with {_LAYOUT}"
+        f"{what} cannot be shared evenly by --pipeline-model-parallel-size {over}: make it a multiple of {multiple}, or give "
+        f"--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, or {_LAYOUT}"
     )
 
 
@@ -92,7 +94,7 @@ def _check_uneven(args: argparse.Namespace, flag: str, value: int | str | None) 
         parts.append((f"{rest // ranks} of --num-layers {args.num_layers} for every other rank", rest // ranks))
     for what, count in parts:
         if count % chunks:
-            raise ArgumentError(f"{what} cannot be shared out evenly over {flag} {chunks}")
+            raise ArgumentError(f"{what} cannot be shared evenly by {flag} {chunks}")
     return chunks
 
 

@@ -9,6 +9,7 @@ MEGATRON = {
     "account_for_loss_in_pipeline_split": False,
     "calculate_per_token_loss": True,
     "context_parallel_size": 1,
+    "global_batch_size": 48,
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
     "num_attention_heads": 8,
@@ -21,6 +22,7 @@ MEGATRON = {
     "seq_length": 64,
     "sequence_parallel": False,
     "tensor_model_parallel_size": 1,
+    "world_size": 48,
 }
 
 

@@ -45,7 +45,7 @@ def test_both_placements_are_run():
 @pytest.mark.parametrize(
     ("megatron", "says"),
     [
-        ({"num_layers": 7}, "--num-layers 7 cannot be .* over --pipeline-model-parallel-size 2: change"),
+        ({"num_layers": 7}, "--num-layers 7 cannot be .* by --pipeline-model-parallel-size 2: make it a multiple of 2"),
         ({PER_RANK: 3}, "--num-layers 8 cannot be .* 2 x --num-virtual-stages-per-pipeline-rank 3:"),
         ({PER_STAGE: 3}, "--num-layers 8 cannot be .* in stages of --num-layers-per-virtual-pipeline-stage 3:"),
         ({LOSS: True}, "--num-layers 8 and 1 for --account-for-loss-in-pipeline-split cannot"),
@@ -58,7 +58,7 @@ def test_both_placements_are_run():
         ({LAYOUT: "Ett|ttt|tttL"}, "has 3 stages, which is not a multiple of --pipeline-model-parallel-size 2"),
         ({LAYOUT: "Ett|ttL"}, "has 4 layers but --num-layers is 8"),
         ({FIRST: 2, PER_STAGE: 2}, "--num-layers-per-virtual-pipeline-stage 2 needs as many layers on every rank"),
-        ({FIRST: 3, LAST: 5, PER_RANK: 2}, "--decoder-first-pipeline-num-layers 3 cannot be shared out evenly"),
+        ({FIRST: 3, LAST: 5, PER_RANK: 2}, "--decoder-first-pipeline-num-layers 3 cannot be shared evenly"),
         ({FIRST: 3, RANKS: 3}, "5 of --num-layers 8 are left for 2 ranks"),
         ({FIRST: 5, RANKS: 4, PER_RANK: 5}, "1 of --num-layers 8 for every other rank cannot be"),
     ],
