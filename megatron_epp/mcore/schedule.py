@@ -95,6 +95,8 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
         executor = Executor(batch.plan, session.rank, session.stages, session.links, report.recorder, session.watchdog)
         with report.measuring(), torch.set_grad_enabled(not batch.plan.forward_only):
             executor.run()
+        for stage in session.stages.values():
+            stage.check()
 
 
 def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
