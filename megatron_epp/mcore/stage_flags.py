@@ -132,6 +132,6 @@ def _check_stock(args: argparse.Namespace) -> None:
     if args.global_batch_size is not None and args.global_batch_size % (ranks * max(1, replicas)):
         raise ArgumentError(
             f"{schedule} runs Megatron's interleaved pipeline, which for each of {replicas} replicas wants a multiple of "
-            f"--pipeline-model-parallel-size {ranks} documents: make --global-batch-size {args.global_batch_size} a multiple of "
-            f"{ranks * replicas}"
+            f"--pipeline-model-parallel-size {ranks} documents: make --global-batch-size {args.global_batch_size} a multiple "
+            f"of {ranks * replicas}"
         )
