@@ -102,7 +102,6 @@ def _missing(args: argparse.Namespace) -> str | None:
     asked = {
         f"--virtual {args.virtual}": args.virtual > 1,
         f"--placement {args.placement}": args.placement != "looped",
-        f"--experts {args.experts}": args.experts > 0,
         f"--ep {args.ep}": args.ep > 1,
     }
     return ", ".join(name for name, wanted in asked.items() if wanted) or None
@@ -116,7 +115,8 @@ def _what(args: argparse.Namespace) -> tuple[dict[str, Case], Setting]:
     if args.matrix is not None:
         rows = covering_rows() if args.matrix == "pairs" else full_rows()
         return {str(row): row.case for row in rows}, setting
-    cell = Cell(tp=args.tp, sp=args.sp, cp=args.cp, dp=args.dp, pp=args.pp, split=args.split_weight_gradient)
+    sizes = {name: getattr(args, name) for name in ("tp", "sp", "cp", "dp", "pp", "experts", "ep")}
+    cell = Cell(**sizes, split=args.split_weight_gradient)
     if args.lengths is not None:
         lengths = _lengths(args.lengths)
         # Megatron wants a context that the ranks which share tokens can divide, ours in two even.

@@ -35,6 +35,7 @@ OPTIMIZERS = {
     "distributed": "--use-distributed-optimizer",
     "overlapped": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 }
+EXPERTS = "--moe-router-topk 2 --moe-token-dispatcher-type alltoall --no-bias-gelu-fusion --disable-bias-linear"
 PLANS = {
     "packed": "--epp-slices 1",
     "sliced": "--epp-slices 3",
@@ -53,6 +54,8 @@ class Cell:
         dp: ranks that share the documents.
         pp: ranks that share the layers.
         split: weight gradients are actions of their own.
+        experts: in every layer; 0 for a dense model.
+        ep: ranks that share the experts, of those that share documents.
     """
 
     tp: int = 1
@@ -61,6 +64,8 @@ class Cell:
     dp: int = 1
     pp: int = 1
     split: bool = False
+    experts: int = 0
+    ep: int = 1
 
     def __str__(self) -> str:
         names = [f"{name}{size}" for name in ("tp", "cp", "dp", "pp") if (size := getattr(self, name)) > 1]
@@ -68,6 +73,8 @@ class Cell:
             names.insert(1, "sp")
         if self.split:
             names.append("split")
+        if self.experts:
+            names.append(f"experts{self.experts}" + (f" ep{self.ep}" if self.ep > 1 else ""))
         return " ".join(names) or "alone"
 
     @property
@@ -78,7 +85,10 @@ class Cell:
     def flags(self) -> list[str]:
         sizes = {"tensor-model": self.tp, "context": self.cp, "pipeline-model": self.pp}
         flags = [word for name, size in sizes.items() if size > 1 for word in (f"--{name}-parallel-size", str(size))]
-        return flags + ["--sequence-parallel"] * self.sp + ["--epp-split-weight-gradient"] * self.split
+        flags += ["--sequence-parallel"] * self.sp + ["--epp-split-weight-gradient"] * self.split
+        if self.experts:
+            flags += ["--num-experts", str(self.experts), *EXPERTS.split(), "--expert-model-parallel-size", str(self.ep)]
+        return flags
 
     @property
     def stock(self) -> Cell:
@@ -88,18 +98,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: a cell, a model (of MODELS), and the flags of the run with plans alone."""
+    """One comparison: a cell, a model (of MODELS), the flags of the run with plans alone, and more flags of both."""
 
     cell: Cell
     model: str
     plan: str
     optimizer: str = ""
+    both: str = ""
 
     def stock_flags(self, common: Iterable[str]) -> tuple[str, ...]:
-        return (*common, *shlex.split(MODELS[self.model]), *self.cell.stock.flags, "--epp-schedule", "stock")
+        own = shlex.split(f"{MODELS[self.model]} {self.both}")
+        return (*common, *own, *self.cell.stock.flags, "--epp-schedule", "stock")
 
     def elastic_flags(self, common: Iterable[str]) -> tuple[str, ...]:
-        return (*common, *shlex.split(f"{MODELS[self.model]} {self.plan} {self.optimizer}"), *self.cell.flags)
+        return (*common, *shlex.split(f"{MODELS[self.model]} {self.both} {self.plan} {self.optimizer}"), *self.cell.flags)
 
 
 def common_flags(iterations: int, context: int, batch: int, validates: bool) -> list[str]:

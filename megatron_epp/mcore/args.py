@@ -113,7 +113,7 @@ _CONFLICTS = (
     _Conflict("--micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     _Conflict("--eval-micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     _Conflict("--mock-data", advice="give real documents with --data-path"),
-    _Conflict("--num-experts", advice="use a dense model"),
+    _Conflict("--moe-token-dispatcher-type", (None, "allgather", "alltoall"), "use alltoall"),
     _Conflict("--recompute-granularity", advice="use --epp-recompute"),
     _Conflict("--recompute-activations", advice="use --epp-recompute"),
     _Conflict("--cuda-graph-impl", ("none", None), "set it to none: shapes change every iteration"),
@@ -200,6 +200,31 @@ def _check_context_parallel(args: argparse.Namespace) -> None:
         )
 
 
+_BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
+"""Ways to balance experts that look at one chunk at a time: any other needs replicas to run their chunks in step."""
+
+
+def _check_experts(args: argparse.Namespace) -> None:
+    ranks = args.expert_model_parallel_size
+    if not args.num_experts:
+        if ranks > 1:
+            raise ArgumentError(f"--expert-model-parallel-size {ranks} is for a model with --num-experts: leave it out")
+        return
+    if ranks > 1:
+        raise ArgumentError(f"--epp cannot run --expert-model-parallel-size {ranks} yet: leave it out")
+    if args.num_experts % ranks != 0:
+        raise ArgumentError(
+            f"--num-experts {args.num_experts} cannot be shared evenly by --expert-model-parallel-size {ranks}: make it a "
+            f"multiple of {ranks}"
+        )
+    given = args.moe_router_load_balancing_type
+    if refused := sorted({given} - _BALANCING if isinstance(given, str) else {*given} - _BALANCING):
+        raise ArgumentError(
+            f"--epp cannot honour --moe-router-load-balancing-type {' '.join(refused)}; there are "
+            + ", ".join(sorted(_BALANCING))
+        )
+
+
 def _check_values(args: argparse.Namespace) -> None:
     for name, smallest in (
         ("chunk_tokens", 1),
@@ -224,6 +249,7 @@ def _check_values(args: argparse.Namespace) -> None:
             f"raise it to {needed}, or lower --epp-slices"
         )
     _check_context_parallel(args)
+    _check_experts(args)
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
     if args.epp_recompute != "auto" and args.epp_planner == "milp":

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_profile
-from megatron_epp.cost.library import find, load_costs
+from megatron_epp.cost.library import find, load_costs, shape_of
 from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.mcore.timing import measure_times
@@ -74,20 +75,7 @@ def _of_first(costs: PipelineCosts) -> PipelineCosts:
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
     """The model's shape from Megatron's arguments."""
-    return ModelShape(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        kv_channels=args.kv_channels,
-        vocab_size=args.padded_vocab_size,
-        gated_mlp=args.swiglu,
-        bytes_per_value=2 if args.bf16 or args.fp16 else 4,
-        tensor_parallel=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        context_parallel=args.context_parallel_size,
-    )
+    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size})
 
 
 def _stored(args: argparse.Namespace) -> Path | None:
@@ -143,7 +131,10 @@ def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
 
 @contextmanager
 def _undisturbed(stage: MegatronStage) -> Iterator[None]:
-    """Leave random states and gradients as they were."""
+    """Leave random states, gradients, buffers and what routers have counted as they were."""
+    buffers = [
+        (buffer, buffer.clone()) for buffer in torch.nn.Module.buffers(stage.model)
+    ]  # Megatron's wrapper has its own `buffers`
     cpu, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     no_sync = getattr(stage.model, "no_sync", None)
@@ -153,6 +144,9 @@ def _undisturbed(stage: MegatronStage) -> Iterator[None]:
                 yield
         else:
             yield
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    get_moe_metrics_tracker().clear()
     if hasattr(stage.model, "zero_grad_buffer"):
         stage.model.zero_grad_buffer()
     torch.set_rng_state(cpu)

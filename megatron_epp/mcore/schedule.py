@@ -14,6 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import session as sessions
+from megatron_epp.mcore.experts import average_router_losses
 from megatron_epp.mcore.reduction import Reduction
 from megatron_epp.mcore.report import IterationReport, count_tokens
 from megatron_epp.mcore.session import Session
@@ -79,6 +80,8 @@ def forward_backward_elastic(
             _finalize(config, model, stage, pg_collection, force_all_reduce)
     if config.timers is not None:
         config.timers("forward-backward").stop()
+    if not forward_only:
+        average_router_losses(num_microbatches, len(batch.plan.chunks))
     report.finish(stage.loss_report)
     return [] if stage.loss_report is None else [{"lm loss": stage.loss_report}]
 
