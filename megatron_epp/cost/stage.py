@@ -181,10 +181,6 @@ class PipelineCosts:
         costs = self.stages[stage]
         return _whole_bytes(costs.num_layers * costs.kv_bytes_per_token * work.cache_tokens)
 
-    def workspace_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """At least what a backward that recomputes holds beside what was kept and the gradient of keys and values."""
-        return _whole_bytes(self.stages[stage].layer_bytes_per_token * work.tokens)
-
     def backward_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]:
         """What a chunk holds, at two points of its backward, of its activations and of keys' and values' gradient.
 

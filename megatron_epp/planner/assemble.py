@@ -92,7 +92,7 @@ class _Writer:
         if op is Op.W:
             return Step(action, tables.weight_us[stage][c], 0, held)
         stays = held if (stage, c) in self.split else 0  # for the weight gradient
-        growth = tables.backward_alloc[stage][c] - tables.backward_free[stage][c] - kept + stays
+        growth = tables.backward_net[stage][c] - kept + stays
         alloc = max(tables.rise_bytes(stage, c, layers) + max(0, stays - kept), growth)
         return Step(action, self.backward_us[stage][c], alloc, alloc - growth)
 

@@ -22,8 +22,7 @@ SIZES = (
     "activation",
     "saved",
     "forward_alloc",
-    "backward_alloc",
-    "backward_free",
+    "backward_net",
     "backward_first",
     "backward_last",
     "weight_bytes",
@@ -144,13 +143,13 @@ class Memory:
 
     def _plain(self, s: int, moment: Moment) -> Linear:
         """What is live at a moment if nothing recomputes."""
-        kept, opened, closed, freed, stays = (
-            self.sizes[name][s] for name in ("activation", "forward_alloc", "backward_alloc", "backward_free", "weight_bytes")
+        kept, opened, net, stays = (
+            self.sizes[name][s] for name in ("activation", "forward_alloc", "backward_net", "weight_bytes")
         )
         parts = [Linear(self.static[s])]
         for c in self.size:
             parts.append((kept[c] + opened[c]) * moment.forward[c])
-            parts.append((closed[c] - freed[c] - kept[c]) * moment.backward[c])
+            parts.append((net[c] - kept[c]) * moment.backward[c])
             if moment.weight[c] is not moment.backward[c]:
                 parts.append(stays[c] * (moment.backward[c] - moment.weight[c]))
         return total(parts)
@@ -198,4 +197,4 @@ class Memory:
         yield beside
         yield beside + made + size["backward_first"]
         yield beside - self.kept(s, c) + size["backward_last"]
-        yield stays - self.kept(s, c) + (size["backward_alloc"] - size["backward_free"])
+        yield stays - self.kept(s, c) + size["backward_net"]

@@ -135,7 +135,7 @@ class Orders:
         t = self.tables
         times = [row[c] for row in (*t.forward_us, *t.backward_us, *t.layer_us, *t.weight_us, *t.hops)]
         kept = [row[c] for row in (*t.activation, *t.saved, *t.weight_bytes, *t.backward_first, *t.backward_last)]
-        more = [row[c] for row in (*t.forward_alloc, *t.forward_free, *t.backward_alloc, *t.backward_free)]
+        more = [row[c] for row in (*t.forward_alloc, *t.forward_free, *t.backward_net)]
         return *times, *kept, *more
 
     def order(self, values: Sequence[float]) -> Order:

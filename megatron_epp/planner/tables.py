@@ -31,13 +31,11 @@ class Tables:
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
         activation: kept from forward to backward with nothing recomputed.
         saved: less for each recomputed layer.
-        workspace: of a backward that recomputes, gone at its end.
         forward_alloc, forward_free: of the forward, `activation` apart: caches of keys and values, and in a forward-only plan
             what is gone at its end.
         backward_first, backward_last: held at the first and the last layer of a backward, see `Costs.backward_bytes`.
         backward_net: what a backward leaves behind, without the activations it frees: gradients of keys and values, opened or
             closed.
-        backward_alloc, backward_free: of the backward, `activation` and `workspace` apart: gradients of keys and values.
         weight_bytes: of what the backward keeps for a weight gradient that is split off.
         static: bytes of each rank held throughout.
         rank_of: the rank of each stage.
@@ -55,14 +53,11 @@ class Tables:
     hops: Times
     activation: Sizes
     saved: Sizes
-    workspace: Sizes
     forward_alloc: Sizes
     forward_free: Sizes
     backward_first: Sizes
     backward_last: Sizes
     backward_net: Sizes
-    backward_alloc: Sizes
-    backward_free: Sizes
     weight_bytes: Sizes
     static: tuple[int, ...]
     rank_of: tuple[int, ...]
@@ -146,27 +141,23 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
     if problem.forward_only:
         passing = costs.transient_bytes(stage, work)
-        kept = saved = workspace = backward_alloc = backward_free = weight = backward_first = backward_last = none
+        kept = saved = weight = backward_first = backward_last = backward_net = none
         forward_alloc, forward_free = opened + passing, closed + passing
     else:
         kept = costs.activation_bytes(stage, work, 0)
         saved = np.minimum(kept - costs.activation_bytes(stage, work, 1), kept // max(1, costs.num_layers[stage]))
         saved = np.maximum(saved, 0)
-        workspace = costs.workspace_bytes(stage, work)
         backward_first, backward_last = costs.backward_bytes(stage, work)
         weight = costs.weight_bytes(stage, work)
         forward_alloc, forward_free = opened, none
-        backward_alloc, backward_free = closed, 2 * opened
+        backward_net = closed - 2 * opened
     return {
         "activation": kept,
         "saved": saved,
-        "workspace": workspace,
         "forward_alloc": forward_alloc,
         "forward_free": forward_free,
         "backward_first": backward_first,
         "backward_last": backward_last,
-        "backward_net": backward_alloc - backward_free,
-        "backward_alloc": backward_alloc,
-        "backward_free": backward_free,
+        "backward_net": backward_net,
         "weight_bytes": weight,
     }
