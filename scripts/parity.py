@@ -102,7 +102,6 @@ def _missing(args: argparse.Namespace) -> str | None:
     asked = {
         f"--virtual {args.virtual}": args.virtual > 1,
         f"--placement {args.placement}": args.placement != "looped",
-        f"--ep {args.ep}": args.ep > 1,
     }
     return ", ".join(name for name, wanted in asked.items() if wanted) or None
 
