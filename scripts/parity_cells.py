@@ -88,6 +88,8 @@ class Cell:
         flags += ["--sequence-parallel"] * self.sp + ["--epp-split-weight-gradient"] * self.split
         if self.experts:
             flags += ["--num-experts", str(self.experts), *EXPERTS.split(), "--expert-model-parallel-size", str(self.ep)]
+        if self.ep > 1 and self.tp > 1:  # or tensor-parallel ranks gather unequal parts, which gloo cannot
+            flags += ["--expert-tensor-parallel-size", "1"]
         return flags
 
     @property
@@ -134,13 +136,14 @@ def common_flags(iterations: int, context: int, batch: int, validates: bool) -> 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
 
-_SIZES = ("tp", "cp", "dp", "pp", "split")
+_SIZES = ("tp", "cp", "dp", "pp", "split", "experts")
 _TOGETHER = {
     frozenset(pair)
     for pair in (
         *itertools.combinations(_SIZES, 2),
         *itertools.product(("optimizer",), ("cp", "dp", "split")),
         *itertools.product(("model", "plan"), ("tp", "cp", "pp", "split")),
+        ("plan", "experts"),
     )
 }
 """Choices that must meet. The others have nothing to do with each other."""
@@ -167,7 +170,7 @@ class Row:
         """Every two choices that meet in it."""
         cell = self.cell
         sizes = {"tp": f"{cell.tp}{' sp' if cell.sp else ''}", "cp": str(cell.cp), "dp": str(cell.dp), "pp": str(cell.pp)}
-        sizes["split"] = str(cell.split)
+        sizes |= {"split": str(cell.split), "experts": f"{cell.experts} over {cell.ep}"}
         choices = sizes | {"model": self.model, "optimizer": self.optimizer, "plan": self.plan}
         pairs = itertools.combinations(choices.items(), 2)
         return {pair for pair in pairs if frozenset(name for name, _ in pair) in _TOGETHER}
@@ -175,10 +178,20 @@ class Row:
 
 def all_cells() -> list[Cell]:
     """Every cell of the matrix, smallest first. With one stage no plan gains by splitting, so none does."""
-    sizes = itertools.product(((1, False), (2, False), (2, True)), (1, 2), (1, 2), (1, 2, 4), (False, True))
-    cells = [Cell(tp=tp, sp=sp, cp=cp, dp=dp, pp=pp, split=split) for (tp, sp), cp, dp, pp, split in sizes]
-    possible = [cell for cell in cells if cell.num_processes <= MOST_PROCESSES and (cell.pp > 1 or not cell.split)]
+    experts = ((0, 1), (4, 1), (4, 2))
+    sizes = itertools.product(((1, False), (2, False), (2, True)), (1, 2), (1, 2), (1, 2, 4), (False, True), experts)
+    cells = [
+        Cell(tp=tp, sp=sp, cp=cp, dp=dp, pp=pp, split=split, experts=count, ep=ep)
+        for (tp, sp), cp, dp, pp, split, (count, ep) in sizes
+    ]
+    possible = [cell for cell in cells if _is_possible(cell)]
     return sorted(possible, key=lambda cell: cell.num_processes)
+
+
+def _is_possible(cell: Cell) -> bool:
+    """Megatron trains experts with tensor parallelism only where tokens are shared too."""
+    experts = cell.ep <= cell.dp and (cell.tp == 1 or cell.sp or not cell.experts)
+    return experts and cell.num_processes <= MOST_PROCESSES and (cell.pp > 1 or not cell.split)
 
 
 @functools.cache

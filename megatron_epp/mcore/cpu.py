@@ -172,8 +172,8 @@ def patches() -> tuple[Patch, ...]:
         ),
         Patch(
             "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
-            lambda tensor, as_numpy=False, record_stream=False: _as_list(tensor) if as_numpy else tensor,
-            "leaves split sizes on the CPU as tensors, which collectives do not take",
+            lambda tensor, as_numpy=False, record_stream=False: tensor.numpy() if as_numpy and tensor is not None else tensor,
+            "leaves split sizes that are on the CPU already as tensors, which collectives do not take",
         ),
         Patch(
             "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
@@ -182,10 +182,6 @@ def patches() -> tuple[Patch, ...]:
             wraps=True,
         ),
     )
-
-
-def _as_list(tensor: torch.Tensor | None) -> list[int] | None:
-    return None if tensor is None else tensor.tolist()
 
 
 def _averaging_by_sums(original: Callable[..., Any]) -> Callable[..., Any]:
