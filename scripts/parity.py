@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     cell.add_argument("--placement", choices=["looped", "v"], default="looped", help="of several stages per rank")
     cell.add_argument("--split-weight-gradient", action="store_true", help="run weight gradients as actions of their own")
     cell.add_argument("--experts", type=int, default=0, metavar="N", help="experts per layer (default: a dense model)")
-    cell.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel size")
+    cell.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel size, a divisor of --dp")
     run = parser.add_argument_group("the run")
     run.add_argument("--model", choices=list(MODELS), default="llama")
     run.add_argument("--plan", default=PLANS["sliced"], metavar="FLAGS", help="flags of the plans (default: %(default)s)")

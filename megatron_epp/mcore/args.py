@@ -231,6 +231,11 @@ def _check_expert_parallel(args: argparse.Namespace, ranks: int) -> None:
         raise ArgumentError(f"--moe-token-dispatcher-type allgather {equal}: use alltoall")
     if args.moe_pad_expert_input_to_capacity:
         raise ArgumentError(f"--moe-pad-expert-input-to-capacity {equal}: leave it out")
+    if args.epp_schedule == "packed":
+        raise ArgumentError(
+            f"--epp-schedule packed gives replicas unequal numbers of microbatches, which --expert-model-parallel-size {ranks} "
+            "cannot run: use padded"
+        )
     if args.epp_schedule == "elastic" and (args.epp_planner != "greedy" or args.epp_plan_budget_ms is not None):
         raise ArgumentError(
             f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy does, "

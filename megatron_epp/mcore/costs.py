@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -51,7 +52,7 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
     link = Link(base.message_latency_us, base.message_us_per_byte)
     with _undisturbed(stage):
         mine = measure_bytes(stage, base.stages[rank])
-        mine = replace(mine, static_bytes=_static_bytes(args, stage))
+        mine = gathered(replace(mine, static_bytes=_static_bytes(args, stage)), links)[rank]
         if args.epp_costs == "measure":
             mine = measure_times(stage, mine, args.seq_length)
             link = measure_link(stage, links, rank)
@@ -122,11 +123,16 @@ def gathered[T](mine: T, links: Links) -> list[T]:
 
 def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
     """Weights, fp32 gradients and Adam's state of this rank; what the distributed optimizer shards is divided."""
-    count = sum(p.numel() for p in stage.model.parameters())
     low_precision = args.bf16 or args.fp16
-    shards = args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1
-    per_parameter = (2 if low_precision else 4) + 4 + (12 if low_precision else 8) / shards
-    return int(count * per_parameter)
+    fixed, sharded = (2 if low_precision else 4) + 4, 12 if low_precision else 8
+    num_bytes = 0.0
+    for parameter in stage.model.parameters():
+        is_shared = getattr(parameter, "allreduce", True)  # not so where expert-parallel ranks have experts of their own
+        holders = (
+            args.data_parallel_size * args.context_parallel_size if is_shared else mpu.get_expert_data_parallel_world_size()
+        )
+        num_bytes += parameter.numel() * (fixed + sharded / (holders if args.use_distributed_optimizer else 1))
+    return int(num_bytes)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlans
-from megatron_epp.planner.balance import Teams
+from megatron_epp.planner.balance import Teams, teams_of
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.runtime.links import Links, new_group
 from megatron_epp.runtime.program import prepare
@@ -162,12 +162,9 @@ def _teams() -> tuple[Teams, list[list[int]]]:
     mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    team_of = {replica: {replica} for replica, _ in everyone}
-    for _, ranks in everyone:
-        together = set().union(*(team_of[everyone[rank][0]] for rank in ranks))
-        team_of |= dict.fromkeys(together, together)
-    teams = tuple(sorted({tuple(sorted(team)) for team in team_of.values()}))
-    return teams, [[rank for rank, (replica, _) in enumerate(everyone) if replica in team] for team in teams]
+    replica_of = [replica for replica, _ in everyone]
+    teams = teams_of({replica_of[rank] for rank in sharing} for _, sharing in everyone)
+    return teams, [[rank for rank, replica in enumerate(replica_of) if replica in team] for team in teams]
 
 
 def _summary(lengths: tuple[int, ...]) -> str:

@@ -12,7 +12,7 @@ import heapq
 import math
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
@@ -105,6 +105,19 @@ def divide(problem: Problem, costs: Costs, teams: Teams, makespan_us: Makespan, 
             makespan_us(lengths_of(tuple(shares[replica] for replica in team)))  # says why
         of_replica |= dict.fromkeys(team, time_us)
     return Division(tuple(tuple(sorted(share)) for share in shares), tuple(of_replica[r] for r in range(replicas)))
+
+
+def teams_of(sharing: Iterable[set[int]]) -> Teams:
+    """The teams of all replicas.
+
+    Args:
+        sharing: sets of replicas that share something; each replica is in one at least.
+    """
+    team_of: dict[int, set[int]] = {}
+    for replicas in sharing:
+        together = replicas.union(*(team_of.get(replica, {replica}) for replica in replicas))
+        team_of |= dict.fromkeys(together, together)
+    return tuple(sorted({tuple(sorted(team)) for team in team_of.values()}))
 
 
 def by_count(count: int, replica: int, replicas: int) -> Share:

@@ -17,9 +17,9 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.alignment import Aligned, align
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.chunking import Chunker
+from megatron_epp.planner.common_recompute import fit_alike
 from megatron_epp.planner.evaluate import Layers, makespan_us
 from megatron_epp.planner.listing import Listing
-from megatron_epp.planner.memory import fit_recompute
 from megatron_epp.planner.order import Order, Schedule
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search import CHUNKS_PER_STAGE, FIRST, HALF, LEAST, LISTED, MOST_CHUNKS, PATIENCE, SECOND
@@ -124,25 +124,14 @@ class _Joint:
                 order = schedule.order(aligned.skeleton, tables[0])
             else:
                 order = schedule(aligned.skeleton, self.problems[0].num_stages, self.problems[0].forward_only)
-            layers = self._layers(order, tables)
-            if layers is None:
+            fit = fit_alike(order, tables, self.problems[0].cap_bytes, self.options)
+            if fit.layers is None:
+                self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
                 continue
-            took_us = makespan_us(order, tables[0], layers)
+            took_us = makespan_us(order, tables[0], fit.layers)
             if self.best is None or took_us < self.best.makespan_us:
-                self.best = _Best(aligned, tables, order, layers, took_us)
+                self.best = _Best(aligned, tables, order, fit.layers, took_us)
         return self.best is not before
-
-    def _layers(self, order: Order, tables: tuple[Tables, ...]) -> Layers | None:
-        """What the replica with the least room recomputes, chunk by chunk: with more recompute none holds more."""
-        fits = [
-            fit_recompute(order, own, problem.cap_bytes, self.options)
-            for own, problem in zip(tables, self.problems, strict=True)
-        ]
-        if all(fit.layers is not None for fit in fits):
-            layers: Layers = np.max([fit.layers for fit in fits], axis=0).tolist()
-            return layers
-        self.least_cap = int(min(self.least_cap or math.inf, max(fit.needed_bytes for fit in fits)))
-        return None
 
     def _finished(self) -> Iterator[Plan]:
         best, options = self.best, self.options

@@ -136,7 +136,8 @@ def test_the_rows_bring_every_two_choices_together() -> None:
     ("flags", "says"),
     [
         (["--virtual", 2, "--placement", "v"], "--virtual 2, --placement v"),
-        (["--tp", 2, "--experts", 4, "--ep", 2], "--experts 4, --ep 2"),
+        (["--experts", 4, "--ep", 2], "--ep 2 on --dp 1"),
+        (["--experts", 4, "--tp", 2], "--experts 4 with --tp 2 and without --sp"),
         (["--lengths", "12,x"], "'x'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Flags about planning that do not go together are refused by name."""
+"""Flags about planning and experts that do not go together are refused by name."""
 
 import argparse
 
@@ -7,11 +7,13 @@ import pytest
 from megatron_epp.mcore.args import ArgumentError, add_epp_args, prepare_epp_args
 
 
-def flags(*given):
+def flags(*given, **megatron):
     args = add_epp_args(argparse.ArgumentParser()).parse_args(["--epp", *given])
     others = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "seq_length": 1024, "rank": 0}
     others |= {"calculate_per_token_loss": True, "context_parallel_size": 1, "num_attention_heads": 8}
-    return argparse.Namespace(**vars(args), **others)
+    others |= {"expert_model_parallel_size": 1, "num_experts": None, "moe_token_dispatcher_type": "alltoall"}
+    others |= {"moe_router_load_balancing_type": "aux_loss", "moe_pad_expert_input_to_capacity": False}
+    return argparse.Namespace(**vars(args), **(others | megatron))
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,40 @@ def test_a_budget_that_cannot_be_is_refused(given, says):
 @pytest.mark.parametrize("given", [[], ["--epp-planner", "milp"], ["--epp-plan-budget-ms", "500"]])
 def test_others_are_not(given):
     prepare_epp_args(flags(*given))
+
+
+EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "megatron", "says"),
+    [
+        ([], {"num_experts": None}, "--expert-model-parallel-size 4 is for a model with --num-experts"),
+        ([], {"num_experts": 6}, "--num-experts 6 cannot be shared evenly by --expert-model-parallel-size 4: .* multiple of 4"),
+        ([], {"moe_token_dispatcher_type": "flex"}, r"--moe-token-dispatcher-type flex \(use alltoall\)"),
+        ([], {"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather needs equally many tokens"),
+        ([], {"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity needs equally many tokens"),
+        ([], {"moe_router_load_balancing_type": "global_aux_loss"}, "--moe-router-load-balancing-type global_aux_loss"),
+        ([], {"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]}, "type quantile_balancing; there are"),
+        (["--epp-schedule", "packed"], {}, "--epp-schedule packed .*: use padded"),
+        (["--epp-planner", "milp"], {}, "replicas are planned together, which only --epp-planner greedy does"),
+        (["--epp-plan-budget-ms", "50"], {}, "without --epp-plan-budget-ms"),
+    ],
+)
+def test_experts_that_cannot_be_trained_are_refused(given, megatron, says):
+    with pytest.raises(ArgumentError, match=says):
+        prepare_epp_args(flags(*given, **(EXPERTS | megatron)))
+
+
+@pytest.mark.parametrize(
+    "megatron",
+    [{}, {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, {"epp_schedule": "stock", "epp_planner": "milp"}],
+)
+def test_other_experts_are_not(megatron):
+    args = flags(**EXPERTS)
+    vars(args).update(megatron)
+    prepare_epp_args(args)
+
+
+def test_experts_of_one_rank_may_be_gathered():
+    prepare_epp_args(flags(num_experts=3, moe_token_dispatcher_type="allgather"))

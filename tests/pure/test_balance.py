@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.background import BackgroundPlanner
-from megatron_epp.planner.balance import Division, by_count, divide, longest_first
+from megatron_epp.planner.balance import Division, by_count, divide, longest_first, teams_of
 from megatron_epp.schedule import InfeasibleError, PlanError
 from megatron_epp.schedule.serialize import unpack
 
@@ -115,6 +115,19 @@ def test_replicas_of_a_team_take_as_long_as_its_slowest(lengths):
     for team in teams:
         shares = [[lengths[at] for at in division.shares[replica]] for replica in team]
         assert {division.makespan_us[replica] for replica in team} == {work_of(shares)}
+
+
+@pytest.mark.parametrize(
+    ("sharing", "teams"),
+    [
+        ([{0}, {1}, {2}], ((0,), (1,), (2,))),
+        ([{0, 1}, {0, 1}, {2, 3}, {2, 3}], ((0, 1), (2, 3))),
+        ([{0, 2}, {1, 3}], ((0, 2), (1, 3))),
+        ([{0, 1}, {2, 3}, {1, 2}], ((0, 1, 2, 3),)),
+    ],
+)
+def test_replicas_that_share_experts_are_a_team(sharing, teams):
+    assert teams_of(sharing) == teams
 
 
 def test_long_sequences_go_to_the_same_team():
