@@ -1,6 +1,7 @@
-"""The command line: ``megatron-epp plan | check | simulate | compare | show | profile | rehearse | prepare``.
+"""The command line: ``megatron-epp plan | check | simulate | compare | show | profile | rehearse | prepare | doctor``.
 
-Everything but the last three runs without torch, Megatron or a GPU. Exit codes: 0 done, 1 `check` found violations, 2 an error.
+Everything but the last four runs without torch, Megatron or a GPU. Exit codes: 0 done; 1 `check` found violations, or
+`doctor` a problem; 2 an error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megatron_epp
-from megatron_epp import cli_profile, cli_rehearse
+from megatron_epp import cli_doctor, cli_profile, cli_rehearse
 from megatron_epp.cli_compare import compare
 from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, problem_of
 from megatron_epp.cli_progress import progress
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_profile(commands)
     _add_rehearse(commands)
     _add_prepare(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -151,6 +153,11 @@ def _add_rehearse(commands: Commands) -> None:
 def _add_prepare(commands: Commands) -> None:
     purpose = "make Megatron .bin/.idx files of folders, JSONL files or single files (needs torch and Megatron)"
     prepare.add_arguments(_command(commands, "prepare", prepare.run, purpose))
+
+
+def _add_doctor(commands: Commands) -> None:
+    purpose = "say what this machine has, lacks and should change to train; exit code 1 where it cannot"
+    cli_doctor.add_arguments(_command(commands, "doctor", cli_doctor.run, purpose, cli_doctor.EXAMPLE))
 
 
 def _add_width(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,8 @@ import argparse
 import logging
 from typing import Any, NamedTuple
 
+from megatron_epp.mcore.expert_flags import check_experts
+from megatron_epp.mcore.layout import check_layout, check_pattern
 from megatron_epp.schedule import EppError
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,12 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Where predicted times come from: formulas, a short measurement at start-up (kept with the checkpoints, so that a "
         "resumed run plans alike), or a file.",
     )
+    add(
+        "--epp-fp32-kv-gradients",
+        action="store_true",
+        help="Add up the gradients of a sliced sequence's keys and values in fp32. In bf16 and fp16 every slice rounds the sum "
+        "otherwise. Takes twice the memory for them.",
+    )
     add("--epp-lookahead", type=int, default=2, metavar="N", help="Iterations to plan ahead of training (default: 2).")
     add(
         "--epp-wait-limit-seconds",
@@ -122,16 +130,21 @@ _CONFLICTS = (
     _Conflict("--fp8-format", dest="fp8"),
     _Conflict("--fp4-format", dest="fp4"),
     _Conflict("--iterations-to-skip", ([], None)),
+    _Conflict("--cpu-offloading-num-layers", (0, None)),
+    _Conflict("--tp-comm-overlap", advice="leave it out: its buffers have one size, chunks have many"),
+    _Conflict("--multi-latent-attention", advice="use grouped queries: slices hand on keys and values, not latents"),
+    _Conflict("--mtp-num-layers", advice="leave it out: a slice's last tokens would need the next slice's first ones"),
+    _Conflict(
+        "--position-embedding-type", (None, "learned_absolute", "rope", "yarn", "none"), "use rope: angles are by position"
+    ),
     *map(
         _Conflict,
         (
             "--num-layers-per-virtual-pipeline-stage",
             "--num-virtual-stages-per-pipeline-rank",
             "--pipeline-model-parallel-layout",
-            "--multi-latent-attention",
             "--experimental-attention-variant",
             "--log-max-attention-logit",
-            "--mtp-num-layers",
             "--window-size",
             "--qk-clip",
             "--sft",
@@ -144,6 +157,9 @@ _CONFLICTS = (
             "--defer-embedding-wgrad-compute",
             "--overlap-moe-expert-parallel-comm",
             "--enable-cuda-graph",
+            "--external-cuda-graph",
+            "--heterogeneous-layers-config-path",
+            "--heterogeneous-layers-config-encoded-json",
             "--rampup-batch-size",
             "--step-batch-size-schedule",
             "--phase-transition-iterations",
@@ -172,6 +188,11 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     if clashes:
         raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
     _check_values(args)
+    check_layout(args)
+    check_experts(args)
+    patterns = (getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override"))
+    for pattern in filter(None, patterns):
+        check_pattern(pattern)
     args.micro_batch_size = 1
     args.dataloader_type = "external"
     if not args.calculate_per_token_loss:
@@ -200,49 +221,6 @@ def _check_context_parallel(args: argparse.Namespace) -> None:
         )
 
 
-_BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
-"""Ways to balance experts that look at one chunk at a time: any other needs replicas to run their chunks in step."""
-
-
-def _check_experts(args: argparse.Namespace) -> None:
-    ranks = args.expert_model_parallel_size
-    if not args.num_experts:
-        if ranks > 1:
-            raise ArgumentError(f"--expert-model-parallel-size {ranks} is for a model with --num-experts: leave it out")
-        return
-    if args.num_experts % ranks != 0:
-        raise ArgumentError(
-            f"--num-experts {args.num_experts} cannot be shared evenly by --expert-model-parallel-size {ranks}: make it a "
-            f"multiple of {ranks}"
-        )
-    if ranks > 1:
-        _check_expert_parallel(args, ranks)
-    given = args.moe_router_load_balancing_type
-    if refused := sorted({given} - _BALANCING if isinstance(given, str) else {*given} - _BALANCING):
-        raise ArgumentError(
-            f"--epp cannot honour --moe-router-load-balancing-type {' '.join(refused)}; there are "
-            + ", ".join(sorted(_BALANCING))
-        )
-
-
-def _check_expert_parallel(args: argparse.Namespace, ranks: int) -> None:
-    equal = f"needs equally many tokens on all of --expert-model-parallel-size {ranks} ranks, and chunks differ"
-    if args.moe_token_dispatcher_type == "allgather":
-        raise ArgumentError(f"--moe-token-dispatcher-type allgather {equal}: use alltoall")
-    if args.moe_pad_expert_input_to_capacity:
-        raise ArgumentError(f"--moe-pad-expert-input-to-capacity {equal}: leave it out")
-    if args.epp_schedule == "packed":
-        raise ArgumentError(
-            f"--epp-schedule packed gives replicas unequal numbers of microbatches, which --expert-model-parallel-size {ranks} "
-            "cannot run: use padded"
-        )
-    if args.epp_schedule == "elastic" and (args.epp_planner != "greedy" or args.epp_plan_budget_ms is not None):
-        raise ArgumentError(
-            f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy does, "
-            "without --epp-plan-budget-ms"
-        )
-
-
 def _check_values(args: argparse.Namespace) -> None:
     for name, smallest in (
         ("chunk_tokens", 1),
@@ -267,7 +245,6 @@ def _check_values(args: argparse.Namespace) -> None:
             f"raise it to {needed}, or lower --epp-slices"
         )
     _check_context_parallel(args)
-    _check_experts(args)
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
     if args.epp_recompute != "auto" and args.epp_planner == "milp":

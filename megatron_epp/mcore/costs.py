@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_profile
 from megatron_epp.cost.library import find, load_costs, shape_of
+from megatron_epp.mcore.experts import forget_router_losses
 from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.mcore.timing import measure_times
@@ -52,7 +52,10 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
     link = Link(base.message_latency_us, base.message_us_per_byte)
     with _undisturbed(stage):
         mine = measure_bytes(stage, base.stages[rank])
-        mine = gathered(replace(mine, static_bytes=_static_bytes(args, stage)), links)[rank]
+        mine = replace(mine, static_bytes=_static_bytes(args, stage))
+        if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16):
+            mine = _with_wide_gradients(mine)
+        mine = gathered(mine, links)[rank]  # ranks that share the stage must time the same cases
         if args.epp_costs == "measure":
             mine = measure_times(stage, mine, args.seq_length)
             link = measure_link(stage, links, rank)
@@ -90,6 +93,18 @@ def _stored(args: argparse.Namespace) -> Path | None:
         return find("profiles", args.epp_costs)
     except EppError as error:
         raise EppError(f"--epp-costs {args.epp_costs}: {error}. Or give analytic or measure") from error
+
+
+def _with_wide_gradients(costs: StageCosts) -> StageCosts:
+    """Where gradients of keys and values take twice their bytes. Planning takes them for as large as the cache: so half of what
+    is more goes to the cache, which with its gradient is then right, and by itself too large rather than too small.
+    """
+    more = costs.kv_bytes_per_token / 2
+    return replace(
+        costs,
+        kv_bytes_per_token=costs.kv_bytes_per_token + more,
+        layer_bytes_per_token=costs.layer_bytes_per_token + more,  # of which a sliced sequence's cache is taken out again
+    )
 
 
 def _with_neighbours(stages: list[StageCosts]) -> list[tuple[StageCosts, int]]:
@@ -152,7 +167,7 @@ def _undisturbed(stage: MegatronStage) -> Iterator[None]:
             yield
     for buffer, before in buffers:
         buffer.copy_(before)
-    get_moe_metrics_tracker().clear()
+    forget_router_losses()
     if hasattr(stage.model, "zero_grad_buffer"):
         stage.model.zero_grad_buffer()
     torch.set_rng_state(cpu)

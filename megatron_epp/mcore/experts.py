@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
@@ -29,5 +28,22 @@ def scale_router_losses(config: Any, output: Tensor) -> None:
 
 def average_router_losses(num_microbatches: int, num_chunks: int) -> None:
     """Routers add up their losses for Megatron's log, which divides by the microbatches: make it a mean over chunks."""
-    for entry in get_moe_metrics_tracker().metrics.values():
-        entry.values *= num_microbatches / num_chunks
+    for values in _logged():
+        values *= num_microbatches / num_chunks
+
+
+def forget_router_losses() -> None:
+    """Drop what routers have added up for the log."""
+    for values in _logged():
+        values.zero_()
+
+
+def _logged() -> list[Tensor]:
+    """Sums by layer, of every kind of loss."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # which came with 0.18
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        return [entry["values"] for entry in get_moe_layer_wise_logging_tracker().values()]
+    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]

@@ -5,6 +5,7 @@ import argparse
 import pytest
 
 from megatron_epp.mcore.args import ArgumentError, add_epp_args, prepare_epp_args
+from megatron_epp.schedule import EppError
 
 
 def flags(*given, **megatron):
@@ -13,6 +14,7 @@ def flags(*given, **megatron):
     others |= {"calculate_per_token_loss": True, "context_parallel_size": 1, "num_attention_heads": 8}
     others |= {"expert_model_parallel_size": 1, "num_experts": None, "moe_token_dispatcher_type": "alltoall"}
     others |= {"moe_router_load_balancing_type": "aux_loss", "moe_pad_expert_input_to_capacity": False}
+    others |= {"pipeline_model_parallel_size": 1, "num_layers": 4, "world_size": 4, "global_batch_size": 8}
     return argparse.Namespace(**vars(args), **(others | megatron))
 
 
@@ -54,7 +56,7 @@ EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
     ],
 )
 def test_experts_that_cannot_be_trained_are_refused(given, megatron, says):
-    with pytest.raises(ArgumentError, match=says):
+    with pytest.raises(EppError, match=says):
         prepare_epp_args(flags(*given, **(EXPERTS | megatron)))
 
 
