@@ -102,6 +102,8 @@ def _missing(args: argparse.Namespace) -> str | None:
     asked = {
         f"--virtual {args.virtual}": args.virtual > 1,
         f"--placement {args.placement}": args.placement != "looped",
+        f"--ep {args.ep} on --dp {args.dp}": args.dp % args.ep != 0,
+        f"--experts {args.experts} with --tp {args.tp} and without --sp": args.experts > 0 and args.tp > 1 and not args.sp,
     }
     return ", ".join(name for name, wanted in asked.items() if wanted) or None
 
