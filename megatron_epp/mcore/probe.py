@@ -47,9 +47,12 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     if layers == 0:
         return replace(costs, extra_bytes_per_token=kept, head_bytes_per_token=0.0)
     made = _kept_and_peak(stage, layers - 1)[0] - kept
+    per_layer = made
+    if len({type(layer) for layer in stage.decoder.layers}) > 1:  # a hybrid model's attention and MLP layers
+        per_layer = (_kept_and_peak(stage, 0)[0] - kept) / layers
     return replace(
         costs,
-        layer_bytes_per_token=costs.recomputed_layer_bytes_per_token + made,
+        layer_bytes_per_token=costs.recomputed_layer_bytes_per_token + per_layer,
         extra_bytes_per_token=max(0.0, kept - layers * costs.recomputed_layer_bytes_per_token),
         head_bytes_per_token=max(0.0, made - (peak - kept)),
     )

@@ -75,6 +75,7 @@ def forward_backward_elastic(
         executor = Executor(batch.plan, session.rank, {session.rank: stage}, session.links, report.recorder, session.watchdog)
         with report.measuring(), torch.set_grad_enabled(not forward_only):
             executor.run()
+        stage.check()
     with session.watchdog.watch(lambda: f"rank {session.rank} waits for gradient finalisation (--epp-wait-limit-seconds)"):
         if not forward_only:
             _finalize(config, model, stage, pg_collection, force_all_reduce)

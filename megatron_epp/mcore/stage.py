@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.core_attention import ChunkParams
 from megatron_epp.mcore.experts import scale_router_losses
-from megatron_epp.mcore.loss import token_loss
+from megatron_epp.mcore.loss import check_loss, summed_loss
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.runtime.weights import WeightGradients
@@ -139,6 +139,8 @@ class MegatronStage:
         arrays = arrays.part(mpu.get_context_parallel_rank(), self.config.context_parallel_size)
 
         def row(x: Tensor) -> Tensor:
+            if self._device.type == "cuda":
+                x = x.pin_memory()  # or the host would wait for the copy
             return x.to(self._device, non_blocking=True).unsqueeze(0)
 
         return {
@@ -149,11 +151,15 @@ class MegatronStage:
         }
 
     def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:
-        loss, num_tokens, report = token_loss(loss_mask, losses)
-        values = report["lm loss"]
+        loss, num_tokens, values = summed_loss(loss_mask, losses)
         self.loss_report = values if self.loss_report is None else self.loss_report + values
         self.total_tokens = num_tokens if self.total_tokens is None else self.total_tokens + num_tokens
         return loss
+
+    def check(self) -> None:
+        """Have Megatron look for a NaN in the iteration's loss: once, for a look at every chunk would keep the host waiting."""
+        if self.loss_report is not None:
+            check_loss(self.loss_report[0], "this iteration")
 
     @contextmanager
     def _recomputing(self, num_layers: int) -> Iterator[None]:
