@@ -129,7 +129,7 @@ def by_place(stage: MegatronStage, kept: list[Kept]) -> tuple[list[Kept], list[K
 
 def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
     """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
-    meter = SavedTensorMeter(stage.model.parameters())
+    meter = SavedTensorMeter(stage.parameters)
     chunk = _bytes_chunk(stage)
     tokens = chunk.num_tokens
     with meter:
@@ -141,7 +141,7 @@ def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, 
 
 def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
     """Bytes per token that a backward keeps for the weight gradients of the layers, and for all."""
-    meter = SavedTensorMeter(stage.model.parameters())
+    meter = SavedTensorMeter(stage.parameters)
     chunk = _bytes_chunk(stage)
     with meter:
         _, output, context = forward(stage, chunk)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
-from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays
@@ -66,6 +66,13 @@ class MegatronStage:
     @property
     def num_layers(self) -> int:
         return len(self.decoder.layers)
+
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        """All that the chunk computes with: its own, and a tied weight that another chunk of this rank has."""
+        model: Any = unwrap_model(self.model)
+        tied = [model.shared_embedding_or_output_weight()] if self.is_last and model.share_embeddings_and_output_weights else []
+        return (*self.model.parameters(), *tied)
 
     def begin(
         self,
@@ -163,8 +170,11 @@ class MegatronStage:
 
     @contextmanager
     def _recomputing(self, num_layers: int) -> Iterator[None]:
-        """Let the first layers recompute. Megatron reads these fields at every forward; backward needs them no more."""
-        config = self.config
+        """Let the first layers recompute. Megatron reads these fields at every forward; backward needs them no more.
+
+        In some releases every model chunk has a config of its own.
+        """
+        config = get_model_config(self.model)
         before = config.recompute_granularity, config.recompute_method, config.recompute_num_layers
         if num_layers > 0:
             config.recompute_granularity, config.recompute_method = "full", "block"

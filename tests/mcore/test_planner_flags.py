@@ -1,21 +1,10 @@
 """Flags about planning and experts that do not go together are refused by name."""
 
-import argparse
-
 import pytest
+from megatron_flags import arguments
 
-from megatron_epp.mcore.args import ArgumentError, add_epp_args, prepare_epp_args
+from megatron_epp.mcore.args import ArgumentError, prepare_epp_args
 from megatron_epp.schedule import EppError
-
-
-def flags(*given, **megatron):
-    args = add_epp_args(argparse.ArgumentParser()).parse_args(["--epp", *given])
-    others = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "seq_length": 1024, "rank": 0}
-    others |= {"calculate_per_token_loss": True, "context_parallel_size": 1, "num_attention_heads": 8}
-    others |= {"expert_model_parallel_size": 1, "num_experts": None, "moe_token_dispatcher_type": "alltoall"}
-    others |= {"moe_router_load_balancing_type": "aux_loss", "moe_pad_expert_input_to_capacity": False}
-    others |= {"pipeline_model_parallel_size": 1, "num_layers": 4, "world_size": 4, "global_batch_size": 8}
-    return argparse.Namespace(**vars(args), **(others | megatron))
 
 
 @pytest.mark.parametrize(
@@ -29,12 +18,12 @@ def flags(*given, **megatron):
 )
 def test_a_budget_that_cannot_be_is_refused(given, says):
     with pytest.raises(ArgumentError, match=says):
-        prepare_epp_args(flags(*given))
+        prepare_epp_args(arguments(*given))
 
 
 @pytest.mark.parametrize("given", [[], ["--epp-planner", "milp"], ["--epp-plan-budget-ms", "500"]])
 def test_others_are_not(given):
-    prepare_epp_args(flags(*given))
+    prepare_epp_args(arguments(*given))
 
 
 EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
@@ -57,7 +46,7 @@ EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
 )
 def test_experts_that_cannot_be_trained_are_refused(given, megatron, says):
     with pytest.raises(EppError, match=says):
-        prepare_epp_args(flags(*given, **(EXPERTS | megatron)))
+        prepare_epp_args(arguments(*given, **(EXPERTS | megatron)))
 
 
 @pytest.mark.parametrize(
@@ -65,10 +54,10 @@ def test_experts_that_cannot_be_trained_are_refused(given, megatron, says):
     [{}, {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, {"epp_schedule": "stock", "epp_planner": "milp"}],
 )
 def test_other_experts_are_not(megatron):
-    args = flags(**EXPERTS)
+    args = arguments(**EXPERTS)
     vars(args).update(megatron)
     prepare_epp_args(args)
 
 
 def test_experts_of_one_rank_may_be_gathered():
-    prepare_epp_args(flags(num_experts=3, moe_token_dispatcher_type="allgather"))
+    prepare_epp_args(arguments(num_experts=3, moe_token_dispatcher_type="allgather"))
