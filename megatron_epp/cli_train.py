@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         save_run(folder, settings, command, environment)
         print(f"settings, command and versions are in {folder}", file=sys.stderr, flush=True)
     os.execvpe(command[0], command, {**os.environ, **environment})
+    return 0
 
 
 def checked_argv(settings: Settings) -> list[str]:

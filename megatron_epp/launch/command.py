@@ -61,9 +61,7 @@ class Launch:
                 raise SettingsError(f"launch.{key} is {value!r}; it must be of type {wanted.__name__}")
         made = Launch(**section)
         if not 0 <= made.node_rank < made.nodes:
-            raise SettingsError(
-                f"launch.node_rank is {made.node_rank}; with launch.nodes {made.nodes} it is 0 to {made.nodes - 1}"
-            )
+            raise SettingsError(f"launch.node_rank {made.node_rank} is none of launch.nodes {made.nodes}: they count from 0")
         if made.nodes > 1 and made.master_port == 0:
             raise SettingsError("launch.master_port is 0; nodes must agree on a port: set MASTER_PORT or launch.master_port")
         if made.script is not None and not Path(made.script).is_file():

@@ -87,7 +87,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _substituted(value: Any, path: Path | str) -> Any:
-    """Values with ``${NAME}`` and ``${NAME:default}`` replaced from the environment; a value that is only that is read as YAML."""
+    """Values with ``${NAME}`` and ``${NAME:default}`` replaced from the environment; one that is nothing else is read as YAML."""
     import yaml
 
     if isinstance(value, dict):
@@ -100,9 +100,7 @@ def _substituted(value: Any, path: Path | str) -> Any:
     def variable(match: re.Match[str]) -> str:
         found = os.environ.get(match[1], match[2])
         if found is None:
-            raise SettingsError(
-                f"{path}: {match[0]} is not set; export {match[1]}, or give a default as ${{{match[1]}:default}}"
-            )
+            raise SettingsError(f"{path}: {match[0]} is not set: export it, or give a default as ${{{match[1]}:default}}")
         return found
 
     text = _VARIABLE.sub(variable, value)
@@ -142,7 +140,5 @@ def _omegaconf() -> Any:
     try:
         from omegaconf import OmegaConf
     except ImportError as error:
-        raise SettingsError(
-            "YAML settings need OmegaConf: pip install omegaconf (megatron-core[training] brings it)"
-        ) from error
+        raise SettingsError("settings need OmegaConf: pip install omegaconf (megatron-core[training] brings it)") from error
     return OmegaConf
