@@ -87,7 +87,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _substituted(value: Any, path: Path | str) -> Any:
-    """Values with ``${NAME}`` and ``${NAME:default}`` replaced from the environment; one that is nothing else is read as YAML."""
+    """Values, ``${NAME}`` and ``${NAME:default}`` replaced from the environment; what is nothing else is read as YAML."""
     import yaml
 
     if isinstance(value, dict):

@@ -24,7 +24,15 @@ def refused(**settings: object) -> str:
 
 def test_values_lists_switches_and_null():
     megatron = {"num_layers": 4, "swiglu": True, "fast_path": False, "data_path": ["a", "b"]}
-    assert argv_of({"megatron": megatron}, FLAGS) == "--num-layers 4 --swiglu --no-fast-path --data-path a b".split()
+    assert argv_of({"megatron": megatron}, FLAGS) == [
+        "--num-layers",
+        "4",
+        "--swiglu",
+        "--no-fast-path",
+        "--data-path",
+        "a",
+        "b",
+    ]
     assert argv_of({"megatron": {"num_layers": None, "swiglu": False, "data_path": "a"}}, FLAGS) == ["--data-path", "a"]
 
 
