@@ -86,7 +86,7 @@ def _measured(args: argparse.Namespace) -> Profile:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     origin: dict[str, Any] = {
         "source": "measured",
-        "machine": gpu or _cpu(),
+        "machine": gpu or cpu_name(),
         "threads": None if gpu else torch.get_num_threads(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "megatron-epp")},
@@ -96,7 +96,8 @@ def _measured(args: argparse.Namespace) -> Profile:
     return fit_profile(points, shape, rates, f"measured:{gpu or 'cpu'}", origin)
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """This machine's processor and how many cores it has, as profiles name it."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"

@@ -6,6 +6,7 @@ import argparse
 import logging
 from typing import Any, NamedTuple
 
+from megatron_epp.mcore.layout import check_layout, check_pattern
 from megatron_epp.schedule import EppError
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,12 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Where predicted times come from: formulas, a short measurement at start-up (kept with the checkpoints, so that a "
         "resumed run plans alike), or a file.",
     )
+    add(
+        "--epp-fp32-kv-gradients",
+        action="store_true",
+        help="Add up the gradients of a sliced sequence's keys and values in fp32. In bf16 and fp16 every slice rounds the sum "
+        "otherwise. Takes twice the memory for them.",
+    )
     add("--epp-lookahead", type=int, default=2, metavar="N", help="Iterations to plan ahead of training (default: 2).")
     add(
         "--epp-wait-limit-seconds",
@@ -122,16 +129,21 @@ _CONFLICTS = (
     _Conflict("--fp8-format", dest="fp8"),
     _Conflict("--fp4-format", dest="fp4"),
     _Conflict("--iterations-to-skip", ([], None)),
+    _Conflict("--cpu-offloading-num-layers", (0, None)),
+    _Conflict("--tp-comm-overlap", advice="leave it out: its buffers have one size, chunks have many"),
+    _Conflict("--multi-latent-attention", advice="use grouped queries: slices hand on keys and values, not latents"),
+    _Conflict("--mtp-num-layers", advice="leave it out: a slice's last tokens would need the next slice's first ones"),
+    _Conflict(
+        "--position-embedding-type", (None, "learned_absolute", "rope", "yarn", "none"), "use rope: angles are by position"
+    ),
     *map(
         _Conflict,
         (
             "--num-layers-per-virtual-pipeline-stage",
             "--num-virtual-stages-per-pipeline-rank",
             "--pipeline-model-parallel-layout",
-            "--multi-latent-attention",
             "--experimental-attention-variant",
             "--log-max-attention-logit",
-            "--mtp-num-layers",
             "--window-size",
             "--qk-clip",
             "--sft",
@@ -144,6 +156,9 @@ _CONFLICTS = (
             "--defer-embedding-wgrad-compute",
             "--overlap-moe-expert-parallel-comm",
             "--enable-cuda-graph",
+            "--external-cuda-graph",
+            "--heterogeneous-layers-config-path",
+            "--heterogeneous-layers-config-encoded-json",
             "--rampup-batch-size",
             "--step-batch-size-schedule",
             "--phase-transition-iterations",
@@ -172,6 +187,10 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     if clashes:
         raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
     _check_values(args)
+    check_layout(args)
+    patterns = (getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override"))
+    for pattern in filter(None, patterns):
+        check_pattern(pattern)
     args.micro_batch_size = 1
     args.dataloader_type = "external"
     if not args.calculate_per_token_loss:

@@ -7,7 +7,7 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_epp.schedule.errors import EppError
 
-SUPPORTED = ">=0.19,<0.20"
+SUPPORTED = ">=0.17,<0.20"
 RECOMMENDED = "0.19.2"
 
 

@@ -56,6 +56,7 @@ class RelayAttention(torch.nn.Module):
         self.layer_number = layer_number
         channels = config.kv_channels
         assert channels is not None
+        self.preference = config.attention_backend.name
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(channels)
         group = getattr(pg_collection, "cp", None) or mpu.get_context_parallel_group()
         self.context_group = group if dist.get_world_size(group) > 1 else None
@@ -86,5 +87,5 @@ class RelayAttention(torch.nn.Module):
             raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")
         context = packed_seq_params.context
         rows = query[:, 0], key[:, 0], value[:, 0]
-        out = chunk_attention(*rows, context, self.layer_number, self.scale, self.context_group)
+        out = chunk_attention(*rows, context, self.layer_number, self.scale, self.context_group, self.preference)
         return out.reshape(out.shape[0], 1, -1)

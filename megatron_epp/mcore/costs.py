@@ -51,6 +51,8 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
     with _undisturbed(stage):
         mine = measure_bytes(stage, base.stages[rank])
         mine = replace(mine, static_bytes=_static_bytes(args, stage))
+        if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16):
+            mine = _with_wide_gradients(mine)
         if args.epp_costs == "measure":
             mine = measure_times(stage, mine, args.seq_length)
             link = measure_link(stage, links, rank)
@@ -101,6 +103,18 @@ def _stored(args: argparse.Namespace) -> Path | None:
         return find("profiles", args.epp_costs)
     except EppError as error:
         raise EppError(f"--epp-costs {args.epp_costs}: {error}. Or give analytic or measure") from error
+
+
+def _with_wide_gradients(costs: StageCosts) -> StageCosts:
+    """Where gradients of keys and values take twice their bytes. Planning takes them for as large as the cache: so half of what
+    is more goes to the cache, which with its gradient is then right, and by itself too large rather than too small.
+    """
+    more = costs.kv_bytes_per_token / 2
+    return replace(
+        costs,
+        kv_bytes_per_token=costs.kv_bytes_per_token + more,
+        layer_bytes_per_token=costs.layer_bytes_per_token + more,  # of which a sliced sequence's cache is taken out again
+    )
 
 
 def _with_neighbours(stages: list[StageCosts]) -> list[tuple[StageCosts, int]]:

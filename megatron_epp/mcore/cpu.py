@@ -144,15 +144,16 @@ def patches() -> tuple[Patch, ...]:
             lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
             "torch queues it until a device appears: dropout and recomputation would never restore their state",
         ),
+        Patch("megatron.training.arguments:validate_args", _with_gloo, "there is no NCCL on a CPU", wraps=True),
         Patch(
             "megatron.training.initialize:initialize_megatron",
-            _initialize_with_gloo,
+            _initialize_without_cuda,
             "asks for CUDA, and skips groups and seeds where it counts no device",
             wraps=True,
         ),
         Patch("megatron.training.initialize:set_jit_fusion_options", nowhere, "warms up kernels that do not exist here"),
         Patch(
-            "megatron.training.utils.common_utils:get_device_arch_version",
+            "megatron.training.utils:get_device_arch_version",
             lambda: 10,
             "asks for CUDA_DEVICE_MAX_CONNECTIONS on older GPUs",
         ),
@@ -175,12 +176,18 @@ def _leaving_the_generator(original: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def _initialize_with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        args.distributed_backend = "gloo"
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+def _initialize_without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        get_args().distributed_backend = "gloo"
         with _one_device_per_process():
             return original(*args, **{**kwargs, "allow_no_cuda": True})
 

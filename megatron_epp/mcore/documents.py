@@ -69,7 +69,7 @@ def build_document_iterators(
         dataset, shuffle = split
         sampler = GlobalBatchSampler(
             len(dataset),
-            args.eval_global_batch_size if number else args.global_batch_size,
+            getattr(args, "eval_global_batch_size", args.global_batch_size) if number else args.global_batch_size,
             consumed[number],
             args.seed,
             shuffle,
@@ -169,8 +169,8 @@ def _split_shares(split: str | None) -> list[tuple[float, float] | None]:
 
 
 def _check_batch_sizes(args: Namespace, data_parallel_size: int) -> None:
-    for name in ("global_batch_size", "eval_global_batch_size"):
-        size = getattr(args, name)
+    for name in ("global_batch_size", "eval_global_batch_size"):  # up to 0.17 there is but one
+        size = getattr(args, name, args.global_batch_size)
         if size % data_parallel_size != 0:
             raise EppError(
                 f"--{name.replace('_', '-')} {size} does not divide over {data_parallel_size} data-parallel replicas; make it a"

@@ -10,11 +10,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
-from megatron.training import arguments, get_args, get_timers, training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import argument_utils, arguments, get_args, get_timers, training
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_epp.mcore.gpt_model import build_model
 from megatron_epp.mcore.loss import token_loss
 
 Batch = dict[str, torch.Tensor | None]
@@ -53,31 +53,30 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron t
 def read_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """One micro-batch on this tensor-parallel rank; all values None on stages that need no tokens."""
     args = get_args()
-    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    tokens = (args.micro_batch_size, args.seq_length)
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "tokens": (tokens, torch.int64),
+        "labels": (tokens, torch.int64),
+        "loss_mask": (tokens, torch.float32),
+        "attention_mask": ((args.micro_batch_size, 1, args.seq_length, args.seq_length), torch.bool),
+        "position_ids": (tokens, torch.int64),
+    }
+    batch: Batch = dict.fromkeys(layout)
     if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(names)
-    tp_rank = mpu.get_tensor_model_parallel_rank()
-    batch: Batch = {}
-    if tp_rank == 0:
+        return batch
+    if not args.create_attention_mask_in_dataloader:
+        del layout["attention_mask"]
+    if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         loaded = next(data_iterator)
-        batch = {name: loaded[name].cuda(non_blocking=True) if loaded.get(name) is not None else None for name in names}
-    return get_batch_on_this_tp_rank(
-        batch,
-        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
-        broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
-        cp_size=args.context_parallel_size,
-        tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
-        seq_length=args.seq_length,
-        mtp_on_this_rank=False,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
-    )
+        batch |= {name: loaded[name].cuda(non_blocking=True).to(dtype) for name, (_, dtype) in layout.items()}
+    else:
+        batch |= {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in layout.items()}
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        for name in layout:
+            source, group = mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
+            torch.distributed.broadcast(batch[name], source, group=group)
+    return batch
 
 
 def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -97,7 +96,19 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
 
 
 def pretrain() -> None:
-    """Train as the command line says, through `megatron.training.pretrain` as it is patched at this moment."""
-    args = arguments.parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    training.pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    """Train as the command line says, through `megatron.training.pretrain` as it is patched at this moment.
+
+    Up to 0.17 Megatron parses the command line in there; up to 0.18 it has the model built by a function, then by a config.
+    """
+    defaults = {"tokenizer_type": "GPT2BPETokenizer"}
+    kind = ModelType.encoder_or_decoder
+    if not hasattr(arguments, "parse_and_validate_args"):
+        training.pretrain(build_datasets, build_model, kind, forward_step, args_defaults=defaults)
+        return
+    args = arguments.parse_and_validate_args(args_defaults=defaults)
+    if not hasattr(argument_utils, "gpt_config_from_args"):
+        config = argument_utils.pretrain_cfg_container_from_args(args)
+        training.pretrain(config, build_datasets, build_model, kind, forward_step)
+        return
+    config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
+    training.pretrain(config, build_datasets, kind, forward_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,22 +43,34 @@ def _check_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
+def _adopt(original: Callable[..., None]) -> Callable[..., None]:
+    from megatron_epp.mcore.adopt import adopting
+
+    return adopting(original)
+
+
 def _train_on_documents(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def pretrain(cfg_container: Any, dataset_provider: Any, *rest: Any, **named: Any) -> Any:
+    def build_train_valid_test_data_iterators(provider: Any, *rest: Any, **named: Any) -> Any:
         from megatron.training import get_args
 
-        args = get_args()
-        if not getattr(args, "epp", False):  # without it not even the imports may matter
-            return original(cfg_container, dataset_provider, *rest, **named)
-        from megatron_epp.mcore import session as sessions
-        from megatron_epp.mcore.elastic import adopt_model, provide_documents
+        if not getattr(get_args(), "epp", False):  # without it not even the imports may matter
+            return original(provider, *rest, **named)
+        from megatron_epp.mcore.elastic import provide_documents
 
-        adopt_model(cfg_container, args)
+        return original(provide_documents, *rest, **named)
+
+    return build_train_valid_test_data_iterators
+
+
+def _end_session(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def pretrain(*rest: Any, **named: Any) -> Any:
         try:
-            return original(cfg_container, provide_documents, *rest, **named)
+            return original(*rest, **named)
         finally:
-            sessions.end()
+            if sessions := sys.modules.get("megatron_epp.mcore.session"):
+                sessions.end()
 
     return pretrain
 
@@ -78,15 +91,23 @@ def _choose_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
+_OUR_ATTENTION = "with --epp, builds the model with our attention"
+
 PATCHES = (
     Patch("megatron.training.arguments:add_megatron_arguments", _add_flags, "adds the --epp flags", wraps=True),
     Patch("megatron.training.arguments:validate_args", _check_flags, "checks the --epp flags", wraps=True),
+    Patch("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _adopt, _OUR_ATTENTION, wraps=True),
+    Patch("megatron.core.models.mamba.mamba_model:MambaModel.__init__", _adopt, _OUR_ATTENTION, wraps=True, versions="<0.18"),
     Patch(
-        "megatron.training.training:pretrain",
+        "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__", _adopt, _OUR_ATTENTION, wraps=True, versions=">=0.18"
+    ),
+    Patch(
+        "megatron.training.training:build_train_valid_test_data_iterators",
         _train_on_documents,
-        "with --epp, gives the model our attention and the data our documents",
+        "with --epp, gives the data our documents",
         wraps=True,
     ),
+    Patch("megatron.training.training:pretrain", _end_session, "ends planning when training ends", wraps=True),
     Patch(
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         _choose_schedule,

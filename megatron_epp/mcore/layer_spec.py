@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from megatron_epp.mcore.core_attention import RelayAttention
@@ -26,21 +24,3 @@ def relayed(spec: Any) -> Any:
         is_attention = field.name == "core_attention" and value is not None
         setattr(copied, field.name, RelayAttention if is_attention else relayed(value))
     return copied
-
-
-def relayed_spec_provider(spec: Any, default: Callable[..., Any]) -> Callable[..., Any]:
-    """What to put into a model config as its layer spec: builds the spec it would have used, then relays it.
-
-    Args:
-        spec: the config's own spec: a spec, a function that makes one, or None.
-        default: makes the spec when there is none.
-    """
-
-    def provide(config: Any, vp_stage: int | None = None) -> Any:
-        source = default if spec is None else spec
-        if not callable(source) or hasattr(source, "submodules"):
-            return relayed(source)
-        takes_stage = "vp_stage" in inspect.signature(source).parameters
-        return relayed(source(config, vp_stage=vp_stage) if takes_stage else source(config))
-
-    return provide

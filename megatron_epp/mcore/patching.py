@@ -6,12 +6,12 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megatron_epp.mcore import compat
+from megatron_epp.mcore import compat, fingerprints
 from megatron_epp.schedule.errors import EppError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ class Patch:
     replacement   what to put there; with `wraps`, a function of the original that returns it
     reason        one line, shown when the patch is applied
     versions      the Megatron versions it is for; elsewhere it is left out
-    fingerprints  `fingerprint(target)` of every original this was written for; empty where the content does not matter
+    fingerprints  `fingerprint(target)` of every original this was written for, by default those in `fingerprints.PATCHED`; none
+                  where the content does not matter
     """
 
     target: str
@@ -34,6 +35,10 @@ class Patch:
     wraps: bool = False
     versions: str = compat.SUPPORTED
     fingerprints: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.fingerprints:
+            object.__setattr__(self, "fingerprints", fingerprints.PATCHED.get(self.target, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int =
     done = {applied.patch for applied in _applied}
     wanted = [p for p in patches if p not in done and (allow_unknown or compat.matches(version, p.versions))]
     for patch in wanted:
-        _check(patch, version, allow_unknown)
+        check(patch, allow_unknown)
     for patch in wanted:
         original = resolve(patch.target)
         replacement = patch.replacement(original) if patch.wraps else patch.replacement
@@ -82,8 +87,22 @@ def applied() -> tuple[Patch, ...]:
 
 
 def fingerprint(target: str) -> str:
-    """sha256 of the source of `target`, seen through decorators made with functools.wraps."""
-    return hashlib.sha256(inspect.getsource(resolve(target)).encode()).hexdigest()
+    """Twelve digits of the sha256 of the source of `target`, seen through our patches and through functools.wraps."""
+    originals = (applied.original for applied in _applied if applied.patch.target == target)
+    source = inspect.getsource(next(originals, None) or resolve(target))
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+def unknown(known: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """The targets that are not there or whose fingerprint is not among those `known` has for them."""
+    return [target for target, fingerprints in known.items() if _fingerprint_or_none(target) not in fingerprints]
+
+
+def _fingerprint_or_none(target: str) -> str | None:
+    try:
+        return fingerprint(target)
+    except EppError:
+        return None
 
 
 def resolve(target: str) -> Any:
@@ -107,14 +126,15 @@ def _holder(target: str) -> tuple[Any, str]:
     return holder, name
 
 
-def _check(patch: Patch, version: str, allow_unknown: bool) -> None:
+def check(patch: Patch, allow_unknown: bool = False) -> None:
+    """Raise `EppError` if a patch's target is missing, or is code that the patch does not know."""
     resolve(patch.target)
     if allow_unknown or not patch.fingerprints:
         return
     found = fingerprint(patch.target)
     if found not in patch.fingerprints:
         raise EppError(
-            f"{patch.target} of megatron-core {version} is not the code megatron-epp knows ({found[:12]}): "
+            f"{patch.target} of megatron-core {compat.installed_version()} is not the code megatron-epp knows ({found}): "
             f'pip install "megatron-core[training]=={compat.RECOMMENDED}", or pass --epp-allow-unknown-megatron'
         )
 

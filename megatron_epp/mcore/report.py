@@ -162,5 +162,6 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
 
 def count_tokens(batch: GlobalBatch) -> None:
     """Tell Megatron's throughput log the true lengths; it assumes `--seq-length` tokens per sequence otherwise."""
-    starts = torch.tensor([0, *accumulate(batch.lengths)], dtype=torch.int64)
-    training.update_seqlen_stats_from_cu_seqlens(starts)
+    count = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
+    if count is not None:  # before 0.18 Megatron has no way to tell it
+        count(torch.tensor([0, *accumulate(batch.lengths)], dtype=torch.int64))

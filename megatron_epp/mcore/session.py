@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
+from megatron_epp.mcore import fingerprints, patching
+from megatron_epp.mcore.adopt import check_adopted
 from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.stage import MegatronStage
@@ -59,10 +61,11 @@ class Session:
     def attach(self, model: torch.nn.Module, config: Any) -> MegatronStage:
         """Wrap the model and learn its costs, at the first call; later calls return the same stage."""
         if self.stage is None:
+            if self.args.epp_schedule != "stock":
+                check_adopted(model)
             last = self.num_ranks - 1
-            self.stage = MegatronStage(
-                model, config, self.rank == 0, self.rank == last, mpu.get_tensor_model_parallel_world_size()
-            )
+            tensor_ranks, in_fp32 = mpu.get_tensor_model_parallel_world_size(), self.args.epp_fp32_kv_gradients
+            self.stage = MegatronStage(model, config, self.rank == 0, self.rank == last, tensor_ranks, in_fp32)
             pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
             ranks_of = _ranks_of_replicas()
             self.links = Links.create(pipeline, ranks_of[self.replica])
@@ -174,6 +177,9 @@ def start(args: argparse.Namespace) -> Session:
     """Make the process's session. The one before it, if any, ends."""
     global _session
     end()
+    strange = patching.unknown(fingerprints.RELIED_ON) if args.rank == 0 else []
+    if strange:
+        logger.warning("this Megatron is not as megatron-epp was tested with: look at its %s", ", ".join(strange))
     _session = Session(args)
     return _session
 

@@ -34,11 +34,14 @@ class MegatronStage:
         is_first: holds the embedding.
         is_last: computes the loss.
         tp_size: tensor-parallel ranks.
+        fp32_kv_gradients: add up gradients of sliced sequences' keys and values in fp32.
     """
 
-    def __init__(self, model: torch.nn.Module, config: Any, is_first: bool, is_last: bool, tp_size: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, config: Any, is_first: bool, is_last: bool, tp_size: int, fp32_kv_gradients: bool = False
+    ) -> None:
         self.model, self.config, self.is_first, self.is_last = model, config, is_first, is_last
-        self.relay = KVRelay()
+        self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
         self.weights: WeightGradients | None = getattr(unwrap_model(model), "weight_gradients", None)

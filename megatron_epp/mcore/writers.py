@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.training import global_vars
-from megatron.training.utils.common_utils import print_rank_last
+from megatron.training.utils import print_rank_last
 
 _MS, _GIB = 1e3, 2**30
 

@@ -29,8 +29,8 @@ IDLE_S = 1e-6
 
 
 def start_of(problem: Problem, costs: Costs, options: Options, warm: Warm | None) -> Decisions:
-    """What there is to improve: the greedy decisions with whole backwards. Raises what `greedy` raises."""
-    return greedy(problem, costs, replace(options, budget_ms=0, split_weight=False), warm)
+    """What there is to improve: what there would be without a budget, with whole backwards. Raises what `greedy` raises."""
+    return greedy(problem, costs, replace(options, budget_ms=None, split_weight=False), warm)
 
 
 def improved(

@@ -21,7 +21,9 @@ class _ChunkAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, layer: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, layer: int, scale: float, preference: str
+    ) -> Tensor:
         view = context.view
         q = _compact(q)
         if view is None:
@@ -29,9 +31,10 @@ class _ChunkAttention(torch.autograd.Function):
         else:
             seen = context.relay.append(layer, view, k, v)
             kept = _compact(k[view.num_cached :]), _compact(v[view.num_cached :])
-        out, lse = kernels.forward(q, *seen, context.table, scale)
-        ctx.save_for_backward(q, out, lse, *kept)
-        ctx.context, ctx.layer, ctx.scale = context, layer, scale
+        kernel = kernels.choose(q, k, preference)
+        out, saved = kernel.forward(q, *seen, context.table, scale)
+        ctx.save_for_backward(q, out, *kept, *saved)
+        ctx.context, ctx.layer, ctx.scale, ctx.kernel = context, layer, scale, kernel
         if view is not None and view.is_tail and context.forward_only:
             context.relay.release(layer, view)
         return out
@@ -40,12 +43,12 @@ class _ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ChunkContext = ctx.context
         view = context.view
-        q, out, lse, *kept = ctx.saved_tensors
-        seen = kept if view is None else context.relay.keys_and_values(ctx.layer, view, *kept)
-        dq, dk, dv = kernels.backward(grad, q, *seen, out, lse, context.table, ctx.scale)
+        q, out, k, v, *saved = ctx.saved_tensors
+        seen = (k, v) if view is None else context.relay.keys_and_values(ctx.layer, view, k, v)
+        dq, dk, dv = ctx.kernel.backward(grad, q, *seen, out, tuple(saved), context.table, ctx.scale)
         if view is not None:
             dk, dv = context.relay.take_gradient(ctx.layer, view, dk, dv)
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None, None, None
 
 
 def _compact(x: Tensor) -> Tensor:
@@ -61,6 +64,7 @@ def chunk_attention(
     layer: int,
     scale: float,
     group: dist.ProcessGroup | None = None,
+    preference: str = "auto",
 ) -> Tensor:
     """Causal attention inside every segment of a chunk.
 
@@ -73,13 +77,15 @@ def chunk_attention(
         layer: number of the layer, unique in its stage.
         scale: of the scores, usually ``channels ** -0.5``.
         group: the ranks that share the chunk's tokens (context parallelism); their number divides `query_heads`.
+        preference: of kernels, a key of `kernels.PREFERENCES`.
 
     Returns:
         ``[tokens, query_heads, channels]``.
 
     Raises:
         RelayError: the slices of a sequence run in an order its plan rules out.
+        EppError: no kernel of the preference can serve.
     """
     if group is None:
-        return _ChunkAttention.apply(q, k, v, context, layer, scale)
-    return to_tokens(group, _ChunkAttention.apply(*to_heads(group, q, k, v), context, layer, scale))
+        return _ChunkAttention.apply(q, k, v, context, layer, scale, preference)
+    return to_tokens(group, _ChunkAttention.apply(*to_heads(group, q, k, v), context, layer, scale, preference))

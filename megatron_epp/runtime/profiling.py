@@ -148,11 +148,12 @@ class _Bench:
         q = self._random(tokens, self.heads, self.channels)
         k, v = (self._random(prefix + tokens, self.kv_heads, self.channels) for _ in range(2))
         scale = self.channels**-0.5
-        yield "forward", Point(tokens, pairs, self._time_us(lambda: kernels.forward(q, k, v, table, scale)))
-        out, lse = kernels.forward(q, k, v, table, scale)
+        kernel = kernels.choose(q, k)
+        yield "forward", Point(tokens, pairs, self._time_us(lambda: kernel.forward(q, k, v, table, scale)))
+        out, saved = kernel.forward(q, k, v, table, scale)
         yield (
             "backward",
-            Point(tokens, pairs, self._time_us(lambda: kernels.backward(q, q, k, v, out, lse, table, scale))),
+            Point(tokens, pairs, self._time_us(lambda: kernel.backward(q, q, k, v, out, saved, table, scale))),
         )
 
     def host_copy(self, num_bytes: int) -> Iterator[tuple[str, Point]]:

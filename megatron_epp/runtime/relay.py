@@ -75,8 +75,13 @@ class _Entry:
 
 @dataclass(slots=True)
 class KVRelay:
-    """All caches of one stage for one iteration, keyed by (layer, sequence)."""
+    """All caches of one stage for one iteration, keyed by (layer, sequence).
 
+    Attributes:
+        fp32_gradients: add up gradients of keys and values in fp32, whatever dtype the slices give them in.
+    """
+
+    fp32_gradients: bool = False
     _entries: dict[tuple[int, int], _Entry] = field(default_factory=dict)
     num_bytes: int = 0
     """Bytes of all caches and accumulators now."""
@@ -115,7 +120,7 @@ class KVRelay:
         return self.keys_and_values(layer, view, k[count:], v[count:])
 
     def keys_and_values(self, layer: int, view: SliceView, k_beside: Tensor, v_beside: Tensor) -> tuple[Tensor, Tensor]:
-        """What `append` returned for a chunk, without writing.
+        """What `append` returned for a chunk. What is not in the cache is put behind the slice where there is room.
 
         Args:
             layer: number of the layer.
@@ -125,8 +130,13 @@ class KVRelay:
         """
         entry = self._entry(layer, view)
         k, v = entry.k[: view.stop], entry.v[: view.stop]
-        if not k_beside.shape[0]:
+        end = view.stop + k_beside.shape[0]
+        if end == view.stop:
             return k, v
+        if end <= view.capacity:  # later slices come here later, or ran backward before: nobody needs what lies here now
+            entry.k[view.stop : end] = k_beside
+            entry.v[view.stop : end] = v_beside
+            return entry.k[:end], entry.v[:end]
         return torch.cat([k, k_beside]), torch.cat([v, v_beside])
 
     def take_gradient(self, layer: int, view: SliceView, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,8 +160,8 @@ class KVRelay:
         if entry.dk is None or entry.dv is None:
             if not view.is_tail:
                 raise RelayError(f"{_where(layer, view)}: backward at token {view.start} precedes the last slice's")
-            entry.dk, entry.dv = dk, dv
-            self.num_bytes += dk.nbytes + dv.nbytes
+            entry.dk, entry.dv = self._accumulator(dk), self._accumulator(dv)
+            self.num_bytes += entry.dk.nbytes + entry.dv.nbytes
         elif entry.taken_from != view.end:
             raise RelayError(
                 f"{_where(layer, view)}: backward of tokens {view.start} to {view.end} is not the next; "
@@ -175,6 +185,9 @@ class KVRelay:
         if self._entries:
             raise RelayError(f"caches of (layer, sequence) {sorted(self._entries)} were never freed")
 
+    def _accumulator(self, grad: Tensor) -> Tensor:
+        return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self.fp32_gradients else grad
+
     def _entry(self, layer: int, view: SliceView) -> _Entry:
         entry = self._entries.get((layer, view.sequence))
         if entry is None:
@@ -183,7 +196,7 @@ class KVRelay:
 
 
 def _own(accumulated: Tensor, grad: Tensor, view: SliceView) -> Tensor:
-    own, beside = accumulated[view.start : view.stop], grad[view.stop :]
+    own, beside = accumulated[view.start : view.stop].to(grad.dtype), grad[view.stop :]
     return torch.cat([own, beside]) if beside.shape[0] else own
 
 

@@ -201,3 +201,38 @@ def test_layouts_give_the_buffer_of_a_sliced_sequence_room_for_all_of_its_last_c
     assert (tail.start, tail.end, tail.capacity, tail.is_tail) == (8, 13, 8 + 12, True)
     assert (first.num_cached, tail.num_cached) == (8, 12)
     assert whole is None
+
+
+def test_what_shares_an_earlier_slices_chunk_is_put_behind_it_in_the_buffer_where_there_is_room():
+    relay, view = KVRelay(), SliceView(0, 3, 5, 9, 10)
+    first = SliceView(0, 0, 3, 9, 10)
+    relay.append(0, first, *(torch.zeros(3, 1, 2) for _ in "kv"))
+    chunk = torch.arange(14.0).reshape(7, 1, 2)  # two tokens of the slice, five beside it
+    k, _ = relay.append(0, view, chunk, chunk)
+    assert torch.equal(k[3:], chunk)
+    whole, _ = relay.append(0, SliceView(0, 5, 9, 9, 10), *(torch.ones(5, 1, 2) for _ in "kv"))
+    assert k.data_ptr() == whole.data_ptr()
+    again, _ = relay.keys_and_values(0, view, chunk[2:], chunk[2:])
+    assert torch.equal(again[3:], chunk)
+    too_many = torch.zeros(9, 1, 2)
+    copied, _ = relay.keys_and_values(0, view, too_many, too_many)
+    assert copied.shape[0] == 14
+    assert copied.data_ptr() != whole.data_ptr()
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_gradients_of_many_slices_add_up_in_fp32_on_request(in_fp32):
+    """A thousand gradients of 2**-9 beside a one: bf16, which has eight bits, loses every one of them."""
+    relay, length = KVRelay(fp32_gradients=in_fp32), 1001
+    views = [SliceView(0, i, i + 1, length, length) for i in range(length)]
+    for view in views:
+        relay.append(0, view, *(torch.zeros(1, 1, 1, dtype=torch.bfloat16) for _ in "kv"))
+    small = torch.full((length, 1, 1), 2.0**-9, dtype=torch.bfloat16)
+    own = torch.ones(length, 1, 1, dtype=torch.bfloat16)
+    for view in reversed(views):
+        grad = own if view.is_tail else small[: view.stop]
+        own_dk, _ = relay.take_gradient(0, view, grad.clone(), grad.clone())
+    assert own_dk.dtype == torch.bfloat16
+    exact = 1 + (length - 1) * 2.0**-9
+    assert own_dk.item() == (torch.tensor(exact).bfloat16().item() if in_fp32 else 1.0)
+    assert relay.num_bytes == 0

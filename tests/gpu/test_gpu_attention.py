@@ -1,4 +1,4 @@
-"""On a GPU, attention goes through the FlashAttention that torch ships: it agrees with plain causal attention."""
+"""On a GPU every attention kernel that can serve agrees with plain causal attention, and the first of them is chosen."""
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ CHUNKS = {
     "packed": Chunk((Segment(0, 0, 300), Segment(1, 0, 1), Segment(2, 0, 77))),
     "split": Chunk((Segment(0, 256, 384),)),
     "hybrid": Chunk((Segment(0, 256, 300), Segment(1, 0, 64))),
+    "one token after a prefix": Chunk((Segment(0, 1000, 1001),)),
 }
+HEADS = 8
+TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 def dense(q, k, v, scale):
@@ -24,28 +27,58 @@ def dense(q, k, v, scale):
     return torch.einsum("hqk,khc->qhc", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def usable(kernel, case):
+    """The kernel, or a skip with what it lacks."""
+    if obstacle := kernel.obstacle(case):
+        pytest.skip(f"{kernel.name}: {obstacle}")
+    return kernel
+
+
+@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("kind", CHUNKS)
-def test_output_and_gradients_agree_with_dense_attention(kind, kv_heads, dtype):
+@pytest.mark.parametrize("kernel", kernels.PREFERENCES["auto"], ids=lambda kernel: kernel.name)
+def test_output_and_gradients_agree_with_dense_attention(kernel, kind, kv_heads, dtype, channels):
+    usable(kernel, kernels.Case("cuda", dtype, channels, HEADS, kv_heads))
     table = SegmentTable.build(CHUNKS[kind], CHUNKS[kind].num_tokens)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(tokens, heads):
-        return torch.randn(tokens, heads, 64, device="cuda", dtype=dtype, generator=generator)
+        return torch.randn(tokens, heads, channels, device="cuda", dtype=dtype, generator=generator)
 
-    num_keys = table.key_starts[-1]
-    q, k, v = random(table.num_tokens, 8), random(num_keys, kv_heads), random(num_keys, kv_heads)
-    grad = random(table.num_tokens, 8)
-    out, lse = kernels.forward(q, k, v, table, 0.125)
-    found = kernels.backward(grad, q, k, v, out, lse, table, 0.125)
+    num_keys, scale = table.key_starts[-1], channels**-0.5
+    q, k, v = random(table.num_tokens, HEADS), random(num_keys, kv_heads), random(num_keys, kv_heads)
+    grad = random(table.num_tokens, HEADS)
+    out, saved = kernel.forward(q, k, v, table, scale)
+    found = kernel.backward(grad, q, k, v, out, saved, table, scale)
     inputs = [x.double().requires_grad_() for x in (q, k, v)]
     rows = []
     for i in range(len(table.segments)):
         queries, keys = slice(*table.query_starts[i : i + 2]), slice(*table.key_starts[i : i + 2])
-        rows.append(dense(inputs[0][queries], inputs[1][keys], inputs[2][keys], 0.125))
+        rows.append(dense(inputs[0][queries], inputs[1][keys], inputs[2][keys], scale))
     expected = torch.cat(rows)
     expected.backward(grad.double())
-    tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
     for actual, wanted in zip((out, *found), (expected, *(x.grad for x in inputs)), strict=True):
-        assert (actual.double() - wanted).norm() <= tolerance * wanted.norm()
+        assert (actual.double() - wanted).norm() <= TOLERANCES[dtype] * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["bf16", "fp16", "fp32"])
+def test_the_first_kernel_that_can_serve_proves_itself_and_is_chosen(dtype):
+    case = kernels.Case("cuda", dtype, 128, HEADS, 2)
+    chosen, obstacles = kernels.explain(case)
+    able = [kernel for kernel in kernels.PREFERENCES["auto"] if kernel.obstacle(case) is None]
+    assert chosen is able[0], obstacles
+
+
+def test_attention_waits_for_nothing_on_the_host():
+    q, k, v = (torch.randn(64, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    table = SegmentTable.build(Chunk((Segment(0, 0, 64),)), 64)
+    kernel = kernels.choose(q, k)
+    kernel.forward(q, k, v, table, 0.125)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, saved = kernel.forward(q, k, v, table, 0.125)
+        kernel.backward(out, q, k, v, out, saved, table, 0.125)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -8,6 +8,10 @@ from megatron_epp.mcore.args import ArgumentError, add_epp_args, prepare_epp_arg
 
 MEGATRON = {
     "calculate_per_token_loss": True,
+    "global_batch_size": 48,
+    "num_layers": 4,
+    "pipeline_model_parallel_size": 1,
+    "world_size": 48,
     "context_parallel_size": 1,
     "num_attention_heads": 8,
     "rank": 0,

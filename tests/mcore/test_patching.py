@@ -149,20 +149,20 @@ def test_the_version_is_that_of_the_megatron_that_would_be_imported(tmp_path: Pa
     environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
     process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert process.stdout == "0.16.1\n"
-    assert "megatron-core 0.16.1 is installed and megatron-epp supports >=0.19,<0.20: pip install" in process.stderr
+    assert "megatron-core 0.16.1 is installed and megatron-epp supports >=0.17,<0.20: pip install" in process.stderr
     assert process.returncode != 0
 
 
 @pytest.mark.parametrize(
-    ("version", "supported"), [("0.18.9", False), ("0.19.0rc1", False), ("0.19.0", True), ("0.19.2", True), ("0.20.0", False)]
+    ("version", "supported"), [("0.16.1", False), ("0.17.0rc1", False), ("0.17.0", True), ("0.19.2", True), ("0.20.0", False)]
 )
-def test_the_supported_range_is_exactly_0_19(version: str, supported: bool) -> None:
+def test_the_supported_range_is_0_17_to_0_19(version: str, supported: bool) -> None:
     assert compat.matches(version, compat.SUPPORTED) is supported
 
 
 def test_all_our_patches_apply_twice_and_revert_to_megatrons_own_objects() -> None:
     code = """
-from megatron_epp.mcore import cpu, entry, patching
+from megatron_epp.mcore import cpu, entry, fingerprints, patching
 cpu.activate()
 import megatron.training
 from megatron.training import arguments, training
@@ -171,6 +171,7 @@ entry.prepare()
 first = patching.applied()
 entry.prepare()
 assert patching.applied() == first and len(first) > 5
+assert patching.unknown(fingerprints.PATCHED | fingerprints.RELIED_ON) == []
 patched = [training.pretrain, arguments.validate_args]
 assert all(a is not b for a, b in zip(patched, originals))
 assert megatron.training.pretrain is training.pretrain

@@ -11,6 +11,7 @@ def flags(*given):
     args = add_epp_args(argparse.ArgumentParser()).parse_args(["--epp", *given])
     others = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "seq_length": 1024, "rank": 0}
     others |= {"calculate_per_token_loss": True, "context_parallel_size": 1, "num_attention_heads": 8}
+    others |= {"pipeline_model_parallel_size": 1, "num_layers": 4, "world_size": 1, "global_batch_size": 8}
     return argparse.Namespace(**vars(args), **others)
 
 

@@ -13,7 +13,7 @@ from launch import REPOSITORY, TINY, launch
 from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 USER_SCRIPT = Path(__file__).with_name("user_script.py")
-PATCH = REPOSITORY / "patches" / "megatron-core-0.19.2.patch"
+PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
 TRAIN = [*TINY, "--pipeline-model-parallel-size", 2, "--train-iters", 2, "--epp-lookahead", 3]
 
 

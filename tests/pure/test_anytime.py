@@ -54,6 +54,11 @@ def test_more_time_is_never_slower():
     assert spans[-1] < spans[0]
 
 
+def test_even_no_time_at_all_is_never_slower_than_no_budget():
+    without = plan(GIVEN, COSTS, replace(OPTIONS, budget_ms=None))
+    assert Anytime(COSTS, OPTIONS, ticking(9)).plan(GIVEN).predicted.makespan_us <= without.predicted.makespan_us
+
+
 def test_it_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch):
     runs = runs_of(monkeypatch)
     start = greedy(GIVEN, COSTS, replace(OPTIONS, budget_ms=0))

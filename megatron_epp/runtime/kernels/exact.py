@@ -1,8 +1,6 @@
-"""Causal variable-length attention: forward and backward, for a chunk's segments against their own prefixes.
+"""Exact attention in blocks of plain torch operations, merged by their log-sum-exp: any dtype, any device.
 
-All kernels share one shape: queries ``[tokens, query_heads, channels]``, keys and values ``[keys, kv_heads, channels]`` where
-segment i owns ``keys[key_starts[i]:key_starts[i + 1]]``, and the mask is aligned to the bottom right: the last query of a
-segment sees all of its keys. The log-sum-exp is ``[query_heads, tokens]``, in float64 for float64 and in float32 for the rest.
+The log-sum-exp is ``[query_heads, tokens]``, in float64 for float64 and in float32 for the rest.
 """
 
 from __future__ import annotations
@@ -13,42 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_epp.runtime.kernels.base import Case, Kernel, Saved
 from megatron_epp.runtime.segments import SegmentTable
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of all segments. Returns ``(out like q, lse)``."""
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        return _flash_forward(q, k, v, table, scale)
-    return _tiled_forward(q, k, v, table, scale)
-
-
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `forward` for q, k and v; those of k and v span the prefixes too."""
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        return _flash_backward(grad, q, k, v, out, lse, table, scale)
-    return _tiled_backward(grad, q, k, v, out, lse, table, scale)
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Tensor]:
-    """FlashAttention as torch ships it: one call for the chunk."""
-    cu_q, cu_k = table.cu_seqlens(q.device)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_q, cu_k, table.max_query, table.max_key, 0.0, True, False, scale=scale
-    )
-    return out, lse
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    cu_q, cu_k = table.cu_seqlens(q.device)
-    no_dropout = torch.empty(0, dtype=torch.int64, device=q.device)
-    return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, cu_q, cu_k, table.max_query, table.max_key, 0.0, True, no_dropout, no_dropout, scale=scale
-    )
 
 
 def _heads_first(x: Tensor, num_heads: int) -> Tensor:
@@ -103,8 +67,7 @@ def _attend_backward(
     return torch.matmul(d_scores, k), torch.matmul(d_scores.transpose(-1, -2), q), torch.matmul(weights.transpose(-1, -2), grad)
 
 
-def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Tensor]:
-    """Exact attention in blocks, merged by their log-sum-exp: any dtype, any device."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
     num_heads = q.shape[1]
     out = torch.empty_like(q)
     lse = torch.empty(num_heads, q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
@@ -117,18 +80,18 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: 
             part, part_lse = out[queries] * earlier + part * share, both
         out[queries] = part
         lse[:, queries] = part_lse
-    return out, lse
+    return out, (lse,)
 
 
-def _tiled_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, scale: float
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_heads, num_groups = q.shape[1], k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for queries, keys, causal, merge in _blocks(table):
         rows = [_heads_first(x[queries], num_heads) for x in (grad, q, out)]
         columns = [_heads_first(x[keys], num_heads) for x in (k, v)]
-        row_lse = lse[:, queries].unsqueeze(0)
+        row_lse = saved[0][:, queries].unsqueeze(0)
         gq, *gkv = _attend_backward(rows[0], rows[1], *columns, rows[2], row_lse, causal, scale)
         gq = gq[0].transpose(0, 1)
         dq[queries] = dq[queries] + gq if merge else gq
@@ -136,3 +99,10 @@ def _tiled_backward(
             heads = value[0].transpose(0, 1)  # [keys, heads, channels]
             target[keys] = heads if num_groups == num_heads else heads.unflatten(1, (num_groups, -1)).sum(2)
     return dq, dk, dv
+
+
+def _obstacle(case: Case) -> str | None:
+    return None
+
+
+EXACT = Kernel("exact blocks of torch", _forward, _backward, _obstacle)

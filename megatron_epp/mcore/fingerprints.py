@@ -1,0 +1,37 @@
+"""The code of Megatron that this package knows: `patching.fingerprint` of every function below, in every supported release.
+
+Releases 0.17.0 and 0.17.1, 0.18.0 and 0.18.2, 0.19.0 and 0.19.2, in this order, each different text once.
+"""
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+PATCHED: dict[str, tuple[str, ...]] = {
+    f"{_RANDOM}:_set_cuda_rng_state": ("b179c9d95438",),
+    "megatron.training.initialize:set_jit_fusion_options": ("2bbb86ed2859", "fe3ec3dcf2af"),
+    "megatron.training.utils:get_device_arch_version": ("b7e375abfdb1",),
+    "megatron.core.datasets.utils:compile_helpers": ("84029a50ae8c",),
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__": ("d3dc509021de",),
+    f"{_OPTIMIZER}.state_dict": ("fe621ae6a622",),
+    f"{_OPTIMIZER}.load_state_dict": ("15f257b4c4f9", "5c1ad081423b", "7e5f988b86b4"),
+    f"{_OPTIMIZER}._set_main_param_and_optimizer_states": ("ad03a66fb809", "40cab7846597"),
+}
+"""What patches replace, or wrap knowing what is inside: other code there is refused."""
+
+RELIED_ON: dict[str, tuple[str, ...]] = {
+    f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving": ("79bb2ba211d5", "c8fd558b6fdc", "772d6b7d8182"),
+    f"{_SCHEDULES}:custom_backward": ("134012de6fb7",),
+    f"{_SCHEDULES}:deallocate_output_tensor": ("ec45aab59f27",),
+    "megatron.core.distributed.finalize_model_grads:finalize_model_grads": ("8e8e2bb919cc", "1ea6af88d1ec", "36d18a1e1730"),
+    "megatron.core.transformer.attention:Attention.forward": ("0e779c3e4ce2", "3c1526e57c19", "b144e903f3ca"),
+    "megatron.core.transformer.transformer_block:TransformerBlock.forward": ("c1899653f7f3", "e20defb813f6"),
+    "megatron.core.models.gpt.gpt_model:GPTModel._preprocess": ("0e9edfbe2439", "b9884d38ede9", "1bc57437dfda"),
+    f"{_LAYERS}:ColumnParallelLinear.forward": ("3f9d98f23b31", "8de69f2acd5f", "dac5d6cfeaa4"),
+    f"{_LAYERS}:RowParallelLinear.forward": ("959fc4b4dbb9", "d98cea58261a"),
+    f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": ("79c20a0283c0",),
+    "megatron.training.training:build_train_valid_test_data_iterators": ("32c668d9ab0e", "d12ed278f953"),
+    "megatron.training.training:train_step": ("43dbb1a94578", "76bee605a250", "68989d425b23"),
+}
+"""What our schedule stands in for or calls: other code there may still work, and gets a warning."""

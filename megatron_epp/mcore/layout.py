@@ -1,0 +1,74 @@
+"""What cannot be shared out over ranks, and layers that cannot run: told from the arguments, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_epp.schedule import EppError
+
+_REFUSED_LAYERS = {
+    "M": "state-space (Mamba)",
+    "G": "gated delta net",
+    "D": "sparse attention (DSA)",
+    "+": "multi-latent attention",
+    "E": "mixture-of-experts",
+    "/": "multi-token prediction",
+}
+"""By symbol of `--hybrid-layer-pattern`. Of attention (``*``) and MLP (``-``) layers slices hand on all there is."""
+
+_UNEVEN = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+)
+"""Arguments with which Megatron shares out layers in another way than evenly, and checks for itself."""
+
+
+def check_layout(args: argparse.Namespace) -> None:
+    """Raise `EppError`, with the flags and numbers, where the processes, layers or sequences of a run do not divide."""
+    replica, names = 1, []
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        replica *= getattr(args, name)
+        names.append(f"{_flag(name)} {getattr(args, name)}")
+    if args.world_size % replica != 0:
+        raise EppError(
+            f"the run has {args.world_size} processes, but {' x '.join(names)} takes {replica} for each replica: start a "
+            f"multiple of {replica}, or lower one of them"
+        )
+    replicas = args.world_size // replica
+    batch = args.global_batch_size
+    if batch is not None and batch % replicas != 0:
+        raise EppError(
+            f"--global-batch-size {batch} does not divide over {replicas} data-parallel replicas ({args.world_size} processes, "
+            f"{replica} each): make it a multiple of {replicas}"
+        )
+    layers, stages = args.num_layers, args.pipeline_model_parallel_size
+    if layers is not None and layers % stages != 0 and not any(getattr(args, name, None) for name in _UNEVEN):
+        raise EppError(
+            f"--num-layers {layers} cannot be shared evenly by --pipeline-model-parallel-size {stages}: make it a multiple of "
+            f"{stages}, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+
+
+def check_pattern(pattern: str | None) -> None:
+    """Raise `EppError` for a hybrid model with layers whose state slices cannot hand on.
+
+    Args:
+        pattern: as `--hybrid-layer-pattern` has it; None where a model has none, and so the layers of its default.
+    """
+    if pattern is None:
+        raise EppError("--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; only * and - can run")
+    refused = [f"{name} ({symbol})" for symbol, name in _REFUSED_LAYERS.items() if symbol in pattern]
+    if refused:
+        raise EppError(
+            f"--epp cannot run {', '.join(refused)} layers of --hybrid-layer-pattern {pattern}: slices of a sequence hand on "
+            "keys and values, and no other state yet; attention (*) and MLP (-) layers can run"
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,107 @@
+"""Which kernel core attention runs on: the first of a preference that can serve the case here and proves itself.
+
+A fused kernel proves itself once per case, before it is used: on a small chunk with a prefix and packed sequences its output
+and gradients must be those of exact attention. So a library whose interface has changed cannot do harm.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime.kernels.base import Case, Kernel
+from megatron_epp.runtime.kernels.exact import EXACT
+from megatron_epp.runtime.kernels.flash import FLASH_ATTN, TORCH_FLASH
+from megatron_epp.runtime.kernels.transformer_engine import TRANSFORMER_ENGINE
+from megatron_epp.runtime.segments import SegmentTable
+from megatron_epp.schedule import Chunk, EppError, Segment
+
+__all__ = ["EXACT", "FLASH_ATTN", "TORCH_FLASH", "TRANSFORMER_ENGINE", "PREFERENCES", "Case", "Kernel", "choose", "explain"]
+
+logger = logging.getLogger(__name__)
+
+PREFERENCES: dict[str, tuple[Kernel, ...]] = {
+    "auto": (TRANSFORMER_ENGINE, FLASH_ATTN, TORCH_FLASH, EXACT),
+    "fused": (TRANSFORMER_ENGINE,),
+    "flash": (FLASH_ATTN, TORCH_FLASH),
+    "unfused": (EXACT,),
+    "local": (EXACT,),
+}
+"""On a GPU, by what Megatron's `--attention-backend` names."""
+
+_PROOF = Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40)))
+_TOLERANCE = 2e-2
+"""Largest norm of a difference over the norm of what is exact: bf16 has 8 bits."""
+
+
+def choose(q: Tensor, k: Tensor, preference: str = "auto") -> Kernel:
+    """The kernel for such queries and keys.
+
+    Args:
+        q: ``[tokens, query_heads, channels]``.
+        k: ``[keys, kv_heads, channels]``.
+        preference: a key of `PREFERENCES`.
+
+    Raises:
+        EppError: none of the preference can serve.
+    """
+    return _choose(Case(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1]), preference)
+
+
+@functools.cache
+def _choose(case: Case, preference: str) -> Kernel:
+    chosen, obstacles = explain(case, preference)
+    if chosen is None:
+        raise EppError(f"--attention-backend {preference}: {'; '.join(obstacles)}. Leave it at auto")
+    if os.environ.get("RANK", "0") == "0" and case.device == "cuda":
+        passed_over = f" ({'; '.join(obstacles)})" if obstacles else ""
+        logger.info("attention in %s with %d channels: %s%s", case.dtype, case.channels, chosen.name, passed_over)
+    return chosen
+
+
+def explain(case: Case, preference: str = "auto") -> tuple[Kernel | None, list[str]]:
+    """The kernel for a case, or None, and why those preferred to it are not it."""
+    obstacles = []
+    for kernel in PREFERENCES[preference] if case.device == "cuda" else (EXACT,):
+        obstacle = kernel.obstacle(case) or _failure(kernel, case)
+        if obstacle is None:
+            return kernel, obstacles
+        obstacles.append(f"{kernel.name}: {obstacle}")
+    return None, obstacles
+
+
+def _failure(kernel: Kernel, case: Case) -> str | None:
+    """What is wrong with a kernel's results; None for exact attention itself."""
+    if kernel is EXACT:
+        return None
+    try:
+        apart = _apart(kernel, case)
+    except Exception as error:  # libraries raise what they like where a build or a device does not suit them
+        return f"it fails ({type(error).__name__}: {error})"
+    return None if apart <= _TOLERANCE else f"its results are {apart:.1%} from exact ones"
+
+
+@torch.no_grad()
+def _apart(kernel: Kernel, case: Case) -> float:
+    table = SegmentTable.build(_PROOF, _PROOF.num_tokens)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(tokens: int, heads: int) -> Tensor:
+        return torch.randn(tokens, heads, case.channels, generator=generator).to(case.device, case.dtype)
+
+    q, grad = (random(table.num_tokens, case.query_heads) for _ in range(2))
+    k, v = (random(table.key_starts[-1], case.kv_heads) for _ in range(2))
+    scale = case.channels**-0.5
+
+    def results(kernel: Kernel, *inputs: Tensor) -> tuple[Tensor, ...]:
+        grad, q, k, v = inputs
+        out, saved = kernel.forward(q, k, v, table, scale)
+        return out, *kernel.backward(grad, q, k, v, out, saved, table, scale)
+
+    exact = results(EXACT, *(x.float() for x in (grad, q, k, v)))
+    found = results(kernel, grad, q, k, v)
+    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))

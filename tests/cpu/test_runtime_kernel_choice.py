@@ -1,0 +1,193 @@
+"""Core attention runs on the first kernel of a preference that can serve and proves itself. Libraries are played."""
+
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_epp.runtime import kernels
+from megatron_epp.runtime.kernels import (
+    EXACT,
+    FLASH_ATTN,
+    PREFERENCES,
+    TORCH_FLASH,
+    TRANSFORMER_ENGINE,
+    Case,
+    flash,
+    transformer_engine,
+)
+from megatron_epp.schedule import EppError
+
+ON_GPU = Case("cuda", torch.bfloat16, 128, 8, 2)
+FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN, TORCH_FLASH)
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """A GPU on which the named kernels are installed and right; all others have an obstacle."""
+
+    def play(*names, wrong=()):
+        kernels._choose.cache_clear()
+        monkeypatch.setattr(kernels, "_apart", lambda kernel, case: 0.5 if kernel.name in wrong else 1e-3)
+        chosen = {
+            preference: tuple(
+                replace(k, obstacle=lambda case, k=k: None if k is EXACT or k.name in names else "not here") for k in order
+            )
+            for preference, order in PREFERENCES.items()
+        }
+        monkeypatch.setattr(kernels, "PREFERENCES", chosen)
+
+    yield play
+    kernels._choose.cache_clear()
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_transformer_engine_goes_before_flash_attn_before_torch_before_exact_blocks(played, count):
+    played(*(kernel.name for kernel in FUSED[count:]))
+    chosen, obstacles = kernels.explain(ON_GPU)
+    assert chosen.name == (*FUSED, EXACT)[count].name
+    assert obstacles == [f"{kernel.name}: not here" for kernel in FUSED[:count]]
+
+
+def test_a_kernel_whose_results_are_wrong_is_passed_over_and_says_so(played):
+    played(*(kernel.name for kernel in FUSED), wrong=[TRANSFORMER_ENGINE.name])
+    chosen, obstacles = kernels.explain(ON_GPU)
+    assert chosen.name == FLASH_ATTN.name
+    assert obstacles == [f"{TRANSFORMER_ENGINE.name}: its results are 50.0% from exact ones"]
+
+
+def test_a_kernel_that_raises_is_passed_over_and_says_so(played, monkeypatch):
+    played(*(kernel.name for kernel in FUSED[1:]))
+
+    def fail(kernel, case):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(kernels, "_apart", fail)
+    assert kernels.explain(ON_GPU, "flash") == (
+        None,
+        [f"{kernel.name}: it fails (RuntimeError: no kernel image)" for kernel in (FLASH_ATTN, TORCH_FLASH)],
+    )
+
+
+def test_what_the_user_asks_for_and_is_not_there_is_refused_with_every_reason(played):
+    played(FLASH_ATTN.name)
+    with pytest.raises(
+        EppError, match=r"--attention-backend fused: cuDNN through Transformer Engine: not here\. Leave it at auto"
+    ):
+        kernels._choose(ON_GPU, "fused")
+    assert kernels._choose(ON_GPU, "flash").name == FLASH_ATTN.name
+    assert kernels._choose(ON_GPU, "unfused").name == EXACT.name
+
+
+@pytest.mark.parametrize("preference", PREFERENCES)
+def test_on_a_cpu_everything_runs_in_exact_blocks(preference):
+    q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
+    assert kernels.choose(q, k, preference) is EXACT
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (ON_GPU._replace(dtype=torch.float32), "bf16 and fp16"),
+        (ON_GPU._replace(channels=100), "multiples of 8"),
+        (ON_GPU._replace(channels=512), "up to 256"),
+        (ON_GPU._replace(device="cpu"), "runs on GPUs"),
+    ],
+)
+@pytest.mark.parametrize("kernel", FUSED, ids=lambda kernel: kernel.name)
+def test_every_fused_kernel_names_what_it_cannot_do(kernel, case, reason):
+    assert reason in kernel.obstacle(case)
+
+
+def test_a_library_that_is_not_installed_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    flash._flash_attn.cache_clear()
+    transformer_engine._fused.cache_clear()
+    assert "pip install flash-attn" in FLASH_ATTN.obstacle(ON_GPU)
+    assert "pip install 'megatron-epp[te]'" in TRANSFORMER_ENGINE.obstacle(ON_GPU)
+
+
+def exact_flash_attn(calls):
+    """The functions of flash-attn's interface that are used, by its names of arguments, computed in exact blocks."""
+    module = types.ModuleType("flash_attn_interface")
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+    ):  # fmt: skip
+        calls.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k, causal, dropout_p))
+        out, (lse,) = EXACT.forward(q, k, v, TABLE, softmax_scale)
+        return out, lse, None, None
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        found = EXACT.backward(dout, q, k, v, out, (softmax_lse,), TABLE, softmax_scale)
+        for target, value in zip((dq, dk, dv), found, strict=True):
+            target.copy_(value)
+
+    module._flash_attn_varlen_forward = _flash_attn_varlen_forward
+    module._flash_attn_varlen_backward = _flash_attn_varlen_backward
+    return module
+
+
+def exact_transformer_engine(calls):
+    """As Transformer Engine's fused attention, by its names of arguments, computed in exact blocks."""
+    module = types.ModuleType("fused_attn")
+    module.FusedAttnBackend = {"F16_arbitrary_seqlen": "arbitrary"}
+
+    def fused_attn_fwd(
+        is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, fused_attention_backend,
+        cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
+        attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1),
+    ):  # fmt: skip
+        causal = attn_mask_type == "padding_causal_bottom_right" and qkv_layout == "thd_thd_thd"
+        calls.append((cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), max_seqlen_q, max_seqlen_kv, causal, dropout))
+        out, saved = EXACT.forward(q, k, v, TABLE, attn_scale)
+        return out, [*saved, torch.zeros(2)]
+
+    def fused_attn_bwd(
+        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
+        fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
+        qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d", attn_bias_type="no_bias",
+        attn_mask_type="padding", window_size=(-1, -1), bottom_right_diagonal=None, deterministic=False,
+    ):  # fmt: skip
+        assert (o_format, do_format, dqkv_layout, bottom_right_diagonal) == ("thd", "thd", "thd_thd_thd", True)
+        return *EXACT.backward(d_o, q, k, v, o, tuple(aux_ctx_tensors), TABLE, attn_scale), None
+
+    module.fused_attn_fwd, module.fused_attn_bwd = fused_attn_fwd, fused_attn_bwd
+    return module
+
+
+TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "where", "play"),
+    [
+        (FLASH_ATTN, (flash, "_flash_attn"), exact_flash_attn),
+        (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), exact_transformer_engine),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offsets(monkeypatch, kernel, where, play):
+    calls = []
+    module = play(calls)
+    monkeypatch.setattr(*where, lambda: module)
+    case = Case("cpu", torch.float32, 16, 4, 2)
+    assert kernels._apart(kernel, case) < 1e-6
+    assert calls == [([0, 63, 64, 104], [0, 133, 134, 174], 63, 133, True, 0.0)]
+
+
+def test_the_proof_notices_a_mask_that_is_aligned_to_the_top_left():
+    def forward(q, k, v, table, scale):
+        starts = (0, *table.query_starts[1:])
+        own = [slice(a, a + s.num_tokens) for a, s in zip(table.key_starts, table.segments, strict=False)]
+        wrong = kernels.SegmentTable(tuple(s._replace(start=0, end=s.num_tokens) for s in table.segments), starts, starts)
+        return EXACT.forward(q, torch.cat([k[i] for i in own]), torch.cat([v[i] for i in own]), wrong, scale)
+
+    assert kernels._apart(replace(EXACT, forward=forward), Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE

@@ -1,0 +1,87 @@
+"""Trains with options that people use, in forked worlds as `scripts/parity.py` does; prints what `test_options.py` looks at.
+
+python options_worker.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+ITERATIONS, SAVED = 4, 2
+ELASTIC = "--epp-slices 3"
+FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
+LOADED = {
+    "elastic on 1": (1, ELASTIC),
+    "elastic on 4": (4, f"{ELASTIC} --epp-recompute 1"),
+    "stock on 1": (1, "--epp-schedule stock"),
+}
+
+# By name: pipeline stages (of a process each) and flags.
+RUNS = {
+    "stock": (2, "--epp-schedule stock"),
+    "elastic": (2, ELASTIC),
+    "dropout": (2, f"{ELASTIC} --hidden-dropout 0.1"),
+    "dropout, recompute": (2, f"{ELASTIC} --hidden-dropout 0.1 --epp-recompute 2"),
+    "clipped stock": (2, "--epp-schedule stock --clip-grad 0.02"),
+    "clipped elastic": (2, f"{ELASTIC} --clip-grad 0.02"),
+    "bf16 stock": (2, "--epp-schedule stock --bf16"),
+    "bf16 elastic": (2, f"{ELASTIC} --bf16"),
+    "bf16 elastic, fp32 gradients of keys": (2, FP32_KV),
+}
+
+
+def main(folder: Path) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    from parity_cells import LENGTHS, MODELS, VOCABULARY, common_flags
+    from parity_runs import Run, contents
+    from parity_worlds import Training, load_megatron, train_all
+    from training_runs import write_documents
+
+    load_megatron()
+    common = [
+        *common_flags(ITERATIONS, 64, 8, validates=False),
+        "--data-path",
+        write_documents(folder / "documents", LENGTHS, VOCABULARY),
+    ]
+    common += shlex.split(MODELS["llama"])
+
+    def training(stages: int, flags: str) -> Training:
+        return Training(stages, (*common, "--pipeline-model-parallel-size", str(stages), *shlex.split(flags)))
+
+    saving = f"--train-iters {SAVED} --save {folder / 'saved'} --save-interval {SAVED} --ckpt-format torch_dist"
+    runs = {name: training(*run) for name, run in RUNS.items()} | {"saving": training(2, f"{ELASTIC} {saving}")}
+    loading = f"--load {folder / 'saved'} --ckpt-format torch_dist"
+    loads = {f"loaded, {name}": training(stages, f"{flags} {loading}") for name, (stages, flags) in LOADED.items()}
+    done: dict[Training, list[Run] | str] = {}
+    for part in (runs, loads):
+        (place := folder / f"worlds{len(part)}").mkdir()
+        done |= train_all(part.values(), place, limit_s=240)
+    print(json.dumps({name: figures(done[one], contents) for name, one in (runs | loads).items()}))
+
+
+def figures(ranks, contents):
+    """Of a run: losses, weights, the norm of the last iteration's gradients, and what the plans were."""
+    if isinstance(ranks, str):
+        return {"error": ranks}
+    plans = ranks[0].plans
+    return {
+        "losses": next(run.losses for run in ranks if run.losses),
+        "weights": {name: tensor.double().flatten().tolist() for run in ranks for name, tensor in run.final.items()},
+        "gradient_dtypes": sorted({str(tensor.dtype) for run in ranks for tensor in run.gradients[-1].values()}),
+        "gradient_norm": sum(float(t.double().norm()) ** 2 for run in ranks for t in run.gradients[-1].values()) ** 0.5,
+        "plans": [contents(plan) for plan in plans],
+        "forwards": [
+            [[str(a) for a in plan.actions(rank) if str(a.op) == "F"] for rank in range(plan.num_ranks)] for plan in plans
+        ],
+        "chunks": [repr(plan.chunks) for plan in plans],
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,37 @@
+"""Run with some release's patched `megatron/` on the path: says what of it is known, then trains as `scripts/parity.py` does.
+
+python release_worker.py CASES.json
+"""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+
+def known() -> dict[str, object]:
+    import megatron.training  # the patched file applies our patches
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_epp.mcore import compat, fingerprints, install, patching
+    from megatron_epp.mcore.schedule import forward_backward_elastic
+
+    stock = inspect.signature(schedules.forward_backward_pipelining_without_interleaving)
+    applied = set(patching.applied())
+    ours = [patch for patch in install.PATCHES if compat.matches(compat.installed_version(), patch.versions)]
+    return {
+        "version": compat.installed_version(),
+        "path": megatron.training.__path__[0],
+        "unknown": patching.unknown(fingerprints.PATCHED | fingerprints.RELIED_ON),
+        "not applied": [patch.target for patch in ours if patch not in applied],
+        "parameters": [list(stock.parameters), list(inspect.signature(forward_backward_elastic).parameters)],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(known()), flush=True)
+    import parity
+
+    sys.exit(parity.main(["--cases", sys.argv[1], "--iterations", "2", "--json"]))

@@ -1,0 +1,142 @@
+"""What `--epp` cannot honour is refused from the arguments alone, by name, with numbers and with what to do instead."""
+
+import argparse
+import functools
+import re
+
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_epp.mcore import args as epp_args
+from megatron_epp.mcore.adopt import adopting, check_adopted
+from megatron_epp.mcore.args import ArgumentError, add_epp_args, prepare_epp_args
+from megatron_epp.schedule import EppError
+
+MODEL = ["--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4", "--attention-dropout", "0", "--epp"]
+
+
+@functools.cache
+def parser():
+    return add_epp_args(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def arguments(*flags, processes=8, **values):
+    """Megatron's own arguments for these flags, as they are before it validates them."""
+    parsed = parser().parse_args([*MODEL, *map(str, flags)])
+    parsed.rank, parsed.world_size = 0, processes
+    return argparse.Namespace(**vars(parsed) | values)
+
+
+def test_a_plain_model_is_taken():
+    prepare_epp_args(arguments("--pipeline-model-parallel-size", 4, "--global-batch-size", 16))
+
+
+WRONG = {
+    "--micro-batch-size": 4,
+    "--eval-micro-batch-size": 4,
+    "--attention-dropout": 0.1,
+    "--cp-comm-type": ["allgather"],
+    "--cuda-graph-impl": "local",
+    "--dataloader-type": "cyclic",
+    "--softmax-type": "learnable",
+    "--iterations-to-skip": [3],
+    "--position-embedding-type": "mrope",
+    "--cpu-offloading-num-layers": 2,
+}
+
+
+@pytest.mark.parametrize("conflict", epp_args._CONFLICTS, ids=lambda conflict: conflict.flag)
+def test_every_flag_that_plans_cannot_honour_is_named_with_its_value_and_what_to_do(conflict):
+    value = WRONG.get(conflict.flag, True)
+    with pytest.raises(ArgumentError) as refusal:
+        prepare_epp_args(arguments(**{conflict.attribute: value}))
+    assert f"{conflict.flag} {value} ({conflict.advice})" in str(refusal.value)
+
+
+def test_several_refused_flags_are_named_in_one_message():
+    flags = ["--multi-latent-attention", "--mtp-num-layers", 1, "--tp-comm-overlap"]
+    with pytest.raises(ArgumentError) as refusal:
+        prepare_epp_args(arguments(*flags))
+    assert all(str(flag) in str(refusal.value) for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes", "message"),
+    [
+        (
+            ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--context-parallel-size", 2],
+            12,
+            "the run has 12 processes, but --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 x "
+            "--context-parallel-size 2 takes 8 for each replica: start a multiple of 8",
+        ),
+        (
+            ["--pipeline-model-parallel-size", 3],
+            3,
+            "--num-layers 8 cannot be shared evenly by --pipeline-model-parallel-size 3: make it a multiple of 3, or give "
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
+        ),
+        (
+            ["--tensor-model-parallel-size", 2, "--context-parallel-size", 4],
+            8,
+            "--num-attention-heads 4 cannot be shared evenly by --tensor-model-parallel-size 2 x --context-parallel-size 4",
+        ),
+        (
+            ["--pipeline-model-parallel-size", 2, "--global-batch-size", 6],
+            8,
+            "--global-batch-size 6 does not divide over 4 data-parallel replicas (8 processes, 2 each): make it a "
+            "multiple of 4",
+        ),
+    ],
+    ids=["processes", "layers", "heads", "batch"],
+)
+def test_what_cannot_be_shared_out_is_told_with_the_numbers(flags, processes, message):
+    with pytest.raises(EppError, match=re.escape(message)):
+        prepare_epp_args(arguments(*flags, processes=processes))
+
+
+def test_layers_shared_unevenly_on_purpose_are_megatrons_own_affair():
+    prepare_epp_args(
+        arguments("--pipeline-model-parallel-size", 4, "--decoder-first-pipeline-num-layers", 2, processes=4, num_layers=11)
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [("M*-", "state-space (Mamba) (M)"), ("G-*E", "gated delta net (G), mixture-of-experts (E)"), ("*-/*", "multi-token")],
+)
+def test_layers_whose_state_slices_cannot_hand_on_are_named(pattern, named):
+    with pytest.raises(EppError, match=re.escape(f"--epp cannot run {named}")) as refusal:
+        prepare_epp_args(arguments("--hybrid-layer-pattern", pattern))
+    assert f"--hybrid-layer-pattern {pattern}" in str(refusal.value)
+    with pytest.raises(EppError, match=re.escape(f"--epp cannot run {named}")):
+        prepare_epp_args(arguments("--hybrid-override-pattern", pattern))
+
+
+def test_a_hybrid_model_of_attention_and_mlp_layers_is_taken():
+    prepare_epp_args(arguments("--hybrid-layer-pattern", "*-|*-"))
+
+
+class Hybrid:
+    """A model of Megatron's by its constructor alone."""
+
+    def __init__(self, config, hybrid_stack_spec, hybrid_layer_pattern=None):
+        self.layers = (hybrid_stack_spec, hybrid_layer_pattern)
+
+
+def test_a_hybrid_model_that_a_script_builds_without_the_flag_is_looked_at_too(monkeypatch):
+    from megatron.training import global_vars
+
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments())
+    monkeypatch.setattr(Hybrid, "__init__", adopting(Hybrid.__init__))
+    with pytest.raises(EppError, match=re.escape("state-space (Mamba) (M)")):
+        Hybrid(None, "spec", hybrid_layer_pattern="M*")
+    with pytest.raises(EppError, match="needs --hybrid-layer-pattern"):
+        Hybrid(None, "spec")
+    model = Hybrid(None, "spec", hybrid_layer_pattern="*-")
+    assert model.layers == ("spec", "*-")
+    check_adopted(model)
+
+
+def test_a_model_of_another_kind_is_refused_by_name():
+    with pytest.raises(EppError, match="--epp trains GPTModel and HybridModel; the script builds a Namespace"):
+        check_adopted(argparse.Namespace())

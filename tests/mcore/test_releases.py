@@ -1,0 +1,49 @@
+"""Every supported release is known by its fingerprints, takes the patch for forks, and trains as its own schedule does."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import REPOSITORY, run
+from releases import OTHER_RELEASES, release
+
+from megatron_epp.mcore import compat
+
+PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
+WORKER = Path(__file__).with_name("release_worker.py")
+CASES = {
+    "sliced": {
+        "cell": {"pp": 2, "split": True},
+        "model": "grouped",
+        "plan": "--epp-slices 3 --epp-recompute 1",
+        "optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    }
+}
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="GNU patch is not installed: apt install patch")
+@pytest.mark.parametrize("wanted", OTHER_RELEASES)
+def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp_path: Path) -> None:
+    shutil.copytree(release(wanted) / "megatron", tmp_path / "megatron")
+    patched = subprocess.run(["patch", "-p1", "-d", tmp_path], stdin=PATCH.open(), capture_output=True, text=True, check=True)
+    assert "offset" not in patched.stdout
+    (tmp_path / "cases.json").write_text(json.dumps(CASES))
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    finished = run([sys.executable, WORKER, tmp_path / "cases.json"], environment, timeout_s=300)
+    assert finished.returncode == 0, finished.output[-5000:]
+    found, figures = (json.loads(line) for line in finished.output.splitlines() if line.startswith("{"))
+    assert found["version"] == wanted
+    assert found["path"] == str(tmp_path / "megatron" / "training")
+    assert found["unknown"] == []
+    assert found["not applied"] == []
+    stock, ours = found["parameters"]
+    assert ours == stock
+    assert figures["cases"]["sliced"]["parameters"]["num_tensors"] > 0
+
+
+def test_every_release_tested_is_in_the_supported_range_and_the_newest_is_recommended() -> None:
+    assert all(compat.matches(version, compat.SUPPORTED) for version in (*OTHER_RELEASES, compat.RECOMMENDED))
+    assert compat.installed_version() == compat.RECOMMENDED

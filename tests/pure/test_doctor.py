@@ -1,0 +1,150 @@
+"""`megatron-epp doctor` says what is there, what is missing and what to do; its exit code tells whether training can run."""
+
+import argparse
+import json
+import types
+
+import pytest
+
+from megatron_epp import cli_doctor
+from megatron_epp.cli_doctor import OK, PROBLEM, WARNING, Finding
+
+
+class FakeCuda:
+    """An H100 as `torch.cuda` shows it, or none."""
+
+    def __init__(self, is_there):
+        self.is_available = lambda: is_there
+        self.device_count = lambda: int(is_there)
+        self.nccl = types.SimpleNamespace(version=lambda: (2, 29, 7))
+        self.get_device_name = lambda index: "NVIDIA H100"
+        self.get_device_properties = lambda index: types.SimpleNamespace(
+            name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0
+        )
+
+
+def fake_torch(has_gpu):
+    distributed = types.SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True)
+    version = types.SimpleNamespace(cuda="13.0")
+    return types.SimpleNamespace(cuda=FakeCuda(has_gpu), version=version, distributed=distributed)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with these packages, an environment and, if asked for, a GPU. Megatron and attention are left out."""
+
+    def make(packages, environment=(), has_gpu=True):
+        monkeypatch.setattr(cli_doctor, "_version", lambda names: next((packages[n] for n in names if n in packages), None))
+        modules = {"amp_C" if name == "apex" else name.replace("-", "_") for name in packages}
+        monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: name if name in modules else None)
+        monkeypatch.setattr(cli_doctor, "_import", lambda name: fake_torch(has_gpu) if name in modules else None)
+        monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
+        monkeypatch.setattr(cli_doctor, "_attention", lambda torch, has_gpu: iter(()))
+        monkeypatch.setattr(cli_doctor.os, "environ", dict(environment))
+        return {finding.subject: finding for finding in cli_doctor.look()}
+
+    return make
+
+
+FULL = {"torch": "2.13.0", "transformer-engine": "2.9.0", "flash-attn": "2.8.3", "apex": "0.1", "numba": "0.68.1"}
+SET = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def test_on_a_machine_that_has_everything_every_line_is_ok(machine):
+    found = machine(FULL, SET)
+    assert {finding.status for finding in found.values()} == {OK}
+    assert not any(finding.todo for finding in found.values())
+    assert "NVIDIA H100, 80 GiB, compute capability 9.0" in found["GPU 0"].found
+    assert found["NCCL"].found == "2.29.7"
+
+
+@pytest.mark.parametrize(
+    ("name", "subject", "status", "todo"),
+    [
+        (
+            "transformer-engine",
+            "Transformer Engine",
+            WARNING,
+            "pip install 'megatron-epp[te]', or train with --transformer-impl",
+        ),
+        ("flash-attn", "flash-attn", OK, "pip install flash-attn --no-build-isolation"),
+        ("apex", "NVIDIA Apex", WARNING, "pip install -v --no-build-isolation . in a checkout"),
+        ("numba", "numba", WARNING, "pip install 'megatron-epp[fast]'"),
+    ],
+)
+def test_what_is_missing_comes_with_what_to_install(machine, name, subject, status, todo):
+    found = machine({key: value for key, value in FULL.items() if key != name}, SET)[subject]
+    assert found.status == status
+    assert found.found.startswith("not found")
+    assert todo in found.todo
+
+
+def test_a_version_outside_what_is_known_to_work_is_told_with_the_range(machine):
+    found = machine(FULL | {"torch": "2.5.1", "flash-attn": "2.6.3"}, SET)
+    assert (found["torch"].status, found["torch"].found) == (PROBLEM, "2.5.1, outside >=2.6")
+    assert found["flash-attn"].found == "2.6.3, outside >=2.7"
+
+
+def test_without_torch_nothing_that_needs_it_is_looked_at(machine):
+    found = machine({"numba": "0.68.1"})
+    assert found["torch"].status == PROBLEM
+    assert "CUDA" not in found
+
+
+def test_without_a_gpu_its_libraries_and_settings_are_not_asked_for(machine):
+    found = machine({"torch": "2.13.0", "numba": "0.68.1"}, has_gpu=False)
+    assert [f.subject for f in found.values() if f.status != OK] == ["GPU"]
+
+
+def test_settings_that_cost_memory_or_stop_megatron_are_told_with_what_to_export(machine):
+    found = machine(FULL, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
+    assert found["PYTORCH_ALLOC_CONF"].found == "max_split_size_mb:64"
+    assert "export PYTORCH_ALLOC_CONF=expandable_segments:True" in found["PYTORCH_ALLOC_CONF"].todo
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in found["CUDA_DEVICE_MAX_CONNECTIONS"].todo
+
+
+def test_a_library_that_breaks_while_it_is_looked_at_is_a_problem_not_a_crash(machine, monkeypatch):
+    machine(FULL, SET)
+
+    def broken():
+        raise RuntimeError("undefined symbol")
+        yield
+
+    monkeypatch.setattr(cli_doctor, "_megatron", broken)
+    found = {finding.subject: finding for finding in cli_doctor.look()}
+    assert found["megatron-core"] == Finding("megatron-core", PROBLEM, "RuntimeError: undefined symbol", "install it again")
+
+
+@pytest.mark.parametrize(("status", "code"), [(OK, 0), (WARNING, 0), (PROBLEM, 1)])
+def test_the_exit_code_is_1_only_where_training_cannot_run(monkeypatch, capsys, status, code):
+    finding = Finding("torch", status, "2.13.0", "do this" if status != OK else "")
+    monkeypatch.setattr(cli_doctor, "look", lambda profile: iter([finding]))
+    assert cli_doctor.run(argparse.Namespace(profile=None, json=False)) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{status:<8} torch  2.13.0"
+    assert ("-> do this" in lines[1]) == (status != OK)
+    assert lines[-1].startswith("training cannot run here" if code else "training can run here")
+    assert cli_doctor.run(argparse.Namespace(profile=None, json=True)) == code
+    assert json.loads(capsys.readouterr().out)[0]["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("machine_name", "source", "status"),
+    [("NVIDIA H100", "measured", OK), ("NVIDIA A100", "measured", WARNING), ("NVIDIA H100", "analytic", WARNING)],
+)
+def test_a_profile_fits_where_it_was_measured(monkeypatch, machine_name, source, status):
+    from megatron_epp.cost.library import load_costs
+
+    profile = load_costs("llama3-8b-h100")
+    shipped = type(profile).from_json(profile.to_json())
+    shipped.origin.update(machine=machine_name, source=source)
+    monkeypatch.setattr(cli_doctor, "load_costs", lambda name: shipped)
+    (found,) = cli_doctor._profile("some.json", fake_torch(True), True)
+    assert found.status == status
+    assert ("megatron-epp profile" in found.todo) == (status == WARNING)
+
+
+def test_a_profile_that_cannot_be_read_is_a_problem(tmp_path):
+    (found,) = cli_doctor._profile(str(tmp_path / "none.json"), None, False)
+    assert found.status == PROBLEM
+    assert "none.json" in found.found
