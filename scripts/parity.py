@@ -6,9 +6,10 @@
     python scripts/parity.py --matrix full                                every cell
 
 In fp32 on CPU, processes of this machine over gloo, dropout off. "Stock" is Megatron's schedule and attention, one document per
-microbatch, with --context-parallel-size 1. Where one cell is compared, stock saves a checkpoint ahead of its first step and the
-run with plans loads it. Prints the largest relative differences of losses (reported, and on held-out documents), gradients
-(first and last iteration) and parameters; the exit code is 1 where one exceeds 1e-5 or a run fails, 2 for what cannot be run.
+microbatch, with --context-parallel-size 1. Where one cell is compared, or stages are placed as stock cannot place them, stock
+saves a checkpoint ahead of its first step and the run with plans loads it. Prints the largest relative differences of losses
+(reported, and on held-out documents), gradients (first and last iteration) and parameters; the exit code is 1 where one exceeds
+1e-5 or a run fails, 2 for what cannot be run.
 """
 
 from __future__ import annotations
@@ -100,8 +101,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _missing(args: argparse.Namespace) -> str | None:
     asked = {
-        f"--virtual {args.virtual}": args.virtual > 1,
-        f"--placement {args.placement}": args.placement != "looped",
         f"--experts {args.experts}": args.experts > 0,
         f"--ep {args.ep}": args.ep > 1,
     }
@@ -116,7 +115,8 @@ def _what(args: argparse.Namespace) -> tuple[dict[str, Case], Setting]:
     if args.matrix is not None:
         rows = covering_rows() if args.matrix == "pairs" else full_rows()
         return {str(row): row.case for row in rows}, setting
-    cell = Cell(tp=args.tp, sp=args.sp, cp=args.cp, dp=args.dp, pp=args.pp, split=args.split_weight_gradient)
+    sizes = {name: getattr(args, name) for name in ("tp", "sp", "cp", "dp", "pp", "virtual", "placement")}
+    cell = Cell(**sizes, split=args.split_weight_gradient)
     if args.lengths is not None:
         lengths = _lengths(args.lengths)
         # Megatron wants a context that the ranks which share tokens can divide, ours in two even.
@@ -168,12 +168,15 @@ def _trainings(cases: dict[str, Case], setting: Setting, folder: Path) -> tuple[
 
     common = common_flags(setting.iterations, setting.context, setting.batch, setting.validates)
     common += ["--data-path", write_documents(folder / "documents", setting.lengths, VOCABULARY)]
-    checkpoint = folder / "checkpoint" if setting.checkpoint else None
-    load = () if checkpoint is None else ("--load", str(checkpoint), "--finetune")
-    stock = {
-        name: Training(case.cell.stock.num_processes, case.stock_flags(common), checkpoint) for name, case in cases.items()
-    }
-    elastic = {name: Training(case.cell.num_processes, (*case.elastic_flags(common), *load)) for name, case in cases.items()}
+    stock_flags = {name: case.stock_flags(common) for name, case in cases.items()}
+    loading = dict.fromkeys(stock_flags[name] for name, case in cases.items() if setting.checkpoint or case.loads)
+    saved = {flags: folder / f"checkpoint{number}" for number, flags in enumerate(loading)}
+    stock, elastic = {}, {}
+    for name, case in cases.items():
+        flags, cell = stock_flags[name], case.cell
+        stock[name] = Training(cell.stock.num_processes, flags, saved.get(flags))
+        load = ("--load", str(saved[flags]), "--finetune") if setting.checkpoint or case.loads else ()
+        elastic[name] = Training(cell.num_processes, (*case.elastic_flags(common), *load))
     return stock, elastic
 
 

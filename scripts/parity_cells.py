@@ -52,6 +52,8 @@ class Cell:
         cp: ranks that share the tokens.
         dp: ranks that share the documents.
         pp: ranks that share the layers.
+        virtual: stages of each of these.
+        placement: of several stages.
         split: weight gradients are actions of their own.
     """
 
@@ -60,12 +62,16 @@ class Cell:
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    virtual: int = 1
+    placement: str = "looped"
     split: bool = False
 
     def __str__(self) -> str:
         names = [f"{name}{size}" for name in ("tp", "cp", "dp", "pp") if (size := getattr(self, name)) > 1]
         if self.sp:
             names.insert(1, "sp")
+        if self.virtual > 1:
+            names.append(f"{self.placement}{self.virtual}")
         if self.split:
             names.append("split")
         return " ".join(names) or "alone"
@@ -78,12 +84,17 @@ class Cell:
     def flags(self) -> list[str]:
         sizes = {"tensor-model": self.tp, "context": self.cp, "pipeline-model": self.pp}
         flags = [word for name, size in sizes.items() if size > 1 for word in (f"--{name}-parallel-size", str(size))]
+        if self.virtual > 1:
+            flags += ["--num-virtual-stages-per-pipeline-rank", str(self.virtual), "--epp-placement", self.placement]
         return flags + ["--sequence-parallel"] * self.sp + ["--epp-split-weight-gradient"] * self.split
 
     @property
     def stock(self) -> Cell:
-        """What Megatron's own schedule runs beside it: its attention cannot share out tokens on a CPU, so there cp is 1."""
-        return replace(self, cp=1, split=False)
+        """What Megatron's own schedule runs beside it. Its attention cannot share out tokens on a CPU, so there cp is 1. It
+        knows only the looped placement, so any other is compared with one stage per rank.
+        """
+        stages = {} if self.placement == "looped" else {"virtual": 1, "placement": "looped"}
+        return replace(self, cp=1, split=False, **stages)
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,11 @@ class Case:
     model: str
     plan: str
     optimizer: str = ""
+
+    @property
+    def loads(self) -> bool:
+        """Stock places stages elsewhere, and so would begin with other weights: it saves them for the run with plans."""
+        return self.cell.placement != self.cell.stock.placement
 
     def stock_flags(self, common: Iterable[str]) -> tuple[str, ...]:
         return (*common, *shlex.split(MODELS[self.model]), *self.cell.stock.flags, "--epp-schedule", "stock")
@@ -122,13 +138,13 @@ def common_flags(iterations: int, context: int, batch: int, validates: bool) -> 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
 
-_SIZES = ("tp", "cp", "dp", "pp", "split")
+_SIZES = ("tp", "cp", "dp", "pp", "stages", "split")
 _TOGETHER = {
     frozenset(pair)
     for pair in (
         *itertools.combinations(_SIZES, 2),
-        *itertools.product(("optimizer",), ("cp", "dp", "split")),
-        *itertools.product(("model", "plan"), ("tp", "cp", "pp", "split")),
+        *itertools.product(("optimizer",), ("cp", "dp", "stages", "split")),
+        *itertools.product(("model", "plan"), ("tp", "cp", "pp", "stages", "split")),
     )
 }
 """Choices that must meet. The others have nothing to do with each other."""
@@ -155,16 +171,22 @@ class Row:
         """Every two choices that meet in it."""
         cell = self.cell
         sizes = {"tp": f"{cell.tp}{' sp' if cell.sp else ''}", "cp": str(cell.cp), "dp": str(cell.dp), "pp": str(cell.pp)}
-        sizes["split"] = str(cell.split)
+        sizes |= {"stages": f"{cell.virtual} {cell.placement}", "split": str(cell.split)}
         choices = sizes | {"model": self.model, "optimizer": self.optimizer, "plan": self.plan}
         pairs = itertools.combinations(choices.items(), 2)
         return {pair for pair in pairs if frozenset(name for name, _ in pair) in _TOGETHER}
 
 
 def all_cells() -> list[Cell]:
-    """Every cell of the matrix, smallest first. With one stage no plan gains by splitting, so none does."""
-    sizes = itertools.product(((1, False), (2, False), (2, True)), (1, 2), (1, 2), (1, 2, 4), (False, True))
-    cells = [Cell(tp=tp, sp=sp, cp=cp, dp=dp, pp=pp, split=split) for (tp, sp), cp, dp, pp, split in sizes]
+    """Every cell of the matrix, smallest first. With one stage no plan gains by splitting, so none does. Four layers are enough
+    for two stages on each of two ranks.
+    """
+    pipelines = ((1, 1, "looped"), (2, 1, "looped"), (4, 1, "looped"), (2, 2, "looped"), (2, 2, "v"))
+    sizes = itertools.product(((1, False), (2, False), (2, True)), (1, 2), (1, 2), pipelines, (False, True))
+    cells = [
+        Cell(tp=tp, sp=sp, cp=cp, dp=dp, pp=pp, virtual=virtual, placement=placement, split=split)
+        for (tp, sp), cp, dp, (pp, virtual, placement), split in sizes
+    ]
     possible = [cell for cell in cells if cell.num_processes <= MOST_PROCESSES and (cell.pp > 1 or not cell.split)]
     return sorted(possible, key=lambda cell: cell.num_processes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 import re
 import sys
@@ -34,7 +35,7 @@ class Run:
         gradients: of the first iteration and of the last, as the optimizer gets them.
         final: parameters after the last step.
         plans: of the training iterations, as executed; none under Megatron's schedules.
-        attention: the class that core attention had.
+        attention: the class that core attention had; empty where there was none.
     """
 
     shard: int = 0
@@ -102,7 +103,8 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
         if not run.initial:
             run.shard = mpu.get_tensor_model_parallel_rank()
             run.initial = {name: p.detach().clone() for name, p in parameters(model)}
-            run.attention = next(type(m).__name__ for n, m in model[0].named_modules() if n.endswith("core_attention"))
+            modules = itertools.chain.from_iterable(chunk.named_modules() for chunk in model)
+            run.attention = next((type(m).__name__ for name, m in modules if name.endswith("core_attention")), "")
             if checkpoint is not None:
                 save(checkpoint, model, optimizer, scheduler)
         answer = step(forward_step, data, model, optimizer, scheduler, config, recorded_passes, **named)
@@ -141,12 +143,16 @@ def save(folder: Path, model: Any, optimizer: Any, scheduler: Any) -> None:
 
 
 def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """All parameters of a rank, with layers numbered through the whole model."""
+    """All parameters of a rank, with layers numbered through the whole model. A copy has the name of what it copies: the output
+    layer's weight, where it is tied to the embedding's and on another rank.
+    """
     from megatron.core.utils import get_attr_wrapped_model
 
     for chunk in model:
         numbers = [layer.layer_number - 1 for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for name, parameter in chunk.named_parameters():
+            if getattr(parameter, "shared", False):
+                name = name.replace("output_layer", "embedding.word_embeddings")
             yield re.sub(r"\.layers\.(\d+)\.", lambda m: f".layers.{numbers[int(m[1])]}.", name), parameter  # noqa: B023
 
 
@@ -192,7 +198,7 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
     validation = next((run.validation for run in stock if run.validation), [])
     replicas = {tuple(map(digest, run.plans)): run.plans for run in elastic}
     return {
-        "attention": sorted({f"{a.attention}, {b.attention}" for a in stock for b in elastic}),
+        "attention": sorted({f"{a.attention}, {b.attention}" for a in stock for b in elastic if a.attention and b.attention}),
         "num_losses": [len(losses), len(validation)],
         "losses": max(_apart(losses, run.losses) for run in elastic if run.losses),
         "learned": losses[0] - losses[-1],
@@ -230,7 +236,9 @@ def _furthest(tensors: list[tuple[str, Tensor, Tensor]]) -> dict[str, Any]:
 
 
 def contents(plan: Plan) -> dict[str, Any]:
-    """What a plan did with the documents: slices of the longest, kinds of chunks, shares of layers that recompute, padding."""
+    """What a plan did with the documents: slices of the longest, kinds of chunks, shares of layers that recompute, padding, and
+    where its stages were.
+    """
     longest = max(range(len(plan.lengths)), key=plan.lengths.__getitem__)
     pieces = [segment.sequence for chunk in plan.chunks for segment in chunk.segments]
     counts = {(n, layers) for row, layers in zip(plan.recompute_layers, plan.num_layers, strict=True) for n in row}
@@ -243,6 +251,7 @@ def contents(plan: Plan) -> dict[str, Any]:
         "weights": sum(action.op is Op.W for rank in range(plan.num_ranks) for action in plan.actions(rank)),
         "padding": sum(map(plan.padded_tokens, range(len(plan.chunks)))) - plan.num_tokens,
         "token_multiple": plan.token_multiple,
+        "placement": list(plan.placement),
     }
 
 

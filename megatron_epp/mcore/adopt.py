@@ -17,6 +17,7 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from megatron.training import global_vars
 
+from megatron_epp.mcore import model_chunks
 from megatron_epp.mcore.layer_spec import relayed
 from megatron_epp.mcore.layout import check_pattern
 from megatron_epp.mcore.linear import split_weight_gradients
@@ -39,8 +40,14 @@ def adopting(original: Callable[..., None]) -> Callable[..., None]:
             return
         call = signature.bind(self, *rest, **named)
         if "transformer_layer_spec" not in call.arguments:  # a hybrid model
+            if args.epp_placement != "looped":
+                raise EppError(
+                    f"--epp-placement {args.epp_placement} is for GPTModel; leave it out for a {type(self).__name__}"
+                )
             check_pattern(call.arguments.get("hybrid_layer_pattern") or call.arguments.get("hybrid_override_pattern"))
         call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
+        if args.epp_placement != "looped":
+            call.arguments |= model_chunks.ends(args, call.arguments.get("vp_stage"))
         original(*call.args, **call.kwargs)
         _finish(self, args)
 
@@ -59,6 +66,8 @@ def _finish(model: torch.nn.Module, args: argparse.Namespace) -> None:
     if rotary is not None:
         shard, num_shards = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
         model.rotary_pos_emb = PositionedRotary(rotary, shard, num_shards)
+    if args.epp_placement != "looped":
+        model_chunks.tie(model, args)
     if args.epp_split_weight_gradient:
         split_weight_gradients([model])
     model.has_relay = True

@@ -6,14 +6,11 @@ import argparse
 import logging
 from typing import Any, NamedTuple
 
+from megatron_epp.mcore.errors import ArgumentError
 from megatron_epp.mcore.layout import check_layout, check_pattern
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.stage_flags import check_stages
 
 logger = logging.getLogger(__name__)
-
-
-class ArgumentError(EppError):
-    """Flags that do not go together. The message names them."""
 
 
 def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -59,6 +56,14 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="auto|N",
         help="Layers per stage that recompute in backward: auto (as few as the cap allows, per stage and chunk) or a number. "
         "Takes the place of --recompute-granularity and its kin.",
+    )
+    add(
+        "--epp-placement",
+        choices=["looped", "v"],
+        default="looped",
+        help="Where stages go when a rank has several (--num-virtual-stages-per-pipeline-rank and its kin). looped: round the "
+        "ranks again and again, as in Megatron's interleaved pipelines; v: there and back again, so that of two stages on each "
+        "the first rank has the first and the last (default: looped).",
     )
     add(
         "--epp-split-weight-gradient",
@@ -139,9 +144,6 @@ _CONFLICTS = (
     *map(
         _Conflict,
         (
-            "--num-layers-per-virtual-pipeline-stage",
-            "--num-virtual-stages-per-pipeline-rank",
-            "--pipeline-model-parallel-layout",
             "--experimental-attention-variant",
             "--log-max-attention-logit",
             "--window-size",
@@ -155,6 +157,7 @@ _CONFLICTS = (
             "--delay-wgrad-compute",
             "--defer-embedding-wgrad-compute",
             "--overlap-moe-expert-parallel-comm",
+            "--overlap-param-gather-with-optimizer-step",
             "--enable-cuda-graph",
             "--external-cuda-graph",
             "--heterogeneous-layers-config-path",
@@ -243,6 +246,7 @@ def _check_values(args: argparse.Namespace) -> None:
             f"raise it to {needed}, or lower --epp-slices"
         )
     _check_context_parallel(args)
+    check_stages(args)
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
     if args.epp_recompute != "auto" and args.epp_planner == "milp":

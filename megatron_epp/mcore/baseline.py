@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays, GlobalBatch
@@ -56,10 +56,11 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
     def forward_backward(**call: Any) -> Any:
         session = sessions.current()
         args = session.args
-        model = call["model"][0] if isinstance(call["model"], list) else call["model"]
-        config = get_model_config(model)
-        session.attach(model, config)
-        batch = next(call["data_iterator"])
+        models = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        iterators = call["data_iterator"]
+        config = get_model_config(models[0])
+        session.attach(models, config)
+        batch = next(iterators[0] if isinstance(iterators, list) else iterators)
         chunks = microbatches(batch.lengths, args.epp_schedule, args.seq_length)
         fixed = args.epp_schedule in ("padded", "packed")
         # Megatron sets this flag to False whatever the user says, and reads it at every message.
@@ -70,9 +71,10 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not call["forward_only"]:
             count_tokens(batch)
         report = IterationReport.begin(session, batch, call["forward_only"])
+        data = [_arrays(batch, chunks, args.seq_length if fixed else token_multiple(args)) for _ in models]
         call |= {
             "forward_step_func": forward_step,
-            "data_iterator": _arrays(batch, chunks, args.seq_length if fixed else token_multiple(args)),
+            "data_iterator": data if len(data) > 1 else data[0],
             "num_microbatches": len(chunks),
         }
         with report.measuring():
@@ -93,9 +95,9 @@ def forward_step(
 ) -> tuple[Tensor, Callable[..., Any]]:
     """One microbatch through this stage, as Megatron's schedules ask for it."""
     session = sessions.current()
-    assert session.stage is not None
+    stage = session.placement.stages(session.rank)[get_attr_wrapped_model(model, "vp_stage") or 0]
     chunk, arrays = next(data_iterator)
-    inputs = session.stage.inputs(arrays)
+    inputs = session.stages[stage].inputs(arrays)
     if session.args.epp_schedule == "stock":
         params = None
     else:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise, repeat
 from pathlib import Path
 
 import torch
@@ -27,7 +28,9 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "epp_costs.json"
 
 
-def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links, rank: int) -> PipelineCosts:
+def pipeline_costs(
+    args: argparse.Namespace, stages: Mapping[int, MegatronStage], links: Links, placement: Sequence[int]
+) -> PipelineCosts:
     """Costs of the whole pipeline, the same on every rank of the run: replicas divide batches by them.
 
     Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run.
@@ -37,30 +40,31 @@ def pipeline_costs(args: argparse.Namespace, stage: MegatronStage, links: Links,
 
     Args:
         args: Megatron's arguments.
-        stage: this rank's stage.
+        stages: this rank's, by number.
         links: of this pipeline.
-        rank: of the stage in the pipeline.
+        placement: the rank of every stage.
     """
     source = _stored(args)
     stored = None if source is None else load_costs(str(source))
     if isinstance(stored, PipelineCosts):
-        return _of_first(_check(stored, str(source), len(links.ranks)))
+        return _of_first(_check(stored, str(source), len(placement)))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
-    base = profile.costs(gathered(stage.num_layers, links))
+    base = profile.costs(_by_stage({number: stage.num_layers for number, stage in stages.items()}, links))
     link = Link(base.message_latency_us, base.message_us_per_byte)
-    with _undisturbed(stage):
-        mine = measure_bytes(stage, base.stages[rank])
-        mine = replace(mine, static_bytes=_static_bytes(args, stage))
-        if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16):
-            mine = _with_wide_gradients(mine)
+    mine: dict[int, StageCosts] = {}
+    with _undisturbed(stages.values()):
+        for number, stage in stages.items():
+            costs = replace(measure_bytes(stage, base.stages[number]), static_bytes=_static_bytes(args, stage))
+            if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16):
+                costs = _with_wide_gradients(costs)
+            mine[number] = measure_times(stage, costs, args.seq_length) if args.epp_costs == "measure" else costs
         if args.epp_costs == "measure":
-            mine = measure_times(stage, mine, args.seq_length)
-            link = measure_link(stage, links, rank)
+            link = measure_link(next(iter(stages.values())), links, links.position)
     link = gathered(link, links)[0]
-    stages = tuple(_with_messages(stage, link, neighbours) for stage, neighbours in _with_neighbours(gathered(mine, links)))
+    found = tuple(map(_with_messages, _by_stage(mine, links), repeat(link), _neighbours(placement)))
     name = "measured" if args.epp_costs == "measure" else base.name
     latency_us, us_per_byte, _ = link
-    costs = _of_first(replace(base, stages=stages, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte))
+    costs = _of_first(replace(base, stages=found, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte))
     if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
         os.makedirs(args.save, exist_ok=True)
         Path(args.save, FILE_NAME).write_text(costs.to_json())
@@ -117,9 +121,10 @@ def _with_wide_gradients(costs: StageCosts) -> StageCosts:
     )
 
 
-def _with_neighbours(stages: list[StageCosts]) -> list[tuple[StageCosts, int]]:
-    last = len(stages) - 1
-    return [(costs, (stage > 0) + (stage < last)) for stage, costs in enumerate(stages)]
+def _neighbours(placement: Sequence[int]) -> list[int]:
+    """Of every stage, those on other ranks."""
+    apart = [0, *(int(here != there) for here, there in pairwise(placement)), 0]
+    return [before + after for before, after in pairwise(apart)]
 
 
 def _with_messages(costs: StageCosts, link: Link, neighbours: int) -> StageCosts:
@@ -134,16 +139,20 @@ def _check(costs: PipelineCosts, source: str, num_stages: int) -> PipelineCosts:
     return costs
 
 
+def _by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:
+    """One value per stage of the pipeline, from those of every rank's stages."""
+    everyone = {number: value for values in gathered(mine, links) for number, value in values.items()}
+    return tuple(everyone[number] for number in sorted(everyone))
+
+
 def gathered[T](mine: T, links: Links) -> list[T]:
     """One value per pipeline rank, taken from the first of the ranks that share its layers, in pipeline order."""
-    pipeline = dist.get_process_group_ranks(links.activations)
-    position = pipeline.index(dist.get_rank())
     everyone: list[tuple[int, int, T] | None] = [None] * dist.get_world_size(links.control)
-    dist.all_gather_object(everyone, (position, dist.get_rank(), mine), group=links.control)
+    dist.all_gather_object(everyone, (links.position, dist.get_rank(), mine), group=links.control)
     found: dict[int, T] = {}
     for entry in sorted((e for e in everyone if e is not None), key=lambda e: e[:2]):
         found.setdefault(entry[0], entry[2])
-    return [found[i] for i in range(len(pipeline))]
+    return [found[i] for i in range(len(links.ranks))]
 
 
 def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
@@ -156,19 +165,19 @@ def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
 
 
 @contextmanager
-def _undisturbed(stage: MegatronStage) -> Iterator[None]:
+def _undisturbed(stages: Iterable[MegatronStage]) -> Iterator[None]:
     """Leave random states and gradients as they were."""
     cpu, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    no_sync = getattr(stage.model, "no_sync", None)
-    with torch.enable_grad():
-        if no_sync is not None:
-            with no_sync():
-                yield
-        else:
-            yield
-    if hasattr(stage.model, "zero_grad_buffer"):
-        stage.model.zero_grad_buffer()
+    models = [stage.model for stage in stages]
+    with torch.enable_grad(), ExitStack() as held:
+        for model in models:
+            if hasattr(model, "no_sync"):
+                held.enter_context(model.no_sync())
+        yield
+    for model in models:
+        if hasattr(model, "zero_grad_buffer"):
+            model.zero_grad_buffer()
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)

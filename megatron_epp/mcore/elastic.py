@@ -17,6 +17,8 @@ from megatron_epp.mcore.schedule import forward_backward_elastic
 
 def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Iterators of global batches for train, validation and test, in the place of Megatron's datasets."""
+    if vp_stage:  # a rank's chunks run from one batch, which the iterator of the first one gives
+        return None, None, None
     args = get_args()
     session = sessions.start(args)
     elastic = args.epp_schedule == "elastic"
@@ -28,9 +30,6 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
         mpu.get_data_parallel_world_size(),
         num_samples,
     )
-
-
-provide_documents.is_distributed = True  # type: ignore[attr-defined]  # every rank reads lengths, so every rank builds them
 
 
 def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:

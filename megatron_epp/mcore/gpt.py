@@ -96,9 +96,10 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
 
 
 def pretrain() -> None:
-    """Train as the command line says, through `megatron.training.pretrain` as it is patched at this moment.
+    """Train the GPTModel, or with `--hybrid-layer-pattern` the HybridModel, that the command line describes.
 
-    Up to 0.17 Megatron parses the command line in there; up to 0.18 it has the model built by a function, then by a config.
+    It goes through `megatron.training.pretrain` as it is patched at this moment. Up to 0.17 Megatron parses the command line in
+    there; up to 0.18 it has the model built by a function, then by a config.
     """
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}
     kind = ModelType.encoder_or_decoder
@@ -110,5 +111,7 @@ def pretrain() -> None:
         config = argument_utils.pretrain_cfg_container_from_args(args)
         training.pretrain(config, build_datasets, build_model, kind, forward_step)
         return
-    config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
+    is_hybrid = args.hybrid_layer_pattern is not None
+    describe = argument_utils.hybrid_config_from_args if is_hybrid else argument_utils.gpt_config_from_args
+    config = argument_utils.pretrain_cfg_container_from_args(args, describe(args))
     training.pretrain(config, build_datasets, kind, forward_step)

@@ -15,6 +15,8 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 
+from megatron_epp.schedule import EppError
+
 
 def build_model(
     pre_process: bool = True,
@@ -25,6 +27,11 @@ def build_model(
 ) -> torch.nn.Module:
     """One model chunk as the command line describes it. The signature is that of Megatron's ``model_provider``."""
     args = get_args()
+    if args.hybrid_layer_pattern is not None:
+        raise EppError(
+            "--hybrid-layer-pattern: with this release of Megatron only your own script builds hybrid models; start it with "
+            "-m megatron_epp.run"
+        )
     config = config or core_transformer_config_from_args(args)
     return GPTModel(
         config=config,

@@ -49,6 +49,37 @@ def _adopt(original: Callable[..., None]) -> Callable[..., None]:
     return adopting(original)
 
 
+def _place(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        from megatron.training import global_vars
+
+        original(self)
+        args = global_vars._GLOBAL_ARGS
+        if getattr(args, "epp", False) and args.epp_placement != "looped":
+            from megatron_epp.mcore.model_chunks import place
+
+            place(self, args)
+
+    return __post_init__
+
+
+def _embedding_ranks(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    @functools.wraps(original)
+    def default_embedding_ranks(pp_ranks: list[int], *rest: Any) -> list[int]:
+        from megatron.training import global_vars
+
+        args = global_vars._GLOBAL_ARGS
+        if getattr(args, "epp", False) and args.epp_placement != "looped":
+            from megatron_epp.mcore.placement import Placement
+
+            if Placement.of(args).ends_meet:
+                return pp_ranks[:1]
+        return original(pp_ranks, *rest)
+
+    return default_embedding_ranks
+
+
 def _train_on_documents(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def build_train_valid_test_data_iterators(provider: Any, *rest: Any, **named: Any) -> Any:
@@ -58,7 +89,10 @@ def _train_on_documents(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(provider, *rest, **named)
         from megatron_epp.mcore.elastic import provide_documents
 
-        return original(provide_documents, *rest, **named)
+        chunk = getattr(provider, "keywords", {}).get("vp_stage")  # Megatron asks once for each of a rank's model chunks
+        ours = functools.partial(provide_documents, vp_stage=chunk)
+        ours.is_distributed = True  # type: ignore[attr-defined]  # every rank reads lengths, so every rank builds them
+        return original(ours, *rest, **named)
 
     return build_train_valid_test_data_iterators
 
@@ -100,6 +134,18 @@ PATCHES = (
     Patch("megatron.core.models.mamba.mamba_model:MambaModel.__init__", _adopt, _OUR_ATTENTION, wraps=True, versions="<0.18"),
     Patch(
         "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__", _adopt, _OUR_ATTENTION, wraps=True, versions=">=0.18"
+    ),
+    Patch(
+        "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        _place,
+        "with --epp-placement, shares out layers by it",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.core.parallel_state:default_embedding_ranks",
+        _embedding_ranks,
+        "with --epp-placement, keeps the embedding on one rank where the first has the last stage too",
+        wraps=True,
     ),
     Patch(
         "megatron.training.training:build_train_valid_test_data_iterators",

@@ -16,20 +16,9 @@ _REFUSED_LAYERS = {
 }
 """By symbol of `--hybrid-layer-pattern`. Of attention (``*``) and MLP (``-``) layers slices hand on all there is."""
 
-_UNEVEN = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-)
-"""Arguments with which Megatron shares out layers in another way than evenly, and checks for itself."""
-
 
 def check_layout(args: argparse.Namespace) -> None:
-    """Raise `EppError`, with the flags and numbers, where the processes, layers or sequences of a run do not divide."""
+    """Raise `EppError`, with the flags and numbers, where the processes or sequences of a run do not divide."""
     replica, names = 1, []
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         replica *= getattr(args, name)
@@ -45,12 +34,6 @@ def check_layout(args: argparse.Namespace) -> None:
         raise EppError(
             f"--global-batch-size {batch} does not divide over {replicas} data-parallel replicas ({args.world_size} processes, "
             f"{replica} each): make it a multiple of {replicas}"
-        )
-    layers, stages = args.num_layers, args.pipeline_model_parallel_size
-    if layers is not None and layers % stages != 0 and not any(getattr(args, name, None) for name in _UNEVEN):
-        raise EppError(
-            f"--num-layers {layers} cannot be shared evenly by --pipeline-model-parallel-size {stages}: make it a multiple of "
-            f"{stages}, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
         )
 
 

@@ -9,27 +9,40 @@ from torch import Tensor
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum the losses of the unmasked tokens.
+    """Sum the losses of the unmasked tokens of a microbatch, and check the sum.
 
     Args:
         loss_mask: 1 for tokens that count, any shape.
         losses: loss per token, as many values.
 
     Returns:
-        the sum, the number of tokens (int32), and both as the report Megatron averages and logs. A NaN or infinity is handed to
-        Megatron's rerun machine, which ends the run or tries again as `--rerun-mode` says.
+        the sum, the number of tokens (int32), and both as the report Megatron averages and logs.
     """
+    loss, num_tokens, report = summed_loss(loss_mask, losses)
+    check_loss(loss, "this microbatch")
+    return loss, num_tokens, {"lm loss": report}
+
+
+def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `token_loss` does, unchecked: the sum, the number of tokens, and both in one tensor without history."""
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, torch.stack([loss.detach(), num_tokens.to(loss.dtype)])
+
+
+def check_loss(loss: Tensor, whose: str) -> None:
+    """Hand a NaN or infinity to Megatron's rerun machine, which ends the run or tries again as `--rerun-mode` says.
+
+    The host waits for the loss here.
+    """
     if get_args().check_for_nan_in_loss_and_grad:
         machine = get_rerun_state_machine()
         for rejection, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
             machine.validate_result(
                 result=loss,
                 rejection_func=rejection,
-                message=f"found {name} in the loss of this microbatch",
+                message=f"found {name} in the loss of {whose}",
                 tolerance=0.0,
                 fatal=True,
             )
-    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}

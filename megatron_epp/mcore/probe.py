@@ -45,9 +45,12 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     if layers == 0:
         return replace(costs, extra_bytes_per_token=kept, head_bytes_per_token=0.0)
     made = _kept_and_peak(stage, layers - 1)[0] - kept
+    per_layer = made
+    if len({type(layer) for layer in stage.decoder.layers}) > 1:  # a hybrid model's attention and MLP layers
+        per_layer = (_kept_and_peak(stage, 0)[0] - kept) / layers
     return replace(
         costs,
-        layer_bytes_per_token=costs.recomputed_layer_bytes_per_token + made,
+        layer_bytes_per_token=costs.recomputed_layer_bytes_per_token + per_layer,
         extra_bytes_per_token=max(0.0, kept - layers * costs.recomputed_layer_bytes_per_token),
         head_bytes_per_token=max(0.0, made - (peak - kept)),
     )
@@ -123,7 +126,7 @@ def by_place(stage: MegatronStage, kept: list[Kept]) -> tuple[list[Kept], list[K
 
 def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
     """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
-    meter = SavedTensorMeter(stage.model.parameters())
+    meter = SavedTensorMeter(stage.parameters)
     chunk = _bytes_chunk(stage)
     tokens = chunk.num_tokens
     with meter:
@@ -135,7 +138,7 @@ def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, 
 
 def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
     """Bytes per token that a backward keeps for the weight gradients of the layers, and for all."""
-    meter = SavedTensorMeter(stage.model.parameters())
+    meter = SavedTensorMeter(stage.parameters)
     chunk = _bytes_chunk(stage)
     with meter:
         _, output, context = forward(stage, chunk)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,15 @@ class IterationReport:
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
         """Start an iteration. Evaluation is not reported."""
-        args, stage = session.args, session.stage
-        assert stage is not None
+        args, stages = session.args, session.stages.values()
         if not forward_only:
             session.iteration += 1
         due = session.iteration % min(args.log_interval, args.tensorboard_log_interval) == 0
         collects = (args.epp_report_dir is not None or (due and batch.plan is not None)) and not forward_only
         meter = None
         if args.epp_measure_memory and not forward_only:
-            meter = SavedTensorMeter(stage.model.parameters(), lambda: stage.relay.num_bytes)
+            parameters = chain.from_iterable(stage.parameters for stage in stages)
+            meter = SavedTensorMeter(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
         recorder, now_s = Recorder(enabled=collects), time.perf_counter()
         return IterationReport(session, batch, session.iteration, recorder, meter, collects, now_s, session.plan_wait_us)
 
@@ -73,7 +73,7 @@ class IterationReport:
         """Gather the ranks' figures, log them, append a line to ``iterations.jsonl``, write plan and trace where asked for.
 
         Args:
-            loss: on the last stage ``[sum, tokens]``, None elsewhere.
+            loss: on the last rank ``[sum, tokens]``, None elsewhere.
         """
         if not self.collects:
             return

@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -17,7 +19,6 @@ from megatron_epp.mcore import session as sessions
 from megatron_epp.mcore.reduction import Reduction
 from megatron_epp.mcore.report import IterationReport, count_tokens
 from megatron_epp.mcore.session import Session
-from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.schedule import EppError
 
@@ -44,8 +45,8 @@ def forward_backward_elastic(
     """Run one iteration by its plan. The signature is that of Megatron's pipeline schedules.
 
     Args:
-        data_iterator: yields one `GlobalBatch` per call.
-        model: the model, or a list of one.
+        data_iterator: yields one `GlobalBatch` per call; of a list, one for each model chunk, the first one does.
+        model: the model chunk, or a list of all of this rank's.
         num_microbatches: sequences per replica on average; how many a replica gets is the division's affair, and how they are
             cut and packed the plan's.
         forward_only: an evaluation step.
@@ -53,42 +54,68 @@ def forward_backward_elastic(
     The others are taken as Megatron passes them; `forward_step_func` is not called, since a chunk is not a batch it knows.
 
     Returns:
-        on the last stage one report, ``{"lm loss": [sum, tokens]}``; elsewhere an empty list.
+        on the last rank one report, ``{"lm loss": [sum, tokens]}``; elsewhere an empty list.
     """
     if collect_non_loss_data:
         raise EppError("--epp does not collect non-loss data: leave out process_non_loss_data_func")
-    model, data_iterator = _only(model), _only(data_iterator)
-    config = get_model_config(model)
+    models = model if isinstance(model, list) else [model]
+    batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+    config = get_model_config(models[0])
     session = sessions.current()
-    stage = session.attach(model, config)
+    session.attach(models, config)
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    batch = _next_batch(data_iterator, num_microbatches, session)
+    batch = _next_batch(batches, num_microbatches, session)
     if not forward_only:
         count_tokens(batch)
     report = IterationReport.begin(session, batch, forward_only)
-    splits = session.args.epp_split_weight_gradient
-    with Reduction(config, [model], session.rank == 0, splits) as reduction:
-        stage.begin(batch.chunk, partial(reduction.before_last_gradient, 0), partial(reduction.after_last_gradient, 0))
-        assert batch.plan is not None
-        executor = Executor(batch.plan, session.rank, {session.rank: stage}, session.links, report.recorder, session.watchdog)
-        with report.measuring(), torch.set_grad_enabled(not forward_only):
-            executor.run()
+    _run(session, models, config, batch, report)
     with session.watchdog.watch(lambda: f"rank {session.rank} waits for gradient finalisation (--epp-wait-limit-seconds)"):
-        if not forward_only:
-            _finalize(config, model, stage, pg_collection, force_all_reduce)
+        loss, num_tokens = _hand_on(session)
+        if not forward_only and config.finalize_model_grads_func is not None:
+            if pg_collection is None:
+                pg_collection = _process_groups(models[0])
+            # Data-parallel and embedding reductions, and the division by the number of tokens.
+            config.finalize_model_grads_func(models, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     if config.timers is not None:
         config.timers("forward-backward").stop()
-    report.finish(stage.loss_report)
-    return [] if stage.loss_report is None else [{"lm loss": stage.loss_report}]
+    report.finish(loss)
+    return [] if loss is None else [{"lm loss": loss}]
 
 
-def _only(item: Any) -> Any:
-    if not isinstance(item, list):
-        return item
-    if len(item) != 1:
-        raise EppError(f"--epp runs one model chunk per rank, not {len(item)}: leave out the virtual pipeline flags")
-    return item[0]
+def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: GlobalBatch, report: IterationReport) -> None:
+    """Execute this rank's part of the batch's plan."""
+    assert batch.plan is not None
+    splits = session.args.epp_split_weight_gradient
+    with Reduction(config, models, session.rank == 0, splits) as reduction:
+        for index, stage in enumerate(session.stages.values()):
+            stage.begin(
+                batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.after_last_gradient, index)
+            )
+        executor = Executor(batch.plan, session.rank, session.stages, session.links, report.recorder, session.watchdog)
+        with report.measuring(), torch.set_grad_enabled(not batch.plan.forward_only):
+            executor.run()
+        for stage in session.stages.values():
+            stage.check()
+
+
+def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The loss report and the number of tokens, on the last rank, where Megatron looks for them; from wherever the last stage
+    is. Elsewhere None and 0.
+    """
+    placement, (any_stage, *_) = session.placement, session.stages.values()
+    device = any_stage.message(1)[2]
+    loss, num_tokens = torch.zeros(2, device=device), torch.zeros([], dtype=torch.int, device=device)
+    last = session.stages.get(placement.num_stages - 1)
+    if last is not None:
+        assert last.loss_report is not None
+        assert last.total_tokens is not None
+        loss, num_tokens = last.loss_report, last.total_tokens
+    if placement.ends_meet:
+        group = mpu.get_pipeline_model_parallel_group()
+        for values in (loss, num_tokens):
+            dist.broadcast(values, dist.get_global_rank(group, placement.last_rank), group=group)
+    return (loss, num_tokens) if session.rank == placement.num_ranks - 1 else (None, torch.zeros_like(num_tokens))
 
 
 def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, session: Session) -> GlobalBatch:
@@ -107,13 +134,5 @@ def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, ses
     return batch
 
 
-def _finalize(config: Any, model: torch.nn.Module, stage: MegatronStage, pg_collection: Any, force_all_reduce: Any) -> None:
-    """Hand over to Megatron: data-parallel and embedding reductions, and the division by the number of tokens."""
-    if config.finalize_model_grads_func is None:
-        return
-    if pg_collection is None:
-        pg_collection = get_attr_wrapped_model(model, "pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
-    num_tokens = stage.total_tokens
-    if num_tokens is None:
-        num_tokens = torch.zeros([], dtype=torch.int, device=stage.message(1)[2])
-    config.finalize_model_grads_func([model], num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+def _process_groups(model: torch.nn.Module) -> Any:
+    return get_attr_wrapped_model(model, "pg_collection") or ProcessGroupCollection.use_mpu_process_groups()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_epp.mcore import fingerprints, patching
 from megatron_epp.mcore.adopt import check_adopted
 from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.costs import gathered, pipeline_costs
+from megatron_epp.mcore.placement import Placement
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlan
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
@@ -45,11 +47,12 @@ class Session:
         self.iteration = args.iteration
         self.watchdog = Watchdog(args.epp_wait_limit_seconds)
         self.rank = mpu.get_pipeline_model_parallel_rank()
-        self.num_ranks = mpu.get_pipeline_model_parallel_world_size()
+        self.placement = Placement.of(args)
         self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.plans = self.rank == mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
         """Whether this is the rank that plans: the first of its replica."""
-        self.stage: MegatronStage | None = None
+        self.stages: dict[int, MegatronStage] = {}
+        """This rank's, by their number in the pipeline; empty before `attach`."""
         self.links: Links | None = None
         self.plan_wait_us = 0.0
         """How long the last batch was waited for."""
@@ -58,29 +61,33 @@ class Session:
         self._can_plan = threading.Event()
         self._planning_ranks: dist.ProcessGroup | None = None
 
-    def attach(self, model: torch.nn.Module, config: Any) -> MegatronStage:
-        """Wrap the model and learn its costs, at the first call; later calls return the same stage."""
-        if self.stage is None:
-            if self.args.epp_schedule != "stock":
+    def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
+        """Wrap the rank's model chunks as stages and learn their costs, at the first call; later calls do nothing."""
+        if self.stages:
+            return
+        if self.args.epp_schedule != "stock":
+            for model in models:
                 check_adopted(model)
-            last = self.num_ranks - 1
-            tensor_ranks, in_fp32 = mpu.get_tensor_model_parallel_world_size(), self.args.epp_fp32_kv_gradients
-            self.stage = MegatronStage(model, config, self.rank == 0, self.rank == last, tensor_ranks, in_fp32)
-            pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-            ranks_of = _ranks_of_replicas()
-            self.links = Links.create(pipeline, ranks_of[self.replica])
-            self._planning_ranks = new_group(tuple(ranks[0] for ranks in ranks_of), backend="gloo")
-            if self.args.epp_schedule == "elastic":
-                self._learn_costs(self.stage, self.links)
-        return self.stage
+        last = self.placement.num_stages - 1
+        tensor_ranks, in_fp32 = mpu.get_tensor_model_parallel_world_size(), self.args.epp_fp32_kv_gradients
+        self.stages = {
+            stage: MegatronStage(model, config, stage == 0, stage == last, tensor_ranks, in_fp32)
+            for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
+        }
+        pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+        ranks_of = _ranks_of_replicas()
+        self.links = Links.create(pipeline, ranks_of[self.replica], both_ways=self.placement.num_chunks > 1)
+        self._planning_ranks = new_group(tuple(ranks[0] for ranks in ranks_of), backend="gloo")
+        if self.args.epp_schedule == "elastic":
+            self._learn_costs(self.links)
 
-    def _learn_costs(self, stage: MegatronStage, links: Links) -> None:
-        costs = pipeline_costs(self.args, stage, links, self.rank)
+    def _learn_costs(self, links: Links) -> None:
+        costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of)
         caps = gathered(self._cap_bytes(), links)
         if self.plans:
             assert self._planning_ranks is not None
             least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
-            self._problem = problem_of(self.args, least)
+            self._problem = problem_of(self.args, least, self.placement.rank_of)
             self._planner = BackgroundPlanner(costs, options_of(self.args), self.replica, self.replicas)
             self._can_plan.set()
 
@@ -129,16 +136,17 @@ class Session:
         return UNLIMITED_BYTES
 
 
-def problem_of(args: argparse.Namespace, cap_bytes: tuple[int, ...]) -> Problem:
+def problem_of(args: argparse.Namespace, cap_bytes: tuple[int, ...], placement: tuple[int, ...]) -> Problem:
     """What is to be planned for every batch, but for its lengths.
 
     Args:
         args: Megatron's arguments.
         cap_bytes: of every pipeline rank; the least of any replica.
+        placement: the rank of every stage.
     """
     return Problem(
         lengths=(),
-        placement=tuple(range(len(cap_bytes))),
+        placement=placement,
         cap_bytes=cap_bytes,
         token_multiple=token_multiple(args),
     )

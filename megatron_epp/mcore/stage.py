@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
-from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.core_attention import ChunkParams
-from megatron_epp.mcore.loss import token_loss
+from megatron_epp.mcore.loss import check_loss, summed_loss
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.runtime.weights import WeightGradients
@@ -65,6 +65,13 @@ class MegatronStage:
     @property
     def num_layers(self) -> int:
         return len(self.decoder.layers)
+
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        """All that the chunk computes with: its own, and a tied weight that another chunk of this rank has."""
+        model: Any = unwrap_model(self.model)
+        tied = [model.shared_embedding_or_output_weight()] if self.is_last and model.share_embeddings_and_output_weights else []
+        return (*self.model.parameters(), *tied)
 
     def begin(
         self,
@@ -137,6 +144,8 @@ class MegatronStage:
         arrays = arrays.part(mpu.get_context_parallel_rank(), self.config.context_parallel_size)
 
         def row(x: Tensor) -> Tensor:
+            if self._device.type == "cuda":
+                x = x.pin_memory()  # or the host would wait for the copy
             return x.to(self._device, non_blocking=True).unsqueeze(0)
 
         return {
@@ -147,16 +156,23 @@ class MegatronStage:
         }
 
     def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:
-        loss, num_tokens, report = token_loss(loss_mask, losses)
-        values = report["lm loss"]
+        loss, num_tokens, values = summed_loss(loss_mask, losses)
         self.loss_report = values if self.loss_report is None else self.loss_report + values
         self.total_tokens = num_tokens if self.total_tokens is None else self.total_tokens + num_tokens
         return loss
 
+    def check(self) -> None:
+        """Have Megatron look for a NaN in the iteration's loss: once, for a look at every chunk would keep the host waiting."""
+        if self.loss_report is not None:
+            check_loss(self.loss_report[0], "this iteration")
+
     @contextmanager
     def _recomputing(self, num_layers: int) -> Iterator[None]:
-        """Let the first layers recompute. Megatron reads these fields at every forward; backward needs them no more."""
-        config = self.config
+        """Let the first layers recompute. Megatron reads these fields at every forward; backward needs them no more.
+
+        In some releases every model chunk has a config of its own.
+        """
+        config = get_model_config(self.model)
         before = config.recompute_granularity, config.recompute_method, config.recompute_num_layers
         if num_layers > 0:
             config.recompute_granularity, config.recompute_method = "full", "block"

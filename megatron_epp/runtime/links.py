@@ -4,8 +4,8 @@ Activations and gradients travel on a communicator each, so that neither waits b
 ranks are matched first in, first out: lowering writes both sides' order from the same plan, and shapes come from the plan too,
 so there is no handshake.
 
-Placements that send activations both ways between two ranks (V shapes) are in order on gloo. NCCL would need a communicator for
-each way, since on one of them a send and a receive wait for each other.
+Where a rank has several stages, activations may travel both ways between two ranks. Then each way has a communicator: on one of
+NCCL's, a send and a receive would wait for each other.
 """
 
 from __future__ import annotations
@@ -38,32 +38,43 @@ class Links:
 
     Attributes:
         ranks: global ranks of the pipeline, in pipeline order.
+        position: of this rank among them.
         activations: group for messages to later stages.
         gradients: group for messages to earlier stages.
         reports: a CPU group of the pipeline, for figures; it never touches the device.
         control: a CPU group of all ranks that must run the same plan.
+        activations_down: group for activations to lower ranks.
+        gradients_up: group for gradients to higher ranks.
     """
 
     ranks: tuple[int, ...]
+    position: int
     activations: dist.ProcessGroup
     gradients: dist.ProcessGroup
     reports: dist.ProcessGroup
     control: dist.ProcessGroup
+    activations_down: dist.ProcessGroup
+    gradients_up: dist.ProcessGroup
     _in_flight: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     @staticmethod
-    def create(pipeline_ranks: Sequence[int], control_ranks: Sequence[int]) -> Links:
+    def create(pipeline_ranks: Sequence[int], control_ranks: Sequence[int], both_ways: bool = False) -> Links:
         """Make the groups. Every rank of the job must call this at the same point.
 
         Args:
             pipeline_ranks: global ranks of this rank's pipeline, in order.
             control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
+            both_ways: activations travel to lower ranks too, and gradients to higher ones.
         """
         pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
+        activations, gradients = new_group(pipeline), new_group(pipeline)
         return Links(
             ranks=pipeline,
-            activations=new_group(pipeline),
-            gradients=new_group(pipeline),
+            position=pipeline.index(dist.get_rank()),
+            activations=activations,
+            gradients=gradients,
+            activations_down=new_group(pipeline) if both_ways else activations,
+            gradients_up=new_group(pipeline) if both_ways else gradients,
             reports=new_group(pipeline, backend="gloo"),
             control=new_group(control, backend="gloo"),
         )
@@ -76,7 +87,7 @@ class Links:
         """
         self._in_flight = [message for message in self._in_flight if not message[0].is_completed()]
         payload = tensor.detach().contiguous()  # its own reference: the caller may drop the storage of `tensor`
-        work = dist.isend(payload, self.ranks[peer], group=self._group(gradient))
+        work = dist.isend(payload, self.ranks[peer], group=self._group(gradient, up=peer > self.position))
         self._in_flight.append((self._started(work), payload))
 
     def post_receive(
@@ -84,7 +95,7 @@ class Links:
     ) -> Receive:
         """Start receiving from pipeline rank `peer` into a fresh buffer."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
-        work = dist.irecv(buffer, self.ranks[peer], group=self._group(gradient))
+        work = dist.irecv(buffer, self.ranks[peer], group=self._group(gradient, up=peer < self.position))
         return Receive(buffer, self._started(work))
 
     def finish_sends(self) -> None:
@@ -93,8 +104,11 @@ class Links:
             work.wait()
         self._in_flight.clear()
 
-    def _group(self, gradient: bool) -> dist.ProcessGroup:
-        return self.gradients if gradient else self.activations
+    def _group(self, gradient: bool, up: bool) -> dist.ProcessGroup:
+        """Of a message to a higher rank, or to a lower one."""
+        if gradient:
+            return self.gradients_up if up else self.gradients
+        return self.activations if up else self.activations_down
 
     def _started(self, work: dist.Work | None) -> dist.Work:
         if work is None:  # torch's answer to whoever is not in the group

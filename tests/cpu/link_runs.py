@@ -2,6 +2,8 @@
 
 import torch
 
+from megatron_epp.runtime.links import Links
+
 
 def cross_talk(rank, links):
     """Rank 0 sends four activations and four gradients, interleaved; rank 1 receives them in another interleaving."""
@@ -46,3 +48,15 @@ def groups(rank, links):
     """Ranks of each communicator."""
     made = links.activations, links.gradients, links.reports, links.control
     return links.ranks, [torch.distributed.get_process_group_ranks(group) for group in made]
+
+
+def each_way(rank, links):
+    """Where activations travel both ways: which communicators are one, and what each rank hears from the other."""
+    made = Links.create(links.ranks, links.ranks, both_ways=True)
+    groups = made.activations, made.activations_down, made.gradients, made.gradients_up
+    for gradient in (False, True):
+        made.send(torch.tensor([rank + 10.0 * gradient]), peer=1 - rank, gradient=gradient)
+    receives = [made.post_receive((1,), torch.float32, torch.device("cpu"), 1 - rank, gradient) for gradient in (False, True)]
+    received = [receive.wait().item() for receive in receives]
+    made.finish_sends()
+    return len(set(groups)), received

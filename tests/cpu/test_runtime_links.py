@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from link_runs import both_ways, cross_talk, groups, strided_and_released
+from link_runs import both_ways, cross_talk, each_way, groups, strided_and_released
 from rank_processes import Ranks
 
 
@@ -30,3 +30,7 @@ def test_strides_are_no_matter_and_the_sender_may_drop_its_tensor_at_once(ranks)
 
 def test_every_communicator_spans_the_pipeline(ranks):
     assert ranks.run(groups) == [((0, 1), [[0, 1]] * 4)] * 2
+
+
+def test_activations_that_travel_both_ways_have_a_communicator_each_way(ranks):
+    assert ranks.run(each_way) == [(4, [1.0, 11.0]), (4, [0.0, 10.0])]

@@ -19,6 +19,7 @@ LLAMA = (
 )
 GROUPED = f"{LLAMA} --group-query-attention --num-query-groups 2"
 GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --hidden-dropout 0.1"
+TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 
 CAPPED = "capped"
 FREE = "three slices"
@@ -35,6 +36,9 @@ PIPELINES = {
         "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
         "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
         "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
+        "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
+        "there and back, capped": f"{LLAMA} --epp-slices 3 {TWO_PER_RANK} --epp-placement v --epp-memory-cap-gb 0.0085",
+        "there and back, weights apart": f"{GPT2} --epp-slices 7 {TWO_PER_RANK} --epp-placement v --epp-split-weight-gradient",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
         TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",

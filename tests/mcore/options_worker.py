@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 ITERATIONS, SAVED = 4, 2
 ELASTIC = "--epp-slices 3"
+DROPOUT = "--hidden-dropout 0.1 --epp-planner seq1f1b --epp-chunk-tokens 16"  # the same order whatever is recomputed
+HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec local_hybrid stack_spec"
 FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
 LOADED = {
     "elastic on 1": (1, ELASTIC),
@@ -26,10 +29,12 @@ LOADED = {
 RUNS = {
     "stock": (2, "--epp-schedule stock"),
     "elastic": (2, ELASTIC),
-    "dropout": (2, f"{ELASTIC} --hidden-dropout 0.1"),
-    "dropout, recompute": (2, f"{ELASTIC} --hidden-dropout 0.1 --epp-recompute 2"),
+    "dropout": (2, f"{DROPOUT} --epp-recompute 0"),
+    "dropout, recompute": (2, f"{DROPOUT} --epp-recompute 2"),
     "clipped stock": (2, "--epp-schedule stock --clip-grad 0.02"),
     "clipped elastic": (2, f"{ELASTIC} --clip-grad 0.02"),
+    "hybrid stock": (2, f"{HYBRID} --epp-schedule stock"),
+    "hybrid elastic": (2, f"{HYBRID} {ELASTIC} --epp-recompute 1"),
     "bf16 stock": (2, "--epp-schedule stock --bf16"),
     "bf16 elastic": (2, f"{ELASTIC} --bf16"),
     "bf16 elastic, fp32 gradients of keys": (2, FP32_KV),
@@ -44,6 +49,9 @@ def main(folder: Path) -> None:
     from training_runs import write_documents
 
     load_megatron()
+    import local_hybrid  # it imports Megatron, which has to be prepared
+
+    local_hybrid.use_torch_norms()
     common = [
         *common_flags(ITERATIONS, 64, 8, validates=False),
         "--data-path",
@@ -56,7 +64,7 @@ def main(folder: Path) -> None:
 
     saving = f"--train-iters {SAVED} --save {folder / 'saved'} --save-interval {SAVED} --ckpt-format torch_dist"
     runs = {name: training(*run) for name, run in RUNS.items()} | {"saving": training(2, f"{ELASTIC} {saving}")}
-    loading = f"--load {folder / 'saved'} --ckpt-format torch_dist"
+    loading = f"--load {folder / 'saved'} --ckpt-format torch_dist --override-opt_param-scheduler"
     loads = {f"loaded, {name}": training(stages, f"{flags} {loading}") for name, (stages, flags) in LOADED.items()}
     done: dict[Training, list[Run] | str] = {}
     for part in (runs, loads):
@@ -72,7 +80,11 @@ def figures(ranks, contents):
     plans = ranks[0].plans
     return {
         "losses": next(run.losses for run in ranks if run.losses),
-        "weights": {name: tensor.double().flatten().tolist() for run in ranks for name, tensor in run.final.items()},
+        "weights": {
+            re.sub(r"^(module\.)+", "", name): tensor.double().flatten().tolist()
+            for run in ranks
+            for name, tensor in run.final.items()
+        },
         "gradient_dtypes": sorted({str(tensor.dtype) for run in ranks for tensor in run.gradients[-1].values()}),
         "gradient_norm": sum(float(t.double().norm()) ** 2 for run in ranks for t in run.gradients[-1].values()) ** 0.5,
         "plans": [contents(plan) for plan in plans],

@@ -1,29 +1,9 @@
 """What `--epp` asks of flags under context parallelism, where the ranks of a layer share tokens, and heads inside attention."""
 
-import argparse
-
 import pytest
+from megatron_flags import arguments
 
-from megatron_epp.mcore.args import ArgumentError, add_epp_args, prepare_epp_args, token_multiple
-
-MEGATRON = {
-    "calculate_per_token_loss": True,
-    "global_batch_size": 48,
-    "num_layers": 4,
-    "pipeline_model_parallel_size": 1,
-    "world_size": 48,
-    "context_parallel_size": 1,
-    "num_attention_heads": 8,
-    "rank": 0,
-    "seq_length": 64,
-    "sequence_parallel": False,
-    "tensor_model_parallel_size": 1,
-}
-
-
-def arguments(*epp, **megatron):
-    parser = add_epp_args(argparse.ArgumentParser())
-    return argparse.Namespace(**(MEGATRON | megatron), **vars(parser.parse_args(["--epp", *epp])))
+from megatron_epp.mcore.args import ArgumentError, prepare_epp_args, token_multiple
 
 
 @pytest.mark.parametrize(("tensor", "context", "needed"), [(1, 3, 3), (2, 8, 16), (8, 2, 16)])

@@ -24,6 +24,14 @@ from parity_cells import Cell, all_cells, all_rows, covering_rows, full_rows  # 
 MATRIX = os.environ.get("EPP_PARITY_MATRIX", "pairs")
 ROWS = full_rows() if MATRIX == "full" else covering_rows()
 MATRIX_ITERATIONS = 3
+PLACEMENTS = {
+    (1, 1, "looped"): (0,),
+    (2, 1, "looped"): (0, 1),
+    (4, 1, "looped"): (0, 1, 2, 3),
+    (2, 2, "looped"): (0, 1, 0, 1),
+    (2, 2, "v"): (0, 1, 1, 0),
+}
+"""The rank of every stage, by pipeline size, stages per rank and placement."""
 
 Figures = dict[str, Any]
 
@@ -118,6 +126,7 @@ def test_every_group_of_processes_trains_as_the_stock_schedule_does(matrix: dict
     assert {sum(of_replicas) for of_replicas in counts} == {BATCH}
     assert any(len(set(of_replicas)) > 1 for of_replicas in counts) == (cell.dp > 1)
     assert {plan["token_multiple"] for plan in plans} == {cell.cp * (cell.tp if cell.sp else 1)}
+    assert {tuple(plan["placement"]) for plan in plans} == {PLACEMENTS[cell.pp, cell.virtual, cell.placement]}
     assert any(plan["padding"] for plan in plans) == (cell.sp or cell.cp > 1)
     kinds = {kind for plan in plans for kind in plan["kinds"]}
     assert ("packed" if row.plan == "packed" else "hybrid") in kinds
@@ -135,7 +144,6 @@ def test_the_rows_bring_every_two_choices_together() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--virtual", 2, "--placement", "v"], "--virtual 2, --placement v"),
         (["--tp", 2, "--experts", 4, "--ep", 2], "--experts 4, --ep 2"),
         (["--lengths", "12,x"], "'x'"),
     ],

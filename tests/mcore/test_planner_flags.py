@@ -1,18 +1,9 @@
 """Flags about planning that do not go together are refused by name."""
 
-import argparse
-
 import pytest
+from megatron_flags import arguments
 
-from megatron_epp.mcore.args import ArgumentError, add_epp_args, prepare_epp_args
-
-
-def flags(*given):
-    args = add_epp_args(argparse.ArgumentParser()).parse_args(["--epp", *given])
-    others = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "seq_length": 1024, "rank": 0}
-    others |= {"calculate_per_token_loss": True, "context_parallel_size": 1, "num_attention_heads": 8}
-    others |= {"pipeline_model_parallel_size": 1, "num_layers": 4, "world_size": 1, "global_batch_size": 8}
-    return argparse.Namespace(**vars(args), **others)
+from megatron_epp.mcore.args import ArgumentError, prepare_epp_args
 
 
 @pytest.mark.parametrize(
@@ -26,9 +17,9 @@ def flags(*given):
 )
 def test_a_budget_that_cannot_be_is_refused(given, says):
     with pytest.raises(ArgumentError, match=says):
-        prepare_epp_args(flags(*given))
+        prepare_epp_args(arguments(*given))
 
 
 @pytest.mark.parametrize("given", [[], ["--epp-planner", "milp"], ["--epp-plan-budget-ms", "500"]])
 def test_others_are_not(given):
-    prepare_epp_args(flags(*given))
+    prepare_epp_args(arguments(*given))

@@ -101,10 +101,10 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     ours._can_plan, ours._planner = threading.Event(), BackgroundPlanner(analytic_costs(shape, CPU, [1, 1]), Options())
     ours._can_plan.set()
     flags = Namespace(tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)
-    ours._problem = session.problem_of(flags, (1000, 1000))
+    ours._problem = session.problem_of(flags, (1000, 1000), (0, 1))
     with pytest.raises(InfeasibleError, match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens"):
         ours._plan((7, 1200, 30), False)
-    ours._problem = session.problem_of(flags, (2**30, 2**30))
+    ours._problem = session.problem_of(flags, (2**30, 2**30), (0, 1))
     packed = ours._plan((7, 1200, 30), False)
     assert unpack(packed.message).lengths == (7, 1200, 30)
     assert packed.planning_us > 0

@@ -1,0 +1,61 @@
+"""Which stage every model chunk of every pipeline rank is."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Stages on ranks, as many on each. A rank's chunks ascend with their stages.
+
+    Attributes:
+        kind: ``looped`` goes round the ranks again and again, as Megatron's interleaved pipelines do; ``v`` turns round at
+            either end, so that neighbouring stages there share a rank.
+        num_ranks: pipeline ranks.
+        num_chunks: model chunks of each.
+    """
+
+    kind: Literal["looped", "v"]
+    num_ranks: int
+    num_chunks: int
+
+    @staticmethod
+    def of(args: argparse.Namespace) -> Placement:
+        """From Megatron's validated arguments."""
+        ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+        return Placement(args.epp_placement, ranks, chunks)
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.num_chunks
+
+    @property
+    def is_looped(self) -> bool:
+        """Every chunk is the stage that Megatron takes it for."""
+        return self.kind == "looped" or self.num_chunks == 1
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank of every stage."""
+        return tuple(map(self._rank, range(self.num_stages)))
+
+    @property
+    def last_rank(self) -> int:
+        """Where the last stage is, and with it the loss."""
+        return self._rank(self.num_stages - 1)
+
+    @property
+    def ends_meet(self) -> bool:
+        """The first and the last stage are different chunks of one rank."""
+        return self.num_stages > 1 and self.last_rank == 0
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """Of the chunks of a rank, in order."""
+        return tuple(stage for stage, where in enumerate(self.rank_of) if where == rank)
+
+    def _rank(self, stage: int) -> int:
+        lap, rank = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - rank if self.kind == "v" and lap % 2 else rank

@@ -1,0 +1,32 @@
+"""Megatron's parsed flags, as far as `prepare_epp_args` looks at them."""
+
+import argparse
+
+from megatron_epp.mcore.args import add_epp_args
+
+MEGATRON = {
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "calculate_per_token_loss": True,
+    "context_parallel_size": 1,
+    "global_batch_size": 48,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "num_attention_heads": 8,
+    "num_layers": 8,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": None,
+    "pipeline_model_parallel_size": 1,
+    "rank": 0,
+    "seq_length": 64,
+    "sequence_parallel": False,
+    "tensor_model_parallel_size": 1,
+    "world_size": 48,
+}
+
+
+def arguments(*epp, **megatron):
+    """Parsed from `--epp` and other flags of ours, beside Megatron's."""
+    parser = add_epp_args(argparse.ArgumentParser())
+    return argparse.Namespace(**(MEGATRON | megatron), **vars(parser.parse_args(["--epp", *epp])))

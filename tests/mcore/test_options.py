@@ -1,0 +1,82 @@
+"""Precision, dropout, clipping and checkpoints with plans: the same training as with Megatron's own schedule."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from launch import run
+from options_worker import ITERATIONS, LOADED, SAVED
+
+WORKER = Path(__file__).with_name("options_worker.py")
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What every run of the worker did."""
+    finished = run([sys.executable, WORKER, tmp_path_factory.mktemp("options")], {}, timeout_s=900)
+    last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
+    assert last is not None, finished.output[-5000:]
+    found = json.loads(last)
+    errors = {name: figures["error"] for name, figures in found.items() if "error" in figures}
+    assert not errors, errors
+    return found
+
+
+def apart(expected, found):
+    """Norm of the difference of all weights over their norm."""
+    assert expected["weights"].keys() == found["weights"].keys()
+    pairs = [(x, y) for name, row in expected["weights"].items() for x, y in zip(row, found["weights"][name], strict=True)]
+    return math.sqrt(sum((x - y) ** 2 for x, y in pairs) / sum(x * x for x, _ in pairs))
+
+
+def assert_same_training(expected, found):
+    assert found["losses"] == pytest.approx(expected["losses"][-len(found["losses"]) :], rel=TOLERANCE)
+    assert apart(expected, found) < TOLERANCE
+
+
+def test_layers_that_recompute_draw_the_same_dropout_again(runs):
+    """Where other tokens meet the masks, losses of this model are 1e-4 apart."""
+    plain, recomputed = runs["dropout"], runs["dropout, recompute"]
+    assert plain["forwards"] == recomputed["forwards"]  # or other tokens would meet other masks
+    assert plain["chunks"] == recomputed["chunks"]
+    assert {tuple(plan["recompute"]) for plan in plain["plans"]} == {("none",)}
+    assert {tuple(plan["recompute"]) for plan in recomputed["plans"]} == {("all",)}
+    assert any("split" in plan["kinds"] for plan in plain["plans"])
+    assert recomputed["losses"] == plain["losses"]
+    assert recomputed["weights"] == plain["weights"]
+    assert plain["losses"] != runs["elastic"]["losses"]
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_stages(runs):
+    stock, elastic = runs["clipped stock"], runs["clipped elastic"]
+    assert elastic["gradient_norm"] > 10 * 0.02  # so clipping has something to do
+    assert_same_training(stock, elastic)
+    assert apart(runs["stock"], elastic) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["bf16 elastic", "bf16 elastic, fp32 gradients of keys"])
+def test_bf16_with_fp32_gradients_is_no_further_from_fp32_than_megatrons_own_is(runs, name):
+    exact, stock, elastic = runs["stock"], runs["bf16 stock"], runs[name]
+    assert elastic["gradient_dtypes"] == ["torch.float32"]
+    assert max(abs(a / b - 1) for a, b in zip(exact["losses"], elastic["losses"], strict=True)) < 2.0**-12
+    rounding = apart(exact, stock)
+    assert apart(exact, elastic) < 1.1 * rounding
+    assert apart(stock, elastic) < rounding
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_checkpoint_of_two_stages_goes_on_with_another_number_of_them(runs, name):
+    loaded, whole = runs[f"loaded, {name}"], runs["elastic"]
+    assert len(runs["saving"]["losses"]) == SAVED
+    assert len(loaded["losses"]) == ITERATIONS - SAVED
+    assert_same_training(whole, loaded)
+
+
+def test_a_hybrid_model_of_attention_and_mlp_layers_trains_as_with_megatrons_own_schedule(runs):
+    stock, elastic = runs["hybrid stock"], runs["hybrid elastic"]
+    assert any("split" in plan["kinds"] or "hybrid" in plan["kinds"] for plan in elastic["plans"])
+    assert {tuple(plan["recompute"]) for plan in elastic["plans"]} == {("some",)}
+    assert_same_training(stock, elastic)

@@ -1,0 +1,93 @@
+"""Stages go to ranks as a placement says, and Megatron's model, checkpoints and flags follow it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from launch import run
+from megatron.core.transformer.enums import LayerType
+
+from megatron_epp.mcore.model_chunks import PlacedLayout, layers_of_stages
+from megatron_epp.mcore.placement import Placement
+
+WORKER = Path(__file__).with_name("placement_worker.py")
+ITERATIONS = 4
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks"),
+    [
+        (Placement("looped", 3, 1), (0, 1, 2)),
+        (Placement("looped", 3, 2), (0, 1, 2, 0, 1, 2)),
+        (Placement("v", 3, 2), (0, 1, 2, 2, 1, 0)),
+        (Placement("v", 2, 3), (0, 1, 1, 0, 0, 1)),
+    ],
+)
+def test_every_stage_has_a_rank_and_every_rank_its_stages_in_order(placement: Placement, ranks: tuple[int, ...]) -> None:
+    assert placement.rank_of == ranks
+    for rank in range(placement.num_ranks):
+        stages = placement.stages(rank)
+        assert len(stages) == placement.num_chunks
+        assert [ranks[stage] for stage in stages] == [rank] * placement.num_chunks
+        assert sorted(stages) == list(stages)
+    assert placement.last_rank == ranks[-1]
+
+
+def test_the_ends_meet_where_the_first_rank_has_the_last_stage_too() -> None:
+    kinds = [("looped", 2, 2), ("v", 2, 2), ("v", 2, 3), ("v", 4, 4), ("looped", 1, 1)]
+    assert [Placement(*kind).ends_meet for kind in kinds] == [False, True, False, True, False]
+
+
+def test_a_layout_numbers_layers_by_stage_wherever_the_stage_is() -> None:
+    placement = Placement("v", 2, 2)
+    stages = [["embedding", "decoder"], ["decoder", "decoder"], [], ["decoder", "loss"]]
+    layout = PlacedLayout(stages, placement)
+    layout.validate_layer_layout(num_layers=4, mtp_num_layers=None)
+    numbers = {}
+    for rank in range(2):
+        for chunk, stage in enumerate(placement.stages(rank)):
+            offset = layout.get_layer_offset(vp_stage=chunk, pp_rank=rank)
+            numbers[stage] = list(range(offset, offset + layout.layout[rank][chunk].count(LayerType.decoder)))
+    assert numbers == {0: [0], 1: [1, 2], 2: [], 3: [3]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunks", "layers"),
+    [
+        ({}, 1, [6, 6]),
+        ({}, 3, [2] * 6),
+        ({"first": 4}, 2, [2, 4, 2, 4]),
+        ({"first": 8, "last": 4}, 4, [2, 1] * 4),
+        ({"layers": 10, "embedding": True, "loss": True}, 2, [2, 3, 3, 2]),
+    ],
+)
+def test_layers_are_shared_out_as_megatrons_flags_say(flags: dict[str, int], chunks: int, layers: list[int]) -> None:
+    transformer = SimpleNamespace(
+        pipeline_model_parallel_layout=None,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        num_layers=flags.get("layers", 12),
+        num_layers_in_first_pipeline_stage=flags.get("first"),
+        num_layers_in_last_pipeline_stage=flags.get("last"),
+        account_for_embedding_in_pipeline_split=flags.get("embedding", False),
+        account_for_loss_in_pipeline_split=flags.get("loss", False),
+    )
+    assert layers_of_stages(transformer, 2, chunks) == layers
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: Path) -> None:
+    """From one process to two replicas there and back, whose optimizer states are shared out and whose embedding is tied; from
+    these to a looped pipeline, and back to one process.
+    """
+    finished = run([sys.executable, WORKER, tmp_path], {}, 400)
+    assert finished.returncode == 0, finished.output[-5000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    whole = report["whole"]["losses"]
+    assert len(whole) == ITERATIONS
+    for done, name in enumerate(("there and back", "looped", "alone"), start=1):
+        assert report[name]["losses"] == pytest.approx(whole[done:], rel=1e-5), name
+        assert report[name]["apart"] <= 1e-5, name
