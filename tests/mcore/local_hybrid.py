@@ -3,8 +3,6 @@
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.hybrid import hybrid_block
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -15,6 +13,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+try:
+    from megatron.core.models.hybrid import hybrid_block as block
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+except ImportError:  # before 0.18
+    from megatron.core.ssm import mamba_block as block
+    from megatron.core.ssm.mamba_block import MambaStack as HybridStack
+    from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
+
 _ATTENTION = ModuleSpec(
     module=SelfAttention,
     params={"attn_mask_type": AttnMaskType.causal},
@@ -22,7 +28,12 @@ _ATTENTION = ModuleSpec(
         linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
     ),
 )
-_MLP = partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+_PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+_MLP = (
+    partial(MLP.as_mlp_submodule, submodules=_PARTS)
+    if hasattr(MLP, "as_mlp_submodule")
+    else ModuleSpec(module=MLP, submodules=_PARTS)  # before 0.18
+)
 
 stack_spec = ModuleSpec(
     module=HybridStack,
@@ -43,4 +54,4 @@ stack_spec = ModuleSpec(
 
 def use_torch_norms() -> None:
     """The norm behind the last layer is no part of a spec."""
-    hybrid_block.TENorm = WrappedTorchNorm
+    block.TENorm = WrappedTorchNorm

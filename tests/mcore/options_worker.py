@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -41,7 +42,8 @@ RUNS = {
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: Collection[str] = ()) -> None:
+    """Run everything, or only what is named."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from parity_cells import LENGTHS, MODELS, VOCABULARY, common_flags
     from parity_runs import Run, contents
@@ -67,7 +69,9 @@ def main(folder: Path) -> None:
     loading = f"--load {folder / 'saved'} --ckpt-format torch_dist --override-opt_param-scheduler"
     loads = {f"loaded, {name}": training(stages, f"{flags} {loading}") for name, (stages, flags) in LOADED.items()}
     done: dict[Training, list[Run] | str] = {}
-    for part in (runs, loads):
+    if names:
+        runs, loads = {name: runs[name] for name in names}, {}
+    for part in filter(None, (runs, loads)):
         (place := folder / f"worlds{len(part)}").mkdir()
         done |= train_all(part.values(), place, limit_s=240)
     print(json.dumps({name: figures(done[one], contents) for name, one in (runs | loads).items()}))

@@ -1,6 +1,6 @@
-"""Run with some release's patched `megatron/` on the path: says what of it is known, then trains as `scripts/parity.py` does.
+"""Run with some release's patched `megatron/` on the path: says what of it is known, then trains.
 
-python release_worker.py CASES.json
+python release_worker.py FOLDER, which holds the cases of `scripts/parity.py` in cases.json
 """
 
 import inspect
@@ -32,6 +32,10 @@ def known() -> dict[str, object]:
 
 if __name__ == "__main__":
     print(json.dumps(known()), flush=True)
+    import options_worker
     import parity
 
-    sys.exit(parity.main(["--cases", sys.argv[1], "--iterations", "2", "--json"]))
+    folder = Path(sys.argv[1])
+    code = parity.main(["--cases", str(folder / "cases.json"), "--iterations", "2", "--json"])
+    options_worker.main(folder, ("hybrid stock", "hybrid elastic"))
+    sys.exit(code)

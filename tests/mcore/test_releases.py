@@ -32,9 +32,9 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     assert "offset" not in patched.stdout
     (tmp_path / "cases.json").write_text(json.dumps(CASES))
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    finished = run([sys.executable, WORKER, tmp_path / "cases.json"], environment, timeout_s=300)
+    finished = run([sys.executable, WORKER, tmp_path], environment, timeout_s=300)
     assert finished.returncode == 0, finished.output[-5000:]
-    found, figures = (json.loads(line) for line in finished.output.splitlines() if line.startswith("{"))
+    found, figures, hybrid = (json.loads(line) for line in finished.output.splitlines() if line.startswith("{"))
     assert found["version"] == wanted
     assert found["path"] == str(tmp_path / "megatron" / "training")
     assert found["unknown"] == []
@@ -42,6 +42,8 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     stock, ours = found["parameters"]
     assert ours == stock
     assert figures["cases"]["sliced"]["parameters"]["num_tensors"] > 0
+    losses = [hybrid[f"hybrid {schedule}"]["losses"] for schedule in ("stock", "elastic")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_every_release_tested_is_in_the_supported_range_and_the_newest_is_recommended() -> None:
