@@ -61,16 +61,16 @@ def row(kind: str, replicas: int, batch: int) -> dict[str, Any]:
     problem = replace(case.problem, lengths=lengths)
 
     @cache
-    def makespan_us(share: tuple[int, ...]) -> float:
-        return plan(replace(problem, lengths=share), case.costs).predicted.makespan_us
+    def makespan_us(team: tuple[tuple[int, ...], ...]) -> float:
+        return plan(replace(problem, lengths=team[0]), case.costs).predicted.makespan_us
 
-    dealt = [makespan_us(tuple(lengths[at] for at in by_count(batch, r, replicas))) for r in range(replicas)]
+    dealt = [makespan_us((tuple(lengths[at] for at in by_count(batch, r, replicas)),)) for r in range(replicas)]
     makespan_us.cache_clear()
     start_s = time.perf_counter()
-    division = divide(problem, case.costs, replicas, makespan_us)
+    division = divide(problem, case.costs, tuple((r,) for r in range(replicas)), makespan_us)
     seconds, plans = time.perf_counter() - start_s, makespan_us.cache_info().misses
     mean_us = sum(division.makespan_us) / replicas
-    alone = makespan_us((max(lengths),)) / mean_us - 1
+    alone = makespan_us(((max(lengths),),)) / mean_us - 1
     floor = max(0.0, alone, least_imbalance(sequence_work(problem, case.costs), replicas))
     return {
         "lengths": kind,

@@ -35,6 +35,7 @@ OPTIMIZERS = {
     "distributed": "--use-distributed-optimizer",
     "overlapped": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 }
+EXPERTS = "--moe-router-topk 2 --moe-token-dispatcher-type alltoall --no-bias-gelu-fusion --disable-bias-linear"
 PLANS = {
     "packed": "--epp-slices 1",
     "sliced": "--epp-slices 3",
@@ -55,6 +56,8 @@ class Cell:
         virtual: stages of each of these.
         placement: of several stages.
         split: weight gradients are actions of their own.
+        experts: in every layer; 0 for a dense model.
+        ep: ranks that share the experts, of those that share documents.
     """
 
     tp: int = 1
@@ -65,6 +68,8 @@ class Cell:
     virtual: int = 1
     placement: str = "looped"
     split: bool = False
+    experts: int = 0
+    ep: int = 1
 
     def __str__(self) -> str:
         names = [f"{name}{size}" for name in ("tp", "cp", "dp", "pp") if (size := getattr(self, name)) > 1]
@@ -74,6 +79,8 @@ class Cell:
             names.append(f"{self.placement}{self.virtual}")
         if self.split:
             names.append("split")
+        if self.experts:
+            names.append(f"experts{self.experts}" + (f" ep{self.ep}" if self.ep > 1 else ""))
         return " ".join(names) or "alone"
 
     @property
@@ -86,7 +93,12 @@ class Cell:
         flags = [word for name, size in sizes.items() if size > 1 for word in (f"--{name}-parallel-size", str(size))]
         if self.virtual > 1:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.virtual), "--epp-placement", self.placement]
-        return flags + ["--sequence-parallel"] * self.sp + ["--epp-split-weight-gradient"] * self.split
+        flags += ["--sequence-parallel"] * self.sp + ["--epp-split-weight-gradient"] * self.split
+        if self.experts:
+            flags += ["--num-experts", str(self.experts), *EXPERTS.split(), "--expert-model-parallel-size", str(self.ep)]
+        if self.ep > 1 and self.tp > 1:  # or tensor-parallel ranks gather unequal parts, which gloo cannot
+            flags += ["--expert-tensor-parallel-size", "1"]
+        return flags
 
     @property
     def stock(self) -> Cell:
@@ -99,12 +111,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: a cell, a model (of MODELS), and the flags of the run with plans alone."""
+    """One comparison: a cell, a model (of MODELS), the flags of the run with plans alone, and more flags of both."""
 
     cell: Cell
     model: str
     plan: str
     optimizer: str = ""
+    both: str = ""
 
     @property
     def loads(self) -> bool:
@@ -112,10 +125,11 @@ class Case:
         return self.cell.placement != self.cell.stock.placement
 
     def stock_flags(self, common: Iterable[str]) -> tuple[str, ...]:
-        return (*common, *shlex.split(MODELS[self.model]), *self.cell.stock.flags, "--epp-schedule", "stock")
+        own = shlex.split(f"{MODELS[self.model]} {self.both}")
+        return (*common, *own, *self.cell.stock.flags, "--epp-schedule", "stock")
 
     def elastic_flags(self, common: Iterable[str]) -> tuple[str, ...]:
-        return (*common, *shlex.split(f"{MODELS[self.model]} {self.plan} {self.optimizer}"), *self.cell.flags)
+        return (*common, *shlex.split(f"{MODELS[self.model]} {self.both} {self.plan} {self.optimizer}"), *self.cell.flags)
 
 
 def common_flags(iterations: int, context: int, batch: int, validates: bool) -> list[str]:
@@ -138,13 +152,14 @@ def common_flags(iterations: int, context: int, batch: int, validates: bool) -> 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
 
-_SIZES = ("tp", "cp", "dp", "pp", "stages", "split")
+_SIZES = ("tp", "cp", "dp", "pp", "stages", "split", "experts")
 _TOGETHER = {
     frozenset(pair)
     for pair in (
         *itertools.combinations(_SIZES, 2),
         *itertools.product(("optimizer",), ("cp", "dp", "stages", "split")),
         *itertools.product(("model", "plan"), ("tp", "cp", "pp", "stages", "split")),
+        ("plan", "experts"),
     )
 }
 """Choices that must meet. The others have nothing to do with each other."""
@@ -172,6 +187,7 @@ class Row:
         cell = self.cell
         sizes = {"tp": f"{cell.tp}{' sp' if cell.sp else ''}", "cp": str(cell.cp), "dp": str(cell.dp), "pp": str(cell.pp)}
         sizes |= {"stages": f"{cell.virtual} {cell.placement}", "split": str(cell.split)}
+        sizes["experts"] = f"{cell.experts} over {cell.ep}"
         choices = sizes | {"model": self.model, "optimizer": self.optimizer, "plan": self.plan}
         pairs = itertools.combinations(choices.items(), 2)
         return {pair for pair in pairs if frozenset(name for name, _ in pair) in _TOGETHER}
@@ -182,13 +198,20 @@ def all_cells() -> list[Cell]:
     for two stages on each of two ranks.
     """
     pipelines = ((1, 1, "looped"), (2, 1, "looped"), (4, 1, "looped"), (2, 2, "looped"), (2, 2, "v"))
-    sizes = itertools.product(((1, False), (2, False), (2, True)), (1, 2), (1, 2), pipelines, (False, True))
+    experts = ((0, 1), (4, 1), (4, 2))
+    sizes = itertools.product(((1, False), (2, False), (2, True)), (1, 2), (1, 2), pipelines, (False, True), experts)
     cells = [
-        Cell(tp=tp, sp=sp, cp=cp, dp=dp, pp=pp, virtual=virtual, placement=placement, split=split)
-        for (tp, sp), cp, dp, (pp, virtual, placement), split in sizes
+        Cell(tp=tp, sp=sp, cp=cp, dp=dp, pp=pp, virtual=virtual, placement=placement, split=split, experts=count, ep=ep)
+        for (tp, sp), cp, dp, (pp, virtual, placement), split, (count, ep) in sizes
     ]
-    possible = [cell for cell in cells if cell.num_processes <= MOST_PROCESSES and (cell.pp > 1 or not cell.split)]
+    possible = [cell for cell in cells if _is_possible(cell)]
     return sorted(possible, key=lambda cell: cell.num_processes)
+
+
+def _is_possible(cell: Cell) -> bool:
+    """Megatron trains experts with tensor parallelism only where tokens are shared too."""
+    experts = cell.ep <= cell.dp and (cell.tp == 1 or cell.sp or not cell.experts)
+    return experts and cell.num_processes <= MOST_PROCESSES and (cell.pp > 1 or not cell.split)
 
 
 @functools.cache

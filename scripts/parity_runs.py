@@ -28,7 +28,7 @@ class Run:
     """What one training run did on one rank.
 
     Attributes:
-        shard: tensor-parallel rank: two ranks with the same have the same part of a tensor of the same name.
+        shard: tensor- and expert-parallel rank: two ranks with the same have the same part of a tensor of the same name.
         losses: per iteration; empty where this rank has no loss.
         validation: loss on held-out documents after the last step.
         initial: parameters before the first step.
@@ -38,7 +38,7 @@ class Run:
         attention: the class that core attention had; empty where there was none.
     """
 
-    shard: int = 0
+    shard: tuple[int, int] = (0, 0)
     losses: list[float] = field(default_factory=list)
     validation: list[float] = field(default_factory=list)
     initial: Tensors = field(default_factory=dict)
@@ -101,7 +101,7 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
             return answer
 
         if not run.initial:
-            run.shard = mpu.get_tensor_model_parallel_rank()
+            run.shard = mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
             run.initial = {name: p.detach().clone() for name, p in parameters(model)}
             modules = itertools.chain.from_iterable(chunk.named_modules() for chunk in model)
             run.attention = next((type(m).__name__ for name, m in modules if name.endswith("core_attention")), "")
@@ -159,7 +159,7 @@ def parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]
 def reduced_gradients(model: Sequence[Any]) -> Tensors:
     """Every parameter's gradient over all replicas. The distributed optimizer reduces a part on each; put them together."""
     whole = {}
-    for buffer in (buffer for chunk in model for buffer in chunk.buffers):
+    for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
         whole[buffer] = buffer.grad_data.clone()
         if buffer.ddp_config.use_distributed_optimizer:
             group = buffer.data_parallel_group

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.data.ahead import Ahead
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
-from megatron_epp.planner.background import PackedPlan
+from megatron_epp.planner.background import PackedPlan, PackedPlans
 from megatron_epp.planner.balance import by_count
 from megatron_epp.schedule import EppError, Plan
 from megatron_epp.schedule.serialize import unpack
 
-MakePlan = Callable[[tuple[int, ...]], PackedPlan]
-"""From the lengths of a whole global batch to the plan of this replica's share."""
+MakePlan = Callable[[tuple[int, ...]], PackedPlans]
+"""From the lengths of a whole global batch to the plans for the shares of some replicas."""
 
-Item = PackedPlan | Exception
-"""What the planning rank gives to the others for one batch: its plan, or why there is none."""
+Item = PackedPlans | Exception
+"""What the planning rank gives to the others for one batch: its plans, or why there are none."""
 
 KNOWN = 2
 """Plans given out when a batch is taken, its own included, if they are made: the next one is unpacked while this one runs."""
@@ -34,10 +34,11 @@ class PlanSource:
     """How a rank comes by the plans of its replica.
 
     Attributes:
-        make: divides a batch and plans the replica's share, in a background thread; None on the ranks that get their plans from
-            another.
-        exchange: called by all ranks of the replica together, once per batch, with what the planning rank gives out and with
+        make: divides a batch and plans the shares of the replicas that it plans for, in a background thread; None on the ranks
+            that get their plans from another.
+        exchange: called by all ranks of these replicas together, once per batch, with what the planning rank gives out and with
             nothing on the others; returns what the planning rank gave.
+        place: of this rank's replica among them.
         agree: called by all ranks of the job together, once per batch, with the checksum of its division; raises where replicas
             have divided it differently.
         prepare: called with every plan in the background, ahead of its batch.
@@ -45,6 +46,7 @@ class PlanSource:
 
     make: MakePlan | None
     exchange: Callable[[list[Item]], list[Item]] = lambda items: items
+    place: int = 0
     agree: Callable[[int], None] = lambda checksum: None
     prepare: Callable[[Plan], object] = lambda plan: None
 
@@ -88,7 +90,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
             batch = next(self._ahead)[0]
             return batch.part(by_count(batch.global_size, self._replica, self._replicas))
         for item in self._plans.exchange(self._made()):
-            self._given.append(self._unpacker.submit(_unpacked, item, self._plans.prepare))
+            self._given.append(self._unpacker.submit(_unpacked, item, self._plans))
         plan, packed = self._given.popleft().result()
         self._plans.agree(packed.division)
         whole = self._taken.popleft() if self._taken else next(self._ahead)[0]
@@ -128,7 +130,7 @@ def _batches(
     sampler: Iterable[tuple[int, ...]],
     make_plan: MakePlan | None,
     mask_loss_of: int | None,
-) -> Iterator[tuple[GlobalBatch, PackedPlan | None]]:
+) -> Iterator[tuple[GlobalBatch, PackedPlans | None]]:
     for indices in sampler:
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
         packed = None if make_plan is None else make_plan(lengths)
@@ -152,12 +154,13 @@ def _portable(error: Exception) -> Exception:
     return portable
 
 
-def _unpacked(item: Item, prepare: Callable[[Plan], object]) -> tuple[Plan, PackedPlan]:
+def _unpacked(item: Item, source: PlanSource) -> tuple[Plan, PackedPlan]:
     if isinstance(item, Exception):
         raise item
-    plan = _unpack(item.message)
-    prepare(plan)
-    return plan, item
+    mine = item[source.place]
+    plan = _unpack(mine.message)
+    source.prepare(plan)
+    return plan, mine
 
 
 @functools.lru_cache(maxsize=4)

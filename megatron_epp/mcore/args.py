@@ -7,6 +7,7 @@ import logging
 from typing import Any, NamedTuple
 
 from megatron_epp.mcore.errors import ArgumentError
+from megatron_epp.mcore.expert_flags import check_experts
 from megatron_epp.mcore.layout import check_layout, check_pattern
 from megatron_epp.mcore.stage_flags import check_stages
 
@@ -125,7 +126,7 @@ _CONFLICTS = (
     _Conflict("--micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     _Conflict("--eval-micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     _Conflict("--mock-data", advice="give real documents with --data-path"),
-    _Conflict("--num-experts", advice="use a dense model"),
+    _Conflict("--moe-token-dispatcher-type", (None, "allgather", "alltoall"), "use alltoall"),
     _Conflict("--recompute-granularity", advice="use --epp-recompute"),
     _Conflict("--recompute-activations", advice="use --epp-recompute"),
     _Conflict("--cuda-graph-impl", ("none", None), "set it to none: shapes change every iteration"),
@@ -191,6 +192,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
         raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
     _check_values(args)
     check_layout(args)
+    check_experts(args)
     patterns = (getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override"))
     for pattern in filter(None, patterns):
         check_pattern(pattern)

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_profile
-from megatron_epp.cost.library import find, load_costs
+from megatron_epp.cost.library import find, load_costs, shape_of
+from megatron_epp.mcore.experts import forget_router_losses
 from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.mcore.timing import measure_times
@@ -51,24 +53,28 @@ def pipeline_costs(
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     base = profile.costs(_by_stage({number: stage.num_layers for number, stage in stages.items()}, links))
     link = Link(base.message_latency_us, base.message_us_per_byte)
-    mine: dict[int, StageCosts] = {}
     with _undisturbed(stages.values()):
-        for number, stage in stages.items():
-            costs = replace(measure_bytes(stage, base.stages[number]), static_bytes=_static_bytes(args, stage))
-            if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16):
-                costs = _with_wide_gradients(costs)
-            mine[number] = measure_times(stage, costs, args.seq_length) if args.epp_costs == "measure" else costs
+        found = {number: _measured_bytes(args, stage, base.stages[number]) for number, stage in stages.items()}
+        shared = _by_stage(found, links)  # ranks that share a stage must time the same cases
+        mine = {number: shared[number] for number in stages}
+        if args.epp_costs == "measure":
+            mine = {number: measure_times(stage, mine[number], args.seq_length) for number, stage in stages.items()}
         if args.epp_costs == "measure":
             link = measure_link(next(iter(stages.values())), links, links.position)
     link = gathered(link, links)[0]
-    found = tuple(map(_with_messages, _by_stage(mine, links), repeat(link), _neighbours(placement)))
+    costs_of = tuple(map(_with_messages, _by_stage(mine, links), repeat(link), _neighbours(placement)))
     name = "measured" if args.epp_costs == "measure" else base.name
     latency_us, us_per_byte, _ = link
-    costs = _of_first(replace(base, stages=found, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte))
+    costs = _of_first(replace(base, stages=costs_of, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte))
     if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
         os.makedirs(args.save, exist_ok=True)
         Path(args.save, FILE_NAME).write_text(costs.to_json())
     return costs
+
+
+def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
+    costs = replace(measure_bytes(stage, base), static_bytes=_static_bytes(args, stage))
+    return _with_wide_gradients(costs) if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16) else costs
 
 
 def _of_first(costs: PipelineCosts) -> PipelineCosts:
@@ -80,20 +86,7 @@ def _of_first(costs: PipelineCosts) -> PipelineCosts:
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
     """The model's shape from Megatron's arguments."""
-    return ModelShape(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        kv_channels=args.kv_channels,
-        vocab_size=args.padded_vocab_size,
-        gated_mlp=args.swiglu,
-        bytes_per_value=2 if args.bf16 or args.fp16 else 4,
-        tensor_parallel=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        context_parallel=args.context_parallel_size,
-    )
+    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size})
 
 
 def _stored(args: argparse.Namespace) -> Path | None:
@@ -157,24 +150,34 @@ def gathered[T](mine: T, links: Links) -> list[T]:
 
 def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
     """Weights, fp32 gradients and Adam's state of this rank; what the distributed optimizer shards is divided."""
-    count = sum(p.numel() for p in stage.model.parameters())
     low_precision = args.bf16 or args.fp16
-    shards = args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1
-    per_parameter = (2 if low_precision else 4) + 4 + (12 if low_precision else 8) / shards
-    return int(count * per_parameter)
+    fixed, sharded = (2 if low_precision else 4) + 4, 12 if low_precision else 8
+    num_bytes = 0.0
+    for parameter in stage.model.parameters():
+        is_shared = getattr(parameter, "allreduce", True)  # not so where expert-parallel ranks have experts of their own
+        holders = (
+            args.data_parallel_size * args.context_parallel_size if is_shared else mpu.get_expert_data_parallel_world_size()
+        )
+        num_bytes += parameter.numel() * (fixed + sharded / (holders if args.use_distributed_optimizer else 1))
+    return int(num_bytes)
 
 
 @contextmanager
 def _undisturbed(stages: Iterable[MegatronStage]) -> Iterator[None]:
-    """Leave random states and gradients as they were."""
+    """Leave random states, gradients, buffers and what routers have counted as they were."""
     cpu, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     models = [stage.model for stage in stages]
+    # Megatron's wrapper has its own `buffers`.
+    buffers = [(buffer, buffer.clone()) for model in models for buffer in torch.nn.Module.buffers(model)]
     with torch.enable_grad(), ExitStack() as held:
         for model in models:
             if hasattr(model, "no_sync"):
                 held.enter_context(model.no_sync())
         yield
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    forget_router_losses()
     for model in models:
         if hasattr(model, "zero_grad_buffer"):
             model.zero_grad_buffer()

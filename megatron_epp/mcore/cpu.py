@@ -4,6 +4,8 @@
 of CUDA. Each stand-in below says why it is there. `torch.cuda.is_available()` keeps telling the truth.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import logging
@@ -52,6 +54,12 @@ class _Stream:
 
     def wait_stream(self, stream: Any) -> None:
         pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        """As an event: what it follows has happened."""
 
 
 def _nothing() -> Callable[..., None]:
@@ -163,7 +171,44 @@ def patches() -> tuple[Patch, ...]:
             "data loaders draw seeds from the CPU generator, which plays the CUDA one here",
             wraps=True,
         ),
+        Patch(
+            "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+            lambda tensor, as_numpy=False, record_stream=False: tensor.numpy() if as_numpy and tensor is not None else tensor,
+            "leaves split sizes that are on the CPU already as tensors, which collectives do not take",
+        ),
+        *(
+            Patch(f"megatron.core.transformer.moe.{target}", _averaging_by_sums, _NO_MEAN, wraps=True, versions=versions)
+            for target, versions in (
+                ("moe_utils:reduce_aux_losses_tracker_across_ranks", "<0.18"),
+                ("moe_logging:MoEMetricsTracker._sync_metrics", ">=0.18"),
+            )
+        ),
     )
+
+
+_NO_MEAN = "averages over ranks, which gloo cannot do"
+
+
+def _averaging_by_sums(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sync_metrics(*args: Any, **kwargs: Any) -> Any:
+        dist = torch.distributed
+        reduce = dist.all_reduce
+
+        def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **rest: Any) -> Any:
+            if op != dist.ReduceOp.AVG:
+                return reduce(tensor, op=op, group=group, **rest)
+            done = reduce(tensor, op=dist.ReduceOp.SUM, group=group, **rest)
+            tensor /= dist.get_world_size(group)
+            return done
+
+        dist.all_reduce = all_reduce
+        try:
+            return original(*args, **kwargs)
+        finally:
+            dist.all_reduce = reduce
+
+    return sync_metrics
 
 
 def _leaving_the_generator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,8 @@ from megatron_epp.runtime.weights import Kept, WeightGradients
 from megatron_epp.schedule import Chunk, Segment
 
 _BYTES_TOKENS = 256
+_VOCABULARY = 32
+"""Tokens that every model has."""
 _LINK_TOKENS = (64, 1024)
 _LINK_REPEATS = 12
 
@@ -99,8 +101,9 @@ def measure_link(stage: MegatronStage, links: Links, rank: int) -> Link:
 
 
 def _arrays(tokens: int) -> ChunkArrays:
-    ids = torch.zeros(tokens, dtype=torch.long)  # positions too: learned ones may be fewer than the probe's tokens
-    return ChunkArrays(ids, ids.clone(), torch.ones(tokens), ids.clone())
+    """Of many different tokens, so that a router spreads them; positions are all the first, for learned ones may be few."""
+    ids = torch.arange(tokens) % _VOCABULARY
+    return ChunkArrays(ids, ids.clone(), torch.ones(tokens), torch.zeros_like(ids))
 
 
 def forward(

@@ -16,6 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import session as sessions
+from megatron_epp.mcore.experts import average_router_losses
 from megatron_epp.mcore.reduction import Reduction
 from megatron_epp.mcore.report import IterationReport, count_tokens
 from megatron_epp.mcore.session import Session
@@ -79,6 +80,8 @@ def forward_backward_elastic(
             config.finalize_model_grads_func(models, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     if config.timers is not None:
         config.timers("forward-backward").stop()
+    if not forward_only and batch.plan is not None:
+        average_router_losses(num_microbatches, len(batch.plan.chunks))
     report.finish(loss)
     return [] if loss is None else [{"lm loss": loss}]
 

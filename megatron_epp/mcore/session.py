@@ -20,7 +20,8 @@ from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.placement import Placement
 from megatron_epp.mcore.stage import MegatronStage
-from megatron_epp.planner.background import BackgroundPlanner, PackedPlan
+from megatron_epp.planner.background import BackgroundPlanner, PackedPlans
+from megatron_epp.planner.balance import Teams, teams_of
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.runtime.links import Links, new_group
 from megatron_epp.runtime.program import prepare
@@ -37,9 +38,10 @@ _LONGEST = 8
 class Session:
     """One process's share of an elastic training run.
 
-    One rank of every replica (all ranks with the same data-parallel rank) plans for all of them, in the background. It plans
-    the replica's share of the global batch, which every planning rank divides for itself from the same lengths, costs and caps.
-    Made before the data iterators, whose plans wait until `attach` has seen the model and knows its costs.
+    Replicas (a data-parallel rank each) that share experts are a team; without expert parallelism each is one by itself. One
+    rank of every team plans for all of its ranks, in the background. It plans the team's shares of the global batch, which
+    every planning rank divides for itself from the same lengths, costs and caps. Made before the data iterators, whose plans
+    wait until `attach` has seen the model and knows its costs. Every rank of the job must make one at the same point.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -49,8 +51,10 @@ class Session:
         self.rank = mpu.get_pipeline_model_parallel_rank()
         self.placement = Placement.of(args)
         self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        self.plans = self.rank == mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
-        """Whether this is the rank that plans: the first of its replica."""
+        self.teams, self._team_ranks = _teams()
+        self.team = next(number for number, team in enumerate(self.teams) if self.replica in team)
+        self.plans = dist.get_rank() == self._team_ranks[self.team][0]
+        """Whether this is the rank that plans: the first of its team."""
         self.stages: dict[int, MegatronStage] = {}
         """This rank's, by their number in the pipeline; empty before `attach`."""
         self.links: Links | None = None
@@ -75,9 +79,8 @@ class Session:
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        ranks_of = _ranks_of_replicas()
-        self.links = Links.create(pipeline, ranks_of[self.replica], both_ways=self.placement.num_chunks > 1)
-        self._planning_ranks = new_group(tuple(ranks[0] for ranks in ranks_of), backend="gloo")
+        self.links = Links.create(pipeline, self._team_ranks[self.team], both_ways=self.placement.num_chunks > 1)
+        self._planning_ranks = new_group(tuple(ranks[0] for ranks in self._team_ranks), backend="gloo")
         if self.args.epp_schedule == "elastic":
             self._learn_costs(self.links)
 
@@ -88,23 +91,24 @@ class Session:
             assert self._planning_ranks is not None
             least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
             self._problem = problem_of(self.args, least, self.placement.rank_of)
-            self._planner = BackgroundPlanner(costs, options_of(self.args), self.replica, self.replicas)
+            self._planner = BackgroundPlanner(costs, options_of(self.args), self.team, self.teams)
             self._can_plan.set()
 
     def plan_source(self, forward_only: bool) -> PlanSource:
         """How this rank comes by plans, for training or for evaluation."""
 
-        def make(lengths: tuple[int, ...]) -> PackedPlan:
+        def make(lengths: tuple[int, ...]) -> PackedPlans:
             return self._plan(lengths, forward_only)
 
-        return PlanSource(make if self.plans else None, self._exchange, self._agree, lambda plan: prepare(plan, self.rank))
+        place = self.teams[self.team].index(self.replica)
+        return PlanSource(make if self.plans else None, self._exchange, place, self._agree, lambda p: prepare(p, self.rank))
 
     def close(self) -> None:
         """End planning. Whoever still waits for a plan gets an error."""
         if self._planner is not None:
             self._planner.close()
 
-    def _plan(self, lengths: tuple[int, ...], forward_only: bool) -> PackedPlan:
+    def _plan(self, lengths: tuple[int, ...], forward_only: bool) -> PackedPlans:
         self._can_plan.wait()
         assert self._planner is not None
         assert self._problem is not None
@@ -118,7 +122,7 @@ class Session:
         return from_first(items, self.links.control)
 
     def _agree(self, checksum: int) -> None:
-        if not self.plans or self.replicas == 1:
+        if not self.plans or len(self.teams) == 1:
             return
         assert self._planning_ranks is not None
         checksums = from_each(checksum, self._planning_ranks)
@@ -164,11 +168,14 @@ def options_of(args: argparse.Namespace) -> Options:
     )
 
 
-def _ranks_of_replicas() -> list[list[int]]:
-    """For every data-parallel rank, the global ranks that run its plan. Every rank of the job must call this."""
-    replicas: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(replicas, mpu.get_data_parallel_rank())
-    return [[rank for rank, its in enumerate(replicas) if its == replica] for replica in sorted(set(replicas))]
+def _teams() -> tuple[Teams, list[list[int]]]:
+    """The replicas that share experts, and the global ranks of each team. Every rank of the job must call this."""
+    mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    replica_of = [replica for replica, _ in everyone]
+    teams = teams_of({replica_of[rank] for rank in sharing} for _, sharing in everyone)
+    return teams, [[rank for rank, replica in enumerate(replica_of) if replica in team] for team in teams]
 
 
 def _summary(lengths: tuple[int, ...]) -> str:

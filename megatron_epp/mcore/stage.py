@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.core_attention import ChunkParams
+from megatron_epp.mcore.experts import scale_router_losses
 from megatron_epp.mcore.loss import check_loss, summed_loss
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import KVRelay
@@ -103,6 +104,7 @@ class MegatronStage:
         inputs = self.inputs(arrays)
         with self._timed("forward-compute"), self._recomputing(context.recompute_layers), self._autocast():
             output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
+        scale_router_losses(self.config, output)
         if not self.is_last:
             return output
         return self._loss(output, inputs["loss_mask"])

@@ -106,7 +106,7 @@ class _Clock:
 
     def __init__(self, stage: MegatronStage) -> None:
         config = stage.config
-        shared = config.tensor_model_parallel_size * config.context_parallel_size > 1
+        shared = config.tensor_model_parallel_size * config.context_parallel_size * config.expert_model_parallel_size > 1
         host_alone = not torch.cuda.is_initialized() and torch.get_num_threads() == 1 and not shared
         self._now_s = time.thread_time if host_alone else time.perf_counter
         self.times_us: dict[str, float] = {}

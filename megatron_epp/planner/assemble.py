@@ -35,15 +35,20 @@ class Decisions:
     offload: tuple[tuple[float, ...], ...] = ()
 
 
-def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions) -> Plan:
+def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions, tables: Tables | None = None) -> Plan:
     """Turn decisions into a plan with the simulator's predictions.
+
+    Args:
+        problem, costs, options: what was asked.
+        made: what was decided.
+        tables: of the chunks, where something else than the costs alone decides times.
 
     Raises:
         PlanError: the result does not pass `check`. The message is its report.
     """
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
-    tables = tabulate(made.chunks, problem, costs)
+    tables = tabulate(made.chunks, problem, costs) if tables is None else tables
     writer = _Writer(tables, made)
     plan = Plan(
         lengths=problem.lengths,

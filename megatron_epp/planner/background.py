@@ -12,7 +12,8 @@ from typing import NamedTuple
 from megatron_epp import planner
 from megatron_epp.cost import Costs
 from megatron_epp.planner.anytime import Anytime
-from megatron_epp.planner.balance import Division, divide
+from megatron_epp.planner.balance import Division, Teams, divide
+from megatron_epp.planner.matched import plan_matched
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.refine import Refiner
 from megatron_epp.planner.worker import Worker
@@ -41,8 +42,18 @@ class PackedPlan(NamedTuple):
     division: int = 0
 
 
+PackedPlans = tuple[PackedPlan, ...]
+"""Those of the replicas of a team."""
+
+Lengths = tuple[tuple[int, ...], ...]
+"""Of the sequences of every replica of a team."""
+
+PlanTeam = Callable[[Problem, Lengths], tuple[Plan, ...]]
+"""From what all shares have in common, and the lengths of each, to their plans."""
+
+
 class BackgroundPlanner:
-    """Plans the batches of one run for one of its replicas, from any thread, one at a time.
+    """Plans the batches of one run for a team of its replicas, from any thread, one at a time.
 
     Without a budget and with any planner but "milp", equal problems get equal plans, on every machine and after a resume. The
     division over replicas is the same for equal problems in any case.
@@ -50,16 +61,16 @@ class BackgroundPlanner:
     Args:
         costs: of every replica's pipeline.
         options: what the user fixed.
-        replica: the one to plan for.
-        replicas: how many share a batch.
+        team: the one to plan for, of
+        teams: all replicas that share a batch. Replicas of a team share experts and get matched plans.
     """
 
-    def __init__(self, costs: Costs, options: Options, replica: int = 0, replicas: int = 1) -> None:
-        self._worker = Worker(_planning, costs, options, replica, replicas)
+    def __init__(self, costs: Costs, options: Options, team: int = 0, teams: Teams = ((0,),)) -> None:
+        self._worker = Worker(_planning, costs, options, team, teams)
         self._lock = threading.Lock()
 
-    def plan(self, problem: Problem) -> PackedPlan:
-        """Plan this replica's share of a batch.
+    def plan(self, problem: Problem) -> PackedPlans:
+        """Plan the shares that the team's replicas have of a batch, in their order.
 
         Args:
             problem: with the lengths of the whole global batch.
@@ -68,7 +79,7 @@ class BackgroundPlanner:
             what `planner.plan` raises, and `WorkerError` when the process has ended.
         """
         with self._lock:
-            packed: PackedPlan = self._worker.call(problem)
+            packed: PackedPlans = self._worker.call(problem)
         return packed
 
     def close(self) -> None:
@@ -76,30 +87,53 @@ class BackgroundPlanner:
         self._worker.close()
 
 
-def _planning(costs: Costs, options: Options, replica: int, replicas: int) -> Callable[[Problem], PackedPlan]:
+def _planning(costs: Costs, options: Options, team: int, teams: Teams) -> Callable[[Problem], PackedPlans]:
     """What the process runs for every batch."""
     steady = replace(options, planner="greedy" if options.planner == "milp" else options.planner, budget_ms=None)
-    repeatable = functools.lru_cache(KEPT * replicas)(lambda problem: planner.plan(problem, costs, steady))
-    plan: Callable[[Problem], Plan] = repeatable
+
+    @functools.lru_cache(KEPT * len(teams))
+    def repeatable(problem: Problem, shares: Lengths) -> tuple[Plan, ...]:
+        problems = [replace(problem, lengths=share) for share in shares]
+        return plan_matched(problems, costs, steady) if len(shares) > 1 else (planner.plan(problems[0], costs, steady),)
+
+    plan: PlanTeam = repeatable
     if options.planner == "milp":
-        plan = Refiner(costs, options).plan
+        plan = _of_one(Refiner(costs, options).plan)
     elif options.budget_ms:
-        plan = Anytime(costs, options).plan
+        plan = _of_one(Anytime(costs, options).plan)
 
+    @functools.lru_cache(KEPT)
     def divided(problem: Problem) -> Division:
-        if replicas == 1:
+        if teams == ((0,),):
             return Division((tuple(range(len(problem.lengths))),), (0.0,))
-        return divide(problem, costs, replicas, lambda share: repeatable(replace(problem, lengths=share)).predicted.makespan_us)
+        shared = replace(problem, lengths=())
+        return divide(problem, costs, teams, lambda shares: _slowest_us(repeatable(shared, shares)))
 
-    return functools.partial(_packed, plan, functools.lru_cache(KEPT)(divided), replica)
+    return functools.partial(_packed, plan, divided, teams[team])
+
+
+def _slowest_us(plans: tuple[Plan, ...]) -> float:
+    return max(plan.predicted.makespan_us for plan in plans)
+
+
+def _of_one(plan: Callable[[Problem], Plan]) -> PlanTeam:
+    """A planner of one replica as a planner of a team of one."""
+    return lambda problem, shares: (plan(replace(problem, lengths=shares[0])),)
 
 
 def _packed(
-    plan: Callable[[Problem], Plan], divided: Callable[[Problem], Division], replica: int, problem: Problem
-) -> PackedPlan:
+    plan: PlanTeam,
+    divided: Callable[[Problem], Division],
+    team: tuple[int, ...],
+    problem: Problem,
+) -> PackedPlans:
     start_s = time.perf_counter()
     division = divided(problem)
-    share = division.shares[replica]
-    made = plan(replace(problem, lengths=tuple(problem.lengths[at] for at in share)))
+    shares = [division.shares[replica] for replica in team]
+    lengths = tuple(tuple(problem.lengths[at] for at in share) for share in shares)
+    made = plan(replace(problem, lengths=()), lengths)
     planning_us = (time.perf_counter() - start_s) * 1e6
-    return PackedPlan(pack(made), planning_us, share, division.imbalance, division.checksum)
+    return tuple(
+        PackedPlan(pack(one), planning_us, share, division.imbalance, division.checksum)
+        for one, share in zip(made, shares, strict=True)
+    )

@@ -12,7 +12,7 @@ import heapq
 import math
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
@@ -23,8 +23,11 @@ from megatron_epp.schedule import InfeasibleError, PlanError
 Share = tuple[int, ...]
 """Positions in the global batch, ascending."""
 
-Makespan = Callable[[tuple[int, ...]], float]
-"""Microseconds that the plan for sequences of these lengths takes."""
+Teams = tuple[tuple[int, ...], ...]
+"""Replicas whose plans are made together, for they share experts; each replica is in one team."""
+
+Makespan = Callable[[tuple[tuple[int, ...], ...]], float]
+"""Microseconds that the plans for a team take, from the lengths of each of its replicas."""
 
 ENOUGH = 0.005
 """Imbalance at which no further exchange is tried."""
@@ -40,7 +43,7 @@ class Division:
 
     Attributes:
         shares: of every replica; each position of the batch is in one of them.
-        makespan_us: of every replica's plan.
+        makespan_us: of every replica's plan; those of a team take equally long.
     """
 
     shares: tuple[Share, ...]
@@ -58,42 +61,63 @@ class Division:
         return zlib.crc32(repr(self.shares).encode())
 
 
-def divide(problem: Problem, costs: Costs, replicas: int, makespan_us: Makespan, tries: int = TRIES) -> Division:
+def divide(problem: Problem, costs: Costs, teams: Teams, makespan_us: Makespan, tries: int = TRIES) -> Division:
     """Share out the sequences of a global batch. Equal arguments give equal divisions, in every process.
 
     A sequence is never cut between replicas, so one that takes longer than a fair share bounds the balance from below: its
-    replica then has nothing else.
+    replica then has nothing else. In a team each chunk waits for the others' chunks, so long sequences go to the same team.
 
     Args:
         problem: with the lengths of the whole batch.
         costs: of the pipeline of every replica.
-        replicas: each gets at least one sequence.
-        makespan_us: plans a share.
+        teams: of the replicas, each of which gets at least one sequence.
+        makespan_us: plans the shares of a team.
         tries: exchanges judged by it, at most.
 
     Raises:
         PlanError: there are fewer sequences than replicas.
         InfeasibleError: a share fits no memory cap, as `makespan_us` says it.
     """
-    lengths = problem.lengths
+    lengths, replicas = problem.lengths, sum(map(len, teams))
     if len(lengths) < replicas:
         raise PlanError(f"{len(lengths)} sequences cannot be shared by {replicas} replicas: raise --global-batch-size")
     work_us = sequence_work(problem, costs)
     shares = longest_first(work_us, replicas)
-    shares, _ = _exchange(shares, work_us, lambda share: sum(work_us[at] for at in share), ROUNDS * len(lengths), 0.0)
+    alone = tuple((replica,) for replica in range(replicas))
+    by_work = _Exchange(alone, work_us, lambda share: sum(work_us[at] for at in share[0]))
+    shares = by_work.run(shares, ROUNDS * len(lengths), 0.0)[0]
+    if len(teams) < replicas:
+        shares.sort(key=lambda share: (-max(work_us[at] for at in share), share))
 
-    def of_plan(share: Share) -> float:
+    def lengths_of(team: tuple[Share, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(lengths[at] for at in sorted(share)) for share in team)
+
+    def planned_us(team: tuple[Share, ...]) -> float:
         try:
-            return makespan_us(tuple(lengths[at] for at in sorted(share)))
+            return makespan_us(lengths_of(team))
         except InfeasibleError:
             return math.inf
 
-    shares, times_us = _exchange(shares, work_us, of_plan, tries, ENOUGH)
-    shares = [tuple(sorted(share)) for share in shares]
-    for share, time_us in zip(shares, times_us, strict=True):
+    shares, times_us = _Exchange(teams, work_us, planned_us).run(shares, tries, ENOUGH)
+    of_replica: dict[int, float] = {}
+    for team, time_us in zip(teams, times_us, strict=True):
         if math.isinf(time_us):
-            makespan_us(tuple(lengths[at] for at in share))  # says why
-    return Division(tuple(shares), tuple(times_us))
+            makespan_us(lengths_of(tuple(shares[replica] for replica in team)))  # says why
+        of_replica |= dict.fromkeys(team, time_us)
+    return Division(tuple(tuple(sorted(share)) for share in shares), tuple(of_replica[r] for r in range(replicas)))
+
+
+def teams_of(sharing: Iterable[set[int]]) -> Teams:
+    """The teams of all replicas.
+
+    Args:
+        sharing: sets of replicas that share something; each replica is in one at least.
+    """
+    team_of: dict[int, set[int]] = {}
+    for replicas in sharing:
+        together = replicas.union(*(team_of.get(replica, {replica}) for replica in replicas))
+        team_of |= dict.fromkeys(together, together)
+    return tuple(sorted({tuple(sorted(team)) for team in team_of.values()}))
 
 
 def by_count(count: int, replica: int, replicas: int) -> Share:
@@ -118,48 +142,66 @@ def sequence_work(problem: Problem, costs: Costs) -> list[float]:
     return [chunker.sequence_us(length) for length in problem.lengths]
 
 
-def _exchange(
-    shares: list[Share], work_us: Sequence[float], time_us: Callable[[Share], float], tries: int, enough: float
-) -> tuple[list[Share], list[float]]:
-    """Move sequences, or swap two, between the slowest replica and another, as long as the slower of both gets faster.
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Moves sequences, or swaps two, between the slowest team and another, as long as the slower of both gets faster.
 
-    Returns:
-        the shares and the time of each.
+    Attributes:
+        teams: of the replicas.
+        work_us: of every sequence.
+        time_us: of the shares of a team.
     """
-    times_us = [time_us(share) for share in shares]
-    while tries > 0 and max(times_us) > (1 + enough) * sum(times_us) / len(times_us):
-        slow = max(range(len(shares)), key=lambda r: (times_us[r], -r))
-        for fast, one, other in _candidates(shares, work_us, times_us, slow):
-            tries -= 1
-            after_us = time_us(one), time_us(other)
-            if max(after_us) < times_us[slow]:
-                shares = [*shares]
-                shares[slow], shares[fast] = one, other
-                times_us[slow], times_us[fast] = after_us
-                break
-            if tries <= 0:
-                break
-        else:
-            break
-    return shares, times_us
 
+    teams: Teams
+    work_us: Sequence[float]
+    time_us: Callable[[tuple[Share, ...]], float]
 
-def _candidates(
-    shares: list[Share], work_us: Sequence[float], times_us: Sequence[float], slow: int
-) -> Iterator[tuple[int, Share, Share]]:
-    """Exchanges worth a try, with the fastest replica first: the other replica, and both shares after it."""
-    slow_us = sum(work_us[at] for at in shares[slow])
-    for fast in sorted(range(len(shares)), key=lambda r: (times_us[r], r)):
-        gap = times_us[slow] - times_us[fast]
-        if fast == slow or gap <= 0:
-            continue
-        moved = _closest(shares[slow], shares[fast], work_us, gap / 2 * slow_us / times_us[slow])
-        if moved is None:
-            continue
-        given, taken = moved
-        one = [at for at in shares[slow] if at != given]
-        other = [*(at for at in shares[fast] if at != taken), given]
-        yield fast, tuple(one if taken is None else [*one, taken]), tuple(other)
+    def run(self, shares: list[Share], tries: int, enough: float) -> tuple[list[Share], list[float]]:
+        """Exchange until the imbalance is low enough or nothing helps.
+
+        Returns:
+            the shares of the replicas and the time of each team.
+        """
+        times_us = [self._team_us(shares, team) for team in self.teams]
+        while tries > 0 and max(times_us) > (1 + enough) * sum(times_us) / len(times_us):
+            slow = max(range(len(times_us)), key=lambda team: (times_us[team], -team))
+            for fast, changed in self._candidates(shares, times_us, slow):
+                tries -= 1
+                after_us = [self._team_us(changed, self.teams[team]) for team in (slow, fast)]
+                if max(after_us) < times_us[slow]:
+                    shares = changed
+                    times_us[slow], times_us[fast] = after_us
+                    break
+                if tries <= 0:
+                    break
+            else:
+                break
+        return shares, times_us
+
+    def _team_us(self, shares: list[Share], team: tuple[int, ...]) -> float:
+        return self.time_us(tuple(shares[replica] for replica in team))
+
+    def _candidates(self, shares: list[Share], times_us: Sequence[float], slow: int) -> Iterator[tuple[int, list[Share]]]:
+        """Exchanges worth a try, with the fastest team first: that team, and the shares after it."""
+        giver, giver_us = max(((r, self._work(shares[r])) for r in self.teams[slow]), key=lambda each: (each[1], -each[0]))
+        for fast in sorted(range(len(times_us)), key=lambda team: (times_us[team], team)):
+            gap = times_us[slow] - times_us[fast]
+            if fast == slow or gap <= 0:
+                continue
+            taker = min(self.teams[fast], key=lambda r: (self._work(shares[r]), r))
+            share = gap / (2 * times_us[slow]) if math.isfinite(gap) else 0.5
+            moved = _closest(shares[giver], shares[taker], self.work_us, share * giver_us)
+            if moved is None:
+                continue
+            given, taken = moved
+            one = [at for at in shares[giver] if at != given]
+            other = [*(at for at in shares[taker] if at != taken), given]
+            changed = [*shares]
+            changed[giver], changed[taker] = tuple(one if taken is None else [*one, taken]), tuple(other)
+            yield fast, changed
+
+    def _work(self, share: Share) -> float:
+        return sum(self.work_us[at] for at in share)
 
 
 def _closest(slow: Share, fast: Share, work_us: Sequence[float], target_us: float) -> tuple[int, int | None] | None:

@@ -95,9 +95,14 @@ class Trials:
         """The best decisions. Raises `InfeasibleError` with the smallest cap that would have let one table through."""
         if self.best is not None:
             return self.best
-        gib = -(-self.least_cap * 100 // GIB) / 100
-        raise InfeasibleError(
-            f"no plan fits a memory cap of {min(self.problem.cap_bytes)} bytes per rank: the least that would do is "
-            f"{self.least_cap} bytes ({gib:.2f} GiB).\n"
-            f"Raise --epp-memory-cap-gb to {gib:.2f}, or lower --epp-chunk-tokens or --seq-length."
-        )
+        raise infeasible(self.problem, self.least_cap)
+
+
+def infeasible(problem: Problem, least_cap: int) -> InfeasibleError:
+    """The error of a batch that needs a cap of so many bytes at the least."""
+    gib = -(-least_cap * 100 // GIB) / 100
+    return InfeasibleError(
+        f"no plan fits a memory cap of {min(problem.cap_bytes)} bytes per rank: the least that would do is "
+        f"{least_cap} bytes ({gib:.2f} GiB).\n"
+        f"Raise --epp-memory-cap-gb to {gib:.2f}, or lower --epp-chunk-tokens or --seq-length."
+    )

@@ -2,6 +2,7 @@
 
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.check import Violation, check, report
+from megatron_epp.schedule.check_matched import check_matched
 from megatron_epp.schedule.chunk import Chunk, Segment
 from megatron_epp.schedule.deps import deps
 from megatron_epp.schedule.errors import EppError, InfeasibleError, PlanError
@@ -28,6 +29,7 @@ __all__ = [
     "Timeline",
     "Violation",
     "check",
+    "check_matched",
     "deps",
     "digest",
     "from_grid",

@@ -60,7 +60,7 @@ def take_in_turns(rank, links, count):
 
 
 def packed(lengths):
-    return PackedPlan(pack(plan(problem(lengths), COSTS)), 1.0, tuple(range(len(lengths))))
+    return (PackedPlan(pack(plan(problem(lengths), COSTS)), 1.0, tuple(range(len(lengths)))),)
 
 
 def made_here(rank, links, count):

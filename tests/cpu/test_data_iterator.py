@@ -19,15 +19,15 @@ LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 
 def whole_sequences(lengths):
     plan = plan_of(lengths, [[(sequence, 0, length)] for sequence, length in enumerate(lengths)])
-    return PackedPlan(pack(plan), 1000.0 * len(lengths), tuple(range(len(lengths))))
+    return (PackedPlan(pack(plan), 1000.0 * len(lengths), tuple(range(len(lengths)))),)
 
 
 def of_the_shares(*shares):
     """What replicas of one batch give out, each for a share of it."""
 
     def make(share, lengths):
-        packed = whole_sequences([lengths[at] for at in share])
-        return packed._replace(share=share, imbalance=0.25)
+        (packed,) = whole_sequences([lengths[at] for at in share])
+        return (packed._replace(share=share, imbalance=0.25),)
 
     return [partial(make, share) for share in shares]
 
@@ -129,6 +129,17 @@ def test_replicas_take_the_shares_they_planned():
         replica.close()
 
 
+def test_replicas_of_a_team_take_theirs_of_the_plans_made_for_all():
+    shares = [(1,), (0, 2)]
+
+    def make(lengths):
+        return tuple(packed for each in of_the_shares(*shares) for packed in each(lengths))
+
+    for place, share in enumerate(shares):
+        iterator = PlannedBatches(MemoryDataset(LENGTHS), [(3, 4, 5)], PlanSource(make, place=place))
+        assert next(iterator).indices == tuple((3, 4, 5)[at] for at in share)
+
+
 def test_without_plans_replicas_take_every_other_sequence():
     sampler = GlobalBatchSampler(len(LENGTHS), 4)
     parts = [batches(None, GlobalBatchSampler(len(LENGTHS), 4), replica=r, replicas=2) for r in range(2)]
@@ -143,7 +154,7 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division():
     seen = []
 
     def make(lengths):
-        return whole_sequences(lengths)._replace(division=next(checksums))
+        return (whole_sequences(lengths)[0]._replace(division=next(checksums)),)
 
     iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,)], PlanSource(make, agree=seen.append))
     for count, _ in enumerate(iterator):

@@ -141,7 +141,7 @@ def test_train_and_evaluation_have_their_own_planners(pair):
         def make(lengths):
             asked[name].append(lengths)
             made = plan(Problem(lengths, (0,), (UNLIMITED_BYTES,)), costs)
-            return PackedPlan(pack(made), 1.0, tuple(range(len(lengths))))
+            return (PackedPlan(pack(made), 1.0, tuple(range(len(lengths)))),)
 
         return PlanSource(make)
 

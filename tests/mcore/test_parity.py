@@ -124,7 +124,6 @@ def test_every_group_of_processes_trains_as_the_stock_schedule_does(matrix: dict
     assert len(plans) == cell.dp * MATRIX_ITERATIONS
     counts = list(zip(*([plan["sequences"] for plan in replica] for replica in figures["plans"]), strict=True))
     assert {sum(of_replicas) for of_replicas in counts} == {BATCH}
-    assert any(len(set(of_replicas)) > 1 for of_replicas in counts) == (cell.dp > 1)
     assert {plan["token_multiple"] for plan in plans} == {cell.cp * (cell.tp if cell.sp else 1)}
     assert {tuple(plan["placement"]) for plan in plans} == {PLACEMENTS[cell.pp, cell.virtual, cell.placement]}
     assert any(plan["padding"] for plan in plans) == (cell.sp or cell.cp > 1)
@@ -133,6 +132,13 @@ def test_every_group_of_processes_trains_as_the_stock_schedule_does(matrix: dict
     recomputed = {share for plan in plans for share in plan["recompute"]}
     assert ("none" not in recomputed) == (row.plan == "recompute")
     assert any(plan["weights"] > 0 for plan in plans) == cell.split
+
+
+def test_replicas_train_on_unequal_numbers_of_documents(matrix: dict[str, Figures]) -> None:
+    """With and without experts to share: or the rows above prove nothing about them."""
+    for shares_experts in (False, True):
+        rows = [matrix[str(row)]["plans"] for row in ROWS if row.cell.dp > 1 and (row.cell.ep > 1) == shares_experts]
+        assert any(len({plan["sequences"] for plan in plans}) > 1 for row in rows for plans in zip(*row, strict=True))
 
 
 def test_the_rows_bring_every_two_choices_together() -> None:
@@ -144,7 +150,8 @@ def test_the_rows_bring_every_two_choices_together() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--tp", 2, "--experts", 4, "--ep", 2], "--experts 4, --ep 2"),
+        (["--experts", 4, "--ep", 2], "--ep 2 on --dp 1"),
+        (["--experts", 4, "--tp", 2], "--experts 4 with --tp 2 and without --sp"),
         (["--lengths", "12,x"], "'x'"),
     ],
 )

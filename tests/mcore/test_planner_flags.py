@@ -1,9 +1,10 @@
-"""Flags about planning that do not go together are refused by name."""
+"""Flags about planning and experts that do not go together are refused by name."""
 
 import pytest
 from megatron_flags import arguments
 
 from megatron_epp.mcore.args import ArgumentError, prepare_epp_args
+from megatron_epp.schedule import EppError
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,40 @@ def test_a_budget_that_cannot_be_is_refused(given, says):
 @pytest.mark.parametrize("given", [[], ["--epp-planner", "milp"], ["--epp-plan-budget-ms", "500"]])
 def test_others_are_not(given):
     prepare_epp_args(arguments(*given))
+
+
+EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "megatron", "says"),
+    [
+        ([], {"num_experts": None}, "--expert-model-parallel-size 4 is for a model with --num-experts"),
+        ([], {"num_experts": 6}, "--num-experts 6 cannot be shared evenly by --expert-model-parallel-size 4: .* multiple of 4"),
+        ([], {"moe_token_dispatcher_type": "flex"}, r"--moe-token-dispatcher-type flex \(use alltoall\)"),
+        ([], {"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather needs equally many tokens"),
+        ([], {"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity needs equally many tokens"),
+        ([], {"moe_router_load_balancing_type": "global_aux_loss"}, "--moe-router-load-balancing-type global_aux_loss"),
+        ([], {"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]}, "type quantile_balancing; there are"),
+        (["--epp-schedule", "packed"], {}, "--epp-schedule packed .*: use padded"),
+        (["--epp-planner", "milp"], {}, "replicas are planned together, which only --epp-planner greedy does"),
+        (["--epp-plan-budget-ms", "50"], {}, "without --epp-plan-budget-ms"),
+    ],
+)
+def test_experts_that_cannot_be_trained_are_refused(given, megatron, says):
+    with pytest.raises(EppError, match=says):
+        prepare_epp_args(arguments(*given, **(EXPERTS | megatron)))
+
+
+@pytest.mark.parametrize(
+    "megatron",
+    [{}, {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, {"epp_schedule": "stock", "epp_planner": "milp"}],
+)
+def test_other_experts_are_not(megatron):
+    args = arguments(**EXPERTS)
+    vars(args).update(megatron)
+    prepare_epp_args(args)
+
+
+def test_experts_of_one_rank_may_be_gathered():
+    prepare_epp_args(arguments(num_experts=3, moe_token_dispatcher_type="allgather"))

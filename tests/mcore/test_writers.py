@@ -105,7 +105,7 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     with pytest.raises(InfeasibleError, match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens"):
         ours._plan((7, 1200, 30), False)
     ours._problem = session.problem_of(flags, (2**30, 2**30), (0, 1))
-    packed = ours._plan((7, 1200, 30), False)
+    (packed,) = ours._plan((7, 1200, 30), False)
     assert unpack(packed.message).lengths == (7, 1200, 30)
     assert packed.planning_us > 0
     ours.close()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.background import BackgroundPlanner
-from megatron_epp.planner.balance import Division, by_count, divide, longest_first
+from megatron_epp.planner.balance import Division, by_count, divide, longest_first, teams_of
 from megatron_epp.schedule import InfeasibleError, PlanError
 from megatron_epp.schedule.serialize import unpack
 
@@ -28,17 +28,22 @@ def problem(lengths, cap_bytes=UNLIMITED_BYTES):
 
 
 def planned_us(whole):
-    return lambda share: plan(replace(whole, lengths=share), COSTS).predicted.makespan_us
+    return lambda team: plan(replace(whole, lengths=team[0]), COSTS).predicted.makespan_us
+
+
+def alone(replicas):
+    """Teams of one."""
+    return tuple((replica,) for replica in range(replicas))
 
 
 def divided(lengths, replicas, **options):
     whole = problem(lengths)
-    return divide(whole, COSTS, replicas, planned_us(whole), **options)
+    return divide(whole, COSTS, alone(replicas), planned_us(whole), **options)
 
 
-def work_of(lengths):
-    """A stand-in for plans: attention dominates."""
-    return sum(length * length + 50 * length for length in lengths)
+def work_of(team):
+    """A stand-in for plans: attention dominates, and the slowest of a team decides."""
+    return max(sum(length * length + 50 * length for length in lengths) for lengths in team)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 8))
@@ -46,12 +51,12 @@ def work_of(lengths):
 def test_every_sequence_is_in_one_share_and_no_share_is_empty(lengths, replicas):
     if len(lengths) < replicas:
         with pytest.raises(PlanError, match="--global-batch-size"):
-            divide(problem(lengths), COSTS, replicas, work_of)
+            divide(problem(lengths), COSTS, alone(replicas), work_of)
         return
-    division = divide(problem(lengths), COSTS, replicas, work_of)
+    division = divide(problem(lengths), COSTS, alone(replicas), work_of)
     assert sorted(at for share in division.shares for at in share) == list(range(len(lengths)))
     assert all(share == tuple(sorted(share)) and share for share in division.shares)
-    assert division == divide(problem(lengths), COSTS, replicas, work_of)
+    assert division == divide(problem(lengths), COSTS, alone(replicas), work_of)
 
 
 @given(st.lists(st.integers(1, 3000), min_size=4, max_size=12), st.integers(2, 3))
@@ -64,7 +69,7 @@ def test_exchanges_never_make_the_slowest_plan_slower(lengths, replicas):
 def test_shares_take_equal_time_not_equal_counts():
     lengths = (4000, 2000, 2000, *(200,) * 61)
     by_time = divided(lengths, 2)
-    times_us = [planned_us(problem(lengths))(tuple(lengths[at] for at in by_count(64, r, 2))) for r in range(2)]
+    times_us = [planned_us(problem(lengths))([tuple(lengths[at] for at in by_count(64, r, 2))]) for r in range(2)]
     dealt = Division((), tuple(times_us))
     assert by_time.imbalance < 0.02 < dealt.imbalance
     assert len(by_time.shares[0]) != len(by_time.shares[1])
@@ -77,7 +82,7 @@ def test_equal_sequences_are_divided_by_count():
 
 def test_a_sequence_longer_than_all_the_rest_has_a_replica_of_its_own():
     division = divided((9000, *(50,) * 15), 4)
-    alone_us = planned_us(problem((9000,)))((9000,))
+    alone_us = planned_us(problem((9000,)))([(9000,)])
     assert (0,) in division.shares
     assert max(division.makespan_us) == alone_us
 
@@ -85,7 +90,7 @@ def test_a_sequence_longer_than_all_the_rest_has_a_replica_of_its_own():
 def test_where_work_misjudges_a_plan_exchanges_go_by_the_plan():
     """Every sequence takes an hour, whatever its length."""
     lengths = (4000, *(10,) * 19)
-    division = divide(problem(lengths), COSTS, 2, lambda share: 3.6e9 * len(share))
+    division = divide(problem(lengths), COSTS, alone(2), lambda team: 3.6e9 * len(team[0]))
     assert [len(share) for share in division.shares] == [10, 10]
 
 
@@ -101,6 +106,35 @@ def test_longest_first_is_within_a_third_of_the_best_division(replicas):
     assert best <= worst <= (4 / 3 - 1 / (3 * replicas)) * best
 
 
+@given(st.lists(st.integers(1, 5000), min_size=6, max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_replicas_of_a_team_take_as_long_as_its_slowest(lengths):
+    teams = ((0, 1), (2, 3))
+    division = divide(problem(lengths), COSTS, teams, work_of)
+    assert sorted(at for share in division.shares for at in share) == list(range(len(lengths)))
+    for team in teams:
+        shares = [[lengths[at] for at in division.shares[replica]] for replica in team]
+        assert {division.makespan_us[replica] for replica in team} == {work_of(shares)}
+
+
+@pytest.mark.parametrize(
+    ("sharing", "teams"),
+    [
+        ([{0}, {1}, {2}], ((0,), (1,), (2,))),
+        ([{0, 1}, {0, 1}, {2, 3}, {2, 3}], ((0, 1), (2, 3))),
+        ([{0, 2}, {1, 3}], ((0, 2), (1, 3))),
+        ([{0, 1}, {2, 3}, {1, 2}], ((0, 1, 2, 3),)),
+    ],
+)
+def test_replicas_that_share_experts_are_a_team(sharing, teams):
+    assert teams_of(sharing) == teams
+
+
+def test_long_sequences_go_to_the_same_team():
+    division = divide(problem((4000, 3900, *(150,) * 60)), COSTS, ((0, 1), (2, 3)), work_of)
+    assert {0, 1} <= {*division.shares[0], *division.shares[1]}
+
+
 def test_imbalance_is_how_much_longer_the_slowest_takes_than_the_mean():
     assert Division(((0,), (1,)), (3.0, 1.0)).imbalance == 0.5
 
@@ -108,15 +142,15 @@ def test_imbalance_is_how_much_longer_the_slowest_takes_than_the_mean():
 def test_a_share_that_fits_no_cap_is_refused_as_its_plan_is():
     whole = problem((4000, 4000), cap_bytes=1 << 20)
     with pytest.raises(InfeasibleError, match="--epp-memory-cap-gb"):
-        divide(whole, COSTS, 2, planned_us(whole))
+        divide(whole, COSTS, alone(2), planned_us(whole))
 
 
 @pytest.mark.parametrize("options", [Options(), Options(budget_ms=30)])
 def test_replicas_plan_their_shares_of_one_division(options):
     """Each in a process of its own, with a planner that does not repeat itself too."""
     lengths = (900, 30, 400, 410, 20, 77, 500, 12)
-    planners = [BackgroundPlanner(COSTS, options, replica, 2) for replica in range(2)]
-    packed = [planner.plan(problem(lengths)) for planner in planners]
+    planners = [BackgroundPlanner(COSTS, options, replica, alone(2)) for replica in range(2)]
+    packed = [one for planner in planners for one in planner.plan(problem(lengths))]
     for planner in planners:
         planner.close()
     assert packed[0].division == packed[1].division

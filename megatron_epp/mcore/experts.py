@@ -1,0 +1,49 @@
+"""Mixture of experts under plans: the losses that keep experts evenly loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch import Tensor
+
+
+def scale_router_losses(config: Any, output: Tensor) -> None:
+    """Give the routers' own losses the scale of the main one, as Megatron's schedules do after every forward.
+
+    A router weighs its loss by the tokens it has seen, so chunks of unequal length count by their tokens, and the division by
+    all tokens of the batch at the end makes a mean of it.
+    """
+    if config.num_moe_experts is None:
+        return
+    of_experts = getattr(config, "moe_grad_scale_func", None)
+    scale: Any = 1.0
+    if of_experts is not None:
+        scale = of_experts()
+    elif config.grad_scale_func is not None:
+        scale = config.grad_scale_func(torch.ones(1, device=output.device))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.as_tensor(scale, dtype=torch.float32, device=output.device).reshape(1))
+
+
+def average_router_losses(num_microbatches: int, num_chunks: int) -> None:
+    """Routers add up their losses for Megatron's log, which divides by the microbatches: make it a mean over chunks."""
+    for values in _logged():
+        values *= num_microbatches / num_chunks
+
+
+def forget_router_losses() -> None:
+    """Drop what routers have added up for the log."""
+    for values in _logged():
+        values.zero_()
+
+
+def _logged() -> list[Tensor]:
+    """Sums by layer, of every kind of loss."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # which came with 0.18
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        return [entry["values"] for entry in get_moe_layer_wise_logging_tracker().values()]
+    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]

@@ -1,0 +1,167 @@
+"""Plans of replicas that share experts: each sound, all in step, and what cannot be kept in step is refused or found."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.alignment import align
+from megatron_epp.planner.chunking import Chunker
+from megatron_epp.planner.matched import plan_matched
+from megatron_epp.planner.order import slice_groups
+from megatron_epp.schedule import Action, InfeasibleError, Op, PlanError, Step, check, check_matched
+
+SHAPE = ModelShape(
+    num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512, num_experts=8, experts_per_token=2
+)
+COSTS = analytic_costs(SHAPE, CPU, [4, 4])
+ROUGH = (3000, 40, 700, 20, 20, 55, 900, 310), (1500, 1400, 800, 60, 33)
+
+
+def problems(*batches, cap_bytes=UNLIMITED_BYTES, **more):
+    return [Problem(lengths=tuple(lengths), placement=(0, 1), cap_bytes=(cap_bytes,) * 2, **more) for lengths in batches]
+
+
+def exchanges(made):
+    """What every rank runs of what exchanges tokens."""
+    return [[action for action in made.actions(rank) if action.op in (Op.F, Op.B)] for rank in range(made.num_ranks)]
+
+
+BATCHES = st.lists(st.lists(st.integers(1, 4000), min_size=1, max_size=12), min_size=2, max_size=3)
+
+
+@given(BATCHES, st.sampled_from([1, 4]), st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_replicas_run_the_same_actions_in_the_same_order_whatever_they_have(batches, multiple, forward_only):
+    asked = problems(*batches, token_multiple=multiple, forward_only=forward_only)
+    plans = plan_matched(asked, COSTS, Options())
+    assert check_matched(plans) == []
+    assert [check(made) for made in plans] == [[]] * len(plans)
+    assert [list(made.lengths) for made in plans] == batches
+    assert all(exchanges(made) == exchanges(plans[0]) for made in plans)
+    assert len({made.predicted.makespan_us for made in plans}) == 1
+
+
+@pytest.mark.parametrize("options", [Options(slices=3), Options(chunk_tokens=600), Options(recompute=1), Options(seed=3)])
+def test_what_the_user_fixes_holds_for_all_replicas(options):
+    plans = plan_matched(problems(*ROUGH), COSTS, options)
+    for made in plans:
+        assert options.chunk_tokens is None or max(map(made.padded_tokens, range(len(made.chunks)))) <= options.chunk_tokens
+        assert options.recompute == "auto" or {layers for row in made.recompute_layers for layers in row} == {options.recompute}
+    if options.slices:
+        assert [segment.sequence for chunk in plans[0].chunks for segment in chunk.segments].count(0) >= options.slices
+
+
+def test_equal_problems_get_equal_plans():
+    assert plan_matched(problems(*ROUGH), COSTS, Options()) == plan_matched(problems(*ROUGH), COSTS, Options())
+
+
+def test_no_replica_goes_above_its_cap_and_all_recompute_alike():
+    free = plan_matched(problems(*ROUGH), COSTS, Options())
+    static = free[0].static_bytes[0]
+    cap = static + (max(max(made.predicted.peak_bytes) for made in free) - static) * 4 // 10
+    plans = plan_matched(problems(*ROUGH, cap_bytes=cap), COSTS, Options())
+    assert all(max(made.predicted.peak_bytes) <= cap for made in plans)
+    assert any(layers for row in plans[0].recompute_layers for layers in row)
+    assert plans[0].recompute_layers == plans[1].recompute_layers
+
+
+def test_being_in_step_costs_little_where_work_is_shared_evenly():
+    """Two replicas of about the same work, against each alone."""
+    batches = (3000, 700, 300, *(120,) * 8), (2600, 1700, *(90,) * 12)
+    together = plan_matched(problems(*batches), COSTS, Options())[0].predicted.makespan_us
+    alone = max(plan(one, COSTS).predicted.makespan_us for one in problems(*batches))
+    assert alone <= together * (1 + 1e-9)
+    assert together < 1.25 * alone
+
+
+def test_weight_gradients_may_stand_apart():
+    plans = plan_matched(problems(*ROUGH), COSTS, Options(split_weight=True))
+    assert check_matched(plans) == []
+    assert all(any(action.op is Op.W for action in made.actions(1)) for made in plans)
+
+
+def test_slices_stay_together_and_side_by_side():
+    chunkers = [Chunker.of(problem, COSTS, None) for problem in problems((4000, 300, 300, 300), (2000, 1900, 500, 500))]
+    aligned = align([chunker.table(chunker.grain(chunks=12)) for chunker in chunkers], chunkers)
+    assert len({len(table) for table in aligned.chunks}) == 1
+    assert sum(aligned.runs) == len(aligned.chunks[0])
+    stops = {sum(aligned.runs[:number]) for number in range(len(aligned.runs))}
+    for table in aligned.chunks:
+        assert stops <= {group.start for group in slice_groups(table)}
+    assert [len(group) for group in slice_groups(aligned.skeleton)] == list(aligned.runs)
+
+
+def test_a_replica_with_too_few_tokens_for_the_chunks_another_needs_is_refused():
+    with pytest.raises(InfeasibleError, match="has 3 tokens in all has too few: raise --global-batch-size"):
+        plan_matched(problems((4000,), (3,)), COSTS, Options(chunk_tokens=100))
+
+
+def test_a_cap_that_is_too_small_is_refused_with_the_one_that_would_do():
+    with pytest.raises(InfeasibleError, match="--epp-memory-cap-gb"):
+        plan_matched(problems(*ROUGH, cap_bytes=1000), COSTS, Options())
+
+
+@pytest.mark.parametrize("options", [Options(planner="1f1b"), Options(budget_ms=5)])
+def test_other_planners_are_refused(options):
+    with pytest.raises(PlanError, match="share experts"):
+        plan_matched(problems(*ROUGH), COSTS, options)
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def matched():
+    return plan_matched(problems(*ROUGH), COSTS, Options(slices=2))
+
+
+def reordered(made, rank, change):
+    rows = [list(row) for row in made.ranks]
+    change(rows[rank])
+    return replace(made, ranks=tuple(map(tuple, rows)))
+
+
+def test_matched_plans_have_no_violations(matched):
+    assert check_matched(matched) == []
+    assert check_matched(matched[:1]) == []
+
+
+def test_two_actions_in_another_order_are_found_where_they_are(matched):
+    def swap(row):
+        row[0], row[1] = row[1], row[0]
+
+    faults = check_matched([matched[0], reordered(matched[1], 1, swap)])
+    assert [(fault.rank, fault.position) for fault in faults] == [(1, 0), (1, 1)]
+    assert str(faults[0]) == "rank 1 position 0 1F1: replica 1 runs it where replica 0 runs 1F0"
+
+
+def test_an_action_missing_or_too_many_is_found(matched):
+    last = matched[1].ranks[0][-1]
+    missing = reordered(matched[1], 0, lambda row: row.pop())
+    (fault,) = check_matched([matched[0], missing])
+    assert f"has no exchange {len(matched[0].ranks[0]) - 1}, where replica 0 runs {last.action}" in fault.reason
+    (fault,) = check_matched([missing, matched[1]])
+    assert (fault.rank, fault.action) == (0, last.action)
+
+
+def test_other_recompute_is_found(matched):
+    rows = [list(row) for row in matched[1].recompute_layers]
+    rows[1][0] = 2
+    (fault,) = check_matched([matched[0], replace(matched[1], recompute_layers=tuple(map(tuple, rows)))])
+    assert str(fault) == "rank 1: stage 1 recomputes 2 layers of chunk 0 on replica 1, 0 on replica 0"
+
+
+def test_plans_of_other_shape_are_found(matched):
+    other = plan_matched(problems(*ROUGH), COSTS, Options(slices=7))[0]
+    assert any("chunks, replica 0 has" in fault.reason for fault in check_matched([matched[0], other]))
+    (fault, *_) = check_matched([matched[0], replace(matched[1], num_layers=(5, 3))])
+    assert fault.reason == "replica 1 has num_layers (5, 3), replica 0 has (4, 4)"
+
+
+def test_a_weight_gradient_is_no_exchange(matched):
+    extra = reordered(matched[1], 0, lambda row: row.append(Step(Action(Op.W, 0, 0), 1.0, 0, 0)))
+    assert check_matched([matched[0], extra]) == []
