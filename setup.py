@@ -24,7 +24,7 @@ setup(
     python_requires=">=3.12",
     packages=[*find_packages(include=["megatron_epp", "megatron_epp.*"]), "megatron_epp.configs"],
     package_dir={"megatron_epp.configs": "configs"},
-    package_data={"megatron_epp": ["py.typed"], "megatron_epp.configs": ["*/*.yaml", "*/*.json"]},
+    package_data={"megatron_epp": ["py.typed"], "megatron_epp.configs": ["*.yaml", "*/*.yaml", "*/*.json"]},
     install_requires=["torch>=2.6", "megatron-core[training]>=0.17,<0.20", "numpy"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],

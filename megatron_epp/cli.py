@@ -1,6 +1,6 @@
-"""The command line: ``megatron-epp plan | check | simulate | compare | show | profile | rehearse | prepare | doctor``.
+"""The command line: ``megatron-epp plan | check | simulate | compare | show | profile | rehearse | prepare | train | doctor``.
 
-Everything but the last four runs without torch, Megatron or a GPU. Exit codes: 0 done; 1 `check` found violations, or
+Everything but the last five runs without torch, Megatron or a GPU. Exit codes: 0 done; 1 `check` found violations, or
 `doctor` a problem; 2 an error.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megatron_epp
-from megatron_epp import cli_doctor, cli_profile, cli_rehearse
+from megatron_epp import cli_doctor, cli_profile, cli_rehearse, cli_train
 from megatron_epp.cli_compare import compare
 from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, problem_of
 from megatron_epp.cli_progress import progress
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_profile(commands)
     _add_rehearse(commands)
     _add_prepare(commands)
+    _add_train(commands)
     _add_doctor(commands)
     return parser
 
@@ -153,6 +154,11 @@ def _add_rehearse(commands: Commands) -> None:
 def _add_prepare(commands: Commands) -> None:
     purpose = "make Megatron .bin/.idx files of folders, JSONL files or single files (needs torch and Megatron)"
     prepare.add_arguments(_command(commands, "prepare", prepare.run, purpose))
+
+
+def _add_train(commands: Commands) -> None:
+    purpose = "train from YAML settings with Megatron's own loop (needs torch and Megatron)"
+    cli_train.add_arguments(_command(commands, "train", cli_train.run, purpose, cli_train.EXAMPLE))
 
 
 def _add_doctor(commands: Commands) -> None:

@@ -22,7 +22,7 @@ step python -m ruff check .
 step python -m ruff format --check .
 step python -m mypy
 step codespell
-step shellcheck -x scripts/*.sh .ci/run
+step shellcheck -x scripts/*.sh scripts/*.sbatch .ci/run
 step python -m pytest -n 2 tests/pure
 step python -m pytest tests --ignore=tests/pure
 

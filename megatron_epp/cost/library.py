@@ -20,7 +20,7 @@ RATES = {"h100": H100, "cpu": CPU}
 """Rates by name: what a cluster file starts from."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 """Where shipped files are: inside an installed package, or beside the package in a checkout."""
 _VOCABULARY_MULTIPLE = 128
 
@@ -36,7 +36,7 @@ class Cluster:
 
 def shipped(kind: str) -> list[str]:
     """Names of the shipped files of a kind: ``models``, ``clusters`` or ``profiles``."""
-    return sorted(path.stem for folder in _FOLDERS for path in (folder / kind).glob("*.*") if path.suffix in (".yaml", ".json"))
+    return sorted(path.stem for folder in FOLDERS for path in (folder / kind).glob("*.*") if path.suffix in (".yaml", ".json"))
 
 
 def find(kind: str, name: str) -> Path:
@@ -45,7 +45,7 @@ def find(kind: str, name: str) -> Path:
     Raises:
         EppError: there is none; the message lists the shipped names.
     """
-    candidates = [folder / kind / f"{name}{suffix}" for folder in _FOLDERS for suffix in (".yaml", ".json")]
+    candidates = [folder / kind / f"{name}{suffix}" for folder in FOLDERS for suffix in (".yaml", ".json")]
     for path in (Path(name), *candidates):
         if path.is_file():
             return path

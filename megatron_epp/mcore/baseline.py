@@ -65,9 +65,13 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         fixed = args.epp_schedule in ("padded", "packed")
         # Megatron sets this flag to False whatever the user says, and reads it at every message.
         config.variable_seq_lengths = not fixed
+        if len(models) > 1 and not torch.cuda.is_initialized():
+            # Megatron's interleaved schedule lets go of a message while it is on its way, which only NCCL has waited for.
+            config.deallocate_pipeline_outputs = False
         if args.epp_recompute not in ("auto", "0"):
-            config.recompute_granularity, config.recompute_method = "full", "block"
-            config.recompute_num_layers = int(args.epp_recompute)
+            for own in map(get_model_config, models):
+                own.recompute_granularity, own.recompute_method = "full", "block"
+                own.recompute_num_layers = int(args.epp_recompute)
         if not call["forward_only"]:
             count_tokens(batch)
         report = IterationReport.begin(session, batch, call["forward_only"])

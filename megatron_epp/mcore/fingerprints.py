@@ -7,6 +7,8 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _LAYERS = "megatron.core.tensor_parallel.layers"
+_LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
+_LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
 
 PATCHED: dict[str, tuple[str, ...]] = {
     f"{_RANDOM}:_set_cuda_rng_state": ("b179c9d95438",),
@@ -28,6 +30,12 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.attention:Attention.forward": ("0e779c3e4ce2", "3c1526e57c19", "b144e903f3ca"),
     "megatron.core.transformer.transformer_block:TransformerBlock.forward": ("c1899653f7f3", "e20defb813f6"),
     "megatron.core.models.gpt.gpt_model:GPTModel._preprocess": ("0e9edfbe2439", "b9884d38ede9", "1bc57437dfda"),
+    "megatron.core.transformer.transformer_block:get_num_layers_to_build": ("d5e27af88de0",),
+    "megatron.core.transformer.transformer_layer:get_transformer_layer_offset": ("841de49f82bd",),
+    f"{_LAYOUT}.__init__": ("1459655caf39",),
+    f"{_LAYOUT}.get_layer_offset": ("b0c0cf472aee",),
+    f"{_LANGUAGE}.setup_embeddings_and_output_layer": ("9a0d917e3308", "9cdf2778ee6d"),
+    f"{_LANGUAGE}.tie_embeddings_and_output_weights_state_dict": ("8775811a92fe",),
     f"{_LAYERS}:ColumnParallelLinear.forward": ("3f9d98f23b31", "8de69f2acd5f", "dac5d6cfeaa4"),
     f"{_LAYERS}:RowParallelLinear.forward": ("959fc4b4dbb9", "d98cea58261a"),
     f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": ("79c20a0283c0",),

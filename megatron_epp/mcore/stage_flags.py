@@ -127,3 +127,11 @@ def _check_stock(args: argparse.Namespace) -> None:
             f"{schedule} has a number of microbatches of its own in every batch, which Megatron's interleaved pipeline cannot "
             "run: leave out the flags that put several stages on a rank"
         )
+    ranks = args.pipeline_model_parallel_size
+    replicas = args.world_size // (ranks * args.tensor_model_parallel_size * args.context_parallel_size)
+    if args.global_batch_size is not None and args.global_batch_size % (ranks * max(1, replicas)):
+        raise ArgumentError(
+            f"{schedule} runs Megatron's interleaved pipeline, which for each of {replicas} replicas wants a multiple of "
+            f"--pipeline-model-parallel-size {ranks} documents: make --global-batch-size {args.global_batch_size} a multiple "
+            f"of {ranks * replicas}"
+        )

@@ -189,7 +189,7 @@ def baseline(schedule: Schedule) -> Planner:
         if not problem.is_straight:
             raise PlanError(
                 f"planner {options.planner!r} places one stage on each rank, in order; it cannot use placement "
-                f"{list(problem.placement)} (leave --num-layers-per-virtual-pipeline-stage unset)"
+                f"{list(problem.placement)} (leave out the flags that put several on one)"
             )
         trials = Trials(problem, costs, options)
         trials.better(whole_sequences(problem.lengths), (schedule,))

@@ -1,4 +1,5 @@
-"""One run of training handed from process to process: each part loads what the one before has saved, and places stages anew.
+"""One run of training handed from process to process: each part loads what the one before has saved, and places stages anew,
+with layers shared out unevenly.
 
 Writes the losses of every part, and how far its final parameters are from those of one process that trained throughout.
 """
@@ -23,8 +24,9 @@ SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 
 ALONE = Cell()
-THERE_AND_BACK = Cell(dp=2, pp=2, virtual=2, placement="v")
-LOOPED = Cell(pp=2, virtual=2)
+SLICED = "--epp-slices 3"
+THERE_AND_BACK = Cell(dp=2, pp=2), f"{SLICED} --epp-placement v --pipeline-model-parallel-layout Ettt|t||L"
+LOOPED = Cell(pp=2), f"{SLICED} --pipeline-model-parallel-layout E|tt|t|tL"
 
 
 def main() -> None:
@@ -34,24 +36,24 @@ def main() -> None:
     common = common_flags(ITERATIONS, CONTEXT, 8, validates=False)
     common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--ckpt-format", "torch_dist"]
 
-    def train(cell: Cell, optimizer: str, save: str, load: str | None = None, done: int = 0) -> list[Run]:
+    def train(cell: Cell, plan: str, optimizer: str, save: str, load: str | None = None, done: int = 0) -> list[Run]:
         """Train to the end and save every iteration, from the checkpoint after the `done` first ones."""
         flags = [*common, "--save", str(folder / save), "--save-interval", "1"]
         if load is not None:
             (folder / load / "latest_checkpointed_iteration.txt").write_text(str(done))
             flags += ["--load", str(folder / load)]
-        case = Case(cell, TIED, "--epp-slices 3", optimizer)
-        flags = case.elastic_flags(flags) if cell is not ALONE else (*case.stock_flags(flags), *shlex.split(optimizer))
+        case = Case(cell, TIED, plan, optimizer)
+        flags = case.elastic_flags(flags) if plan else (*case.stock_flags(flags), *shlex.split(optimizer))
         (runs,) = train_all([Training(cell.num_processes, flags)], folder, 120).values()
         assert not isinstance(runs, str), f"{save}: {runs}"
         return runs
 
-    whole = train(ALONE, SHARDED, "whole")
+    whole = train(ALONE, "", SHARDED, "whole")
     parts = {
         "whole": whole,
-        "there and back": train(THERE_AND_BACK, OVERLAPPED, "there and back", load="whole", done=1),
-        "looped": train(LOOPED, SHARDED, "looped", load="there and back", done=2),
-        "alone": train(ALONE, SHARDED, "alone", load="looped", done=3),
+        "there and back": train(*THERE_AND_BACK, OVERLAPPED, "there and back", load="whole", done=1),
+        "looped": train(*LOOPED, SHARDED, "looped", load="there and back", done=2),
+        "alone": train(ALONE, "", SHARDED, "alone", load="looped", done=3),
     }
     report = {
         name: {"losses": next(run.losses for run in runs if run.losses), "apart": apart(whole[0], runs)}

@@ -81,7 +81,7 @@ def test_layers_are_shared_out_as_megatrons_flags_say(flags: dict[str, int], chu
 
 def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: Path) -> None:
     """From one process to two replicas there and back, whose optimizer states are shared out and whose embedding is tied; from
-    these to a looped pipeline, and back to one process.
+    these to a looped pipeline, and back to one process. Layers are shared out unevenly, and one stage has none.
     """
     finished = run([sys.executable, WORKER, tmp_path], {}, 400)
     assert finished.returncode == 0, finished.output[-5000:]

@@ -74,14 +74,15 @@ def test_there_and_back_needs_several_stages_on_a_rank():
 
 
 @pytest.mark.parametrize(
-    ("epp", "says"),
+    ("epp", "batch", "says"),
     [
-        (("--epp-schedule", "stock", "--epp-placement", "v"), "stock runs .* looped: leave out --epp-placement v"),
-        (("--epp-schedule", "packed"), "packed has a number of microbatches of its own"),
+        (("--epp-schedule", "stock", "--epp-placement", "v"), 48, "stock runs .* looped: leave out --epp-placement v"),
+        (("--epp-schedule", "packed"), 48, "packed has a number of microbatches of its own"),
+        (("--epp-schedule", "stock"), 24, "for each of 24 replicas .*make --global-batch-size 24 a multiple of 48"),
     ],
 )
-def test_what_megatrons_own_schedule_cannot_run_is_refused(epp, says):
+def test_what_megatrons_own_schedule_cannot_run_is_refused(epp, batch, says):
+    two_on_each = {RANKS: 2, PER_RANK: 2}
     with pytest.raises(ArgumentError, match=says):
-        prepare_epp_args(arguments(*epp, **{RANKS: 2, PER_RANK: 2}))
-    if "stock" in epp:
-        prepare_epp_args(arguments(*epp[:2], **{RANKS: 2, PER_RANK: 2}))
+        prepare_epp_args(arguments(*epp, global_batch_size=batch, **two_on_each))
+    prepare_epp_args(arguments("--epp-schedule", "stock", global_batch_size=48, **two_on_each))

@@ -27,7 +27,7 @@ class Contest:
         if problem.placement != tuple(range(problem.num_stages)):
             raise PlanError(
                 f"planner {options.planner!r} places one stage on each rank, in order; it cannot use placement "
-                f"{list(problem.placement)} (leave --num-layers-per-virtual-pipeline-stage unset)"
+                f"{list(problem.placement)} (leave out the flags that put several on one)"
             )
         self.problem, self.costs, self.options = problem, costs, options
         self.best: Decisions | None = None

@@ -1,0 +1,107 @@
+"""`megatron-epp train`: YAML settings to a training run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+
+from megatron_epp.cli_progress import progress
+from megatron_epp.launch.command import Launch, command_of, environment_of, folder_of, save_run, world_of
+from megatron_epp.launch.flags import argv_of
+from megatron_epp.launch.settings import Settings, SettingsError, load_settings
+
+EXAMPLE = """\
+example: two iterations of a tiny model on two CPU processes
+  megatron-epp train -c recipes/tiny-cpu train_iters=2 data_path=documents
+see what would run, without running it
+  megatron-epp train -c recipes/llama3-8b-128k epp.memory_cap_gb=70 --dry-run
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "-c",
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="a YAML file, or the name of a shipped one such as recipes/llama3-8b-128k; repeat it for more, the last wins",
+    )
+    add(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="settings over those of the files: lr=1e-4, megatron.save=runs/a, epp.placement=v, launch.nodes=2; null unsets",
+    )
+    add("--dry-run", action="store_true", help="check the settings and print the command; start nothing, write nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, print, save, and become torchrun."""
+    settings = load_settings(args.config, args.overrides)
+    launch = Launch.of(settings)
+    with progress("reading Megatron's flags"):
+        argv = checked_argv(settings)
+    processes = launch.processes_per_node or _processes(settings, launch)
+    command, environment = command_of(launch, argv, processes), environment_of(launch)
+    for name, value in sorted(environment.items()):
+        print(f"export {name}={shlex.quote(value)}")
+    print(shlex.join(command), flush=True)
+    if args.dry_run:
+        return 0
+    folder = folder_of(launch, settings.get("megatron") or {})
+    if launch.node_rank == 0:
+        save_run(folder, settings, command, environment)
+        print(f"settings, command and versions are in {folder}", file=sys.stderr, flush=True)
+    os.execvpe(command[0], command, {**os.environ, **environment})
+    return 0
+
+
+def checked_argv(settings: Settings) -> list[str]:
+    """The flags of a run, parsed once as the training script will. Raises SettingsError."""
+    with _quietly():
+        from megatron_epp.mcore import flags
+
+        parser = flags.megatron_parser()
+    argv = argv_of(settings, flags.flags_of(parser))
+    flags.check(parser, argv)
+    return argv
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what Megatron's imports say about packages that are not installed: the run itself will say it."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _processes(settings: Settings, launch: Launch) -> int:
+    """One for each GPU of this node; without any, what one replica needs."""
+    if found := _count_gpus():
+        return found
+    needed = world_of(settings.get("megatron") or {})
+    if needed % launch.nodes:
+        raise SettingsError(
+            f"one replica has {needed} ranks, which do not divide over {launch.nodes} nodes without GPUs: set "
+            "launch.processes_per_node"
+        )
+    return needed // launch.nodes
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,142 @@
+"""The command that trains on one node, and what is saved beside the run so that it can be repeated without this loader."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import megatron_epp
+from megatron_epp.launch.nearest import nearest
+from megatron_epp.launch.settings import Settings, SettingsError
+
+OURS = "megatron_epp.mcore.pretrain_gpt"
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "numba", "omegaconf")
+"""Whose versions are noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a run is started: the `launch` section.
+
+    Attributes:
+        nodes: in all.
+        node_rank: of this one.
+        processes_per_node: one for each GPU; None counts them, and without any starts what the parallel sizes ask for.
+        master_addr, master_port: where the first node listens. Port 0 takes a free one, on a single node.
+        script: a `pretrain_gpt.py` of one's own; None uses ours.
+        folder: where the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
+        name: of the run.
+        environment: variables to set where they are not set already.
+    """
+
+    nodes: int = 1
+    node_rank: int = 0
+    processes_per_node: int | None = None
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    script: str | None = None
+    folder: str | None = None
+    name: str = "train"
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(settings: Settings) -> Launch:
+        """Raises SettingsError for an unknown key or a value of the wrong type."""
+        section = {key: value for key, value in (settings.get("launch") or {}).items() if value is not None}
+        known = {one.name: one for one in fields(Launch)}
+        for key, value in section.items():
+            if key not in known:
+                raise SettingsError(f"launch.{key} is unknown{nearest(key, known)}; there are {', '.join(known)}")
+            wanted = {"master_addr": str, "script": str, "folder": str, "name": str, "environment": dict}.get(key, int)
+            if not isinstance(value, wanted) or isinstance(value, bool):
+                raise SettingsError(f"launch.{key} is {value!r}; it must be of type {wanted.__name__}")
+        made = Launch(**section)
+        if not 0 <= made.node_rank < made.nodes:
+            raise SettingsError(f"launch.node_rank {made.node_rank} is none of launch.nodes {made.nodes}: they count from 0")
+        if made.nodes > 1 and made.master_port == 0:
+            raise SettingsError("launch.master_port is 0; nodes must agree on a port: set MASTER_PORT or launch.master_port")
+        if made.script is not None and not Path(made.script).is_file():
+            raise SettingsError(f"launch.script: there is no file {made.script}")
+        return made
+
+
+def world_of(megatron: dict[str, Any]) -> int:
+    """Ranks of one data-parallel replica."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    product = 1
+    for name in sizes:
+        product *= int(megatron.get(name) or 1)
+    return product
+
+
+def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]:
+    """torchrun for this node.
+
+    Args:
+        launch: how.
+        argv: flags of the training script.
+        processes: on this node.
+
+    Raises:
+        SettingsError: this node is to listen on a port that is taken.
+    """
+    port = _port(launch)
+    where = ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank), "--nproc-per-node", str(processes)]
+    where += ["--master-addr", launch.master_addr, "--master-port", str(port)]
+    script = ["-m", OURS] if launch.script is None else ["-m", "megatron_epp.run", launch.script]
+    return [sys.executable, "-m", "torch.distributed.run", *where, *script, *argv]
+
+
+def folder_of(launch: Launch, megatron: dict[str, Any]) -> Path:
+    return Path(launch.folder or megatron.get("save") or Path("runs") / launch.name)
+
+
+def save_run(folder: Path, settings: Settings, command: Sequence[str], environment: dict[str, str]) -> None:
+    """Write ``command.sh`` (runs as it is), ``settings.yaml`` (all files and overrides merged) and ``versions.json``."""
+    import yaml  # type: ignore[import-untyped,unused-ignore]
+
+    folder.mkdir(parents=True, exist_ok=True)
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(environment.items()))
+    (folder / "command.sh").write_text(f"#!/usr/bin/env bash\n{exports}exec {shlex.join(command)}\n", encoding="utf-8")
+    (folder / "settings.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    (folder / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str | None]:
+    """Of this package, Python and what training runs on; None for what is not installed."""
+    found: dict[str, str | None] = {"megatron-epp": megatron_epp.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def environment_of(launch: Launch) -> dict[str, str]:
+    """What is to be set: what the environment has already wins."""
+    return {name: str(value) for name, value in launch.environment.items() if name not in os.environ}
+
+
+def _port(launch: Launch) -> int:
+    if launch.node_rank != 0:
+        return launch.master_port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", launch.master_port))
+        except OSError as error:
+            raise SettingsError(
+                f"port {launch.master_port} cannot be used here ({error.strerror}): set MASTER_PORT or launch.master_port to "
+                "another, or 0 on a single node for a free one"
+            ) from error
+        return int(probe.getsockname()[1])

@@ -1,0 +1,78 @@
+"""Settings as flags of `pretrain_gpt.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_epp.launch.nearest import nearest
+from megatron_epp.launch.settings import Settings, SettingsError
+
+EPP_PREFIX = "epp_"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of the training script.
+
+    Attributes:
+        option: as on the command line, ``--num-layers``.
+        takes_value: false for a switch.
+        takes_several: one or more values.
+        opposite: of a switch that can be switched off by a flag of its own, ``--no-x``.
+    """
+
+    option: str
+    takes_value: bool
+    takes_several: bool = False
+    opposite: str | None = None
+
+
+Flags = Mapping[str, Flag]
+"""By name with underscores, ``num_layers``."""
+
+
+def argv_of(settings: Settings, flags: Flags) -> list[str]:
+    """The command line that a run's settings stand for.
+
+    ``true`` gives a switch, ``false`` its opposite where there is one, ``null`` nothing; a list gives several values. An `epp`
+    section gives ``--epp`` and its keys with the prefix, unless it says ``enabled: false``.
+
+    Raises:
+        SettingsError: a key is no flag (the message names the nearest that is), or a value does not go with its flag.
+    """
+    arguments: list[str] = []
+    for name, value in (settings.get("megatron") or {}).items():
+        arguments += _arguments("megatron", name, name, value, flags)
+    ours = settings.get("epp")
+    if ours is None or ours.get("enabled", True) is False:
+        return arguments
+    arguments.append(flags["epp"].option)
+    for name, value in ours.items():
+        if name != "enabled":
+            arguments += _arguments("epp", name, EPP_PREFIX + name, value, flags)
+    return arguments
+
+
+def _arguments(section: str, key: str, name: str, value: Any, flags: Flags) -> Iterator[str]:
+    if value is None:
+        return
+    flag = flags.get(name)
+    if flag is None:
+        prefix = EPP_PREFIX if section == "epp" else ""
+        known = [other.removeprefix(prefix) for other in flags if other.startswith(EPP_PREFIX) == bool(prefix)]
+        raise SettingsError(f"{section}.{key} is no flag of the training script{nearest(key, known)}")
+    if not flag.takes_value:
+        if not isinstance(value, bool):
+            raise SettingsError(f"{section}.{key} is {value!r}; {flag.option} is a switch: give true or false")
+        chosen = flag.option if value else flag.opposite
+        if chosen is not None:
+            yield chosen
+        return
+    values = value if isinstance(value, list) else [value]
+    if isinstance(value, bool | dict) or (len(values) != 1 and not flag.takes_several):
+        wanted = "one value, or a list of them" if flag.takes_several else "one value"
+        raise SettingsError(f"{section}.{key} is {value!r}; {flag.option} takes {wanted}")
+    yield flag.option
+    yield from (str(one) for one in values)

@@ -1,0 +1,52 @@
+"""The flags of Megatron's own argument parser, ours included: what YAML settings are checked against."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron_epp.launch.flags import Flag
+from megatron_epp.launch.settings import SettingsError
+from megatron_epp.mcore import entry
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage, which has hundreds of lines here, and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"the training script refuses this: {message}")
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    """A parser with all of Megatron's flags and ours. Raises EppError where Megatron is missing or unknown."""
+    entry.prepare()
+    from megatron.training import arguments
+
+    return arguments.add_megatron_arguments(_Parser(prog="pretrain_gpt.py", allow_abbrev=False, conflict_handler="resolve"))
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, Flag]:
+    """Every option of a parser, by its name with underscores."""
+    found = {}
+    for action in parser._actions:
+        options = [option for option in action.option_strings if option.startswith("--")]
+        takes_value = action.nargs != 0
+        for option in options:
+            opposite = _opposite(option, options, action)
+            several = action.nargs in ("*", "+") or isinstance(action.nargs, int)
+            found[option.removeprefix("--").replace("-", "_")] = Flag(option, takes_value, several, opposite)
+    return found
+
+
+def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse as the training script will. Raises SettingsError with the flag and the value that it does not take."""
+    return parser.parse_args(list(argv))
+
+
+def _opposite(option: str, options: Sequence[str], action: Any) -> str | None:
+    """``--no-x`` where one action has both, as `argparse.BooleanOptionalAction` does."""
+    if not isinstance(action, argparse.BooleanOptionalAction) or option.startswith("--no-"):
+        return None
+    negative = f"--no-{option.removeprefix('--')}"
+    return negative if negative in options else None

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Trains on this machine, which may be one node of several.
+#
+#   bash scripts/train.sh -c recipes/tiny-cpu train_iters=2 data_path=documents/text    YAML settings, see `megatron-epp train`
+#   bash scripts/train.sh --num-layers 32 --hidden-size 4096 ... --epp                   Megatron's own flags
+#   bash scripts/train.sh --dry-run ...                                                  print the command, start nothing
+#
+# Knobs (environment):
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NPROC_PER_NODE   as torchrun's --nnodes and so on (1, 0, 127.0.0.1, any, one per GPU)
+#   EPP_SCRIPT                                                    a pretrain_gpt.py of your own, where flags are given (ours)
+# Uses the environment that `megatron-epp` is found in; without one it makes .venv.
+
+set -euo pipefail
+
+if ! command -v megatron-epp >/dev/null 2>&1; then
+    # shellcheck source=scripts/common.sh
+    source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+fi
+
+dry_run=()
+if [ "${1:-}" = --dry-run ]; then
+    dry_run=(--dry-run)
+    shift
+fi
+
+case "${1:-}" in
+-c | --config) exec megatron-epp train "${dry_run[@]}" "$@" ;;
+'' | -h | --help)
+    sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
+
+script=(-m megatron_epp.mcore.pretrain_gpt)
+if [ -n "${EPP_SCRIPT:-}" ]; then script=(-m megatron_epp.run "$EPP_SCRIPT"); fi
+where=(--nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "${NPROC_PER_NODE:-gpu}")
+if [ "${NNODES:-1}" = 1 ] && [ -z "${MASTER_PORT:-}" ]; then
+    where+=(--standalone)
+else
+    where+=(--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
+fi
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+command=(python -m torch.distributed.run "${where[@]}" "${script[@]}" "$@")
+printf '%q ' "${command[@]}"
+printf '\n'
+if [ "${#dry_run[@]}" -gt 0 ]; then exit 0; fi
+exec "${command[@]}"

@@ -1,0 +1,64 @@
+"""Settings against Megatron's own parser: every shipped recipe parses, and mistakes are told in a line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.launch.flags import argv_of
+from megatron_epp.launch.settings import SettingsError, load_settings
+from megatron_epp.mcore import flags
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs" / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return flags.megatron_parser()
+
+
+def parsed(parser, recipe, *overrides):
+    argv = argv_of(load_settings([recipe], overrides), flags.flags_of(parser))
+    return flags.check(parser, argv)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_parses_with_elastic_plans_on(parser, recipe):
+    settings, args = load_settings([recipe]), parsed(parser, recipe)
+    assert args.epp
+    for name in ("num_layers", "seq_length", "pipeline_model_parallel_size", "global_batch_size"):
+        assert getattr(args, name) == settings["megatron"][name]
+    assert args.epp_memory_cap_gb == settings["epp"].get("memory_cap_gb")
+
+
+def test_switches_values_and_lists_reach_megatron_as_given(parser):
+    args = parsed(parser, "recipes/tiny-cpu", "data_path=[a, b]", "swiglu=false", "epp.trace_iteration=[2, 3]", "lr=2e-4")
+    assert (args.data_path, args.swiglu, args.epp_trace_iteration, args.lr) == (["a", "b"], False, [2, 3], 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("num_layer=3", "megatron.num_layer is no flag of the training script; did you mean 'num_layers'?"),
+        ("epp.plcement=v", "epp.plcement is no flag"),
+        ("num_layers=four", "argument --num-layers: invalid int value: 'four'"),
+        ("position_embedding_type=ropes", "argument --position-embedding-type: invalid choice: 'ropes'"),
+        ("swiglu=3", "megatron.swiglu is 3; --swiglu is a switch"),
+    ],
+)
+def test_a_mistake_is_refused_with_what_would_do(parser, override, words):
+    with pytest.raises(SettingsError) as error:
+        parsed(parser, "recipes/tiny-cpu", override)
+    assert words in str(error.value)
+    assert len(str(error.value).splitlines()) <= 2
+
+
+def test_a_users_mistake_ends_in_one_line_without_a_traceback():
+    command = [sys.executable, "-m", "megatron_epp.cli", "train", "-c", "recipes/tiny-cpu", "--dry-run"]
+    for mistake, words in (("lrr=1", "did you mean 'lr'?"), ("launch.nodes=x", "launch.nodes is 'x'")):
+        done = subprocess.run([*command, mistake], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert words in done.stderr.splitlines()[-1]
+        assert done.stdout == ""

@@ -1,0 +1,140 @@
+"""A SLURM cluster on this machine, in a folder of its own: a controller and virtual nodes on loopback ports."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian puts daemons
+_CONF = """\
+ClusterName=epp-test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=2
+SelectType=select/linear
+SlurmctldParameters=node_reg_mem_percent=0
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+"""A requeued job starts again when its credential has expired: after 5 seconds, not 2 minutes."""
+
+
+def missing() -> list[str]:
+    """The programs that are not installed."""
+    return [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
+
+
+class Cluster:
+    """Controller and nodes. Use as a context manager; everything is taken down at its end."""
+
+    def __init__(self, folder: Path, num_nodes: int) -> None:
+        self.folder, self.num_nodes = folder, num_nodes
+        self.env = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Cluster:
+        with contextlib.ExitStack() as starting:
+            starting.enter_context(self._running())
+            self._stack = starting.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, *command: object, **env: str) -> str:
+        """What a SLURM command prints."""
+        done = subprocess.run([*map(str, command)], env=self.env | env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.logs()}"
+        return done.stdout
+
+    def state(self, job: str) -> str:
+        """``RUNNING``, ``PENDING``, ``COMPLETED``, ..."""
+        words = dict(word.split("=", 1) for word in self.run("scontrol", "show", "job", "-o", job).split() if "=" in word)
+        return words["JobState"]
+
+    def logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log")))
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        folder = self.folder
+        (folder / "state").mkdir()
+        ports = [_free_port() for _ in range(1 + self.num_nodes)]
+        host = socket.gethostname().split(".")[0]
+        nodes = [
+            f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=100"
+            for i, port in enumerate(ports[1:], 1)
+        ]
+        names = {"host": host, "user": getpass.getuser(), "folder": folder, "controller_port": ports[0]}
+        (folder / "slurm.conf").write_text(_CONF.format(nodes="\n".join(nodes), **names))
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        munge = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("key-file", "log-file", "pid-file", "seed-file")]
+        with contextlib.ExitStack() as daemons:
+            daemons.enter_context(self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge))
+            wait_for(lambda: (folder / "munge.socket").exists(), 10, "munged listens")
+            daemons.enter_context(self._daemon("slurmctld", "-D"))
+            for i in range(1, self.num_nodes + 1):
+                (folder / f"spool-n{i}").mkdir()
+                daemons.enter_context(self._daemon("slurmd", "-D", "-N", f"n{i}"))
+            idle = f"{self.num_nodes}"
+            wait_for(lambda: self._idle() == idle, 60, "the nodes are idle", self.logs)
+            yield
+
+    def _idle(self) -> str:
+        done = subprocess.run(
+            ["sinfo", "-h", "-t", "idle", "-o", "%D"], env=self.env, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    @contextlib.contextmanager
+    def _daemon(self, *command: str) -> Iterator[None]:
+        with open(self.folder / f"{command[0]}-output.log", "a", encoding="utf-8") as output:
+            process = subprocess.Popen(command, env=self.env, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                yield
+            finally:
+                process.terminate()
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def wait_for(happened: object, limit_s: float, what: str, tell: object = str) -> None:
+    """Look again and again until it has happened. Raises AssertionError with what `tell` returns."""
+    assert callable(happened)
+    assert callable(tell)
+    end_s = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < end_s, f"after {limit_s:.0f} s it is not so that {what}: {tell()}"
+        time.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
