@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_epp.runtime.relay import KVRelay, SliceView
 from megatron_epp.runtime.segments import SegmentTable
-from megatron_epp.schedule import Plan
+from megatron_epp.schedule import Plan, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,16 @@ class ChunkLayout(NamedTuple):
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
     """The layout of every chunk of a plan."""
     slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
-    capacity = {
-        part.sequence: part.start + plan.padded_tokens(c)
-        for c, part in enumerate(slices)
-        if part is not None and part.end == plan.lengths[part.sequence]
-    }
+    room: dict[int, int] = {}  # in the buffer of a sequence, so that every chunk fits behind the start of its slice
+    for c, part in enumerate(slices):
+        if part is not None:
+            room[part.sequence] = max(part.start + plan.padded_tokens(c), room.get(part.sequence, 0))
+
+    def view(c: int, part: Segment) -> SliceView:
+        length, tokens = plan.lengths[part.sequence], plan.padded_tokens(c)
+        return SliceView(*part, length, part.start + tokens if part.end == length else room[part.sequence])
+
     return tuple(
-        ChunkLayout(
-            SegmentTable.build(chunk, plan.padded_tokens(c)),
-            None if part is None else SliceView(*part, plan.lengths[part.sequence], capacity[part.sequence]),
-        )
+        ChunkLayout(SegmentTable.build(chunk, plan.padded_tokens(c)), None if part is None else view(c, part))
         for c, (chunk, part) in enumerate(zip(plan.chunks, slices, strict=True))
     )

@@ -24,14 +24,15 @@ class SliceView:
     """One chunk's window on the cache of its sliced sequence.
 
     The cache takes the slice, and of the sequence's last chunk everything: what shares that chunk lies behind the sequence's
-    end. What shares the chunk of an earlier slice stays *beside* the cache.
+    end. What shares the chunk of an earlier slice lies *beside* the cache: behind the slice, where later slices write over it.
 
     Attributes:
         sequence: index of the sequence.
         start: first token of the slice.
         end: one past its last token.
         length: tokens of the whole sequence.
-        capacity: tokens the buffer holds: the sequence, and the short sequences that share the tail's chunk.
+        capacity: tokens the buffer holds: every chunk of the sequence fits behind the start of its slice. Of a tail, those that
+            its chunk fills.
     """
 
     sequence: int
@@ -120,7 +121,9 @@ class KVRelay:
         return self.keys_and_values(layer, view, k[count:], v[count:])
 
     def keys_and_values(self, layer: int, view: SliceView, k_beside: Tensor, v_beside: Tensor) -> tuple[Tensor, Tensor]:
-        """What `append` returned for a chunk. What is not in the cache is put behind the slice where there is room.
+        """What `append` returned for a chunk.
+
+        Later slices' forwards come later and their backwards came before, so nobody needs what lies behind the slice.
 
         Args:
             layer: number of the layer.
@@ -129,15 +132,11 @@ class KVRelay:
             v_beside: as `k_beside`.
         """
         entry = self._entry(layer, view)
-        k, v = entry.k[: view.stop], entry.v[: view.stop]
         end = view.stop + k_beside.shape[0]
-        if end == view.stop:
-            return k, v
-        if end <= view.capacity:  # later slices come here later, or ran backward before: nobody needs what lies here now
+        if end > view.stop:
             entry.k[view.stop : end] = k_beside
             entry.v[view.stop : end] = v_beside
-            return entry.k[:end], entry.v[:end]
-        return torch.cat([k, k_beside]), torch.cat([v, v_beside])
+        return entry.k[:end], entry.v[:end]
 
     def take_gradient(self, layer: int, view: SliceView, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """Add the gradient of everything a chunk's queries saw and return the part of the chunk's own tokens.

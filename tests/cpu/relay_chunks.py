@@ -86,8 +86,8 @@ class ChunkedLayer:
 
     def cache_bytes(self):
         """Keys and values of every sliced sequence and of what shares the chunk of its tail."""
-        views = {x.view.sequence: x.view for x in self.contexts if x.view is not None}
-        return sum(self.layers * 2 * view.capacity * KV_HEADS * CHANNELS * 8 for view in views.values())
+        firsts = [x.view for x in self.contexts if x.view is not None and x.view.start == 0]
+        return sum(self.layers * 2 * view.capacity * KV_HEADS * CHANNELS * 8 for view in firsts)
 
 
 def _of(layout, relay):
