@@ -26,6 +26,7 @@ from megatron_epp.report.table import format_bytes, format_us, table
 from megatron_epp.report.text import summary
 from megatron_epp.report.trace import save_trace
 from megatron_epp.schedule.check import check, report
+from megatron_epp.schedule.check_matched import check_matched
 from megatron_epp.schedule.check_tables import check_tables
 from megatron_epp.schedule.errors import EppError, PlanError
 from megatron_epp.schedule.plan import Plan
@@ -108,7 +109,8 @@ def _add_plan(commands: Commands) -> None:
 
 def _add_check(commands: Commands) -> None:
     parser = _command(commands, "check", _check, "prove a plan, or report every violation; exit code 1 when there are any")
-    parser.add_argument("plan", metavar="PLAN.json")
+    help_text = "one plan; or those of replicas that share experts, which must match too"
+    parser.add_argument("plans", metavar="PLAN.json", nargs="+", help=help_text)
 
 
 def _add_simulate(commands: Commands) -> None:
@@ -182,10 +184,14 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    made = load(args.plan)
-    violations = check(made)
-    print(report(made, violations), end="")
-    return 1 if violations else 0
+    plans = list(map(load, args.plans))
+    found = [check(made) for made in plans]
+    for made, violations in zip(plans, found, strict=True):
+        print(report(made, violations), end="")
+    unmatched = [] if any(found) else check_matched(plans)
+    for fault in unmatched:
+        print(fault)
+    return 1 if any(found) or unmatched else 0
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -70,7 +70,6 @@ class GlobalBatch:
         plan: how to run them; None when whoever asked for the batch does not run plans.
         global_size: sequences of the whole batch, over all replicas.
         planning_us: how long the plan took to make, on the rank that made it.
-        imbalance: of the replicas' planned makespans, ``max / mean - 1``.
         dataset: where tokens come from.
         mask_loss_of: positions whose input is this token do not count in the loss (``--eod-mask-loss``).
     """
@@ -82,7 +81,6 @@ class GlobalBatch:
     mask_loss_of: int | None = None
     global_size: int = 0
     planning_us: float = field(default=0.0, compare=False)
-    imbalance: float = field(default=0.0, compare=False)
 
     def part(self, share: Sequence[int]) -> GlobalBatch:
         """A replica's part of a batch that holds the whole: the sequences at these positions."""

@@ -100,7 +100,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
                 f"the plan is for sequences of {_some(plan.lengths)} tokens but this rank's batch has {_some(batch.lengths)}. "
                 "All ranks need the same data files, --seed, --seq-length and batch size"
             )
-        return replace(batch, plan=plan, planning_us=packed.planning_us, imbalance=packed.imbalance)
+        return replace(batch, plan=plan, planning_us=packed.planning_us)
 
     def close(self) -> None:
         """Stop planning and drop what is ready; waits for the plan in the making. Afterwards the iterator is exhausted."""

@@ -20,6 +20,7 @@ from megatron.training import training
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import writers
 from megatron_epp.mcore.session import Session
+from megatron_epp.planner.balance import imbalance
 from megatron_epp.report.measured import Event, Measured
 from megatron_epp.runtime.meter import SavedTensorMeter
 from megatron_epp.runtime.trace import Recorder
@@ -77,16 +78,18 @@ class IterationReport:
         """
         if not self.collects:
             return
-        elapsed_us = (time.perf_counter() - self.start_s) * 1e6
+        elapsed_us, planned_us = (time.perf_counter() - self.start_s) * 1e6, None
         if loss is not None:
             loss = loss.detach().clone().double()
             dist.all_reduce(loss, group=mpu.get_data_parallel_group(with_context_parallel=True))
+            planned_us = self._of_replicas(loss)
         mine = {
             "events": self.recorder.events(),
             "wait_us": self.recorder.wait_us,
             "peak": self.meter.peak_bytes if self.meter is not None else None,
             "loss": None if loss is None else loss.tolist(),
             "elapsed_us": elapsed_us,
+            "planned_us": planned_us,
             "plan_wait_us": self.plan_wait_us,
         }
         assert self.session.links is not None
@@ -102,6 +105,15 @@ class IterationReport:
         if last and measured is not None:
             self._log(line)
 
+    def _of_replicas(self, like: torch.Tensor) -> list[float] | None:
+        """The planned makespan of every replica; called by all replicas' last stages together."""
+        if self.batch.plan is None:
+            return None
+        planned_us = like.new_tensor([self.batch.plan.predicted.makespan_us])
+        everyone = [torch.empty_like(planned_us) for _ in range(self.session.replicas)]
+        dist.all_gather(everyone, planned_us, group=mpu.get_data_parallel_group())
+        return torch.cat(everyone).tolist()
+
     def _line(self, everyone: list[dict[str, Any]], measured: Measured | None) -> dict[str, Any]:
         loss_sum, num_tokens = next(entry["loss"] for entry in reversed(everyone) if entry["loss"] is not None)
         line = {
@@ -116,7 +128,8 @@ class IterationReport:
         if self.batch.plan is None or measured is None:
             return line
         line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in everyone)}
-        line |= {"replicas": self.session.replicas, "imbalance": self.batch.imbalance}
+        planned_us = next(entry["planned_us"] for entry in reversed(everyone) if entry["planned_us"] is not None)
+        line |= {"replicas": self.session.replicas, "imbalance": imbalance(planned_us)}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 
     def _log(self, line: dict[str, Any]) -> None:

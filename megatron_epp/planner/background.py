@@ -13,11 +13,12 @@ from megatron_epp import planner
 from megatron_epp.cost import Costs
 from megatron_epp.planner.anytime import Anytime
 from megatron_epp.planner.balance import Division, Teams, divide
+from megatron_epp.planner.estimate import estimate_us
 from megatron_epp.planner.matched import plan_matched
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.refine import Refiner
 from megatron_epp.planner.worker import Worker
-from megatron_epp.schedule import Plan
+from megatron_epp.schedule import InfeasibleError, Plan
 from megatron_epp.schedule.serialize import pack
 
 KEPT = 64
@@ -31,14 +32,12 @@ class PackedPlan(NamedTuple):
         message: the plan as `schedule.serialize.pack` writes it.
         planning_us: how long it took to make, and the division before it.
         share: positions of its sequences in the global batch, in the plan's order.
-        imbalance: of the replicas' planned makespans, see `Division`.
         division: a checksum, the same for all replicas' plans of a batch.
     """
 
     message: bytes
     planning_us: float
     share: tuple[int, ...]
-    imbalance: float = 0.0
     division: int = 0
 
 
@@ -91,7 +90,7 @@ def _planning(costs: Costs, options: Options, team: int, teams: Teams) -> Callab
     """What the process runs for every batch."""
     steady = replace(options, planner="greedy" if options.planner == "milp" else options.planner, budget_ms=None)
 
-    @functools.lru_cache(KEPT * len(teams))
+    @functools.lru_cache(KEPT)
     def repeatable(problem: Problem, shares: Lengths) -> tuple[Plan, ...]:
         problems = [replace(problem, lengths=share) for share in shares]
         return plan_matched(problems, costs, steady) if len(shares) > 1 else (planner.plan(problems[0], costs, steady),)
@@ -106,14 +105,15 @@ def _planning(costs: Costs, options: Options, team: int, teams: Teams) -> Callab
     def divided(problem: Problem) -> Division:
         if teams == ((0,),):
             return Division((tuple(range(len(problem.lengths))),), (0.0,))
-        shared = replace(problem, lengths=())
-        return divide(problem, costs, teams, lambda shares: _slowest_us(repeatable(shared, shares)))
+        return divide(problem, costs, teams, lambda shares: max(about_us(replace(problem, lengths=share)) for share in shares))
+
+    def about_us(problem: Problem) -> float:
+        try:
+            return estimate_us(problem, costs, steady)
+        except InfeasibleError:  # a plan may fit yet
+            return planner.plan(problem, costs, steady).predicted.makespan_us
 
     return functools.partial(_packed, plan, divided, teams[team])
-
-
-def _slowest_us(plans: tuple[Plan, ...]) -> float:
-    return max(plan.predicted.makespan_us for plan in plans)
 
 
 def _of_one(plan: Callable[[Problem], Plan]) -> PlanTeam:
@@ -133,7 +133,4 @@ def _packed(
     lengths = tuple(tuple(problem.lengths[at] for at in share) for share in shares)
     made = plan(replace(problem, lengths=()), lengths)
     planning_us = (time.perf_counter() - start_s) * 1e6
-    return tuple(
-        PackedPlan(pack(one), planning_us, share, division.imbalance, division.checksum)
-        for one, share in zip(made, shares, strict=True)
-    )
+    return tuple(PackedPlan(pack(one), planning_us, share, division.checksum) for one, share in zip(made, shares, strict=True))

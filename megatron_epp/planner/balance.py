@@ -1,9 +1,9 @@
 """Sharing a global batch out over data-parallel replicas so that their plans take about as long.
 
-Replicas wait for each other at the end of every iteration, so the slowest plan decides. Sequences go longest processing time
-first to the replica with the least work, as the cost model counts it on the slowest stage, attention included. A makespan is
-more than its work (the pipeline's fill, recompute that the caps force, chunks that do not divide evenly), so a few exchanges
-follow that are judged by the plans themselves.
+Replicas wait for each other at the end of every iteration, so the slowest decides. Sequences go longest processing time first
+to the replica with the least work, as the cost model counts it on the slowest stage, attention included. A makespan is more
+than its work (the pipeline's fill, recompute that the caps force, chunks that do not divide evenly), so a few exchanges follow
+that are judged by makespans, estimated or planned.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Teams = tuple[tuple[int, ...], ...]
 """Replicas whose plans are made together, for they share experts; each replica is in one team."""
 
 Makespan = Callable[[tuple[tuple[int, ...], ...]], float]
-"""Microseconds that the plans for a team take, from the lengths of each of its replicas."""
+"""Microseconds that a team takes, from the lengths of each of its replicas."""
 
 ENOUGH = 0.005
 """Imbalance at which no further exchange is tried."""
 TRIES = 16
-"""Exchanges tried at most, each of which takes two plans."""
+"""Exchanges tried at most, each of which takes the makespans of two teams."""
 ROUNDS = 4
 """Exchanges judged by work alone, per sequence."""
 
@@ -43,7 +43,7 @@ class Division:
 
     Attributes:
         shares: of every replica; each position of the batch is in one of them.
-        makespan_us: of every replica's plan; those of a team take equally long.
+        makespan_us: of every replica; those of a team take equally long.
     """
 
     shares: tuple[Share, ...]
@@ -51,14 +51,18 @@ class Division:
 
     @property
     def imbalance(self) -> float:
-        """How much longer than the mean the slowest plan takes: ``max / mean - 1``, the share of time replicas wait."""
-        mean_us = sum(self.makespan_us) / len(self.makespan_us)
-        return max(self.makespan_us) / mean_us - 1 if mean_us else 0.0
+        return imbalance(self.makespan_us)
 
     @property
     def checksum(self) -> int:
         """Of the shares: by it replicas that divide a batch each for themselves find out that they do not agree."""
         return zlib.crc32(repr(self.shares).encode())
+
+
+def imbalance(makespans_us: Sequence[float]) -> float:
+    """How much longer than the mean the slowest takes: ``max / mean - 1``, the share of time that replicas wait."""
+    mean_us = sum(makespans_us) / len(makespans_us)
+    return max(makespans_us) / mean_us - 1 if mean_us else 0.0
 
 
 def divide(problem: Problem, costs: Costs, teams: Teams, makespan_us: Makespan, tries: int = TRIES) -> Division:
@@ -71,7 +75,7 @@ def divide(problem: Problem, costs: Costs, teams: Teams, makespan_us: Makespan, 
         problem: with the lengths of the whole batch.
         costs: of the pipeline of every replica.
         teams: of the replicas, each of which gets at least one sequence.
-        makespan_us: plans the shares of a team.
+        makespan_us: plans the shares of a team, or estimates how long that takes.
         tries: exchanges judged by it, at most.
 
     Raises:

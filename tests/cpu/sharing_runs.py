@@ -12,7 +12,7 @@ from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlan
-from megatron_epp.runtime.sharing import from_first
+from megatron_epp.runtime.sharing import from_each, from_first
 from megatron_epp.schedule import EppError, InfeasibleError
 from megatron_epp.schedule.serialize import pack
 
@@ -104,3 +104,8 @@ def disagree(rank, links):
     except EppError as error:
         return [str(error)]
     return None
+
+
+def collect(rank, links):
+    """What every rank of the group has."""
+    return from_each({"of": rank}, links.control)

@@ -27,7 +27,7 @@ def of_the_shares(*shares):
 
     def make(share, lengths):
         (packed,) = whole_sequences([lengths[at] for at in share])
-        return (packed._replace(share=share, imbalance=0.25),)
+        return (packed._replace(share=share),)
 
     return [partial(make, share) for share in shares]
 
@@ -124,7 +124,7 @@ def test_replicas_take_the_shares_they_planned():
             batch = next(replica)
             assert batch.indices == tuple(indices[at] for at in share)
             assert batch.plan.lengths == batch.lengths
-            assert (batch.global_size, batch.imbalance) == (3, 0.25)
+            assert batch.global_size == 3
     for replica in replicas:
         replica.close()
 

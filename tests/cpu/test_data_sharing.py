@@ -2,7 +2,7 @@
 
 import pytest
 from rank_processes import Ranks
-from sharing_runs import disagree, expected, fail_at, made_here, take_in_turns
+from sharing_runs import collect, disagree, expected, fail_at, made_here, take_in_turns
 
 NUM_RANKS = 3
 
@@ -42,3 +42,7 @@ def test_a_rank_that_samples_other_documents_says_so(ranks):
     errors = ranks.run(disagree)
     assert errors[0] is None
     assert all("the plan is for sequences of" in error and "--seed" in error for (error,) in errors[1:])
+
+
+def test_every_rank_learns_what_each_has(ranks):
+    assert ranks.run(collect) == [[{"of": rank} for rank in range(NUM_RANKS)]] * NUM_RANKS

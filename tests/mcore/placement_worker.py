@@ -18,7 +18,7 @@ from parity_runs import Run  # noqa: E402
 from parity_worlds import Training, load_megatron, train_all  # noqa: E402
 from training_runs import write_documents  # noqa: E402
 
-ITERATIONS = 4
+ITERATIONS = 5
 TIED = "gpt2"
 SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
@@ -26,6 +26,7 @@ OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 ALONE = Cell()
 SLICED = "--epp-slices 3"
 THERE_AND_BACK = Cell(dp=2, pp=2), f"{SLICED} --epp-placement v --pipeline-model-parallel-layout Ettt|t||L"
+FOUR_RANKS = Cell(pp=4), f"{SLICED} --epp-placement v --pipeline-model-parallel-layout E|t|t|t||||tL"
 LOOPED = Cell(pp=2), f"{SLICED} --pipeline-model-parallel-layout E|tt|t|tL"
 
 
@@ -52,8 +53,9 @@ def main() -> None:
     parts = {
         "whole": whole,
         "there and back": train(*THERE_AND_BACK, OVERLAPPED, "there and back", load="whole", done=1),
-        "looped": train(*LOOPED, SHARDED, "looped", load="there and back", done=2),
-        "alone": train(ALONE, "", SHARDED, "alone", load="looped", done=3),
+        "four ranks": train(*FOUR_RANKS, SHARDED, "four ranks", load="there and back", done=2),
+        "looped": train(*LOOPED, SHARDED, "looped", load="four ranks", done=3),
+        "alone": train(ALONE, "", SHARDED, "alone", load="looped", done=4),
     }
     report = {
         name: {"losses": next(run.losses for run in runs if run.losses), "apart": apart(whole[0], runs)}

@@ -174,3 +174,32 @@ def test_a_run_that_fails_is_a_row_that_failed_and_others_go_on(tmp_path: Path) 
     assert "failed" in rows[0]
     assert "failed" not in rows[1]
     assert "--epp-slices" in finished.output
+
+
+ROUTERS = {
+    "losses": ("--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001", "--epp-planner 1f1b"),
+    "losses by sequence, capacity": (
+        "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss --moe-expert-capacity-factor 1.0",
+        "--epp-planner 1f1b",
+    ),
+    "bias, shared experts, dense layers": (
+        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-bias-update-rate 0.1 "
+        "--moe-shared-expert-intermediate-size 32 --moe-layer-freq [0,1,1,0]",
+        "--epp-slices 3 --epp-recompute 1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
+    """What routers count and add up by chunk, in chunks of one whole document; and what they do not, in slices."""
+    path = tmp_path_factory.mktemp("routers") / "cases.json"
+    experts = {"experts": 4}
+    cases = {name: {"cell": experts, "model": "llama", "plan": plan, "both": both} for name, (both, plan) in ROUTERS.items()}
+    path.write_text(json.dumps(cases))
+    return parity("--cases", path, "--iterations", MATRIX_ITERATIONS, timeout_s=300)["cases"]
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_train_as_the_stock_schedule_does(routers: dict[str, Figures], name: str) -> None:
+    check_closeness(routers[name])

@@ -15,7 +15,7 @@ from megatron_epp.mcore.model_chunks import PlacedLayout, layers_of_stages
 from megatron_epp.mcore.placement import Placement
 
 WORKER = Path(__file__).with_name("placement_worker.py")
-ITERATIONS = 4
+ITERATIONS = 5
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,14 @@ def test_layers_are_shared_out_as_megatrons_flags_say(flags: dict[str, int], chu
 
 def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: Path) -> None:
     """From one process to two replicas there and back, whose optimizer states are shared out and whose embedding is tied; from
-    these to a looped pipeline, and back to one process. Layers are shared out unevenly, and one stage has none.
+    these to four ranks there and back, then to a looped pipeline, and back to one process. Layers are shared out unevenly, and
+    some stages have none.
     """
     finished = run([sys.executable, WORKER, tmp_path], {}, 400)
     assert finished.returncode == 0, finished.output[-5000:]
     report = json.loads((tmp_path / "report.json").read_text())
     whole = report["whole"]["losses"]
     assert len(whole) == ITERATIONS
-    for done, name in enumerate(("there and back", "looped", "alone"), start=1):
+    for done, name in enumerate(("there and back", "four ranks", "looped", "alone"), start=1):
         assert report[name]["losses"] == pytest.approx(whole[done:], rel=1e-5), name
         assert report[name]["apart"] <= 1e-5, name

@@ -7,6 +7,7 @@ import pytest
 from megatron.training import global_vars
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.mcore import session, writers
 from megatron_epp.planner import Options
 from megatron_epp.planner.background import BackgroundPlanner
@@ -111,3 +112,23 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     ours.close()
     with pytest.raises(WorkerError):
         ours._plan((7, 1200, 30), False)
+
+
+@pytest.mark.parametrize(("checksums", "agree"), [([7, 7], True), ([7, 8], False)])
+def test_replicas_that_divide_a_batch_differently_end_the_run(monkeypatch, checksums, agree):
+    """Or sequences would be trained twice, or never."""
+    ours = object.__new__(session.Session)
+    ours.plans, ours.teams, ours._planning_ranks = True, ((0,), (1,)), object()
+    monkeypatch.setattr(session, "from_each", lambda mine, group: checksums)
+    if agree:
+        ours._agree(7)
+        return
+    with pytest.raises(DisagreementError, match=r"checksums \[7, 8\].*--epp-costs"):
+        ours._agree(7)
+
+
+def test_a_rank_that_does_not_plan_has_nothing_to_agree_on(monkeypatch):
+    ours = object.__new__(session.Session)
+    ours.plans = False
+    monkeypatch.delattr(session, "from_each")
+    ours._agree(7)

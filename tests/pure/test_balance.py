@@ -15,6 +15,7 @@ from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.background import BackgroundPlanner
 from megatron_epp.planner.balance import Division, by_count, divide, longest_first, teams_of
+from megatron_epp.planner.estimate import estimate_us
 from megatron_epp.schedule import InfeasibleError, PlanError
 from megatron_epp.schedule.serialize import unpack
 
@@ -145,6 +146,22 @@ def test_a_share_that_fits_no_cap_is_refused_as_its_plan_is():
         divide(whole, COSTS, alone(2), planned_us(whole))
 
 
+def test_an_estimate_is_close_to_the_plan():
+    for lengths in ((900, 700, 30, 400, 410, 20, 77, 500, 12), (4000, *(50,) * 30), (300,) * 16):
+        planned = plan(problem(lengths), COSTS).predicted.makespan_us
+        assert planned <= estimate_us(problem(lengths), COSTS, Options()) * (1 + 1e-9) <= 1.2 * planned
+
+
+def test_an_estimate_counts_the_recompute_that_the_caps_force():
+    lengths = (2000, 1500, *(100,) * 20)
+    free = plan(problem(lengths), COSTS)
+    cap = free.static_bytes[0] + (max(free.predicted.peak_bytes) - free.static_bytes[0]) * 2 // 5
+    roomy, tight = (estimate_us(problem(lengths, most), COSTS, Options()) for most in (UNLIMITED_BYTES, cap))
+    assert tight > roomy
+    with pytest.raises(InfeasibleError):
+        estimate_us(problem(lengths, 1000), COSTS, Options())
+
+
 @pytest.mark.parametrize("options", [Options(), Options(budget_ms=30)])
 def test_replicas_plan_their_shares_of_one_division(options):
     """Each in a process of its own, with a planner that does not repeat itself too."""
@@ -157,7 +174,6 @@ def test_replicas_plan_their_shares_of_one_division(options):
     assert sorted(packed[0].share + packed[1].share) == list(range(8))
     for one in packed:
         assert unpack(one.message).lengths == tuple(lengths[at] for at in one.share)
-        assert one.imbalance == packed[0].imbalance < 0.05
 
 
 def test_the_benchmark_of_divisions_puts_time_before_count(tmp_path):
@@ -167,5 +183,5 @@ def test_the_benchmark_of_divisions_puts_time_before_count(tmp_path):
     rows = json.loads((tmp_path / "report.json").read_text())
     assert {row["replicas"] for row in rows} == {2, 8}
     for row in rows:
-        assert row["floor"] <= row["by_time"] < row["by_count"]
+        assert row["floor"] <= row["by_time"] < row["by_count"] / 4
         assert str(row["batch"]) in done.stdout

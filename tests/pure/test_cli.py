@@ -116,6 +116,16 @@ def test_check_of_a_broken_plan_shows_the_fault_and_exits_with_1(plan_file, caps
     assert "1F0" in out
 
 
+def test_check_of_several_plans_says_where_they_do_not_match(plan_file, tmp_path, capsys):
+    made = load(plan_file)
+    assert main(["check", str(plan_file), str(plan_file)]) == 0
+    assert capsys.readouterr().out.count("sound") == 2
+    other = tmp_path / "other.json"
+    save(replace(made, num_layers=tuple(count + 1 for count in made.num_layers)), other)
+    assert main(["check", str(plan_file), str(other)]) == 1
+    assert "replica 1 has num_layers" in capsys.readouterr().out
+
+
 def test_simulate_prints_the_plans_own_prediction(plan_file, capsys):
     made = load(plan_file)
     assert main(["simulate", str(plan_file)]) == 0

@@ -1,0 +1,43 @@
+"""About how long a plan will take, for a small part of the time that planning takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.chunking import Chunker
+from megatron_epp.planner.listing import Listing
+from megatron_epp.planner.order import elastic_1f1b
+from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.search import FEW, FIRST, LEAST, LISTED
+from megatron_epp.planner.trials import Trials
+from megatron_epp.planner.unsliced import plainly
+
+CHUNKS_PER_RANK = (12, 6, 3, 24)
+"""Grains from coarse to fine, a middling one first."""
+
+
+def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
+    """The least makespan of a few plans that the search would try too. Equal arguments give equal estimates, in every process.
+
+    It has the pipeline's fill and the recompute that the caps force.
+
+    Raises:
+        PlanError: the arguments make no sense.
+        InfeasibleError: this plan fits no cap; another may.
+    """
+    validate(problem, costs, options)
+    chunker = Chunker.of(problem, costs, options.chunk_tokens)
+    grains = [chunker.grain(chunks=count * problem.num_ranks) for count in CHUNKS_PER_RANK]
+    if options.slices is not None:
+        grains = [chunker.grain(slices=options.slices)]
+    straight, tables = problem.is_straight, [chunker.table(grain) for grain in grains]
+    trials = Trials(problem, costs, replace(options, steps=0))
+    for table in tables:
+        trials.better(table, FIRST if straight else LISTED[:1])
+    if straight and options.slices is None and len(problem.lengths) <= FEW and max(problem.lengths) <= chunker.token_cap:
+        trials.better(plainly(problem.lengths)[0], (elastic_1f1b, *FIRST))
+    for table in tables if trials.best is None else ():
+        trials.better(table, LEAST if straight else (Listing(0),))
+    trials.result()
+    return trials.best_us
