@@ -62,7 +62,7 @@ def test_a_patched_copy_of_megatron_needs_no_other_start(reference: Reference, t
     assert spec.origin is not None
     shutil.copytree(Path(spec.origin).parents[1], tmp_path / "megatron")
     subprocess.run(["patch", "-p1", "-d", tmp_path], stdin=PATCH.open(), check=True, stdout=subprocess.DEVNULL)
-    finished = launch(2, USER_SCRIPT, *reference.flags, env={"PYTHONPATH": str(tmp_path)})
+    finished = launch(2, USER_SCRIPT, *reference.flags, env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"})
     assert finished.returncode == 0, finished.output[-5000:]
     assert printed_losses(finished.output) == reference.losses
     assert re.search(r"epp_lookahead \.+ 3", finished.output)
