@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     cell.add_argument("--placement", choices=["looped", "v"], default="looped", help="of several stages per rank")
     cell.add_argument("--split-weight-gradient", action="store_true", help="run weight gradients as actions of their own")
     cell.add_argument("--experts", type=int, default=0, metavar="N", help="experts per layer (default: a dense model)")
-    cell.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel size, a divisor of --dp")
+    cell.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel size, a divisor of --dp x --cp x --tp")
     run = parser.add_argument_group("the run")
     run.add_argument("--model", choices=list(MODELS), default="llama")
     run.add_argument("--plan", default=PLANS["sliced"], metavar="FLAGS", help="flags of the plans (default: %(default)s)")
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _missing(args: argparse.Namespace) -> str | None:
     asked = {
-        f"--ep {args.ep} on --dp {args.dp}": args.dp % args.ep != 0,
+        f"--ep {args.ep} on --dp {args.dp} --cp {args.cp} --tp {args.tp}": args.dp * args.cp * args.tp % args.ep != 0,
         f"--experts {args.experts} with --tp {args.tp} and without --sp": args.experts > 0 and args.tp > 1 and not args.sp,
     }
     return ", ".join(name for name, wanted in asked.items() if wanted) or None
