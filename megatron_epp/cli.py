@@ -1,7 +1,7 @@
 """The command line: ``megatron-epp plan | check | simulate | compare | show | profile | rehearse | prepare | train | doctor``.
 
-Everything but the last five runs without torch, Megatron or a GPU. Exit codes: 0 done; 1 `check` found violations, or
-`doctor` a problem; 2 an error.
+All but `profile`, `rehearse`, `prepare` and `train` run without torch, Megatron or a GPU. Exit codes: 0 done; 1 `check` found
+violations, or `doctor` a problem; 2 an error.
 """
 
 from __future__ import annotations

@@ -39,15 +39,15 @@ class PlanSource:
         exchange: called by all ranks of these replicas together, once per batch, with what the planning rank gives out and with
             nothing on the others; returns what the planning rank gave.
         place: of this rank's replica among them.
-        agree: called by all ranks of the job together, once per batch, with the checksum of its division; raises where replicas
-            have divided it differently.
+        agree: called by all ranks of the job together, once per batch, with the checksum of its division, or None where its
+            planning failed; raises where replicas have divided it differently, or another's planning has failed.
         prepare: called with every plan in the background, ahead of its batch.
     """
 
     make: MakePlan | None
     exchange: Callable[[list[Item]], list[Item]] = lambda items: items
     place: int = 0
-    agree: Callable[[int], None] = lambda checksum: None
+    agree: Callable[[int | None], None] = lambda checksum: None
     prepare: Callable[[Plan], object] = lambda plan: None
 
 
@@ -91,7 +91,11 @@ class PlannedBatches(Iterator[GlobalBatch]):
             return batch.part(by_count(batch.global_size, self._replica, self._replicas))
         for item in self._plans.exchange(self._made()):
             self._given.append(self._unpacker.submit(_unpacked, item, self._plans))
-        plan, packed = self._given.popleft().result()
+        try:
+            plan, packed = self._given.popleft().result()
+        except Exception:
+            self._plans.agree(None)
+            raise
         self._plans.agree(packed.division)
         whole = self._taken.popleft() if self._taken else next(self._ahead)[0]
         batch = whole.part([at for at in packed.share if at < whole.global_size])

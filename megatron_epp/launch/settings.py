@@ -13,7 +13,7 @@ from megatron_epp.launch.nearest import nearest
 from megatron_epp.schedule import EppError
 
 SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
-"""What a file may hold: other files; the kind of machine that plans are made for; Megatron's flags; ours; how to start."""
+"""What a file may hold: other files; the kind of machine it is meant for; Megatron's flags; ours; how to start."""
 _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
 
 Settings = dict[str, Any]

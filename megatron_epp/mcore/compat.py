@@ -3,8 +3,6 @@
 import importlib.util
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-
 from megatron_epp.schedule.errors import EppError
 
 SUPPORTED = ">=0.17,<0.20"
@@ -34,6 +32,8 @@ def installed_version() -> str:
 
 def matches(version: str, versions: str) -> bool:
     """Whether `version` lies in a range such as ">=0.19,<0.20"; a release candidate of 0.19 counts as before 0.19."""
+    from packaging.specifiers import SpecifierSet  # which torch and Megatron bring; most commands need neither
+
     return SpecifierSet(versions).contains(version, prereleases=True)
 
 

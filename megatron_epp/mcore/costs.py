@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise, repeat
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -59,7 +60,6 @@ def pipeline_costs(
         mine = {number: shared[number] for number in stages}
         if args.epp_costs == "measure":
             mine = {number: measure_times(stage, mine[number], args.seq_length) for number, stage in stages.items()}
-        if args.epp_costs == "measure":
             link = measure_link(next(iter(stages.values())), links, links.position)
     link = gathered(link, links)[0]
     costs_of = tuple(map(_with_messages, _by_stage(mine, links), repeat(link), _neighbours(placement)))
@@ -138,14 +138,14 @@ def _by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:
     return tuple(everyone[number] for number in sorted(everyone))
 
 
-def gathered[T](mine: T, links: Links) -> list[T]:
-    """One value per pipeline rank, taken from the first of the ranks that share its layers, in pipeline order."""
+def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgetter(0)) -> list[T]:
+    """One value per pipeline rank, in pipeline order: of the ranks that share its layers the first's, or what is chosen."""
     everyone: list[tuple[int, int, T] | None] = [None] * dist.get_world_size(links.control)
     dist.all_gather_object(everyone, (links.position, dist.get_rank(), mine), group=links.control)
-    found: dict[int, T] = {}
-    for entry in sorted((e for e in everyone if e is not None), key=lambda e: e[:2]):
-        found.setdefault(entry[0], entry[2])
-    return [found[i] for i in range(len(links.ranks))]
+    found: dict[int, list[T]] = {}
+    for position, _, value in sorted((e for e in everyone if e is not None), key=lambda e: e[:2]):
+        found.setdefault(position, []).append(value)
+    return [choose(found[i]) for i in range(len(links.ranks))]
 
 
 def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:

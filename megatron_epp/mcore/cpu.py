@@ -41,11 +41,6 @@ def activate() -> bool:
     return True
 
 
-def is_active() -> bool:
-    """True when this process runs on the stand-ins."""
-    return _active
-
-
 # ---- torch.cuda ------------------------------------------------------------------------------------------------------
 
 

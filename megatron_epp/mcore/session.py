@@ -86,7 +86,7 @@ class Session:
 
     def _learn_costs(self, links: Links) -> None:
         costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of)
-        caps = gathered(self._cap_bytes(), links)
+        caps = gathered(self._cap_bytes(), links, min)
         if self.plans:
             assert self._planning_ranks is not None
             least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
@@ -121,12 +121,14 @@ class Session:
         assert self.links is not None
         return from_first(items, self.links.control)
 
-    def _agree(self, checksum: int) -> None:
+    def _agree(self, checksum: int | None) -> None:
         if not self.plans or len(self.teams) == 1:
             return
         assert self._planning_ranks is not None
         checksums = from_each(checksum, self._planning_ranks)
-        if len(set(checksums)) > 1:
+        if None in checksums and checksum is not None:
+            raise DisagreementError("another replica has no plan for its share of a batch; its own error says why")
+        if None not in checksums and len(set(checksums)) > 1:
             raise DisagreementError(
                 f"replicas divide a batch differently (checksums {checksums}). All need the same data files, --seed, software "
                 "and --epp-costs"

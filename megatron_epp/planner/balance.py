@@ -167,7 +167,7 @@ class _Exchange:
             the shares of the replicas and the time of each team.
         """
         times_us = [self._team_us(shares, team) for team in self.teams]
-        while tries > 0 and max(times_us) > (1 + enough) * sum(times_us) / len(times_us):
+        while tries > 0 and (math.isinf(max(times_us)) or max(times_us) > (1 + enough) * sum(times_us) / len(times_us)):
             slow = max(range(len(times_us)), key=lambda team: (times_us[team], -team))
             for fast, changed in self._candidates(shares, times_us, slow):
                 tries -= 1

@@ -29,9 +29,9 @@ def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) 
     """
     lengths = problem.lengths
     longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
+    if chunk_tokens is not None and max(lengths) > chunk_tokens:
+        return
     for count in range(1, min(MOST_WHOLE, len(lengths) - 1) + 1):
-        if chunk_tokens is not None and lengths[longest_first[0]] > chunk_tokens:
-            return
         whole, others = longest_first[:count], longest_first[count:]
         alone = tuple(Chunk((Segment(q, 0, lengths[q]),)) for q in whole)
         chunker = Chunker.of(replace(problem, lengths=tuple(lengths[q] for q in others)), costs, chunk_tokens)

@@ -161,6 +161,17 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division():
         assert seen == list(range(count + 1))
 
 
+def test_where_planning_fails_the_others_are_told():
+    def make(lengths):
+        raise InfeasibleError("no plan fits")
+
+    seen = []
+    iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1)], PlanSource(make, agree=seen.append))
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        next(iterator)
+    assert seen == [None]
+
+
 def test_plans_are_prepared_before_their_batch_is_taken():
     prepared = []
     iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,)], PlanSource(whole_sequences, prepare=prepared.append))

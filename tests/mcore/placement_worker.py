@@ -45,7 +45,7 @@ def main() -> None:
             flags += ["--load", str(folder / load)]
         case = Case(cell, TIED, plan, optimizer)
         flags = case.elastic_flags(flags) if plan else (*case.stock_flags(flags), *shlex.split(optimizer))
-        (runs,) = train_all([Training(cell.num_processes, flags)], folder, 120).values()
+        (runs,) = train_all([Training(cell.num_processes, flags)], folder, 300).values()
         assert not isinstance(runs, str), f"{save}: {runs}"
         return runs
 

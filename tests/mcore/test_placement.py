@@ -84,7 +84,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: P
     these to four ranks there and back, then to a looped pipeline, and back to one process. Layers are shared out unevenly, and
     some stages have none.
     """
-    finished = run([sys.executable, WORKER, tmp_path], {}, 400)
+    finished = run([sys.executable, WORKER, tmp_path], {}, 900)
     assert finished.returncode == 0, finished.output[-5000:]
     report = json.loads((tmp_path / "report.json").read_text())
     whole = report["whole"]["losses"]

@@ -30,6 +30,8 @@ def test_a_recipe_parses_with_elastic_plans_on(parser, recipe):
     for name in ("num_layers", "seq_length", "pipeline_model_parallel_size", "global_batch_size"):
         assert getattr(args, name) == settings["megatron"][name]
     assert args.epp_memory_cap_gb == settings["epp"].get("memory_cap_gb")
+    assert args.save == args.load, "a run that is started again goes on"
+    assert not args.finetune
 
 
 def test_switches_values_and_lists_reach_megatron_as_given(parser):

@@ -127,6 +127,15 @@ def test_replicas_that_divide_a_batch_differently_end_the_run(monkeypatch, check
         ours._agree(7)
 
 
+def test_a_replica_without_a_plan_ends_the_run_of_the_others(monkeypatch):
+    ours = object.__new__(session.Session)
+    ours.plans, ours.teams, ours._planning_ranks = True, ((0,), (1,)), object()
+    monkeypatch.setattr(session, "from_each", lambda mine, group: [mine, None])
+    ours._agree(None)  # the one whose planning failed raises that error
+    with pytest.raises(DisagreementError, match="another replica has no plan"):
+        ours._agree(7)
+
+
 def test_a_rank_that_does_not_plan_has_nothing_to_agree_on(monkeypatch):
     ours = object.__new__(session.Session)
     ours.plans = False

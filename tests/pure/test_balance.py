@@ -1,6 +1,7 @@
 """Sharing a batch out over replicas: every sequence once, plans of about equal time, and what no division can do."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.background import BackgroundPlanner
-from megatron_epp.planner.balance import Division, by_count, divide, longest_first, teams_of
+from megatron_epp.planner.balance import Division, _Exchange, by_count, divide, longest_first, teams_of
 from megatron_epp.planner.estimate import estimate_us
 from megatron_epp.schedule import InfeasibleError, PlanError
 from megatron_epp.schedule.serialize import unpack
@@ -144,6 +145,18 @@ def test_a_share_that_fits_no_cap_is_refused_as_its_plan_is():
     whole = problem((4000, 4000), cap_bytes=1 << 20)
     with pytest.raises(InfeasibleError, match="--epp-memory-cap-gb"):
         divide(whole, COSTS, alone(2), planned_us(whole))
+
+
+def test_a_share_that_fits_no_cap_gives_away_what_another_replica_has_room_for():
+    work_us, most = [5.0, 5.0, 5.0, 1.0, 1.0, 1.0], 12.0
+
+    def of_plan(shares):
+        time_us = max(sum(work_us[at] for at in share) for share in shares)
+        return time_us if time_us <= most else math.inf
+
+    shares, times_us = _Exchange(alone(2), work_us, of_plan).run([(0, 1, 2), (3, 4, 5)], 16, 0.0)
+    assert sorted(at for share in shares for at in share) == list(range(len(work_us)))
+    assert max(times_us) <= most
 
 
 def test_an_estimate_is_close_to_the_plan():

@@ -64,7 +64,9 @@ class Cluster:
 
     def run(self, *command: object, **env: str) -> str:
         """What a SLURM command prints."""
-        done = subprocess.run([*map(str, command)], env=self.env | env, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [*map(str, command)], env=self.env | env, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout
 
@@ -94,13 +96,13 @@ class Cluster:
         munge = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("key-file", "log-file", "pid-file", "seed-file")]
         with contextlib.ExitStack() as daemons:
             daemons.enter_context(self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge))
-            wait_for(lambda: (folder / "munge.socket").exists(), 10, "munged listens")
+            wait_for(lambda: (folder / "munge.socket").exists(), 60, "munged listens")
             daemons.enter_context(self._daemon("slurmctld", "-D"))
             for i in range(1, self.num_nodes + 1):
                 (folder / f"spool-n{i}").mkdir()
                 daemons.enter_context(self._daemon("slurmd", "-D", "-N", f"n{i}"))
             idle = f"{self.num_nodes}"
-            wait_for(lambda: self._idle() == idle, 60, "the nodes are idle", self.logs)
+            wait_for(lambda: self._idle() == idle, 120, "the nodes are idle", self.logs)
             yield
 
     def _idle(self) -> str:

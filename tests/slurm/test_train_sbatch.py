@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mcore"))
 from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ITERATIONS = 12
+ITERATIONS = 40
 LIMIT_S = 300
 TINY = [
     "-c", "recipes/tiny-cpu", "num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64",
@@ -76,7 +76,7 @@ def children_with(word: str, job: str) -> list[int]:
 
 def test_a_killed_task_puts_the_job_back_into_the_queue_and_it_goes_on_from_its_checkpoint(cluster, documents, home):
     save = home / "checkpoints"
-    flags = [*TINY, f"train_iters={ITERATIONS}", f"data_path={documents}", f"save={save}", f"load={save}", "save_interval=2"]
+    flags = [*TINY, f"train_iters={ITERATIONS}", f"data_path={documents}", f"save={save}", f"load={save}", "save_interval=8"]
     submitted = subprocess.run(
         ["bash", "scripts/train.sbatch", *flags],
         cwd=home, env=cluster.env | environment() | {"SBATCH_ARGS": "--parsable --nodes 2"}, capture_output=True, text=True,
@@ -92,7 +92,7 @@ def test_a_killed_task_puts_the_job_back_into_the_queue_and_it_goes_on_from_its_
     def tell() -> str:
         return f"{text()[-4000:]}\n{cluster.logs()}"
 
-    wait_for(lambda: 4 in losses(text()), LIMIT_S, "four iterations have run", tell)
+    wait_for(lambda: 10 in losses(text()), LIMIT_S, "ten iterations have run", tell)
     workers = children_with("megatron_epp.mcore.pretrain_gpt", job)
     assert len(workers) >= 4  # a launcher and a worker on either node
     os.kill(max(workers), signal.SIGKILL)
@@ -106,6 +106,7 @@ def test_a_killed_task_puts_the_job_back_into_the_queue_and_it_goes_on_from_its_
     assert min(resumed) > 1, "it went on from a checkpoint"
     assert max(resumed) == ITERATIONS
     repeated = losses(first).keys() & resumed.keys()
+    assert repeated, "what ran after the checkpoint ran again"
     assert all(losses(first)[i] == resumed[i] for i in repeated)
 
 
