@@ -48,4 +48,4 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
 
 def test_every_release_tested_is_in_the_supported_range_and_the_newest_is_recommended() -> None:
     assert all(compat.matches(version, compat.SUPPORTED) for version in (*OTHER_RELEASES, compat.RECOMMENDED))
-    assert compat.installed_version() == compat.RECOMMENDED
+    assert compat.installed_version().split("+")[0] == compat.RECOMMENDED  # in a checkout Megatron adds its commit
