@@ -105,7 +105,8 @@ def test_a_killed_task_puts_the_job_back_into_the_queue_and_it_goes_on_from_its_
     resumed = losses(again)
     assert min(resumed) > 1, "it went on from a checkpoint"
     assert max(resumed) == ITERATIONS
-    repeated = losses(first).keys() & resumed.keys()
+    # After a start Megatron prints, with the second iteration, the mean of the first two.
+    repeated = (losses(first).keys() & resumed.keys()) - {min(resumed) + 1}
     assert repeated, "what ran after the checkpoint ran again"
     assert all(losses(first)[i] == resumed[i] for i in repeated)
 
