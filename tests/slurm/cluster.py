@@ -32,6 +32,7 @@ ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
+KillWait=5
 SelectType=select/linear
 SlurmctldParameters=node_reg_mem_percent=0
 {nodes}
