@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.problem import Options, Problem
@@ -53,6 +54,8 @@ def lower_bound_us(
         turn = tables.forward_us[-1]
     bound = max(map(sum, zip(arrive[-1], turn, leave[-1] if backward else last_us, strict=True)))
     per_byte = 2 * tables.host_us_per_byte if options.offload else np.inf
+    groups = slice_groups(chunks) if problem is not None and backward else []
+    starts = np.array([group.start for group in groups])
     for rank, stages in enumerate(tables.stages_of):
         start_us = min(min(arrive[stage]) for stage in stages)
         end_us = min(min(leave[stage]) for stage in stages)
@@ -60,16 +63,18 @@ def lower_bound_us(
         weight_us = sum(sum(tables.weight_us[stage]) for stage in stages) if split else 0.0
         pieces: list[tuple[float, float]] = []
         if problem is not None and backward:
-            pieces = [piece for stage in stages for piece in _forced(tables, chunks, stage, problem.cap_bytes[rank])]
+            pieces = [piece for stage in stages for piece in _forced(tables, groups, starts, stage, problem.cap_bytes[rank])]
         bound = max(bound, _with_copies(start_us + busy_us + max(weight_us, end_us), pieces, per_byte))
     return bound
 
 
-def _forced(tables: Tables, chunks: tuple[Chunk, ...], stage: int, cap: int) -> list[tuple[float, float]]:
-    """Least recompute that the cap forces, as pieces ``(time per byte, bytes)``."""
-    groups = slice_groups(chunks)
+def _forced(tables: Tables, groups: list[range], starts: NDArray[np.int64], stage: int, cap: int) -> list[tuple[float, float]]:
+    """Least recompute that the cap forces, as pieces ``(time per byte, bytes)``.
+
+    Args:
+        groups, starts: the chunks of every sequence, and the first of each.
+    """
     kept = np.array(tables.activation[stage]) + np.array(tables.forward_alloc[stage])
-    starts = np.array([group.start for group in groups])
     excess = np.add.reduceat(kept, starts) + tables.static[tables.rank_of[stage]] - cap
     saved, layer_us, most = tables.saved[stage], tables.layer_us[stage], tables.num_layers[stage]
     pieces: list[tuple[float, float]] = []

@@ -44,8 +44,9 @@ def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) 
 
 def plainly(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
     """Whole sequences, one per chunk: longest first, and shortest first."""
-    rising = sorted(whole_sequences(lengths), key=lambda chunk: (chunk.num_tokens, chunk.segments))
-    return [tuple(reversed(rising)), tuple(rising)]
+    chunks = whole_sequences(lengths)
+    rising = tuple(chunks[q] for q in sorted(range(len(lengths)), key=lambda q: (lengths[q], q)))
+    return [rising[::-1], rising]
 
 
 def _middle(chunks: tuple[Chunk, ...]) -> int:
