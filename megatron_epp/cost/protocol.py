@@ -28,6 +28,11 @@ class Costs(Protocol):
         """Most of a chunk's activation bytes that may leave the device, 0 to 1."""
         ...
 
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """For every stage the first one with the same costs, often that of all but the first and the last."""
+        ...
+
     def forward_line(self, stage: int) -> Line:
         """The forward as a line in tokens and pairs: what chunks are balanced by."""
         ...

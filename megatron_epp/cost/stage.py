@@ -136,6 +136,11 @@ class PipelineCosts:
         return tuple(stage.num_layers for stage in self.stages)
 
     @property
+    def alike(self) -> tuple[int, ...]:
+        """For every stage the first one with the same costs."""
+        return tuple(map(self.stages.index, self.stages))
+
+    @property
     def splits_weight(self) -> bool:
         """The weight gradient has a time of its own, so that W can be an action of its own."""
         return any(stage.stage_weight != Line() for stage in self.stages)

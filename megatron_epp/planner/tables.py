@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
+from megatron_epp.cost.stage import TimeColumn
 from megatron_epp.cost.work import IntColumn
 from megatron_epp.planner.inner.columns import Columns, columns_of
 from megatron_epp.planner.problem import Problem
@@ -98,26 +99,31 @@ class Tables:
 
 
 def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs) -> Tables:
-    """Evaluate the costs of every stage and chunk.
+    """Evaluate the costs of every stage and chunk. Stages with equal costs share their rows, which nobody changes.
 
     A sliced sequence's keys and values are allocated by the forward of its first slice, their gradient by the backward of its
     last; both are freed when the backward of the first slice ends. Without backward, the forward of the last slice frees
     the keys and values, and of everything else a forward holds only what it needs while it runs.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
-    stages = range(problem.num_stages)
-    stage_sizes = [_sizes(stage, work, problem, costs) for stage in stages]
-    sizes: dict[str, Sizes] = {name: [row[name].tolist() for row in stage_sizes] for name in stage_sizes[0]}
-    with_backward = () if problem.forward_only else stages
+    stages, alike, trains = range(problem.num_stages), costs.alike, not problem.forward_only
+    distinct = sorted(set(alike))
+    found = {stage: {name: row.tolist() for name, row in _sizes(stage, work, problem, costs).items()} for stage in distinct}
+    sizes: dict[str, Sizes] = {name: [found[stage][name] for stage in alike] for name in found[0]}
+
+    def times(column: Callable[[int], TimeColumn]) -> Times:
+        rows = {stage: column(stage).tolist() for stage in distinct}
+        return [rows[stage] for stage in alike]
+
     message_us = costs.message_us(work).tolist()
     placement = problem.placement
     stages_of = tuple(tuple(s for s in stages if placement[s] == rank) for rank in range(max(placement) + 1))
     return Tables(
         num_layers=costs.num_layers,
-        forward_us=[costs.forward_us(stage, work).tolist() for stage in stages],
-        backward_us=[costs.backward_us(stage, work).tolist() for stage in with_backward],
-        layer_us=[costs.recompute_us(stage, work, 1).tolist() for stage in with_backward],
-        weight_us=[costs.weight_us(stage, work).tolist() for stage in with_backward],
+        forward_us=times(lambda stage: costs.forward_us(stage, work)),
+        backward_us=times(lambda stage: costs.backward_us(stage, work)) if trains else [],
+        layer_us=times(lambda stage: costs.recompute_us(stage, work, 1)) if trains else [],
+        weight_us=times(lambda stage: costs.weight_us(stage, work)) if trains else [],
         message_us=message_us,
         hops=[message_us if here != there else [0.0] * len(chunks) for here, there in pairwise(placement)],
         static=tuple(sum(costs.static_bytes(stage) for stage in own) for own in stages_of),
