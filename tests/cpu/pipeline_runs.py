@@ -7,7 +7,7 @@ import torch
 from plain_stage import PlainStage, batch_of, build_part
 
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.saved import SavedTensors
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False):
         if r == rank
     }
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
-    with SavedTensorMeter(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as meter:
+    with SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as meter:
         Executor(plan, rank, stages, links).run()
     left = meter.live_bytes + sum(stage.relay.num_bytes for stage in stages.values())
     return {s: StageResult(_arrays(stage.gradients()), stage.loss, stage.calls, left) for s, stage in stages.items()}

@@ -11,8 +11,8 @@ from plain_stage import PlainStage, batch_of, build_part
 from runtime_plans import by_hand, one_rank, one_rank_split, one_rank_two_stages, two_ranks
 
 from megatron_epp.runtime.executor import Executor, RunError
-from megatron_epp.runtime.meter import SavedTensorMeter
 from megatron_epp.runtime.relay import RelayError, SliceView
+from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.schedule import Action, Op, Step, to_grid
 
@@ -160,7 +160,7 @@ def test_evaluation_drops_everything_at_once_and_builds_no_graph():
         ["0F0 1F0 0F1 1F1 0F2 1F2"], [[(0, 0, 9)], [(0, 9, 14), (1, 0, 3)], [(2, 0, 6)]], placement=(0, 0), forward_only=True
     )
     stages = stages_of(plan, CountingStage)
-    with SavedTensorMeter() as meter:
+    with SavedTensors() as meter:
         Executor(plan, 0, stages).run()
     assert meter.peak_bytes == 0
     for stage in stages.values():
