@@ -14,12 +14,11 @@ def place_copies(graph: Graph, played: Playback, rank: int) -> dict[int, list[Ac
     """What to issue right before a step, by the step's number.
 
     A copy stands before the compute action that runs, or is the next to run, when it starts in the simulation: so it starts
-    no later. `FREE`, which gives back what an offload has moved, stands before the first action that starts when the offload has
-    ended; and a load that starts behind that end waits for it, since it may need the memory. So at no action does the rank
-    hold more than in the simulation.
+    no later. `FREE`, which gives back what an offload has moved, stands before the first action that starts when the offload
+    has ended; and a load that starts behind that end waits for it, since it may need the memory. So at no action does the
+    rank hold more than in the simulation.
 
-    In time no copy of a chunk stands behind its backward: the load ends ahead of that. Where actions take no time, that the
-    backward is later says only the graph.
+    No copy of a chunk stands behind its backward. Times say so too, unless actions take none.
     """
     compute, copies = graph.tracks[rank], graph.tracks[graph.num_ranks + rank]
     starts, ends = ([times[number] for number in compute] for times in (played.start_us, played.end_us))

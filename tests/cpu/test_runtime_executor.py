@@ -58,7 +58,7 @@ def test_actions_without_a_handler_are_refused_before_anything_runs():
     with pytest.raises(RunError, match="no handler for the plan's R actions"):
         Executor(apart, 0, {0: None})
     offload = replace(plan, copies=((Step(Action(Op.O, 0, 0), 0.0, 0, 0), Step(Action(Op.L, 0, 0), 0.0, 0, 0)),))
-    with pytest.raises(RunError, match="cannot offload"):
+    with pytest.raises(RunError, match="add --epp-offload"):
         Executor(offload, 0, {0: None})
 
 

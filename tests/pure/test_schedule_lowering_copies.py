@@ -1,4 +1,4 @@
-"""Where lowering puts offloads and loads: each in its turn, each backward behind its load, and never more held than simulated."""
+"""Where lowering puts offloads and loads: each in its turn, backwards behind loads, and never more held than simulated."""
 
 from hypothesis import given
 from schedule_plans import make_plan, offload, whole
