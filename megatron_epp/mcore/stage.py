@@ -112,7 +112,7 @@ class MegatronStage:
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         inputs = self.inputs(arrays)
         loss = nullcontext() if self.block_loss is None else self.block_loss.instead()
-        with self._timed("forward-compute"), self._recomputing(context.recompute_layers), self._autocast(), loss:
+        with self._timed("forward-compute"), self._recomputing(context.recompute.whole), self._autocast(), loss:
             output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
         scale_router_losses(self.config, output)
         if not self.is_last:
