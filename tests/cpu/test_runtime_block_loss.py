@@ -57,7 +57,7 @@ def test_logits_that_would_overflow_do_not():
 
 
 def test_in_bf16_many_blocks_round_hardly_more_than_one():
-    """Every block's part of the weight's gradient is rounded, their sum is not: a sum in bf16 would be four times as far off."""
+    """Parts of the weight's gradient are rounded, their sum is not: a sum in bf16 would be four times as far off."""
     exact_x, exact_weight, labels, mask = tensors(tokens=512)
     exact_x, exact_weight = (t.bfloat16().double().detach().requires_grad_() for t in (exact_x, exact_weight))
     exact = losses_and_gradients(plain(exact_x, exact_weight, labels), mask, (exact_x, exact_weight))
@@ -104,6 +104,20 @@ def test_the_workspace_is_what_there_is_beside_inputs_and_their_gradients(dtype)
         x.grad = weight.grad = None
     whole = peak_bytes_of(lambda: plain(x, weight, labels).backward(mask.float()))
     assert whole > 3 * (workspace + beside)
+
+
+def test_blocks_may_add_to_a_main_gradient_themselves():
+    x, weight, labels, mask = tensors()
+    expected = losses_and_gradients(plain(x, weight, labels), mask, (weight,))[1]
+    main, stand_in = torch.zeros_like(weight), torch.full_like(weight, 7.0)
+
+    def accumulate(rows, grad):
+        main.add_(grad.t() @ rows)
+        return stand_in
+
+    losses = block_losses(x, x, weight, labels, Head(4, accumulate=accumulate))
+    assert torch.equal(losses_and_gradients(losses, mask, (weight,))[1], stand_in)
+    torch.testing.assert_close(main, expected)
 
 
 @pytest.fixture(scope="module")
