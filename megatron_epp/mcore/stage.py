@@ -13,6 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays
+from megatron_epp.mcore.block_loss import BlockLoss
 from megatron_epp.mcore.core_attention import ChunkParams
 from megatron_epp.mcore.experts import scale_router_losses
 from megatron_epp.mcore.loss import check_loss, summed_loss
@@ -37,12 +38,20 @@ class MegatronStage:
         is_last: computes the loss.
         tp_size: tensor-parallel ranks.
         fp32_kv_gradients: add up gradients of sliced sequences' keys and values in fp32.
+        block_loss: computes the loss of a last stage by blocks; None where Megatron does, with all logits of a chunk.
     """
 
     def __init__(
-        self, model: torch.nn.Module, config: Any, is_first: bool, is_last: bool, tp_size: int, fp32_kv_gradients: bool = False
+        self,
+        model: torch.nn.Module,
+        config: Any,
+        is_first: bool,
+        is_last: bool,
+        tp_size: int,
+        fp32_kv_gradients: bool = False,
+        block_loss: BlockLoss | None = None,
     ) -> None:
-        self.model, self.config, self.is_first, self.is_last = model, config, is_first, is_last
+        self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
         self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
@@ -104,7 +113,8 @@ class MegatronStage:
             get_attr_wrapped_model(self.model, "set_is_first_microbatch")()
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         inputs = self.inputs(arrays)
-        with self._timed("forward-compute"), self._autocast():
+        loss = nullcontext() if self.block_loss is None else self.block_loss.instead()
+        with self._timed("forward-compute"), self._autocast(), loss:
             output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
         scale_router_losses(self.config, output)
         if not self.is_last:
