@@ -17,8 +17,8 @@ from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import Links
-from megatron_epp.runtime.meter import SavedTensorMeter
 from megatron_epp.runtime.relay import SliceView
+from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.segments import SegmentTable
 from megatron_epp.runtime.weights import Kept, WeightGradients
 from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute, Segment
@@ -133,7 +133,7 @@ def by_place(stage: MegatronStage, kept: list[Kept]) -> tuple[list[Kept], list[K
 
 def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
     """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
-    meter = SavedTensorMeter(stage.parameters)
+    meter = SavedTensors(stage.parameters)
     chunk = _bytes_chunk(stage)
     tokens = chunk.num_tokens
     with meter:
@@ -145,7 +145,7 @@ def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, 
 
 def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
     """Bytes per token that a backward keeps for the weight gradients of the layers, and for all."""
-    meter = SavedTensorMeter(stage.parameters)
+    meter = SavedTensors(stage.parameters)
     chunk = _bytes_chunk(stage)
     with meter:
         _, output, context = forward(stage, chunk)

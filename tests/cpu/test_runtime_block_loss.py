@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.runtime.block_loss import Head, block_losses
-from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.saved import SavedTensors
 
 TOKENS = 11
 
@@ -82,7 +82,7 @@ def test_a_weight_or_an_input_without_gradient_gets_none():
 
 def test_kept_are_the_input_and_two_numbers_of_every_token():
     x, weight, labels, mask = tensors(dtype=torch.float32)
-    with SavedTensorMeter([weight]) as meter:
+    with SavedTensors([weight]) as meter:
         losses = by_blocks(x, weight, labels, 4)
         assert meter.live_bytes == TOKENS * (4 * WIDTH + 8 + 4)  # a label, as it came, is eight bytes
         losses.backward(mask)
