@@ -57,6 +57,7 @@ def found(ranks, folder: Path):
 def of_batches(executor):
     """An executor that forgets its plan and runs those of random batches."""
     import numpy as np
+
     from megatron_epp.data.batch import GlobalBatch
     from megatron_epp.mcore import session as sessions
     from megatron_epp.mcore.costs import pipeline_costs
@@ -80,7 +81,7 @@ def of_batches(executor):
             costs = pipeline_costs(args, self.stages, self.links, session.placement.rank_of)
             costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
             lines = []
-            for number, (name, plan) in enumerate(plans(args, costs, session)):
+            for name, plan in plans(args, costs, session):
                 batch = GlobalBatch(
                     indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
                 )
@@ -123,7 +124,7 @@ def plans(args, costs, session):
     draw = random.Random(7)
     placement = session.placement.rank_of
     static = [sum(costs.static_bytes(s) for s, on in enumerate(placement) if on == r) for r in range(max(placement) + 1)]
-    for number in range(BATCHES):
+    for _ in range(BATCHES):
         lengths = tuple(min(CONTEXT, int(draw.lognormvariate(3.5, 1.2)) + 1) for _ in range(draw.randint(3, 12)))
         options = replace(options_of(args), slices=draw.randint(1, 4), offload=False)
         free = planner.plan(
