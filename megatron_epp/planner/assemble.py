@@ -8,9 +8,9 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, recompute_times, split_off
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.problem import WHOLE, Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.schedule import Action, Chunk, Messages, Op, Plan, PlanError, Prediction, Recompute, Step
+from megatron_epp.schedule import Action, Chunk, Messages, Op, Plan, PlanError, Prediction, Step
 from megatron_epp.schedule.check import examine, report
 
 
@@ -21,7 +21,8 @@ class Decisions:
     Attributes:
         chunks: the chunk table.
         order: the actions of every rank.
-        layers: recomputed layers ``[stage][chunk]``.
+        layers: recompute ``[stage][chunk]``, in steps on the ladders of `levels`.
+        levels: of recompute that were to choose from.
         token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
@@ -30,6 +31,7 @@ class Decisions:
     chunks: tuple[Chunk, ...]
     order: Order
     layers: Layers
+    levels: tuple[str, ...] = WHOLE
     token_multiple: int | None = None
     copies: Order = ()
     offload: tuple[tuple[float, ...], ...] = ()
@@ -48,14 +50,16 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     """
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
-    tables = tabulate(made.chunks, problem, costs) if tables is None else tables
+    tables = tabulate(made.chunks, problem, costs, made.levels) if tables is None else tables
     writer = _Writer(tables, made)
     plan = Plan(
         lengths=problem.lengths,
         chunks=made.chunks,
         num_layers=costs.num_layers,
         placement=problem.placement,
-        recompute=tuple(tuple(map(Recompute, row)) for row in made.layers),
+        recompute=tuple(
+            tuple(tables.recompute(stage, c, taken) for c, taken in enumerate(row)) for stage, row in enumerate(made.layers)
+        ),
         recompute_us=recompute_times(tables, made.layers),
         offload_share=made.offload or ((0.0,) * len(made.chunks),) * problem.num_stages,
         ranks=tuple(tuple(map(writer.step, actions)) for actions in made.order),

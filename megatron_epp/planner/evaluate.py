@@ -14,7 +14,7 @@ from megatron_epp.planner.tables import Sizes, Tables, Times
 from megatron_epp.schedule import Action, Op, PlanError
 
 Layers = Sizes
-"""Recomputed layers, ``[stage][chunk]``."""
+"""Recompute ``[stage][chunk]``: steps taken on the tables' ladders, which are layers where whole layers are the only level."""
 
 Copies = Sequence[Sequence[tuple[Action, float]]]
 """Offloads and loads of every rank in order, each with its time."""
@@ -42,10 +42,8 @@ def backward_times(tables: Tables, layers: Layers, order: Order = ()) -> Times:
     """
     if not tables.backward_us:
         return []
-    times = [
-        [base + count * layer for base, count, layer in zip(*rows, strict=True)]
-        for rows in zip(tables.backward_us, layers, tables.layer_us, strict=True)
-    ]
+    again_us = recompute_times(tables, layers)
+    times = [[base + more for base, more in zip(*rows, strict=True)] for rows in zip(tables.backward_us, again_us, strict=True)]
     for stage, c in split_off(order):
         times[stage][c] -= tables.weight_us[stage][c]
     return times
@@ -53,10 +51,7 @@ def backward_times(tables: Tables, layers: Layers, order: Order = ()) -> Times:
 
 def recompute_times(tables: Tables, layers: Layers) -> tuple[tuple[float, ...], ...]:
     """What recompute takes of each backward, ``[stage][chunk]``."""
-    if not tables.backward_us:
-        return ((0.0,) * len(tables.message_us),) * len(tables.rank_of)
-    rows = zip(layers, tables.layer_us, strict=True)
-    return tuple(tuple(count * layer_us for count, layer_us in zip(*row, strict=True)) for row in rows)
+    return tuple(tuple(tables.recompute_us(stage, c, taken) for c, taken in enumerate(row)) for stage, row in enumerate(layers))
 
 
 def split_off(order: Order) -> set[tuple[int, int]]:
@@ -67,7 +62,7 @@ def split_off(order: Order) -> set[tuple[int, int]]:
 
 def moved_bytes(tables: Tables, layers: Layers, stage: int, c: int, share: float) -> int:
     """What an offload of a share of a chunk's kept bytes moves."""
-    return int((tables.activation[stage][c] - layers[stage][c] * tables.saved[stage][c]) * share)
+    return int(tables.kept_bytes(stage, c, layers[stage][c]) * share)
 
 
 def makespan_us(order: Order | Codes, tables: Tables, layers: Layers) -> float:

@@ -90,13 +90,14 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
             plain.better(whole, (elastic_1f1b,), close=0.0)
         if plain.best is not None:
             other = finished(plain.best, problem, costs, options)
-            return other if made is None else min(made, other, key=lambda one: _makespan_us(one, problem, costs))
+            return other if made is None else min(made, other, key=lambda one: predicted_us(one, problem, costs))
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
     return trials.result() if made is None else made
 
 
-def _makespan_us(made: Decisions, problem: Problem, costs: Costs) -> float:
-    tables = tabulate(made.chunks, problem, costs)
+def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
+    """Makespan of what was decided."""
+    tables = tabulate(made.chunks, problem, costs, made.levels)
     copies = [
         [(a, tables.host_us(moved_bytes(tables, made.layers, a.stage, a.chunk, made.offload[a.stage][a.chunk]))) for a in row]
         for row in made.copies
@@ -165,7 +166,7 @@ def search_grain(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> 
 
 def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Local search; then weight gradients split off where that is asked for, the costs tell them apart and it is faster."""
-    tables = tabulate(made.chunks, problem, costs)
+    tables = tabulate(made.chunks, problem, costs, made.levels)
     made = improve(made, tables, problem, options)
     if not options.split_weight or not costs.splits_weight or problem.forward_only or made.copies:
         return made

@@ -33,6 +33,7 @@ class Trials:
 
     def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
         self.problem, self.costs, self.options = problem, costs, options
+        self.levels = options.levels(costs)
         self.best: Decisions | None = None
         self.best_us = math.inf
         self.schedule: Schedule | Listing | None = None
@@ -48,7 +49,7 @@ class Trials:
         schedules = [schedule for schedule in schedules if (chunks, schedule) not in self.seen]
         if not schedules:
             return False
-        tables = tabulate(chunks, self.problem, self.costs)
+        tables = tabulate(chunks, self.problem, self.costs, self.levels)
         bound_us = lower_bound_us(tables, chunks, self.problem, self.options)
         found = False
         for schedule in schedules:
@@ -71,7 +72,7 @@ class Trials:
         took_us = makespan_us(order, tables, fit.layers)
         if took_us >= self.best_us:
             return False
-        self.best, self.best_us, self.schedule = Decisions(chunks, order, fit.layers), took_us, schedule
+        self.best, self.best_us, self.schedule = Decisions(chunks, order, fit.layers, self.levels), took_us, schedule
         return True
 
     def better_with_copies(self, chunks: tuple[Chunk, ...], pace: int) -> bool:
@@ -80,7 +81,7 @@ class Trials:
         Where the best so far is close to what offload could do at most, it is not tried: it takes longer than all else.
         """
         chunks, pacers = with_pacers(chunks, pace)
-        tables = tabulate(chunks, self.problem, self.costs)
+        tables = tabulate(chunks, self.problem, self.costs, self.levels)
         if lower_bound_us(tables, chunks, self.problem, self.options) >= WORTH * self.best_us:
             return False
         order = Stairs(late=True, slope=2, pace=pace)(chunks, self.problem.num_stages, False)
@@ -88,7 +89,7 @@ class Trials:
         if made is None or made.makespan_us >= self.best_us:
             return False
         self.best_us = made.makespan_us
-        self.best = Decisions(chunks, order, made.layers, copies=made.copies, offload=made.shares)
+        self.best = Decisions(chunks, order, made.layers, self.levels, copies=made.copies, offload=made.shares)
         return True
 
     def result(self) -> Decisions:

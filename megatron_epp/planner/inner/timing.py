@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_epp.planner.inner.climb import climbed
 from megatron_epp.planner.inner.columns import BACKWARD, FORWARD, WEIGHT, Columns
 from megatron_epp.planner.inner.compiled import Floats, Integers, compiled
 
@@ -165,7 +166,8 @@ def copy_upto(rank: int, stop: int, copies: Copies, room: Room) -> int:
 def backward_times(columns: Columns, layers: Integers, split: Integers, out: Floats) -> None:
     """Times of backwards with recompute, without the weight gradients that `split` marks. All by item."""
     for item in range(len(layers)):
-        time_us = columns.backward_us[item] + layers[item] * columns.layer_us[item]
+        again_us = climbed(columns.layer_us, item * columns.num_rungs, columns.layers[item], layers[item])
+        time_us = columns.backward_us[item] + again_us
         if split[item]:
             time_us -= columns.weight_us[item]
         out[item] = time_us
