@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from megatron_epp.planner.inner import timing
-from megatron_epp.planner.inner.columns import Codes, decode, encode
+from megatron_epp.planner.inner.columns import Codes, code_of, decode, encode
 from megatron_epp.planner.inner.compiled import Floats, Integers, floats, integers
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
@@ -16,8 +16,8 @@ from megatron_epp.schedule import Action, Op, PlanError
 Layers = Sizes
 """Recompute ``[stage][chunk]``: steps taken on the tables' ladders, which are layers where whole layers are the only level."""
 
-Copies = Sequence[Sequence[tuple[Action, float]]]
-"""Offloads and loads of every rank in order, each with its time."""
+Copies = Sequence[Sequence[tuple[Action, float, Action | None]]]
+"""Offloads and loads of every rank in order, each with its time and the compute action that it is issued after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +94,24 @@ def room_for(codes: Codes, num_items: int) -> timing.Room:
     return timing.Room(times[0], times[1], integers([0] * ranks), *times[2:])
 
 
-def copy_columns(copies: Copies, num_chunks: int, num_items: int) -> timing.Copies:
-    """Copies as columns; `place` is empty where there are none."""
+def copy_columns(copies: Copies, num_chunks: int, num_items: int, codes: Codes | None = None) -> timing.Copies:
+    """Copies as columns; `place` is empty where there are none.
+
+    Args:
+        codes: the order; needed where copies wait for its actions.
+    """
     row = list(chain.from_iterable(copies))
-    items = [action.stage * num_chunks + action.chunk for action, _ in row]
+    items = [action.stage * num_chunks + action.chunk for action, _, _ in row]
     place = [-1] * (num_items if row else 0)
-    for at, (action, _) in enumerate(row):
+    for at, (action, _, _) in enumerate(row):
         if action.op is Op.L:
             place[items[at]] = at
+    position = {int(code): at for at, code in enumerate(codes.actions)} if codes is not None and row else {}
     return timing.Copies(
         items=integers(items),
-        is_load=integers(int(action.op is Op.L) for action, _ in row),
-        time_us=floats(time_us for _, time_us in row),
+        is_load=integers(int(action.op is Op.L) for action, _, _ in row),
+        time_us=floats(time_us for _, time_us, _ in row),
+        after=integers(-1 if after is None else position[code_of(after, num_chunks)] for _, _, after in row),
         starts=integers(accumulate(map(len, copies), initial=0)),
         place=integers(place),
         start_us=floats([0.0] * len(row)),
@@ -126,7 +132,7 @@ def _play(
     if tables.backward_us:
         timing.mark_split(codes.actions, split)
         timing.backward_times(columns, integers(chain.from_iterable(layers)), split, backward_us)
-    room, moved = room_for(codes, items), copy_columns(copies, chunks, items)
+    room, moved = room_for(codes, items), copy_columns(copies, chunks, items, codes)
     took_us = timing.play(codes.actions, codes.starts, columns, backward_us, moved, room)
     if took_us == timing.STUCK:
         ranks = range(codes.num_ranks)
@@ -134,7 +140,7 @@ def _play(
         heads = [str(decode(codes, chunks)[r][room.at[r] - codes.starts[r]]) for r in waiting]
         raise PlanError(f"the order deadlocks; the ranks that are not done wait at {', '.join(heads)}")
     if took_us == timing.EARLY:
-        raise PlanError("the order deadlocks: an offload stands before a load that an earlier backward waits for")
+        raise PlanError("the order deadlocks: a copy stands before a load that an earlier backward waits for")
     return float(took_us), codes, room, moved
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.errors import PlanError
-from megatron_epp.schedule.graph import build_graph, receiver
+from megatron_epp.schedule.graph import Graph, build_graph, receiver
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import explain, play
 
@@ -15,11 +15,14 @@ _RECV = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}
 
 
 def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
-    """Add the messages to a plan. Offloads and loads stay in `plan.copies`.
+    """Add the messages to a plan, and its offloads and loads where they are issued.
 
     A send stands right after its producer. A receive stands one compute action before its consumer, so that the message
     travels beside compute, unless the message is only produced after that action; then right before its consumer. Stages on
     one rank exchange no messages.
+
+    An offload or load stands behind the compute step that it waits for, its own forward or the one of its `after`, and behind
+    the copies listed before it. It is issued there, and runs beside what follows.
 
     Whoever runs the result matches messages first in, first out per link: source rank, destination rank and direction (F or
     B). On each link the receives stand in the order of the sends; where the receiver consumes in another order, which only
@@ -61,8 +64,10 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
             receives[before].append(producer)
 
     rows = []
-    for numbers in graph.tracks[: plan.num_ranks]:
+    for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
         row: list[Action] = []
+        copies = _issued(plan, graph, rank)
+        row += copies.pop(-1, [])
         for number in numbers:
             for producer in sorted(receives[number], key=ended.__getitem__):
                 row.append(_receive(plan, graph.steps[producer].action))
@@ -70,8 +75,19 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
             row.append(action)
             if receiver(plan, action) is not None:
                 row.append(action._replace(op=_SEND[action.op]))
+            row += copies.pop(number - numbers.start, [])
         rows.append(tuple(row))
     return tuple(rows)
+
+
+def _issued(plan: Plan, graph: Graph, rank: int) -> dict[int, list[Action]]:
+    """The rank's copies by the position of the compute step that they are issued behind."""
+    issued: dict[int, list[Action]] = defaultdict(list)
+    at, compute = -1, graph.tracks[rank]
+    for number in graph.tracks[plan.num_ranks + rank]:
+        at = max([at, *(need - compute.start for need, _ in graph.needs[number] if need in compute)])
+        issued[at].append(graph.steps[number].action)
+    return issued
 
 
 def _receive(plan: Plan, sent: Action) -> Action:

@@ -113,8 +113,13 @@ class Codes(NamedTuple):
         return len(self.starts) - 1
 
 
+def code_of(action: Action, num_chunks: int) -> int:
+    op, stage, c = action
+    return 3 * (stage * num_chunks + c) + OPS[op]
+
+
 def encode(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
-    actions = integers(3 * (stage * num_chunks + c) + OPS[op] for row in order for op, stage, c in row)
+    actions = integers(code_of(action, num_chunks) for row in order for action in row)
     return Codes(actions, integers(accumulate(map(len, order), initial=0)))
 
 
