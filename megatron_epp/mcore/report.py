@@ -23,7 +23,7 @@ from megatron_epp.mcore.session import Session
 from megatron_epp.planner.balance import imbalance
 from megatron_epp.report.facts import recompute_share
 from megatron_epp.report.measured import Event, Measured
-from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.schedule import Action, Plan
 from megatron_epp.schedule.serialize import digest, save
@@ -45,7 +45,7 @@ class IterationReport:
     batch: GlobalBatch
     iteration: int
     recorder: Recorder
-    meter: SavedTensorMeter | None
+    meter: SavedTensors | None
     collects: bool
     start_s: float
     plan_wait_us: float
@@ -61,7 +61,7 @@ class IterationReport:
         meter = None
         if args.epp_measure_memory and not forward_only:
             parameters = chain.from_iterable(stage.parameters for stage in stages)
-            meter = SavedTensorMeter(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
+            meter = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
         recorder, now_s = Recorder(enabled=collects), time.perf_counter()
         return IterationReport(session, batch, session.iteration, recorder, meter, collects, now_s, session.plan_wait_us)
 

@@ -1,4 +1,4 @@
-"""Lowering: the compute actions of a plan with the sends and receives between them, per rank, in the order to issue them."""
+"""Lowering: a plan's actions with the sends and receives between them, per rank, in the order to issue them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import defaultdict
 
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.errors import PlanError
-from megatron_epp.schedule.graph import Graph, build_graph, receiver
+from megatron_epp.schedule.graph import build_graph, receiver
+from megatron_epp.schedule.lowering_copies import place_copies
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import explain, play
 
@@ -15,14 +16,11 @@ _RECV = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}
 
 
 def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
-    """Add the messages to a plan, and its offloads and loads where they are issued.
+    """Add the messages to a plan, and put copies among the compute actions (`place_copies`).
 
     A send stands right after its producer. A receive stands one compute action before its consumer, so that the message
     travels beside compute, unless the message is only produced after that action; then right before its consumer. Stages on
     one rank exchange no messages.
-
-    An offload or load stands behind the compute step that it waits for, its own forward or the one of its `after`, and behind
-    the copies listed before it. It is issued there, and runs beside what follows.
 
     Whoever runs the result matches messages first in, first out per link: source rank, destination rank and direction (F or
     B). On each link the receives stand in the order of the sends; where the receiver consumes in another order, which only
@@ -66,28 +64,17 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     rows = []
     for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
         row: list[Action] = []
-        copies = _issued(plan, graph, rank)
-        row += copies.pop(-1, [])
+        copies = place_copies(graph, played, rank)
         for number in numbers:
+            row += copies.get(number, ())
             for producer in sorted(receives[number], key=ended.__getitem__):
                 row.append(_receive(plan, graph.steps[producer].action))
             action = graph.steps[number].action
             row.append(action)
             if receiver(plan, action) is not None:
                 row.append(action._replace(op=_SEND[action.op]))
-            row += copies.pop(number - numbers.start, [])
         rows.append(tuple(row))
     return tuple(rows)
-
-
-def _issued(plan: Plan, graph: Graph, rank: int) -> dict[int, list[Action]]:
-    """The rank's copies by the position of the compute step that they are issued behind."""
-    issued: dict[int, list[Action]] = defaultdict(list)
-    at, compute = -1, graph.tracks[rank]
-    for number in graph.tracks[plan.num_ranks + rank]:
-        at = max([at, *(need - compute.start for need, _ in graph.needs[number] if need in compute)])
-        issued[at].append(graph.steps[number].action)
-    return issued
 
 
 def _receive(plan: Plan, sent: Action) -> Action:
