@@ -70,19 +70,27 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
         search_grain(trials, chunker, warm)
         if trials.best is None:
             search_unsliced(trials)
+    found = [] if trials.best is None else [trials.best]
     if options.offload and options.recompute == "auto" and not problem.forward_only and math.isfinite(costs.host_us(1)):
         search_copies(trials, chunker)
-    made = None if trials.best is None else finished(trials.best, problem, costs, options)
+        found += [] if trials.best is None or trials.best in found else [trials.best]
+    made = fastest([finished(one, problem, costs, options) for one in found], problem, costs)
     if options.slices is None and max(problem.lengths) <= chunker.token_cap and problem.is_straight:
         plain = Trials(problem, costs, options)
         plain.best_us = trials.best_us
         for whole in plainly(problem.lengths):
             plain.better(whole, (elastic_1f1b,), close=0.0)
         if plain.best is not None:
-            other = finished(plain.best, problem, costs, options)
-            return other if made is None else min(made, other, key=lambda one: predicted_us(one, problem, costs))
+            made = fastest([*([made] if made else []), finished(plain.best, problem, costs, options)], problem, costs)
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
     return trials.result() if made is None else made
+
+
+def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Decisions | None:
+    """The choice of least makespan, the first among equals; None without any."""
+    if len(choices) < 2:
+        return choices[0] if choices else None
+    return min(choices, key=lambda one: predicted_us(one, problem, costs))
 
 
 def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
@@ -116,9 +124,9 @@ def search_copies(trials: Trials, chunker: Chunker) -> None:
         return
     known = [*tables, *([] if trials.best is None else [trials.best.chunks])]
     schedules = [free.schedule, *(FIRST if trials.problem.is_straight else LISTED[:1])]
-    for table in dict.fromkeys(known):
-        for schedule in dict.fromkeys(schedule for schedule in schedules if schedule is not None):
-            trials.better_with_copies(table, schedule)
+    choices = [(table, schedule) for table in dict.fromkeys(known) for schedule in dict.fromkeys(filter(None, schedules))]
+    for table, schedule in choices:
+        trials.better_with_copies(table, schedule)
 
 
 def search_unsliced(trials: Trials) -> None:
