@@ -83,8 +83,12 @@ CPU = Rates(
     layer_overhead_us=500.0,
     message_latency_us=300.0,
     message_bytes=1e9,
+    host_latency_us=20.0,
+    host_bytes=4e9,
 )
-"""One core of a server in fp32, and gloo: for tests and laptops. Fitted to a GPT of 64 channels, sliced and whole."""
+"""One core of a server in fp32, and gloo: for tests and laptops. Fitted to a GPT of 64 channels, sliced and whole. Its host is
+itself: what is offloaded is copied in its memory.
+"""
 
 
 def analytic_costs(

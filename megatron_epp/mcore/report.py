@@ -21,8 +21,9 @@ from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import writers
 from megatron_epp.mcore.session import Session
 from megatron_epp.planner.balance import imbalance
-from megatron_epp.report.facts import recompute_share
+from megatron_epp.report.facts import host_peak_bytes, offload_share, recompute_share
 from megatron_epp.report.measured import Event, Measured
+from megatron_epp.runtime.offload import Offload
 from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.schedule import Action, Plan
@@ -45,7 +46,8 @@ class IterationReport:
     batch: GlobalBatch
     iteration: int
     recorder: Recorder
-    meter: SavedTensors | None
+    saved: SavedTensors | None
+    offload: Offload | None
     collects: bool
     start_s: float
     plan_wait_us: float
@@ -58,17 +60,28 @@ class IterationReport:
             session.iteration += 1
         due = session.iteration % min(args.log_interval, args.tensorboard_log_interval) == 0
         collects = (args.epp_report_dir is not None or (due and batch.plan is not None)) and not forward_only
-        meter = None
-        if args.epp_measure_memory and not forward_only:
+        saved = offload = None
+        copies = () if batch.plan is None else batch.plan.copies
+        if (args.epp_measure_memory or any(copies)) and not forward_only:
             parameters = chain.from_iterable(stage.parameters for stage in stages)
-            meter = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
-        recorder, now_s = Recorder(enabled=collects), time.perf_counter()
-        return IterationReport(session, batch, session.iteration, recorder, meter, collects, now_s, session.plan_wait_us)
+            saved = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
+            offload = None if session.host is None else Offload(saved, session.host)
+        return IterationReport(
+            session,
+            batch,
+            session.iteration,
+            Recorder(enabled=collects),
+            saved,
+            offload,
+            collects,
+            time.perf_counter(),
+            session.plan_wait_us,
+        )
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """Around everything that builds or frees graphs."""
-        with self.meter or contextlib.nullcontext():
+        with self.saved or contextlib.nullcontext():
             yield
 
     def finish(self, loss: torch.Tensor | None) -> None:
@@ -87,7 +100,8 @@ class IterationReport:
         mine = {
             "events": self.recorder.events(),
             "wait_us": self.recorder.wait_us,
-            "peak": self.meter.peak_bytes if self.meter is not None else None,
+            "peak": self.saved.peak_bytes if self.saved is not None else None,
+            "host_peak": 0 if self.offload is None else self.offload.host_peak_bytes,
             "loss": None if loss is None else loss.tolist(),
             "elapsed_us": elapsed_us,
             "planned_us": planned_us,
@@ -131,6 +145,7 @@ class IterationReport:
         line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in everyone)}
         planned_us = next(entry["planned_us"] for entry in reversed(everyone) if entry["planned_us"] is not None)
         line |= {"replicas": self.session.replicas, "imbalance": imbalance(planned_us)}
+        line |= {"host_peak_bytes": [entry["host_peak"] for entry in everyone]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 
     def _log(self, line: dict[str, Any]) -> None:
@@ -169,6 +184,8 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
             peak - static for peak, static in zip(plan.predicted.peak_bytes, plan.static_bytes, strict=True)
         ],
         "recompute_share": recompute_share(plan),
+        "offload_share": offload_share(plan),
+        "planned_host_peak_bytes": host_peak_bytes(plan),
         "padding_share": 1 - plan.num_tokens / padded,
     }
 

@@ -95,7 +95,9 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
             stage.begin(
                 batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.after_last_gradient, index)
             )
-        executor = Executor(batch.plan, session.rank, session.stages, session.links, report.recorder, session.watchdog)
+        executor = Executor(
+            batch.plan, session.rank, session.stages, session.links, report.recorder, session.watchdog, report.offload
+        )
         with report.measuring(), torch.set_grad_enabled(not batch.plan.forward_only):
             executor.run()
         for stage in session.stages.values():

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_epp.runtime.boundary import Arrival
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import Links, Receive
 from megatron_epp.runtime.offload import Offload
@@ -107,7 +108,7 @@ class Executor:
             a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
         }
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
-        self._inputs: dict[tuple[int, int], Tensor | None] = {}
+        self._arrivals: dict[tuple[int, int], Arrival] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._grads: dict[tuple[int, int], Tensor] = {}
         self._arriving: dict[Action, Receive] = {}
@@ -156,7 +157,8 @@ class Executor:
         _, stage, chunk = action
         hidden = self._take(action, Op.RECV_F) if stage > 0 else None
         if hidden is not None and not self.plan.forward_only:
-            hidden.requires_grad_()
+            arrival = self._arrivals[stage, chunk] = Arrival()
+            hidden = arrival.enter(hidden)
         context = self._context(stage, chunk)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
         with self.recorder.action(action), saving:
@@ -166,7 +168,7 @@ class Executor:
         if is_local:
             self._local[Action(Op.RECV_F, stage + 1, chunk)] = output.detach()
         if not self.plan.forward_only:
-            self._contexts[stage, chunk], self._inputs[stage, chunk] = context, hidden
+            self._contexts[stage, chunk] = context
         if not self.plan.forward_only or not (is_last or is_local):
             self._outputs[stage, chunk] = output
 
@@ -174,19 +176,19 @@ class Executor:
         _, stage, chunk = action
         grad = self._take(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
-        context, hidden, output = self._contexts.pop(key), self._inputs.pop(key), self._outputs.pop(key)
+        context, arrival, output = self._contexts.pop(key), self._arrivals.pop(key, None), self._outputs.pop(key)
         if self.offload is not None:
             self.offload.before_backward(key)
         with self._giving_gradients(action), self.recorder.action(action):
             self.stages[stage].backward(context, output, grad, key in self._split)
-        if hidden is None:
+        if arrival is None:
             return
-        if hidden.grad is None:
+        if arrival.gradient is None:
             raise RunError(f"stage {stage} gave its input no gradient")
         if self._is_local(stage - 1):
-            self._local[Action(Op.RECV_B, stage - 1, chunk)] = hidden.grad
+            self._local[Action(Op.RECV_B, stage - 1, chunk)] = arrival.gradient
         else:
-            self._grads[key] = hidden.grad
+            self._grads[key] = arrival.gradient
 
     def _weight(self, action: Action) -> None:
         with self._giving_gradients(action), self.recorder.action(action):
