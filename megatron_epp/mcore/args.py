@@ -182,7 +182,6 @@ _CONFLICTS = (
             "--use-torch-fsdp2",
             "--hybrid-context-parallel",
             "--fine-grained-activation-offloading",
-            "--delay-wgrad-compute",
             "--defer-embedding-wgrad-compute",
             "--overlap-moe-expert-parallel-comm",
             "--overlap-param-gather-with-optimizer-step",
@@ -218,6 +217,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     if clashes:
         raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
     _check_values(args)
+    _delay_weight_gradients(args)
     check_layout(args)
     check_experts(args)
     patterns = (getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override"))
@@ -229,6 +229,16 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
         args.calculate_per_token_loss = True
         if args.rank == 0:
             logger.warning("--epp weighs every token alike: --calculate-per-token-loss is now on")
+
+
+def _delay_weight_gradients(args: argparse.Namespace) -> None:
+    """Have Transformer Engine's layers, and Megatron's data parallelism with them, put off weight gradients. Megatron checks
+    whether the Transformer Engine that is installed can.
+    """
+    splits = args.epp_split_weight_gradient and args.epp_schedule == "elastic"
+    if args.delay_wgrad_compute and not splits:
+        raise ArgumentError("--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute")
+    args.delay_wgrad_compute = splits and args.transformer_impl == "transformer_engine"
 
 
 def token_multiple(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from megatron_epp.runtime.links import Links
 from megatron_epp.runtime.relay import SliceView
 from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.segments import SegmentTable
-from megatron_epp.runtime.weights import Kept, WeightGradients
+from megatron_epp.runtime.weights import Kept, PutOff, WeightGradients
 from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute, Segment
 
 _BYTES_TOKENS = 256
@@ -126,7 +126,7 @@ def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_w
     stage.backward(context, output, None if stage.is_last else torch.ones_like(output), keep_weights)
 
 
-def by_place(stage: MegatronStage, kept: list[Kept]) -> tuple[list[Kept], list[Kept]]:
+def by_place(stage: MegatronStage, kept: list[Kept | PutOff]) -> tuple[list[Kept | PutOff], list[Kept | PutOff]]:
     """Weight gradients of the layers, and the others."""
     inside = {id(weight) for weight in stage.decoder.layers.parameters()}
     return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]

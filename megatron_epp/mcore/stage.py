@@ -134,6 +134,8 @@ class MegatronStage:
                 custom_backward(output, grad)
             else:
                 torch.autograd.backward(output, grad)
+            if self.weights is not None:
+                self.weights.finish()
 
     def weight(self, chunk: int) -> None:
         """Compute the weight gradients that a chunk's backward has kept."""
