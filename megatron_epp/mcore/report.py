@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_epp.mcore.session import Session
 from megatron_epp.planner.balance import imbalance
 from megatron_epp.report.measured import Event, Measured
 from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.shortage import Usage, device_usage
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.schedule import Action, Plan
 from megatron_epp.schedule.serialize import digest, save
@@ -43,32 +44,40 @@ class IterationReport:
     session: Session
     batch: GlobalBatch
     iteration: int
-    recorder: Recorder
-    meter: SavedTensorMeter | None
+    measures_memory: bool
     collects: bool
     start_s: float
     plan_wait_us: float
+    recorder: Recorder = field(default_factory=Recorder)
+    meter: SavedTensorMeter | None = None
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
         """Start an iteration. Evaluation is not reported."""
-        args, stages = session.args, session.stages.values()
+        args = session.args
         if not forward_only:
             session.iteration += 1
         due = session.iteration % min(args.log_interval, args.tensorboard_log_interval) == 0
         collects = (args.epp_report_dir is not None or (due and batch.plan is not None)) and not forward_only
-        meter = None
-        if args.epp_measure_memory and not forward_only:
-            parameters = chain.from_iterable(stage.parameters for stage in stages)
-            meter = SavedTensorMeter(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
-        recorder, now_s = Recorder(enabled=collects), time.perf_counter()
-        return IterationReport(session, batch, session.iteration, recorder, meter, collects, now_s, session.plan_wait_us)
+        measures = args.epp_measure_memory and not forward_only
+        return IterationReport(session, batch, session.iteration, measures, collects, time.perf_counter(), session.plan_wait_us)
 
     @contextlib.contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Around everything that builds or frees graphs."""
+    def measuring(self, batch: GlobalBatch) -> Iterator[None]:
+        """Around everything that builds or frees graphs, in one try at the iteration. Forgets the try before."""
+        self.batch, self.recorder, self.meter = batch, Recorder(enabled=self.collects), None
+        if self.measures_memory:
+            stages = self.session.stages.values()
+            parameters = chain.from_iterable(stage.parameters for stage in stages)
+            self.meter = SavedTensorMeter(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
         with self.meter or contextlib.nullcontext():
             yield
+
+    def usage(self, static_bytes: int) -> Usage | None:
+        """Bytes in use on this rank now, if anybody counts."""
+        if self.meter is None or torch.cuda.is_initialized():
+            return device_usage(static_bytes)
+        return Usage(static_bytes + self.meter.held_bytes)
 
     def finish(self, loss: torch.Tensor | None) -> None:
         """Gather the ranks' figures, log them, append a line to ``iterations.jsonl``, write plan and trace where asked for.
@@ -129,6 +138,8 @@ class IterationReport:
             return line
         line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in everyone)}
         planned_us = next(entry["planned_us"] for entry in reversed(everyone) if entry["planned_us"] is not None)
+        if self.session.args.epp_oom_retry:
+            line["oom_retries"] = self.session.retries
         line |= {"replicas": self.session.replicas, "imbalance": imbalance(planned_us)}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 

@@ -6,6 +6,7 @@ The dispatch table below is the only place that says what an op does at run time
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -14,18 +15,26 @@ import torch
 from torch import Tensor
 
 from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.drain import DrainedStage, blank, blank_input
 from megatron_epp.runtime.links import Links, Receive
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
 from megatron_epp.runtime.relay import KVRelay
+from megatron_epp.runtime.shortage import SHORTAGES, Shortage, ShortagePolicy
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.schedule import Action, EppError, Op, Plan
 from megatron_epp.schedule.text import to_grid
 
+logger = logging.getLogger(__name__)
+
 
 class RunError(EppError):
     """An action failed. The message holds the action, the rank and the grid."""
+
+
+class ShortageRunError(RunError):
+    """An action found no memory. The message holds the action, the rank, what was planned and what is in use."""
 
 
 class Stage(Protocol):
@@ -51,12 +60,20 @@ class Stage(Protocol):
     def release_output(self, output: Tensor) -> None:
         """The output has been sent; its storage is no longer needed."""
 
+    def abandon(self) -> None:
+        """Drop everything that is kept between actions: no more of them follow in this iteration."""
+
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Shape, dtype and device of the hidden states of a chunk with so many (padded) tokens."""
 
 
 class Executor:
     """Runs one plan on one rank, once.
+
+    A handler changes what the executor holds only when all else is done, so one that ran out of memory can run again.
+
+    Attributes:
+        shortage: what this rank ran out of memory for, where it went on all the same; then nothing it computed counts.
 
     Args:
         plan: a checked plan.
@@ -65,6 +82,7 @@ class Executor:
         links: communicators of the pipeline; None when it has a single rank.
         recorder: where the times go.
         watchdog: ends the run when an action or a wait outlasts its limit.
+        on_shortage: what to do when memory runs out.
 
     Raises:
         RunError: the plan places other stages on this rank, or has actions that this runtime cannot run.
@@ -78,10 +96,12 @@ class Executor:
         links: Links | None = None,
         recorder: Recorder | None = None,
         watchdog: Watchdog | None = None,
+        on_shortage: ShortagePolicy = ShortagePolicy(),  # noqa: B008 - frozen
     ) -> None:
         self.plan, self.rank, self.stages, self.links = plan, rank, stages, links
         self.recorder = recorder or Recorder(enabled=False)
-        self.watchdog = watchdog
+        self.watchdog, self.on_shortage = watchdog, on_shortage
+        self.shortage: Shortage | None = None
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -104,7 +124,7 @@ class Executor:
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._grads: dict[tuple[int, int], Tensor] = {}
         self._arriving: dict[Action, Receive] = {}
-        self._local: dict[Action, Tensor] = {}
+        self._received: dict[Action, Tensor] = {}
 
     def _refuse_what_cannot_run(self) -> None:
         plan, rank = self.plan, self.rank
@@ -125,15 +145,38 @@ class Executor:
             with torch.set_grad_enabled(not self.plan.forward_only), self._watch():
                 for position, action in enumerate(self._actions):
                     self._progress.reach(Place(position))
-                    self._handlers[action.op](action)
+                    self._perform(action)
                 self._progress.reach(Place(len(self._actions)))
                 self._finish()
                 self._progress.reach(None)
+        except ShortageRunError:
+            raise
         except Exception as error:
             reason = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
             raise RunError(self._describe(self._progress.host, f"failed: {reason}")) from error
         finally:
             self._progress.close()
+
+    def _perform(self, action: Action) -> None:
+        handler = self._handlers[action.op]
+        try:
+            handler(action)
+            return
+        except SHORTAGES as error:
+            self._run_short(action, error)
+        handler(action)  # out here, where the error no longer holds what the action had made
+
+    def _run_short(self, action: Action, error: Exception) -> None:
+        """Go on without computing, or raise."""
+        shortage = self.on_shortage.examine(self.plan, self.rank, action, error)
+        text = f"{self._where(self._progress.host)} failed: {shortage.text}"
+        if not self.on_shortage.survives or self.shortage is not None:
+            raise ShortageRunError(text) from None
+        logger.warning("%s", text)
+        self.shortage = shortage
+        self.stages = {number: DrainedStage(stage) for number, stage in self.stages.items()}
+        self._inputs = {key: blank_input(hidden) for key, hidden in self._inputs.items()}
+        self._outputs = {key: blank(output.detach()) for key, output in self._outputs.items()}
 
     def _finish(self) -> None:
         if self.links is not None:
@@ -145,7 +188,7 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         _, stage, chunk = action
-        hidden = self._take(action, Op.RECV_F) if stage > 0 else None
+        hidden = self._message(action, Op.RECV_F) if stage > 0 else None
         if hidden is not None and not self.plan.forward_only:
             hidden.requires_grad_()
         context = self._context(stage, chunk)
@@ -153,8 +196,9 @@ class Executor:
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
+        self._received.pop(action._replace(op=Op.RECV_F), None)
         if is_local:
-            self._local[Action(Op.RECV_F, stage + 1, chunk)] = output.detach()
+            self._received[Action(Op.RECV_F, stage + 1, chunk)] = output.detach()
         if not self.plan.forward_only:
             self._contexts[stage, chunk], self._inputs[stage, chunk] = context, hidden
         if not self.plan.forward_only or not (is_last or is_local):
@@ -162,17 +206,19 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         _, stage, chunk = action
-        grad = self._take(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
+        grad = self._message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
-        context, hidden, output = self._contexts.pop(key), self._inputs.pop(key), self._outputs.pop(key)
+        context, hidden, output = self._contexts[key], self._inputs[key], self._outputs[key]
         with self._giving_gradients(action), self.recorder.action(action):
             self.stages[stage].backward(context, output, grad, key in self._split)
+        if hidden is not None and hidden.grad is None:
+            raise RunError(f"stage {stage} gave its input no gradient")
+        self._received.pop(action._replace(op=Op.RECV_B), None)
+        del self._contexts[key], self._inputs[key], self._outputs[key]
         if hidden is None:
             return
-        if hidden.grad is None:
-            raise RunError(f"stage {stage} gave its input no gradient")
         if self._is_local(stage - 1):
-            self._local[Action(Op.RECV_B, stage - 1, chunk)] = hidden.grad
+            self._received[Action(Op.RECV_B, stage - 1, chunk)] = hidden.grad
         else:
             self._grads[key] = hidden.grad
 
@@ -182,13 +228,16 @@ class Executor:
 
     def _send_activation(self, action: Action) -> None:
         _, stage, chunk = action
-        output = self._outputs.pop((stage, chunk)) if self.plan.forward_only else self._outputs[stage, chunk]
+        output = self._outputs[stage, chunk]
         self._links.send(output, self.plan.placement[stage + 1], gradient=False)
         self.stages[stage].release_output(output)
+        if self.plan.forward_only:
+            del self._outputs[stage, chunk]
 
     def _send_gradient(self, action: Action) -> None:
         _, stage, chunk = action
-        self._links.send(self._grads.pop((stage, chunk)), self.plan.placement[stage - 1], gradient=True)
+        self._links.send(self._grads[stage, chunk], self.plan.placement[stage - 1], gradient=True)
+        del self._grads[stage, chunk]
 
     def _post_activation(self, action: Action) -> None:
         self._post(action, peer=self.plan.placement[action.stage - 1], gradient=False)
@@ -216,18 +265,18 @@ class Executor:
         message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
         self._arriving[action] = self._links.post_receive(*message, peer=peer, gradient=gradient)
 
-    def _take(self, action: Action, receive: Op) -> Tensor:
-        """What an action was sent, from another rank or from this one."""
+    def _message(self, action: Action, receive: Op) -> Tensor:
+        """What an action was sent, from another rank or from this one. It stays until the action is done."""
         key = action._replace(op=receive)
-        if key in self._local:
-            return self._local.pop(key)
+        if key in self._received:
+            return self._received[key]
         here = self._progress.host
         assert here is not None  # an action runs
         self._progress.reach(here._replace(receiving=True))
         with self.recorder.waiting():
-            tensor = self._arriving.pop(key).wait()
+            self._received[key] = self._arriving.pop(key).wait()
         self._progress.reach(here)
-        return tensor
+        return self._received[key]
 
     def _is_local(self, stage: int) -> bool:
         return self.plan.placement[stage] == self.rank
@@ -256,6 +305,9 @@ class Executor:
         return f"waiting for {action._replace(stage=peer)} of rank {self.plan.placement[peer]}"
 
     def _describe(self, place: Place | None, what: str) -> str:
+        return f"{self._where(place)} {what}\n{to_grid(self.plan)}"
+
+    def _where(self, place: Place | None) -> str:
         position = len(self._actions) if place is None else place.position
         step = f"action {self._actions[position]}" if position < len(self._actions) else "the end of the plan"
-        return f"pipeline rank {self.rank}, step {position}, {step} {what}\n{to_grid(self.plan)}"
+        return f"pipeline rank {self.rank}, step {position}, {step}"

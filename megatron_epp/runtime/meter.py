@@ -52,9 +52,14 @@ class SavedTensorMeter:
         self._hooks.__exit__(*error)
         self.observe()
 
+    @property
+    def held_bytes(self) -> int:
+        """Saved tensors and the others now."""
+        return self.live_bytes + self._others()
+
     def observe(self) -> None:
         """Raise the peak to what is live now."""
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self._others())
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def _acquire(self, tensor: Tensor) -> StorageWeakRef | None:
         storage = tensor.untyped_storage()

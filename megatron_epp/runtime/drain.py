@@ -1,0 +1,67 @@
+"""A rank that ran out of memory ends its plan without computing: it takes what it is sent and hands on zeros.
+
+Its peers end their plans as they always do, though with garbage, and no communicator is left with half a message. Whoever runs
+the plan must throw away what came of it, on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime.context import ChunkContext
+
+if TYPE_CHECKING:
+    from megatron_epp.runtime.executor import Stage
+
+
+class DrainedStage:
+    """Stands in for a stage that computes no more. Implements `runtime.executor.Stage`; makes tensors without storage only."""
+
+    def __init__(self, stage: Stage) -> None:
+        stage.abandon()
+        self.relay = stage.relay  # empty now
+        self._stage = stage
+
+    def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
+        if hidden is not None:
+            hidden.grad = blank(hidden)  # for a backward that computes none
+        shape, dtype, device = self._stage.message(context.table.num_tokens)
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
+        """The input has its gradient since forward, or since it was made `blank_input`."""
+
+    def weight(self, chunk: int) -> None:
+        """None was kept."""
+
+    def before_last_gradient(self) -> None:
+        """Nothing is reduced: the gradients are void."""
+
+    def after_last_gradient(self) -> None:
+        """As above."""
+
+    def release_output(self, output: Tensor) -> None:
+        """It has no storage."""
+
+    def abandon(self) -> None:
+        """Done."""
+
+    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        return self._stage.message(num_tokens)
+
+
+def blank(tensor: Tensor) -> Tensor:
+    """Zeros of a tensor's shape, without storage for them."""
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
+def blank_input(hidden: Tensor | None) -> Tensor | None:
+    """Stands in for a stage's input of which the backward will want the gradient."""
+    if hidden is None:
+        return None
+    empty = blank(hidden.detach())
+    empty.grad = blank(empty)
+    return empty

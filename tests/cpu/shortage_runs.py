@@ -1,0 +1,92 @@
+"""What ranks run in the tests of memory that runs out: plans in which one action finds none."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from plain_stage import PlainStage, batch_of, build_part
+
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.shortage import ShortagePolicy, Usage
+
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is free."
+
+
+class ScarceStage(PlainStage):
+    """Finds no memory in one of its actions, given as ``F1``, ``B0`` or ``W2``: behind its work, as late as can be, so that
+    what the action has made is there to be cleaned up. Counts what it computes.
+    """
+
+    action = None
+    num_computed = 0
+
+    def forward(self, context, hidden):
+        output = super().forward(context, hidden)
+        self._done(f"F{context.chunk}")
+        return output
+
+    def backward(self, context, output, grad, keep_weights):
+        super().backward(context, output, grad, keep_weights)
+        self._done(f"B{context.chunk}")
+
+    def weight(self, chunk):
+        super().weight(chunk)
+        self._done(f"W{chunk}")
+
+    def _done(self, action):
+        self.num_computed += 1
+        if action == self.action:
+            raise torch.OutOfMemoryError(MESSAGE)
+
+
+@dataclass(frozen=True)
+class Tries:
+    """What two tries left on a rank.
+
+    shortage: text of the first try's, if this rank had one; computed: actions of the first try that ran; kept: storages alive
+    after it of those that its graphs held, and bytes of its caches.
+    """
+
+    shortage: str | None
+    computed: int
+    caches: int
+    loss: float
+    gradients: dict[str, np.ndarray]
+
+
+def run_short(rank, links, plan, faulty_rank, action, survives=False):
+    """Run a plan once; an action (``F1``) of the first stage of a rank finds no memory."""
+    _executor(rank, links, plan, _stages(rank, plan, faulty_rank, action), survives).run()
+
+
+def try_twice(rank, links, plan, faulty_rank, action):
+    """As above; then throw away what came of it and run the plan again."""
+    stages = _stages(rank, plan, faulty_rank, action)
+    first = _executor(rank, links, plan, stages, True)
+    first.run()
+    computed = sum(stage.num_computed for stage in stages.values())
+    caches = sum(stage.relay.num_bytes for stage in stages.values())
+    for stage in stages.values():
+        stage.part.zero_grad(set_to_none=True)
+        stage.loss, stage.action = 0.0, None
+    second = _executor(rank, links, plan, stages, True)
+    second.run()
+    assert second.shortage is None
+    gradients = {
+        f"{s} {name}": g.numpy() for s, stage in stages.items() for name, g in stage.gradients().items() if g is not None
+    }
+    loss = sum(stage.loss for stage in stages.values())
+    return Tries(None if first.shortage is None else first.shortage.text, computed, caches, loss, gradients)
+
+
+def _stages(rank, plan, faulty_rank, action):
+    batch = batch_of(plan)
+    stages = {s: ScarceStage(build_part(plan.num_layers, s), batch) for s, r in enumerate(plan.placement) if r == rank}
+    if rank == faulty_rank:
+        stages[min(stages)].action = action
+    return stages
+
+
+def _executor(rank, links, plan, stages, survives):
+    policy = ShortagePolicy(survives, lambda static_bytes: Usage(static_bytes + 3 * 2**30, 8 * 2**30))
+    return Executor(plan, rank, stages, links, on_shortage=policy)
