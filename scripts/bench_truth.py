@@ -48,7 +48,9 @@ def traces(folder: Path, iterations: int) -> list[tuple[Plan, Measured]]:
 
 def makespan_with(plan: Plan, costs: PipelineCosts) -> float:
     """What the same plan would be predicted to take with other costs."""
-    made = Decisions(plan.chunks, tuple(map(plan.actions, range(plan.num_ranks))), [list(row) for row in plan.recompute_layers])
+    made = Decisions(
+        plan.chunks, tuple(map(plan.actions, range(plan.num_ranks))), [[again.whole for again in row] for row in plan.recompute]
+    )
     asked = Problem(plan.lengths, plan.placement, plan.cap_bytes, plan.token_multiple)
     return build_plan(asked, costs, Options(planner=plan.planner), made).predicted.makespan_us
 
@@ -68,7 +70,7 @@ def compare_times(runs: Sequence[tuple[Plan, Measured]], after: PipelineCosts, p
         {
             "tokens": plan.num_tokens,
             "chunks": len(plan.chunks),
-            "recomputed_layers": sum(map(sum, plan.recompute_layers)),
+            "recomputed_layers": sum(again.num_layers for row in plan.recompute for again in row),
             "planned_us": one.planned_us,
             "planned_with_costs_after_us": later_us,
             "measured_us": one.measured_us,

@@ -241,7 +241,7 @@ def contents(plan: Plan) -> dict[str, Any]:
     """
     longest = max(range(len(plan.lengths)), key=plan.lengths.__getitem__)
     pieces = [segment.sequence for chunk in plan.chunks for segment in chunk.segments]
-    counts = {(n, layers) for row, layers in zip(plan.recompute_layers, plan.num_layers, strict=True) for n in row}
+    counts = {(again.num_layers, layers) for row, layers in zip(plan.recompute, plan.num_layers, strict=True) for again in row}
     return {
         "sequences": len(plan.lengths),
         "longest": plan.lengths[longest],

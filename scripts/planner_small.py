@@ -119,7 +119,13 @@ def _asked(case: SmallCase, chunks: tuple[Chunk, ...], made: Plan | None, limit_
     start = None
     if made is not None:
         actions, copies = (tuple(tuple(step.action for step in row) for row in rows) for rows in (made.ranks, made.copies))
-        start = Decisions(made.chunks, actions, made.recompute_layers, copies=copies, offload=made.offload_share)
+        start = Decisions(
+            made.chunks,
+            actions,
+            [[again.whole for again in row] for row in made.recompute],
+            copies=copies,
+            offload=made.offload_share,
+        )
     empty: Row = {"best_us": None, "bound_us": None, "settled": True, "contradicted": False, "limit_s": limit_s}
     try:
         found: Proven = oracle(chunks, case.problem, case.costs, case.options, start=start, time_limit_s=limit_s)

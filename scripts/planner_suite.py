@@ -178,10 +178,7 @@ def where_the_time_goes(made: Plan, costs: PipelineCosts, levers: dict[str, bool
     """Shares of the busiest rank's makespan; and of what lies above the bound, what is recompute and what is waiting."""
     asked = Problem(made.lengths, made.placement, made.cap_bytes, made.token_multiple)
     tables = tabulate(made.chunks, asked, costs)
-    again = [
-        sum(count * layer for count, layer in zip(*rows, strict=True))
-        for rows in zip(made.recompute_layers, tables.layer_us, strict=True)
-    ]
+    again = [sum(row) for row in made.recompute_us]
     busy = [sum(step.time_us for step in steps) for steps in made.ranks]
     rank = max(range(len(busy)), key=busy.__getitem__)
     makespan_us, bound_us = made.predicted.makespan_us, made.predicted.lower_bound_us

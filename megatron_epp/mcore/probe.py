@@ -21,7 +21,7 @@ from megatron_epp.runtime.meter import SavedTensorMeter
 from megatron_epp.runtime.relay import SliceView
 from megatron_epp.runtime.segments import SegmentTable
 from megatron_epp.runtime.weights import Kept, WeightGradients
-from megatron_epp.schedule import Chunk, Segment
+from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute, Segment
 
 _BYTES_TOKENS = 256
 _VOCABULARY = 32
@@ -107,13 +107,13 @@ def _arrays(tokens: int) -> ChunkArrays:
 
 
 def forward(
-    stage: MegatronStage, chunk: Chunk, view: SliceView | None = None, recompute_layers: int = 0
+    stage: MegatronStage, chunk: Chunk, view: SliceView | None = None, recompute: Recompute = NO_RECOMPUTE
 ) -> tuple[Tensor | None, Tensor, ChunkContext]:
     tokens = chunk.num_tokens
     stage.begin(lambda _: _arrays(tokens))
     shape, dtype, device = stage.message(tokens)
     hidden = None if stage.is_first else torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
-    context = ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute_layers)
+    context = ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute)
     return hidden, stage.forward(context, hidden), context
 
 
@@ -133,7 +133,7 @@ def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, 
     chunk = _bytes_chunk(stage)
     tokens = chunk.num_tokens
     with meter:
-        _, output, context = forward(stage, chunk, recompute_layers=recompute_layers)
+        _, output, context = forward(stage, chunk, recompute=Recompute(recompute_layers))
         kept = meter.live_bytes
         backward(stage, output, context)
     return kept / tokens, meter.peak_bytes / tokens

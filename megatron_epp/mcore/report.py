@@ -21,6 +21,7 @@ from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import writers
 from megatron_epp.mcore.session import Session
 from megatron_epp.planner.balance import imbalance
+from megatron_epp.report.facts import recompute_share
 from megatron_epp.report.measured import Event, Measured
 from megatron_epp.runtime.meter import SavedTensorMeter
 from megatron_epp.runtime.shortage import Usage, device_usage
@@ -171,7 +172,6 @@ def _measured(plan: Plan, everyone: list[dict[str, Any]]) -> Measured:
 
 def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
     padded = sum(plan.padded_tokens(c) for c in range(len(plan.chunks)))
-    recomputed, layers = sum(map(sum, plan.recompute_layers)), sum(plan.num_layers) * len(plan.chunks)
     return {
         "chunks": len(plan.chunks),
         "makespan_us": {"planned": plan.predicted.makespan_us, "measured": measured.makespan_us},
@@ -179,7 +179,7 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
         "planned_peak_activation_bytes": [
             peak - static for peak, static in zip(plan.predicted.peak_bytes, plan.static_bytes, strict=True)
         ],
-        "recompute_share": recomputed / layers if layers else 0.0,
+        "recompute_share": recompute_share(plan),
         "padding_share": 1 - plan.num_tokens / padded,
     }
 

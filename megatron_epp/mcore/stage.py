@@ -102,7 +102,7 @@ class MegatronStage:
             get_attr_wrapped_model(self.model, "set_is_first_microbatch")()
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         inputs = self.inputs(arrays)
-        with self._timed("forward-compute"), self._recomputing(context.recompute_layers), self._autocast():
+        with self._timed("forward-compute"), self._recomputing(context.recompute.whole), self._autocast():
             output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
         scale_router_losses(self.config, output)
         if not self.is_last:

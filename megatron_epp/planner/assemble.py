@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, split_off
+from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, recompute_times, split_off
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.schedule import Action, Chunk, Messages, Op, Plan, PlanError, Prediction, Step
+from megatron_epp.schedule import Action, Chunk, Messages, Op, Plan, PlanError, Prediction, Recompute, Step
 from megatron_epp.schedule.check import examine, report
 
 
@@ -55,7 +55,8 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         chunks=made.chunks,
         num_layers=costs.num_layers,
         placement=problem.placement,
-        recompute_layers=tuple(map(tuple, made.layers)),
+        recompute=tuple(tuple(map(Recompute, row)) for row in made.layers),
+        recompute_us=recompute_times(tables, made.layers),
         offload_share=made.offload or ((0.0,) * len(made.chunks),) * problem.num_stages,
         ranks=tuple(tuple(map(writer.step, actions)) for actions in made.order),
         copies=tuple(tuple(map(writer.copy, actions)) for actions in made.copies),

@@ -51,6 +51,14 @@ def backward_times(tables: Tables, layers: Layers, order: Order = ()) -> Times:
     return times
 
 
+def recompute_times(tables: Tables, layers: Layers) -> tuple[tuple[float, ...], ...]:
+    """What recompute takes of each backward, ``[stage][chunk]``."""
+    if not tables.backward_us:
+        return ((0.0,) * len(tables.message_us),) * len(tables.rank_of)
+    rows = zip(layers, tables.layer_us, strict=True)
+    return tuple(tuple(count * layer_us for count, layer_us in zip(*row, strict=True)) for row in rows)
+
+
 def split_off(order: Order) -> set[tuple[int, int]]:
     """Stage and chunk of every weight gradient that is an action of its own."""
     weight = Op.W

@@ -18,31 +18,28 @@ def bubble_fraction(plan: Plan, rank: int) -> float:
 
 
 def recompute_layers(plan: Plan, rank: int) -> tuple[int, int]:
-    """Layer forwards that a rank runs twice, and layer forwards it runs at all, counted over stages and chunks."""
+    """Layers whose forward, or a part of it, a rank runs twice, and all it runs, counted over stages and chunks."""
     stages = [stage for stage, on in enumerate(plan.placement) if on == rank]
-    twice = sum(sum(plan.recompute_layers[stage]) for stage in stages)
+    twice = sum(recompute.num_layers for stage in stages for recompute in plan.recompute[stage])
     return twice, sum(plan.num_layers[stage] for stage in stages) * len(plan.chunks)
 
 
 def recompute_share(plan: Plan) -> float:
-    """Share of the layer forwards that run twice, each counted with its chunk's tokens, 0 to 1."""
-    tokens = [chunk.num_tokens for chunk in plan.chunks]
-    twice = sum(layers * n for row in plan.recompute_layers for layers, n in zip(row, tokens, strict=True))
-    return twice / (sum(plan.num_layers) * sum(tokens)) if tokens else 0.0
+    """Share of all ranks' compute time that is recompute, 0 to 1."""
+    total_us = sum(busy_us(plan, rank) for rank in range(plan.num_ranks))
+    return sum(map(sum, plan.recompute_us)) / total_us if total_us else 0.0
 
 
 def recompute_in_backward(plan: Plan) -> dict[Action, float]:
-    """Estimated share of each backward's time that is recompute inside it, by action.
+    """Share of each backward's time that is recompute inside it, by action.
 
-    A plan holds the time of the whole action; the estimate is the forward's time times the share of its layers that recompute.
     Backwards without recompute, and those with an `R` of their own, are left out.
     """
     steps = {step.action: step for rank in plan.ranks for step in rank}
     shares = {}
-    for stage, row in enumerate(plan.recompute_layers):
-        for chunk, layers in enumerate(row):
-            forward, backward = steps.get(Action(Op.F, stage, chunk)), steps.get(Action(Op.B, stage, chunk))
-            if layers and forward and backward and backward.time_us > 0 and Action(Op.R, stage, chunk) not in steps:
-                again_us = forward.time_us * layers / plan.num_layers[stage]
+    for stage, row in enumerate(plan.recompute_us):
+        for chunk, again_us in enumerate(row):
+            backward = steps.get(Action(Op.B, stage, chunk))
+            if again_us > 0 and backward and backward.time_us > 0 and Action(Op.R, stage, chunk) not in steps:
                 shares[backward.action] = min(again_us / backward.time_us, 1.0)
     return shares

@@ -170,7 +170,7 @@ def _legend(figure: Figure, plan: Plan, boxes: Sequence[Box], shades: Shades) ->
     present = {box.action.op for box in boxes}
     entries = [(COLOURS[op], name) for op, name in OP_NAMES.items() if op in present]
     if recompute_in_backward(plan):
-        entries.append((COLOURS[Op.R], "recompute inside a backward (estimated)"))
+        entries.append((COLOURS[Op.R], "recompute inside a backward"))
     entries += shades.legend()
     handles = [Patch(facecolor=colour, label=name) for colour, name in entries]
     figure.legend(

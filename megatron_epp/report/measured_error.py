@@ -92,7 +92,7 @@ def _kinds(plan: Plan, events: dict[Action, Event], has_cpu: bool) -> dict[str, 
     for step in (step for steps in plan.ranks for step in steps):
         op, stage, chunk = step.action
         event = events[step.action]
-        kind = RECOMPUTING if op is Op.B and plan.recompute_layers[stage][chunk] else op.value
+        kind = RECOMPUTING if op is Op.B and any(plan.recompute[stage][chunk]) else op.value
         old = found.get(kind, Took(0, 0.0, 0.0, 0.0 if has_cpu else None))
         cpu_us = None if old.cpu_us is None else old.cpu_us + (event.cpu_us or 0.0)
         found[kind] = Took(old.count + 1, old.planned_us + step.time_us, old.measured_us + event.took_us, cpu_us)

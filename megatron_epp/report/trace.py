@@ -72,7 +72,7 @@ def _complete(plan: Plan, source: str, box: Box) -> Event:
     action, chunk = box.action, plan.chunks[box.action.chunk]
     args = {"stage": action.stage, "chunk": action.chunk, "kind": chunk.kind(plan.lengths), "tokens": chunk.num_tokens}
     if action.op in (Op.B, Op.R):
-        args["recompute_layers"] = plan.recompute_layers[action.stage][action.chunk]
+        args["recompute"] = str(plan.recompute[action.stage][action.chunk])
     return {
         "ph": "X",
         "pid": box.rank,

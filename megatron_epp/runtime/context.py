@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_epp.runtime.relay import KVRelay, SliceView
 from megatron_epp.runtime.segments import SegmentTable
-from megatron_epp.schedule import Plan, Segment
+from megatron_epp.schedule import NO_RECOMPUTE, Plan, Recompute, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class ChunkContext:
         table: layout of its segments.
         relay: the stage's KV caches.
         view: the chunk's slice of a long sequence, or None when all its sequences are whole.
-        recompute_layers: how many of the stage's layers run their forward again in backward.
+        recompute: how many of the stage's layers run which part of their forward again in backward.
         forward_only: no backward follows.
     """
 
@@ -27,7 +27,7 @@ class ChunkContext:
     table: SegmentTable
     relay: KVRelay
     view: SliceView | None = None
-    recompute_layers: int = 0
+    recompute: Recompute = NO_RECOMPUTE
     forward_only: bool = False
 
 

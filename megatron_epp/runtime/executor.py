@@ -258,8 +258,8 @@ class Executor:
 
     def _context(self, stage: int, chunk: int) -> ChunkContext:
         table, view = self._layouts[chunk]
-        recompute_layers = self.plan.recompute_layers[stage][chunk]
-        return ChunkContext(chunk, table, self.stages[stage].relay, view, recompute_layers, self.plan.forward_only)
+        recompute = self.plan.recompute[stage][chunk]
+        return ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, self.plan.forward_only)
 
     def _post(self, action: Action, peer: int, gradient: bool) -> None:
         message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))

@@ -8,11 +8,14 @@ from megatron_epp.schedule.deps import deps
 from megatron_epp.schedule.errors import EppError, InfeasibleError, PlanError
 from megatron_epp.schedule.lowering import lower
 from megatron_epp.schedule.plan import Messages, Plan, Prediction, Step
+from megatron_epp.schedule.recompute import LEVELS, NO_RECOMPUTE, Recompute
 from megatron_epp.schedule.serialize import digest, from_json, load, save, to_json
 from megatron_epp.schedule.simulate import MemoryEvent, Message, Timeline, simulate
 from megatron_epp.schedule.text import from_grid, to_grid
 
 __all__ = [
+    "LEVELS",
+    "NO_RECOMPUTE",
     "Action",
     "Chunk",
     "EppError",
@@ -24,6 +27,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prediction",
+    "Recompute",
     "Segment",
     "Step",
     "Timeline",

@@ -36,7 +36,7 @@ def _against(first: Plan, plan: Plan, replica: int) -> Iterator[Violation]:
             yield _fault(None, f"replica {replica} has {name} {found}, replica 0 has {wanted}")
     if len(plan.chunks) != len(first.chunks):
         yield _fault(None, f"replica {replica} has {len(plan.chunks)} chunks, replica 0 has {len(first.chunks)}")
-    for stage, rows in enumerate(zip(first.recompute_layers, plan.recompute_layers, strict=False)):
+    for stage, rows in enumerate(zip(first.recompute, plan.recompute, strict=False)):
         for c, (wanted, found) in enumerate(zip(*rows, strict=False)):
             if found != wanted:
                 reason = f"stage {stage} recomputes {found} layers of chunk {c} on replica {replica}, {wanted} on replica 0"

@@ -70,7 +70,8 @@ def _shapes(plan: Plan) -> Iterator[str]:
         if len(row) != size:
             yield f"{name} has {len(row)} entries for {size} {unit}"
     for name, table, rows in (
-        ("recompute_layers", plan.recompute_layers, stages),
+        ("recompute", plan.recompute, stages),
+        ("recompute_us", plan.recompute_us, stages),
         ("offload_share", plan.offload_share, stages),
         ("messages.activation_us", plan.messages.activation_us, max(stages - 1, 0)),
         ("messages.gradient_us", plan.messages.gradient_us, max(stages - 1, 0)),
@@ -99,10 +100,14 @@ def _ranges(plan: Plan) -> Iterator[str]:
 
 
 def _choices(plan: Plan) -> Iterator[str]:
-    for stage, (layers, row) in enumerate(zip(plan.num_layers, plan.recompute_layers, strict=False)):
-        for c, recomputed in enumerate(row):
-            if not 0 <= recomputed <= layers:
-                yield f"stage {stage} recomputes {recomputed} layers of chunk {c}; it has {layers}"
+    for stage, (layers, row) in enumerate(zip(plan.num_layers, plan.recompute, strict=False)):
+        for c, recompute in enumerate(row):
+            if min(recompute) < 0 or recompute.num_layers > layers:
+                yield f"stage {stage} recomputes {recompute} layers of chunk {c}; it has {layers}"
+    for stage, times in enumerate(plan.recompute_us):
+        for c, time_us in enumerate(times):
+            if not 0.0 <= time_us < math.inf:
+                yield f"stage {stage} recomputes chunk {c} in {time_us} us"
     for stage, shares in enumerate(plan.offload_share):
         for c, share in enumerate(shares):
             if not 0.0 <= share <= 1.0:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from megatron_epp.schedule.action import Action
 from megatron_epp.schedule.chunk import Chunk
+from megatron_epp.schedule.recompute import Recompute
 
 SCHEMA = "megatron-epp/plan"
-VERSION = 1
+VERSION = 2
 
 
 class Step(NamedTuple):
@@ -56,7 +57,8 @@ class Plan:
         chunks: the chunk table; every token of every sequence is in exactly one chunk.
         num_layers: transformer layers of each stage.
         placement: the rank that runs each stage.
-        recompute_layers: ``[stage][chunk]``, how many of the stage's layers run their forward again in backward.
+        recompute: ``[stage][chunk]``, how many of the stage's layers run which part of their forward again in backward.
+        recompute_us: ``[stage][chunk]``, what that takes, as a part of the backward's time.
         offload_share: ``[stage][chunk]``, share of the activation bytes that leaves the device between forward and backward.
         ranks: the compute steps of each rank, in order.
         copies: the offload and load steps of each rank, in order, one at a time beside compute.
@@ -75,7 +77,8 @@ class Plan:
     chunks: tuple[Chunk, ...]
     num_layers: tuple[int, ...]
     placement: tuple[int, ...]
-    recompute_layers: tuple[tuple[int, ...], ...]
+    recompute: tuple[tuple[Recompute, ...], ...]
+    recompute_us: tuple[tuple[float, ...], ...]
     offload_share: tuple[tuple[float, ...], ...]
     ranks: tuple[tuple[Step, ...], ...]
     messages: Messages

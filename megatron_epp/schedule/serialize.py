@@ -14,6 +14,7 @@ from megatron_epp.schedule.action import Action
 from megatron_epp.schedule.chunk import Chunk, Segment
 from megatron_epp.schedule.errors import PlanError
 from megatron_epp.schedule.plan import SCHEMA, VERSION, Messages, Plan, Prediction, Step
+from megatron_epp.schedule.recompute import Recompute
 
 _COLUMNS = ("lengths", "num_layers", "placement", "static_bytes", "cap_bytes", "notes")  # lists that stay on one line
 
@@ -24,7 +25,7 @@ def digest(plan: Plan) -> str:
 
 
 def to_json(plan: Plan) -> str:
-    """The plan as a JSON document of schema ``megatron-epp/plan``, version 1; `from_json` gives back an equal plan.
+    """The plan as a JSON document of schema ``megatron-epp/plan``, version 2; `from_json` gives back an equal plan.
 
     Raises:
         PlanError: a number in it is infinite or not a number.
@@ -106,7 +107,8 @@ def _document(plan: Plan) -> dict[str, Any]:
         "token_multiple": int(plan.token_multiple),
         "forward_only": bool(plan.forward_only),
         "chunks": [{"segments": [_ints(segment) for segment in chunk.segments]} for chunk in plan.chunks],
-        "recompute_layers": [_ints(row) for row in plan.recompute_layers],
+        "recompute": [[_ints(counts) for counts in row] for row in plan.recompute],
+        "recompute_us": [_floats(row) for row in plan.recompute_us],
         "offload_share": [_floats(row) for row in plan.offload_share],
         "ranks": [_steps(row) for row in plan.ranks],
         "copies": [_steps(row) for row in plan.copies],
@@ -184,7 +186,8 @@ def _plan(document: dict[str, Any]) -> Plan:
         chunks=field("chunks", lambda rows: tuple(_chunk(row) for row in rows)),
         num_layers=field("num_layers", _int_row),
         placement=field("placement", _int_row),
-        recompute_layers=field("recompute_layers", lambda rows: tuple(map(_int_row, rows))),
+        recompute=field("recompute", _recompute_table),
+        recompute_us=field("recompute_us", _float_table),
         offload_share=field("offload_share", _float_table),
         ranks=field("ranks", _step_table),
         copies=field("copies", _step_table, ()),
@@ -235,6 +238,10 @@ def _int_row(row: Any) -> tuple[int, ...]:
 
 def _float_table(rows: Any) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(_float(value) for value in row) for row in rows)
+
+
+def _recompute_table(rows: Any) -> tuple[tuple[Recompute, ...], ...]:
+    return tuple(tuple(Recompute(*_int_row(counts)) for counts in row) for row in rows)
 
 
 def _chunk(value: Any) -> Chunk:

@@ -109,7 +109,7 @@ class PlainStage:
             def attend(q, k, v):
                 return chunk_attention(q, k, v, context, number, SCALE)
 
-            if number < context.recompute_layers:
+            if number < context.recompute.whole:
                 return checkpoint(self.part.layers[number], x, attend, use_reentrant=self.reentrant)
             return self.part.layers[number](x, attend)
 

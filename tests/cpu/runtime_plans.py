@@ -3,7 +3,7 @@
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.schedule import Chunk, Messages, Plan, Prediction, Segment, Step, check, from_grid
+from megatron_epp.schedule import Chunk, Messages, Plan, Prediction, Recompute, Segment, Step, check, from_grid
 
 
 def planned(lengths, num_layers, token_multiple=1, forward_only=False, **options):
@@ -29,7 +29,8 @@ def by_hand(rows, chunks, placement=None, recompute_layers=0, num_layers=2, forw
         chunks=table,
         num_layers=(num_layers,) * stages,
         placement=placement,
-        recompute_layers=((recompute_layers,) * len(table),) * stages,
+        recompute=((Recompute(recompute_layers),) * len(table),) * stages,
+        recompute_us=((0.0,) * len(table),) * stages,
         offload_share=((0.0,) * len(table),) * stages,
         ranks=tuple(tuple(Step(action, 1.0, 0, 0) for action in row) for row in grid),
         messages=Messages(no_time, no_time),

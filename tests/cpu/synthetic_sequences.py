@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_epp.schedule import Chunk, Messages, Plan, Prediction, Segment
+from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Messages, Plan, Prediction, Segment
 
 
 class MemoryDataset:
@@ -27,7 +27,8 @@ def plan_of(lengths, chunks, token_multiple=1):
         chunks=tuple(Chunk(tuple(Segment(*segment) for segment in chunk)) for chunk in chunks),
         num_layers=(1,),
         placement=(0,),
-        recompute_layers=((0,) * len(chunks),),
+        recompute=((NO_RECOMPUTE,) * len(chunks),),
+        recompute_us=((0.0,) * len(chunks),),
         offload_share=((0.0,) * len(chunks),),
         ranks=((),),
         messages=Messages((), ()),

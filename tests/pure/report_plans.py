@@ -8,6 +8,7 @@ from megatron_epp.report.measured import Event, Measured
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.chunk import Chunk, Segment
 from megatron_epp.schedule.plan import Messages, Plan, Prediction, Step
+from megatron_epp.schedule.recompute import Recompute
 from megatron_epp.schedule.serialize import digest
 from megatron_epp.schedule.simulate import simulate
 
@@ -40,7 +41,8 @@ def sliced_plan(num_ranks: int = 2, slices: int = 2, batched: int = 2, recompute
         chunks=chunks,
         num_layers=(LAYERS,) * num_ranks,
         placement=tuple(range(num_ranks)),
-        recompute_layers=((recompute,) * len(chunks),) * num_ranks,
+        recompute=((Recompute(recompute),) * len(chunks),) * num_ranks,
+        recompute_us=(tuple(chunk.num_tokens * recompute / LAYERS for chunk in chunks),) * num_ranks,
         offload_share=((0.0,) * len(chunks),) * num_ranks,
         ranks=tuple(ranks),
         messages=Messages(message, message),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.schedule import Action, Chunk, Messages, Op, Plan, Prediction, Segment, Step, check, from_grid
+from megatron_epp.schedule import NO_RECOMPUTE, Action, Chunk, Messages, Op, Plan, Prediction, Segment, Step, check, from_grid
 from megatron_epp.schedule.chunk import slice_neighbours
 
 BIG = 10**9
@@ -83,7 +83,8 @@ def plan_of(
         chunks=chunks,
         num_layers=(4,) * stages,
         placement=placement,
-        recompute_layers=((0,) * len(chunks),) * stages,
+        recompute=((NO_RECOMPUTE,) * len(chunks),) * stages,
+        recompute_us=((0.0,) * len(chunks),) * stages,
         offload_share=table,
         ranks=tuple(tuple(map(step, row)) for row in ranks),
         copies=tuple(tuple(map(step, row)) for row in copies),

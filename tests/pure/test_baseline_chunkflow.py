@@ -7,7 +7,7 @@ from planner_cases import GIB, pipeline, problem
 
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.baselines.chunkflow import recompute_all_but_last, uniform_chunks
-from megatron_epp.schedule import Op, Plan
+from megatron_epp.schedule import NO_RECOMPUTE, Op, Plan
 
 COSTS = pipeline(1)
 STAGE = COSTS.stages[0]
@@ -17,7 +17,7 @@ def retained(made: Plan, rank: int) -> int:
     """Most chunks alive at a time that keep all their activations."""
     alive = peak = 0
     for action in made.actions(rank):
-        if made.recompute_layers[action.stage][action.chunk] == 0:
+        if made.recompute[action.stage][action.chunk] == NO_RECOMPUTE:
             alive += 1 if action.op is Op.F else -1
             peak = max(peak, alive)
     return peak
@@ -63,4 +63,4 @@ def test_more_memory_retains_more():
 
 def test_without_a_cap_nothing_is_recomputed():
     made = plan(problem((65_536, 300, 9000), 4), pipeline(4), Options(planner="chunkflow"))
-    assert not any(map(any, made.recompute_layers))
+    assert not any(again.num_layers for row in made.recompute for again in row)

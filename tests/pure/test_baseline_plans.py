@@ -63,7 +63,7 @@ def test_equal_arguments_give_equal_plans(name: str):
 def test_an_evaluation_has_forwards_only_and_recomputes_nothing(name: str):
     made = plan(problem((9000, 4000, 300), 3, forward_only=True), pipeline(3), Options(planner=name))
     assert {step.action.op for steps in made.ranks for step in steps} == {Op.F}
-    assert not any(map(any, made.recompute_layers))
+    assert not any(again.num_layers for row in made.recompute for again in row)
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -87,7 +87,7 @@ def test_uniform_recompute_is_the_least_that_fits(name: str):
     static = max(stage.static_bytes for stage in pipeline(4).stages)
     asked = problem(lengths, 4, static + (most - static) // 2)
     made = plan(asked, pipeline(4), options)
-    (count,) = {layers for row in made.recompute_layers for layers in row}
+    (count,) = {again.whole for row in made.recompute for again in row}
     assert count > 0
     assert plan(asked, pipeline(4), Options(planner=name, chunk_tokens=2048, recompute=count)).ranks == made.ranks
     with pytest.raises(InfeasibleError):

@@ -12,7 +12,7 @@ from megatron_epp.planner.alignment import align
 from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.matched import plan_matched
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.schedule import Action, InfeasibleError, Op, PlanError, Step, check, check_matched
+from megatron_epp.schedule import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_matched
 
 SHAPE = ModelShape(
     num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512, num_experts=8, experts_per_token=2
@@ -50,7 +50,9 @@ def test_what_the_user_fixes_holds_for_all_replicas(options):
     plans = plan_matched(problems(*ROUGH), COSTS, options)
     for made in plans:
         assert options.chunk_tokens is None or max(map(made.padded_tokens, range(len(made.chunks)))) <= options.chunk_tokens
-        assert options.recompute == "auto" or {layers for row in made.recompute_layers for layers in row} == {options.recompute}
+        assert options.recompute == "auto" or {again for row in made.recompute for again in row} == {
+            Recompute(options.recompute)
+        }
     if options.slices:
         assert [segment.sequence for chunk in plans[0].chunks for segment in chunk.segments].count(0) >= options.slices
 
@@ -65,8 +67,8 @@ def test_no_replica_goes_above_its_cap_and_all_recompute_alike():
     cap = static + (max(max(made.predicted.peak_bytes) for made in free) - static) * 4 // 10
     plans = plan_matched(problems(*ROUGH, cap_bytes=cap), COSTS, Options())
     assert all(max(made.predicted.peak_bytes) <= cap for made in plans)
-    assert any(layers for row in plans[0].recompute_layers for layers in row)
-    assert plans[0].recompute_layers == plans[1].recompute_layers
+    assert any(again.num_layers for row in plans[0].recompute for again in row)
+    assert plans[0].recompute == plans[1].recompute
 
 
 def test_being_in_step_costs_little_where_work_is_shared_evenly():
@@ -149,10 +151,10 @@ def test_an_action_missing_or_too_many_is_found(matched):
 
 
 def test_other_recompute_is_found(matched):
-    rows = [list(row) for row in matched[1].recompute_layers]
-    rows[1][0] = 2
-    (fault,) = check_matched([matched[0], replace(matched[1], recompute_layers=tuple(map(tuple, rows)))])
-    assert str(fault) == "rank 1: stage 1 recomputes 2 layers of chunk 0 on replica 1, 0 on replica 0"
+    rows = [list(row) for row in matched[1].recompute]
+    rows[1][0] = Recompute(2)
+    (fault,) = check_matched([matched[0], replace(matched[1], recompute=tuple(map(tuple, rows)))])
+    assert str(fault) == "rank 1: stage 1 recomputes 2 whole layers of chunk 0 on replica 1, none on replica 0"
 
 
 def test_plans_of_other_shape_are_found(matched):

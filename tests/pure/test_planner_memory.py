@@ -103,9 +103,10 @@ def test_what_saves_most_bytes_per_time_is_recomputed_first():
     """Slices of equal time: the first has the most tokens and the fewest pairs."""
     free = plan(problem((65536,), 1), pipeline(1), Options(slices=4))
     cap = free.predicted.peak_bytes[0] - GIB
-    (layers,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0)).recompute_layers
+    (row,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0)).recompute
+    layers = [again.whole for again in row]
     assert layers[0] > 0
-    assert layers[1:] == (0, 0, 0)
+    assert layers[1:] == [0, 0, 0]
 
 
 def test_what_does_not_fit_in_whole_sequences_is_cut_finer_until_it_does():
@@ -149,13 +150,13 @@ def test_a_cap_on_one_rank_makes_that_rank_recompute():
     caps = tuple(peak - 5 * GIB if rank == 2 else 2 * peak for rank, peak in enumerate(free.predicted.peak_bytes))
     given = problem(WHALE, 4)
     made = plan(type(given)(given.lengths, given.placement, caps), pipeline(4), Options(slices=24))
-    assert [sum(row) > 0 for row in made.recompute_layers] == [False, False, True, False]
+    assert [any(again.num_layers for again in row) for row in made.recompute] == [False, False, True, False]
 
 
 def test_a_fixed_recompute_is_kept_and_never_above_the_layers_of_a_stage():
     for layers, kept in ((0, 0), (3, 3), (99, 4)):
         made = plan(problem(WHALE, 4), pipeline(4), Options(slices=8, recompute=layers))
-        assert {count for row in made.recompute_layers for count in row} == {kept}
+        assert {again.whole for row in made.recompute for again in row} == {kept}
 
 
 def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backward():

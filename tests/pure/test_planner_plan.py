@@ -33,7 +33,7 @@ def test_the_prediction_is_the_simulators(options: Options, cap: int):
     assert check(made) == []
     order = tuple(made.actions(rank) for rank in range(4))
     tables = tabulate(made.chunks, problem(BATCH, 4, token_multiple=16), pipeline(4))
-    assert makespan_us(order, tables, [list(row) for row in made.recompute_layers]) == timeline.makespan_us
+    assert makespan_us(order, tables, [[again.whole for again in row] for row in made.recompute]) == timeline.makespan_us
     assert made.predicted.makespan_us == timeline.makespan_us
     assert made.predicted.peak_bytes == timeline.peak_bytes
     assert made.predicted.bubble_fraction == timeline.bubble_fraction
@@ -122,7 +122,7 @@ def test_an_evaluation_plan_has_forwards_only_and_frees_its_caches():
     assert check(made) == []
     assert made.forward_only
     assert {step.action.op for steps in made.ranks for step in steps} == {Op.F}
-    assert not any(map(any, made.recompute_layers))
+    assert not any(again.num_layers for row in made.recompute for again in row)
     for steps in made.ranks:
         assert sum(step.alloc_bytes for step in steps) == sum(step.free_bytes for step in steps)
     training = plan(problem(BATCH, 4, 60 * GIB), pipeline(4), Options(slices=12))

@@ -13,7 +13,7 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import InfeasibleError, Plan
+from megatron_epp.schedule import InfeasibleError, Plan, Recompute
 from megatron_epp.schedule.check import check, report
 
 pipelines = functools.cache(pipeline)
@@ -89,7 +89,7 @@ def test_any_batch_with_slices_chunk_tokens_and_recompute_fixed(
     assert all(s.end % multiple == 0 or s.end == batch[s.sequence] for chunk in made.chunks for s in chunk.segments)
     assert lower_bound_us(tabulate(made.chunks, asked, costs)) <= made.predicted.makespan_us * (1 + 1e-12)
     if recompute != "auto":
-        assert {count for row in made.recompute_layers for count in row} == {min(int(recompute), 2)}
+        assert {again for row in made.recompute for again in row} == {Recompute(min(int(recompute), 2))}
 
 
 @pace(max_examples=200)

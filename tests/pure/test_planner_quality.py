@@ -76,7 +76,7 @@ def test_offload_takes_the_place_of_recompute_and_fits_the_same_cap():
     assert ops(made) == {Op.F, Op.B, Op.O, Op.L}
     assert check(made) == []
     assert made.predicted.makespan_us < 0.97 * without.predicted.makespan_us
-    assert sum(map(sum, made.recompute_layers)) < sum(map(sum, without.recompute_layers))
+    assert sum(map(sum, made.recompute_us)) < sum(map(sum, without.recompute_us))
 
 
 def test_without_a_link_there_is_nothing_to_offload():

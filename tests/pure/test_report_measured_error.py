@@ -7,6 +7,7 @@ from report_plans import measured_run, sliced_plan
 
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.measured_error import RECOMPUTING, compare
+from megatron_epp.schedule import NO_RECOMPUTE, Recompute
 from megatron_epp.schedule.errors import PlanError
 from megatron_epp.schedule.plan import Messages
 from megatron_epp.schedule.simulate import simulate
@@ -54,10 +55,10 @@ def test_what_others_took_is_told_apart_by_processor_time():
 
 def test_backwards_that_recompute_are_a_kind_of_their_own():
     plan = sliced_plan(num_ranks=2)
-    rows = [list(row) for row in plan.recompute_layers]
-    rows[1] = [0] * len(rows[1])
-    rows[0] = [1, *[0] * (len(rows[0]) - 1)]
-    plan = replace(plan, recompute_layers=tuple(map(tuple, rows)))
+    rows = [list(row) for row in plan.recompute]
+    rows[1] = [NO_RECOMPUTE] * len(rows[1])
+    rows[0] = [Recompute(1), *[NO_RECOMPUTE] * (len(rows[0]) - 1)]
+    plan = replace(plan, recompute=tuple(map(tuple, rows)))
     kinds = compare(plan, measured_run(plan)).kinds
     assert set(kinds) == {"F", "B", RECOMPUTING}
     assert (kinds[RECOMPUTING].count, kinds["F"].count) == (1, 2 * len(plan.chunks))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from schedule_plans import chunk, faults, hybrid, make_plan, only_fault, two_by_two, whole, with_step
 
-from megatron_epp.schedule import Chunk, Messages, check
+from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Messages, Recompute, check
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ WRONG_TABLES = [
     ({"static_bytes": (0, 0, 0)}, "static_bytes has 3 entries for 2 ranks"),
     ({"cap_bytes": (0,)}, "cap_bytes has 1 entries for 2 ranks"),
     ({"copies": ((),)}, "copies has 1 entries for 2 ranks"),
-    ({"recompute_layers": ((0, 0),)}, "recompute_layers has 1 rows of [2] entries; expected 2 rows of 2"),
+    ({"recompute": ((NO_RECOMPUTE,) * 2,)}, "recompute has 1 rows of [2] entries; expected 2 rows of 2"),
     ({"offload_share": ((0.0, 0.0), (0.0,))}, "offload_share has 2 rows of [1, 2] entries; expected 2 rows of 2"),
     ({"messages": Messages((), ((0.0, 0.0),))}, "messages.activation_us has 0 rows of [] entries; expected 1 rows of 2"),
     ({"messages": Messages(((0.0, 0.0),), ((0.0, -1.0),))}, "messages.gradient_us of stage 0, chunk 1 is -1.0 us"),
@@ -54,8 +54,14 @@ WRONG_TABLES = [
     ({"placement": ()}, "placement is empty"),
     ({"lengths": (2, 0)}, "sequence 1 has 0 tokens"),
     ({"token_multiple": 0}, "token_multiple is 0"),
-    ({"recompute_layers": ((0, 0), (0, 5))}, "stage 1 recomputes 5 layers of chunk 1; it has 4"),
-    ({"recompute_layers": ((-1, 0), (0, 0))}, "stage 0 recomputes -1 layers of chunk 0; it has 4"),
+    (
+        {"recompute": ((NO_RECOMPUTE,) * 2, (NO_RECOMPUTE, Recompute(2, 2, 1)))},
+        "stage 1 recomputes 2 whole + 2 linear + 1 mlp layers of chunk 1; it has 4",
+    ),
+    (
+        {"recompute": ((Recompute(-1), NO_RECOMPUTE), (NO_RECOMPUTE,) * 2)},
+        "stage 0 recomputes -1 whole layers of chunk 0; it has 4",
+    ),
     ({"offload_share": ((0.0, 1.5), (0.0, 0.0))}, "stage 0 offloads a share of 1.5 of chunk 1"),
     ({"offload_share": ((0.0, float("nan")), (0.0, 0.0))}, "stage 0 offloads a share of nan of chunk 1"),
 ]

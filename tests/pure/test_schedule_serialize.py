@@ -45,7 +45,7 @@ def test_a_plan_reads_back_equal_in_every_field():
 
 def test_the_layout_is_the_documented_one():
     document = json.loads(to_json(hybrid()))
-    assert (document["schema"], document["version"]) == ("megatron-epp/plan", 1)
+    assert (document["schema"], document["version"]) == ("megatron-epp/plan", 2)
     assert document["digest"] == digest(hybrid())
     assert (document["num_stages"], document["num_ranks"]) == (2, 2)
     assert document["chunks"][1] == {"segments": [[0, 6, 9], [1, 0, 2]]}
@@ -92,7 +92,7 @@ def signed(change):
         ("{", "the plan is not JSON"),
         ("[]", "not a plan: schema is 'list', expected 'megatron-epp/plan'"),
         ("{}", "not a plan: schema is None"),
-        (edited(lambda d: d.update(version=2)), "plan version 2 cannot be read; this program reads version 1"),
+        (edited(lambda d: d.update(version=1)), "plan version 1 cannot be read; this program reads version 2"),
         (edited(lambda d: d.update(lengths=[9, 9, 9])), "does not match its content"),
         (edited(lambda d: d.pop("digest")), "plan digest None does not match"),
         (edited(lambda d: d.update(seed=float("nan"))), "infinite or not a number"),
@@ -172,8 +172,8 @@ def test_errors_of_files_name_the_file(tmp_path):
 
 
 def test_a_file_written_before_still_loads():
-    """Written by the first version of this code; it must load for as long as the schema's version is 1."""
-    assert load(Path(__file__).parent.parent / "golden" / "plan_v1.json") == EXAMPLES["offload"]()
+    """Written by the first version of this code; it must load for as long as the schema's version is 2."""
+    assert load(Path(__file__).parent.parent / "golden" / "plan_v2.json") == EXAMPLES["offload"]()
 
 
 @pytest.mark.parametrize("damage", [lambda m: b"", lambda m: b"no plan", lambda m: m[:-9], lambda m: m[:20] + m[21:]])
