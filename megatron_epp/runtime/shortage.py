@@ -132,8 +132,8 @@ def _wanted_bytes(error: Exception) -> int:
 
 
 def _what_for(plan: Plan, action: Action) -> str:
-    again, layers = plan.recompute_layers[action.stage][action.chunk], plan.num_layers[action.stage]
-    return f"{plan.padded_tokens(action.chunk):,} tokens, {again} of {layers} layers recompute"
+    layers, recompute = plan.num_layers[action.stage], plan.recompute[action.stage][action.chunk]
+    return f"{plan.padded_tokens(action.chunk):,} tokens, {layers} layers, recompute: {recompute}"
 
 
 def _found(usage: Usage | None, wanted_bytes: int) -> str:

@@ -102,7 +102,9 @@ def test_without_the_flag_the_run_ends_with_bytes_and_flags(tmp_path: Path) -> N
     assert finished.returncode != 0
     first = finished.output.index(f"megatron_epp, rank {CASES['ends'].fails}: pipeline rank 1")
     lines = finished.output[first:].splitlines()[:3]
-    assert re.search(r"action 1B\d+ failed: out of memory on stage 1, chunk \d+: \d+ tokens, 0 of 2 layers recompute", lines[0])
+    assert re.search(
+        r"action 1B\d+ failed: out of memory on stage 1, chunk \d+: \d+ tokens, 2 layers, recompute: none", lines[0]
+    )
     assert re.search(
         r"planned for the rank at this action: .* GiB, with no cap; in use: .* GiB, and .* GiB more wanted", lines[1]
     )
