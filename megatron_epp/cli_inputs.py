@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from megatron_epp.cli_lengths import add_batch, lengths_of
 from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile
+from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import (
     RATES,
     Cluster,
@@ -128,6 +129,14 @@ def add_model(costs: argparse._ArgumentGroup) -> None:
     costs.add_argument("--sequence-parallel", action="store_true", help="they share the tokens between matrix products too")
     _count(costs, "--context-parallel", "--context-parallel-size", help="ranks that share the tokens (default: 1)")
     _count(costs, "--expert-parallel", "--expert-model-parallel-size", help="ranks that share the experts (default: 1)")
+    costs.add_argument(
+        "--loss-block-tokens",
+        "--epp-loss-block-tokens",
+        type=_blocks,
+        metavar="auto|N|0",
+        help="tokens of a block of the loss, whose logits are made again in backward; 0 for all of a chunk at once (default: "
+        "auto, blocks where a sequence of --context has more than 2 GiB of fp32 logits on a rank)",
+    )
 
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None) -> Problem:
@@ -220,6 +229,8 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
         "sequence_parallel": args.sequence_parallel or None,
         "context_parallel_size": args.context_parallel,
         "expert_model_parallel_size": args.expert_parallel,
+        "epp_loss_block_tokens": args.loss_block_tokens,
+        "seq_length": getattr(args, "context", None),  # the commands that measure know no batch
     }
     return flags | {name: value for name, value in given.items() if value is not None}
 
@@ -250,6 +261,10 @@ def _whole(text: str) -> int:
     if not (text.isdecimal() and len(text) < 16):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
+
+
+def _blocks(text: str) -> str | int:
+    return text if text == AUTO else _whole(text)
 
 
 def _positive_number(text: str) -> float:

@@ -39,7 +39,7 @@ EXPERTS = "--moe-router-topk 2 --moe-token-dispatcher-type alltoall --no-bias-ge
 PLANS = {
     "packed": "--epp-slices 1",
     "sliced": "--epp-slices 3",
-    "recompute": "--epp-slices 7 --epp-recompute 1",
+    "recompute": "--epp-slices 7 --epp-recompute 1 --epp-loss-block-tokens 5",  # logits again in backward, too
 }
 
 

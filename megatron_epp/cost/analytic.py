@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.cost.profile import Part, Profile
 from megatron_epp.cost.shape import ModelShape
 from megatron_epp.cost.stage import Line, PipelineCosts
@@ -147,17 +148,31 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
 
 
 def _head(shape: ModelShape, rates: Rates) -> Part:
-    """Final norm, logits and loss; they keep the norm's two tensors and fp32 probabilities."""
-    kept = 4.0 * shape.vocab_size / shape.ranks + 2 * shape.hidden_bytes_per_token
+    """Final norm, logits and loss; they keep the norm's two tensors and fp32 probabilities.
+
+    By blocks the probabilities are not kept, backward has the product that makes the logits too, and none of it is put off.
+    """
+    logits, norm = 4.0 * shape.vocab_size / shape.ranks, 2 * shape.hidden_bytes_per_token
     linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
-    rest = Line(rates.layer_overhead_us, MICROSECONDS * 3 * kept / rates.memory_bytes)
+    rest = Line(rates.layer_overhead_us, MICROSECONDS * 3 * (logits + norm) / rates.memory_bytes)
+    parameters = shape.vocabulary_parameters / shape.tensor_parallel
+    if shape.loss_block_tokens:
+        return Part(
+            forward=linear + rest,
+            backward=linear.scaled(3) + rest,
+            bytes_per_token=norm,
+            parameters=parameters,
+            workspace_bytes=loss_workspace_bytes(
+                shape.loss_block_tokens, shape.vocab_size // shape.tensor_parallel, shape.hidden_size, shape.bytes_per_value
+            ),
+        )
     return Part(
         forward=linear + rest,
         backward=linear.scaled(2) + rest,
         weight=linear,
-        bytes_per_token=kept,
+        bytes_per_token=logits + norm,
         weight_bytes_per_token=shape.vocab_size * shape.bytes_per_value / shape.ranks + shape.hidden_bytes_per_token,
-        parameters=shape.vocabulary_parameters / shape.tensor_parallel,
+        parameters=parameters,
     )
 
 

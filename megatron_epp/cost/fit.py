@@ -95,7 +95,7 @@ def fit_profile(
             formula.head,
             forward=fits["loss forward"].line,
             backward=fits["loss backward"].line,
-            weight=_part_of(fits["loss weight"].line, fits["loss backward"].line),
+            weight=Line() if shape.loss_block_tokens else _part_of(fits["loss weight"].line, fits["loss backward"].line),
         ),
     )
     if link := fits.get("message"):

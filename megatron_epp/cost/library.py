@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost.analytic import CPU, H100, Rates
+from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.profile import SCHEMA as PROFILE_SCHEMA
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.shape import ModelShape
@@ -110,6 +111,8 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     ffn = whole("ffn_hidden_size", int(8 * hidden / 3 / 64) * 64 if gated else 4 * hidden)
     heads, experts = whole("num_attention_heads"), flags.get("num_experts")
     multiple = whole("make_vocab_size_divisible_by", _VOCABULARY_MULTIPLE) * tensor
+    vocabulary, context_ranks = -(-whole("vocab_size") // multiple) * multiple, whole("context_parallel_size", 1)
+    longest = (flags.get("seq_length") or 0) // context_ranks
     return ModelShape(
         num_layers=whole("num_layers"),
         hidden_size=hidden,
@@ -117,15 +120,16 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         num_attention_heads=heads,
         num_query_groups=whole("num_query_groups", 1) if flags.get("group_query_attention") else None,
         kv_channels=whole("kv_channels", hidden // heads),
-        vocab_size=-(-whole("vocab_size") // multiple) * multiple,
+        vocab_size=vocabulary,
         gated_mlp=gated,
         num_experts=None if experts is None else whole("num_experts"),
         experts_per_token=whole("moe_router_topk", 2) if experts is not None else 1,
         bytes_per_value=2 if flags.get("bf16") or flags.get("fp16") else 4,
         tensor_parallel=tensor,
         sequence_parallel=bool(flags.get("sequence_parallel")),
-        context_parallel=whole("context_parallel_size", 1),
+        context_parallel=context_ranks,
         expert_parallel=whole("expert_model_parallel_size", 1),
+        loss_block_tokens=loss_block_tokens(flags.get("epp_loss_block_tokens", AUTO), vocabulary // tensor, longest),
     )
 
 

@@ -38,6 +38,7 @@ class Part:
         bytes_per_token: kept from forward to backward.
         weight_bytes_per_token: what the weight gradient needs, kept from B to W where the two are split.
         parameters: on one rank.
+        workspace_bytes: there only while a pass runs, whatever its tokens.
     """
 
     forward: Line = _NOTHING
@@ -46,6 +47,7 @@ class Part:
     bytes_per_token: float = 0.0
     weight_bytes_per_token: float = 0.0
     parameters: float = 0.0
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,7 @@ class Profile:
             weight_bytes_per_token=self.layer.weight_bytes_per_token,
             extra_weight_bytes_per_token=sum(part.weight_bytes_per_token for part in extras),
             static_bytes=int(parameters * state_bytes),
+            workspace_bytes=sum(part.workspace_bytes for part in extras),
         )
 
     def to_json(self) -> str:

@@ -28,6 +28,7 @@ class ModelShape:
         sequence_parallel: those ranks also share the tokens between the layers' matrix products.
         context_parallel: ranks that share the tokens (the heads, inside attention).
         expert_parallel: ranks that share the experts.
+        loss_block_tokens: of a block of the loss; 0 where all logits of a chunk are there at once.
 
     Raises:
         EppError: the heads cannot be shared evenly.
@@ -48,6 +49,7 @@ class ModelShape:
     sequence_parallel: bool = False
     context_parallel: int = 1
     expert_parallel: int = 1
+    loss_block_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.ranks:

@@ -73,6 +73,7 @@ class StageCosts:
         weight_bytes_per_token: what a layer's W still needs after its B: inputs and output gradients of the linear layers.
         extra_weight_bytes_per_token: the same of the stage's extras.
         static_bytes: weights, gradients, optimizer state.
+        workspace_bytes: there only while a pass runs, whatever its tokens: a block's logits.
     """
 
     num_layers: int
@@ -90,6 +91,7 @@ class StageCosts:
     weight_bytes_per_token: float = 0.0
     extra_weight_bytes_per_token: float = 0.0
     static_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def stage_forward(self) -> Line:
@@ -212,7 +214,8 @@ class PipelineCosts:
         return _whole_bytes((costs.layer_bytes_per_token + costs.extra_bytes_per_token) * work.tokens)
 
     def static_bytes(self, stage: int) -> int:
-        return self.stages[stage].static_bytes
+        """Held throughout, and the workspace as if it were: a pass of the last stage holds most when it computes the loss."""
+        return self.stages[stage].static_bytes + self.stages[stage].workspace_bytes
 
     def message_us(self, work: ChunkWork) -> TimeColumn:
         """Time of the message that carries a chunk's activation, or its gradient, between neighbouring stages."""

@@ -91,6 +91,14 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "and run it once more; later iterations keep that cap until the run ends. Gradients are reduced only when all ranks "
         "are through, so --overlap-grad-reduce overlaps nothing then. Not with tensor, context or expert parallelism.",
     )
+    add(
+        "--epp-loss-block-tokens",
+        default="auto",
+        metavar="auto|N|0",
+        help="Compute logits and loss by blocks of at most N tokens, again in backward, so that a chunk's logits are never "
+        "there at once. The price is one more product with the output layer's weight. 0: as Megatron does. auto (default): "
+        "blocks of 1 GiB of fp32 logits where --seq-length tokens have more than 2 GiB of them on a rank, else 0.",
+    )
     add("--epp-lookahead", type=int, default=2, metavar="N", help="Iterations to plan ahead of training (default: 2).")
     add(
         "--epp-wait-limit-seconds",
@@ -270,6 +278,9 @@ def _check_values(args: argparse.Namespace) -> None:
     check_stages(args)
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
+    blocks = args.epp_loss_block_tokens
+    if blocks != "auto" and not blocks.isdecimal():
+        raise ArgumentError(f"--epp-loss-block-tokens is {blocks!r}; it must be auto or a number of tokens, 0 for no blocks")
     if args.epp_recompute != "auto" and args.epp_planner == "milp":
         raise ArgumentError("--epp-planner milp chooses recompute itself: leave --epp-recompute at auto")
     budget_ms = args.epp_plan_budget_ms

@@ -50,7 +50,7 @@ def pipeline_costs(
     stored = None if source is None else load_costs(str(source))
     if isinstance(stored, PipelineCosts):
         return _of_first(_check(stored, str(source), len(placement)))
-    profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
+    profile = stored or analytic_profile(model_shape(args, stages.values()), H100 if torch.cuda.is_initialized() else CPU)
     base = profile.costs(_by_stage({number: stage.num_layers for number, stage in stages.items()}, links))
     link = Link(base.message_latency_us, base.message_us_per_byte)
     with _undisturbed(stages.values()):
@@ -72,7 +72,8 @@ def pipeline_costs(
 
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
-    costs = replace(measure_bytes(stage, base), static_bytes=_static_bytes(args, stage))
+    workspace = 0 if stage.block_loss is None else stage.block_loss.workspace_bytes
+    costs = replace(measure_bytes(stage, base), static_bytes=_static_bytes(args, stage), workspace_bytes=workspace)
     return _with_wide_gradients(costs) if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16) else costs
 
 
@@ -83,9 +84,10 @@ def _of_first(costs: PipelineCosts) -> PipelineCosts:
     return shared[0]
 
 
-def model_shape(args: argparse.Namespace) -> ModelShape:
-    """The model's shape from Megatron's arguments."""
-    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size})
+def model_shape(args: argparse.Namespace, stages: Iterable[MegatronStage]) -> ModelShape:
+    """The model's shape from Megatron's arguments; how the loss is computed from the last stage, where that is this rank's."""
+    blocks = max((stage.block_loss.block_tokens for stage in stages if stage.block_loss is not None), default=0)
+    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": blocks})
 
 
 def _stored(args: argparse.Namespace) -> Path | None:

@@ -8,6 +8,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
+_LAYER = "megatron.core.transformer.transformer_layer"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
 
 PATCHED: dict[str, tuple[str, ...]] = {
@@ -30,8 +31,17 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.attention:Attention.forward": ("0e779c3e4ce2", "3c1526e57c19", "b144e903f3ca"),
     "megatron.core.transformer.transformer_block:TransformerBlock.forward": ("c1899653f7f3", "e20defb813f6"),
     "megatron.core.models.gpt.gpt_model:GPTModel._preprocess": ("0e9edfbe2439", "b9884d38ede9", "1bc57437dfda"),
+    "megatron.core.models.gpt.gpt_model:GPTModel._postprocess": ("4ae592221f4f", "de4dbfb0d7d4", "41700c5f809c"),
+    f"{_LANGUAGE}.compute_language_model_loss": ("86cf8e890a0f", "7ab354400f22", "cfdd820917a2"),
+    f"{_LANGUAGE}._scale_logits": ("8eb5ca0ddad5",),
     "megatron.core.transformer.transformer_block:get_num_layers_to_build": ("d5e27af88de0",),
-    "megatron.core.transformer.transformer_layer:get_transformer_layer_offset": ("841de49f82bd",),
+    f"{_LAYER}:get_transformer_layer_offset": ("841de49f82bd",),
+    f"{_LAYER}:TransformerLayer.forward": ("bdb067023a17", "bdfecfb342cb"),
+    f"{_LAYER}:TransformerLayer._forward_attention": ("84325c3feef8", "e4ad2634e735", "257c7c162bd0"),
+    f"{_LAYER}:TransformerLayer._forward_mlp": ("0bab7b2854ee", "03f314c685ca", "04ae2df5a64a"),
+    f"{_LAYER}:MoETransformerLayer._forward_mlp": ("71a44c4d7a84", "4a944ed851f2", "4e2bba56ad0e"),
+    f"{_RANDOM}:checkpoint": ("b094083fd3bf", "b1b936f81b48"),
+    f"{_RANDOM}:CheckpointFunction": ("17827ea9250b",),
     f"{_LAYOUT}.__init__": ("1459655caf39",),
     f"{_LAYOUT}.get_layer_offset": ("b0c0cf472aee",),
     f"{_LANGUAGE}.setup_embeddings_and_output_layer": ("9a0d917e3308", "9cdf2778ee6d"),

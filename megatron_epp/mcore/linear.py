@@ -63,13 +63,13 @@ def _forward(
     else:
         x = copy_to_tensor_model_parallel_region(input, group=tp_group) if options["allreduce_dgrad"] else input
     product = functools.partial(
-        _product, weight, tp_group if sequence_parallel else None, options["gradient_accumulation_fusion"]
+        weight_gradient, weight, tp_group if sequence_parallel else None, options["gradient_accumulation_fusion"]
     )
     output = gradients.linear(x, input, Linear(weight, product))
     return output if bias is None else output + bias
 
 
-def _product(weight: Tensor, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:
+def weight_gradient(weight: Tensor, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:
     """A weight's gradient, as Megatron's own backward computes it.
 
     Args:

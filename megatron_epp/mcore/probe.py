@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.cost import StageCosts
+from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import Links
-from megatron_epp.runtime.meter import SavedTensorMeter
 from megatron_epp.runtime.relay import SliceView
+from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.segments import SegmentTable
 from megatron_epp.runtime.weights import Kept, WeightGradients
 from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute, Segment
@@ -35,14 +35,18 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
     Where layers recompute a stage keeps a little more (rotary angles, as an input of what runs again); that counts as the
     stage's own whether they do or not, so that a plan promises too much rather than too little. The head is known by what the
-    first layer to recompute finds room in. Where weight gradients are apart: what a backward keeps for them, too.
+    first layer to recompute finds room in. Where weight gradients are apart: what a backward keeps for them, too; of which the
+    stage's extras have none where their weight takes its gradient in the backward.
     """
     layers = stage.num_layers
     kept, peak = _kept_and_peak(stage, layers)
     if stage.weights is not None:
         for_layers, for_all = _kept_for_weights(stage, stage.weights)
         costs = replace(
-            costs, weight_bytes_per_token=for_layers / max(1, layers), extra_weight_bytes_per_token=for_all - for_layers
+            costs,
+            weight_bytes_per_token=for_layers / max(1, layers),
+            extra_weight_bytes_per_token=for_all - for_layers,
+            extra_weight=costs.extra_weight if for_all > for_layers else Line(),
         )
     if layers == 0:
         return replace(costs, extra_bytes_per_token=kept, head_bytes_per_token=0.0)
@@ -129,7 +133,7 @@ def by_place(stage: MegatronStage, kept: list[Kept]) -> tuple[list[Kept], list[K
 
 def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
     """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
-    meter = SavedTensorMeter(stage.parameters)
+    meter = SavedTensors(stage.parameters)
     chunk = _bytes_chunk(stage)
     tokens = chunk.num_tokens
     with meter:
@@ -141,7 +145,7 @@ def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, 
 
 def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
     """Bytes per token that a backward keeps for the weight gradients of the layers, and for all."""
-    meter = SavedTensorMeter(stage.parameters)
+    meter = SavedTensors(stage.parameters)
     chunk = _bytes_chunk(stage)
     with meter:
         _, output, context = forward(stage, chunk)

@@ -23,7 +23,7 @@ from megatron_epp.mcore.session import Session
 from megatron_epp.planner.balance import imbalance
 from megatron_epp.report.facts import recompute_share
 from megatron_epp.report.measured import Event, Measured
-from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.shortage import Usage, device_usage
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.schedule import Action, Plan
@@ -50,7 +50,7 @@ class IterationReport:
     start_s: float
     plan_wait_us: float
     recorder: Recorder = field(default_factory=Recorder)
-    meter: SavedTensorMeter | None = None
+    meter: SavedTensors | None = None
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
@@ -70,7 +70,7 @@ class IterationReport:
         if self.measures_memory:
             stages = self.session.stages.values()
             parameters = chain.from_iterable(stage.parameters for stage in stages)
-            self.meter = SavedTensorMeter(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
+            self.meter = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
         with self.meter or contextlib.nullcontext():
             yield
 

@@ -17,6 +17,7 @@ from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore import fingerprints, patching
 from megatron_epp.mcore.adopt import check_adopted
 from megatron_epp.mcore.args import token_multiple
+from megatron_epp.mcore.block_loss import block_loss
 from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.placement import Placement
 from megatron_epp.mcore.stage import MegatronStage
@@ -77,9 +78,16 @@ class Session:
             for model in models:
                 check_adopted(model)
         last = self.placement.num_stages - 1
-        tensor_ranks, in_fp32 = mpu.get_tensor_model_parallel_world_size(), self.args.epp_fp32_kv_gradients
         self.stages = {
-            stage: MegatronStage(model, config, stage == 0, stage == last, tensor_ranks, in_fp32)
+            stage: MegatronStage(
+                model,
+                config,
+                is_first=stage == 0,
+                is_last=stage == last,
+                tp_size=mpu.get_tensor_model_parallel_world_size(),
+                fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
+                block_loss=block_loss(self.args, model) if stage == last else None,
+            )
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())

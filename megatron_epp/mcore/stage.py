@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
-from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays
+from megatron_epp.mcore.block_loss import BlockLoss
 from megatron_epp.mcore.core_attention import ChunkParams
 from megatron_epp.mcore.experts import scale_router_losses
 from megatron_epp.mcore.loss import check_loss, summed_loss
+from megatron_epp.mcore.recompute import recompute_by_level
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.runtime.weights import WeightGradients
@@ -36,12 +38,20 @@ class MegatronStage:
         is_last: computes the loss.
         tp_size: tensor-parallel ranks.
         fp32_kv_gradients: add up gradients of sliced sequences' keys and values in fp32.
+        block_loss: computes the loss of a last stage by blocks; None where Megatron does, with all logits of a chunk.
     """
 
     def __init__(
-        self, model: torch.nn.Module, config: Any, is_first: bool, is_last: bool, tp_size: int, fp32_kv_gradients: bool = False
+        self,
+        model: torch.nn.Module,
+        config: Any,
+        is_first: bool,
+        is_last: bool,
+        tp_size: int,
+        fp32_kv_gradients: bool = False,
+        block_loss: BlockLoss | None = None,
     ) -> None:
-        self.model, self.config, self.is_first, self.is_last = model, config, is_first, is_last
+        self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
         self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
@@ -49,6 +59,7 @@ class MegatronStage:
         self._arrays: Callable[[int], ChunkArrays] | None = None
         self.before_last_gradient: Callable[[], None] = _nothing
         self.after_last_gradient: Callable[[], None] = _nothing
+        recompute_by_level(self.decoder.layers)
         self._is_first_chunk = True
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
@@ -102,7 +113,8 @@ class MegatronStage:
             get_attr_wrapped_model(self.model, "set_is_first_microbatch")()
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         inputs = self.inputs(arrays)
-        with self._timed("forward-compute"), self._recomputing(context.recompute.whole), self._autocast():
+        loss = nullcontext() if self.block_loss is None else self.block_loss.instead()
+        with self._timed("forward-compute"), self._autocast(), loss:
             output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
         scale_router_losses(self.config, output)
         if not self.is_last:
@@ -174,22 +186,6 @@ class MegatronStage:
         """Have Megatron look for a NaN in the iteration's loss: once, for a look at every chunk would keep the host waiting."""
         if self.loss_report is not None:
             check_loss(self.loss_report[0], "this iteration")
-
-    @contextmanager
-    def _recomputing(self, num_layers: int) -> Iterator[None]:
-        """Let the first layers recompute. Megatron reads these fields at every forward; backward needs them no more.
-
-        In some releases every model chunk has a config of its own.
-        """
-        config = get_model_config(self.model)
-        before = config.recompute_granularity, config.recompute_method, config.recompute_num_layers
-        if num_layers > 0:
-            config.recompute_granularity, config.recompute_method = "full", "block"
-            config.recompute_num_layers = num_layers
-        try:
-            yield
-        finally:
-            config.recompute_granularity, config.recompute_method, config.recompute_num_layers = before
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

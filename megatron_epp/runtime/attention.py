@@ -32,7 +32,10 @@ class _ChunkAttention(torch.autograd.Function):
             seen = context.relay.append(layer, view, k, v)
             kept = _compact(k[view.num_cached :]), _compact(v[view.num_cached :])
         kernel = kernels.choose(q, k, preference)
-        out, saved = kernel.forward(q, *seen, context.table, scale)
+        if context.attended is None:
+            out, saved = kernel.forward(q, *seen, context.table, scale)
+        else:
+            out, saved = context.attended.once(lambda: kernel.forward(q, *seen, context.table, scale))
         ctx.save_for_backward(q, out, *kept, *saved)
         ctx.context, ctx.layer, ctx.scale, ctx.kernel = context, layer, scale, kernel
         if view is not None and view.is_tail and context.forward_only:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_epp.runtime.hold import Attended
 from megatron_epp.runtime.relay import KVRelay, SliceView
 from megatron_epp.runtime.segments import SegmentTable
 from megatron_epp.schedule import NO_RECOMPUTE, Plan, Recompute, Segment
@@ -21,6 +22,7 @@ class ChunkContext:
         view: the chunk's slice of a long sequence, or None when all its sequences are whole.
         recompute: how many of the stage's layers run which part of their forward again in backward.
         forward_only: no backward follows.
+        attended: of a layer that runs again without its attention; None elsewhere.
     """
 
     chunk: int
@@ -29,6 +31,7 @@ class ChunkContext:
     view: SliceView | None = None
     recompute: Recompute = NO_RECOMPUTE
     forward_only: bool = False
+    attended: Attended | None = None
 
 
 class ChunkLayout(NamedTuple):

@@ -6,6 +6,7 @@ the plan must throw away what came of it, on all ranks.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,8 @@ from megatron_epp.runtime.context import ChunkContext
 
 if TYPE_CHECKING:
     from megatron_epp.runtime.executor import Stage
+    from megatron_epp.runtime.offload import Offload
+    from megatron_epp.runtime.saved import Owner
 
 
 class DrainedStage:
@@ -51,6 +54,34 @@ class DrainedStage:
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         return self._stage.message(num_tokens)
+
+
+class DrainedOffload:
+    """Stands in for offload where nothing is kept any more."""
+
+    def __init__(self, offload: Offload | DrainedOffload) -> None:
+        offload.abandon()
+
+    def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def out(self, owner: Owner, share: float) -> None:
+        """Nothing leaves."""
+
+    def free(self, owner: Owner) -> None:
+        """As above."""
+
+    def back(self, owner: Owner) -> None:
+        """As above."""
+
+    def before_backward(self, owner: Owner) -> None:
+        """As above."""
+
+    def abandon(self) -> None:
+        """Done."""
+
+    def assert_empty(self) -> None:
+        """It is."""
 
 
 def blank(tensor: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.drain import DrainedStage, blank, blank_input
+from megatron_epp.runtime.drain import DrainedOffload, DrainedStage, blank, blank_input
 from megatron_epp.runtime.links import Links, Receive
+from megatron_epp.runtime.offload import Offload
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
 from megatron_epp.runtime.relay import KVRelay
@@ -82,6 +83,7 @@ class Executor:
         links: communicators of the pipeline; None when it has a single rank.
         recorder: where the times go.
         watchdog: ends the run when an action or a wait outlasts its limit.
+        offload: moves activations; None where the plan moves none on this rank.
         on_shortage: what to do when memory runs out.
 
     Raises:
@@ -96,9 +98,11 @@ class Executor:
         links: Links | None = None,
         recorder: Recorder | None = None,
         watchdog: Watchdog | None = None,
+        offload: Offload | None = None,
         on_shortage: ShortagePolicy = ShortagePolicy(),  # noqa: B008 - frozen
     ) -> None:
         self.plan, self.rank, self.stages, self.links = plan, rank, stages, links
+        self.offload: Offload | DrainedOffload | None = offload
         self.recorder = recorder or Recorder(enabled=False)
         self.watchdog, self.on_shortage = watchdog, on_shortage
         self.shortage: Shortage | None = None
@@ -106,6 +110,9 @@ class Executor:
             Op.F: self._forward,
             Op.B: self._backward,
             Op.W: self._weight,
+            Op.O: self._offload,
+            Op.FREE: self._free,
+            Op.L: self._load,
             Op.SEND_F: self._send_activation,
             Op.RECV_F: self._post_activation,
             Op.SEND_B: self._send_gradient,
@@ -128,8 +135,8 @@ class Executor:
 
     def _refuse_what_cannot_run(self) -> None:
         plan, rank = self.plan, self.rank
-        if any(plan.copies):
-            raise RunError("this runtime cannot offload: the plan has copies (O and L actions)")
+        if plan.copies and plan.copies[rank] and self.offload is None:
+            raise RunError("the plan offloads activations (O and L actions), which this run does not: add --epp-offload")
         if missing := sorted({a.op for a in plan.actions(rank)} - set(self._handlers)):
             raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions")
         placed = [stage for stage, where in enumerate(plan.placement) if where == rank]
@@ -170,11 +177,12 @@ class Executor:
         """Go on without computing, or raise."""
         shortage = self.on_shortage.examine(self.plan, self.rank, action, error)
         text = f"{self._where(self._progress.host)} failed: {shortage.text}"
-        if not self.on_shortage.survives or self.shortage is not None:
+        if not self.on_shortage.survives or shortage.cap_bytes is None or self.shortage is not None:
             raise ShortageRunError(text) from None
         logger.warning("%s", text)
         self.shortage = shortage
         self.stages = {number: DrainedStage(stage) for number, stage in self.stages.items()}
+        self.offload = None if self.offload is None else DrainedOffload(self.offload)
         self._inputs = {key: blank_input(hidden) for key, hidden in self._inputs.items()}
         self._outputs = {key: blank(output.detach()) for key, output in self._outputs.items()}
 
@@ -183,6 +191,8 @@ class Executor:
             self.links.finish_sends()
         for stage in self.stages.values():
             stage.relay.assert_empty()
+        if self.offload is not None:
+            self.offload.assert_empty()
 
     # The handlers, one per op.
 
@@ -192,7 +202,8 @@ class Executor:
         if hidden is not None and not self.plan.forward_only:
             hidden.requires_grad_()
         context = self._context(stage, chunk)
-        with self.recorder.action(action):
+        saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
+        with self.recorder.action(action), saving:
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
@@ -209,6 +220,8 @@ class Executor:
         grad = self._message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
         context, hidden, output = self._contexts[key], self._inputs[key], self._outputs[key]
+        if self.offload is not None:
+            self.offload.before_backward(key)
         with self._giving_gradients(action), self.recorder.action(action):
             self.stages[stage].backward(context, output, grad, key in self._split)
         if hidden is not None and hidden.grad is None:
@@ -225,6 +238,16 @@ class Executor:
     def _weight(self, action: Action) -> None:
         with self._giving_gradients(action), self.recorder.action(action):
             self.stages[action.stage].weight(action.chunk)
+
+    def _offload(self, action: Action) -> None:
+        _, stage, chunk = action
+        self._mover.out((stage, chunk), self.plan.offload_share[stage][chunk])
+
+    def _free(self, action: Action) -> None:
+        self._mover.free((action.stage, action.chunk))
+
+    def _load(self, action: Action) -> None:
+        self._mover.back((action.stage, action.chunk))
 
     def _send_activation(self, action: Action) -> None:
         _, stage, chunk = action
@@ -285,6 +308,11 @@ class Executor:
     def _links(self) -> Links:
         assert self.links is not None  # checked at the start
         return self.links
+
+    @property
+    def _mover(self) -> Offload | DrainedOffload:
+        assert self.offload is not None  # checked at the start
+        return self.offload
 
     def _watch(self) -> AbstractContextManager[None]:
         return nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.place)

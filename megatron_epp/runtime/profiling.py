@@ -18,6 +18,7 @@ from torch.nn import functional
 from megatron_epp.cost import ModelShape, causal_pairs
 from megatron_epp.cost.fit import Point
 from megatron_epp.runtime import kernels
+from megatron_epp.runtime.block_loss import Head, block_losses
 from megatron_epp.runtime.segments import SegmentTable
 from megatron_epp.schedule import Chunk, Segment
 
@@ -83,6 +84,7 @@ class _Bench:
         self.device, self.dtype = device, dtype
         ranks = shape.tensor_parallel
         self.hidden, self.vocab = shape.hidden_size, shape.vocab_size // ranks
+        self.loss_block_tokens = shape.loss_block_tokens
         self.channels = shape.query_width // shape.num_attention_heads
         self.heads = max(1, shape.num_attention_heads // ranks)
         self.kv_heads = max(1, shape.kv_width // self.channels // ranks)
@@ -131,7 +133,10 @@ class _Bench:
         labels = torch.zeros(tokens, dtype=torch.long, device=self.device)
 
         def run() -> Tensor:
-            logits = functional.linear(functional.rms_norm(x, (self.hidden,), self.norm), self.words)
+            normed = functional.rms_norm(x, (self.hidden,), self.norm)
+            if self.loss_block_tokens:
+                return block_losses(normed, normed, self.words, labels, Head(self.loss_block_tokens)).sum()
+            logits = functional.linear(normed, self.words)
             return functional.cross_entropy(logits.float(), labels, reduction="sum")
 
         yield from self._passes(tokens, run, None)

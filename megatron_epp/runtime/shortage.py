@@ -24,7 +24,8 @@ _UNBOUND = 1 << 60
 _GAPS = 0.1
 """More of the reserved memory than this lying idle is a sign of fragments."""
 
-_COMPUTE = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.B}
+_IN_PLAN = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.B, Op.FREE: Op.O}
+"""What lowering adds, and what it belongs to."""
 _WANTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -32,10 +33,14 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 class ShortageError(EppError):
     """Something else than the device has no more memory to give: a pool of host memory, for instance.
 
-    `advice` names the flags that help, most likely first.
+    Args:
+        message: says what, with numbers.
+        advice: the flags that help, most likely first.
     """
 
-    advice: tuple[str, ...] = ()
+    def __init__(self, message: str, advice: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 SHORTAGES = (torch.OutOfMemoryError, ShortageError)
@@ -63,11 +68,11 @@ class Shortage:
     Attributes:
         text: what happened and what to change, in a few lines.
         cap_bytes: what the rank's cap should be for another try: lower by what was in use beyond the plan, and in any
-            case below the plan's peak.
+            case below the plan's peak. None where it is not the device that ran out: a lower cap would not help.
     """
 
     text: str
-    cap_bytes: int
+    cap_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ class ShortagePolicy:
     def examine(self, plan: Plan, rank: int, action: Action, error: Exception) -> Shortage:
         """What to say of an action that found no memory. Call it while the error's frames still hold what they had made."""
         timeline = simulate(plan)
-        planned = timeline.planned_bytes(rank, action._replace(op=_COMPUTE.get(action.op, action.op)))
+        planned = timeline.planned_bytes(rank, action._replace(op=_IN_PLAN.get(action.op, action.op)))
         peak, cap, static = timeline.peak_bytes[rank], plan.cap_bytes[rank], plan.static_bytes[rank]
         usage, wanted = self.usage(static), _wanted_bytes(error)
         excess = 0 if usage is None else max(0, usage.allocated_bytes + wanted - planned)
@@ -98,7 +103,7 @@ class ShortagePolicy:
             *((str(error),) if isinstance(error, ShortageError) else ()),
             "most likely to help: " + " or ".join(self._advice(plan, action, error, usage, lower if lower > static else None)),
         )
-        return Shortage("\n".join(lines), lower)
+        return Shortage("\n".join(lines), None if isinstance(error, ShortageError) else lower)
 
     def _advice(self, plan: Plan, action: Action, error: Exception, usage: Usage | None, lower: int | None) -> list[str]:
         """The two flags most likely to help, by the signs there are."""

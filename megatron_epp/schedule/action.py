@@ -27,8 +27,10 @@ class Op(StrEnum):
     """Offload of a chunk's activations to host memory, on the copy stream."""
     L = "L"
     """Load of what `O` moved, on the copy stream."""
+    FREE = "FREE"
+    """Give back the device's memory of what `O` has moved. Added by lowering, as are the four below."""
     SEND_F = "SEND_F"
-    """Send the activation to the next stage. Added by lowering, as are the three below."""
+    """Send the activation to the next stage."""
     RECV_F = "RECV_F"
     """Receive the activation from the previous stage."""
     SEND_B = "SEND_B"
@@ -40,8 +42,10 @@ class Op(StrEnum):
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.W, Op.R})
 COPY_OPS = frozenset({Op.O, Op.L})
 COMM_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+LOWERED_OPS = COMM_OPS | {Op.FREE}
+"""What only lowering adds."""
 
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|[A-Z])(\d+)")
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|FREE|[A-Z])(\d+)")
 
 
 class Action(NamedTuple):

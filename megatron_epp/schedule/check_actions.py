@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_epp.schedule.action import COMM_OPS, COMPUTE_OPS, COPY_OPS, Action, Op
+from megatron_epp.schedule.action import COMPUTE_OPS, COPY_OPS, LOWERED_OPS, Action, Op
 from megatron_epp.schedule.graph import Graph
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import Playback
@@ -37,8 +37,8 @@ def check_presence(plan: Plan) -> Iterator[Violation]:
 def _foreign(plan: Plan, rank: int, action: Action, in_copies: bool) -> str:
     """Why an action may not stand where it stands; empty when it may."""
     op, stage, chunk = action
-    if op in COMM_OPS:
-        return "a send or receive has no place in a plan: lowering adds them"
+    if op in LOWERED_OPS:
+        return "a send, receive or release has no place in a plan: lowering adds them"
     if op not in (COPY_OPS if in_copies else COMPUTE_OPS):
         return f"{op.value} belongs into {'the compute list' if in_copies else 'the copies'} of its rank"
     if not 0 <= stage < plan.num_stages:

@@ -55,6 +55,7 @@ _RULES: dict[Op, Callable[[Action, _Facts], Iterator[Action]]] = {
     Op.R: _same_stage(Op.F),
     Op.O: _same_stage(Op.F),
     Op.L: _same_stage(Op.O),
+    Op.FREE: _same_stage(Op.O),
     Op.SEND_F: _same_stage(Op.F),
     Op.RECV_F: _same_stage(Op.SEND_F, step=-1),
     Op.SEND_B: _same_stage(Op.B),

@@ -1,4 +1,4 @@
-"""Lowering: the compute actions of a plan with the sends and receives between them, per rank, in the order to issue them."""
+"""Lowering: a plan's actions with the sends and receives between them, per rank, in the order to issue them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import defaultdict
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.errors import PlanError
 from megatron_epp.schedule.graph import build_graph, receiver
+from megatron_epp.schedule.lowering_copies import place_copies
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import explain, play
 
@@ -15,7 +16,7 @@ _RECV = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}
 
 
 def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
-    """Add the messages to a plan. Offloads and loads stay in `plan.copies`.
+    """Add the messages to a plan, and put copies among the compute actions (`place_copies`).
 
     A send stands right after its producer. A receive stands one compute action before its consumer, so that the message
     travels beside compute, unless the message is only produced after that action; then right before its consumer. Stages on
@@ -61,9 +62,11 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
             receives[before].append(producer)
 
     rows = []
-    for numbers in graph.tracks[: plan.num_ranks]:
+    for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
         row: list[Action] = []
+        copies = place_copies(graph, played, rank)
         for number in numbers:
+            row += copies.get(number, ())
             for producer in sorted(receives[number], key=ended.__getitem__):
                 row.append(_receive(plan, graph.steps[producer].action))
             action = graph.steps[number].action

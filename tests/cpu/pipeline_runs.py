@@ -7,7 +7,9 @@ import torch
 from plain_stage import PlainStage, batch_of, build_part
 
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.host import HostMemory
+from megatron_epp.runtime.offload import Offload
+from megatron_epp.runtime.saved import SavedTensors
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class StageResult:
     loss: float
     calls: list[str]
     live_bytes: int
+    peak_bytes: int
+    host_peak_bytes: int
 
 
 def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False):
@@ -29,10 +33,13 @@ def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False):
         if r == rank
     }
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
-    with SavedTensorMeter(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as meter:
-        Executor(plan, rank, stages, links).run()
-    left = meter.live_bytes + sum(stage.relay.num_bytes for stage in stages.values())
-    return {s: StageResult(_arrays(stage.gradients()), stage.loss, stage.calls, left) for s, stage in stages.items()}
+    host = HostMemory(torch.device("cpu"), 1 << 30)
+    with SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as saved:
+        offload = Offload(saved, host) if any(plan.copies) else None
+        Executor(plan, rank, stages, links, offload=offload).run()
+    left = saved.live_bytes + sum(stage.relay.num_bytes for stage in stages.values())
+    bytes_of = left, saved.peak_bytes, offload.host_peak_bytes if offload else 0
+    return {s: StageResult(_arrays(stage.gradients()), stage.loss, stage.calls, *bytes_of) for s, stage in stages.items()}
 
 
 def _arrays(gradients):

@@ -1,9 +1,11 @@
 """Plans for the tests of the runtime: by the real planner, and by hand where the planner has no such plan."""
 
+from dataclasses import replace
+
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.schedule import Chunk, Messages, Plan, Prediction, Recompute, Segment, Step, check, from_grid
+from megatron_epp.schedule import Chunk, Messages, Op, Plan, Prediction, Recompute, Segment, Step, check, from_grid
 
 
 def planned(lengths, num_layers, token_multiple=1, forward_only=False, **options):
@@ -46,6 +48,16 @@ def by_hand(rows, chunks, placement=None, recompute_layers=0, num_layers=2, forw
 
 SLICED_THEN_WHOLE = ([(0, 0, 9)], [(0, 9, 14), (1, 0, 3)], [(2, 0, 6)])
 """Two slices, the second with a short sequence beside it, and a sequence of its own."""
+
+
+def offloading(plan, share):
+    """The plan with that share of every chunk copied away and back."""
+    copy_of = {Op.F: Op.O, Op.B: Op.L}
+    rows = [[a._replace(op=copy_of[a.op]) for a in plan.actions(r) if a.op in copy_of] for r in range(plan.num_ranks)]
+    copies = tuple(tuple(Step(action, 0.5, 0, 0) for action in row) for row in rows)
+    plan = replace(plan, copies=copies, offload_share=((share,) * len(plan.chunks),) * plan.num_stages)
+    assert check(plan) == []
+    return plan
 
 
 def one_rank(**changes):

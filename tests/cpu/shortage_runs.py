@@ -7,6 +7,9 @@ import torch
 from plain_stage import PlainStage, batch_of, build_part
 
 from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.host import HostMemory
+from megatron_epp.runtime.offload import Offload
+from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.shortage import ShortagePolicy, Usage
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is free."
@@ -43,40 +46,37 @@ class ScarceStage(PlainStage):
 class Tries:
     """What two tries left on a rank.
 
-    shortage: text of the first try's, if this rank had one; computed: actions of the first try that ran; kept: storages alive
-    after it of those that its graphs held, and bytes of its caches.
+    shortage: text of the first try's, if this rank had one. computed: actions of the first try that ran. held: bytes of saved
+    tensors, caches and host pages that were still in use after it.
     """
 
     shortage: str | None
     computed: int
-    caches: int
+    held: int
     loss: float
     gradients: dict[str, np.ndarray]
 
 
-def run_short(rank, links, plan, faulty_rank, action, survives=False):
-    """Run a plan once; an action (``F1``) of the first stage of a rank finds no memory."""
-    _executor(rank, links, plan, _stages(rank, plan, faulty_rank, action), survives).run()
+def run_short(rank, links, plan, faulty_rank, action):
+    """Run a plan; an action (``F1``) of the first stage of a rank finds no memory."""
+    _run(rank, links, plan, _stages(rank, plan, faulty_rank, action), HostMemory(torch.device("cpu"), 1 << 30), False)
 
 
 def try_twice(rank, links, plan, faulty_rank, action):
-    """As above; then throw away what came of it and run the plan again."""
-    stages = _stages(rank, plan, faulty_rank, action)
-    first = _executor(rank, links, plan, stages, True)
-    first.run()
+    """As above, and survive it; then throw away what came of it and run the plan again."""
+    stages, host = _stages(rank, plan, faulty_rank, action), HostMemory(torch.device("cpu"), 1 << 30)
+    first, held = _run(rank, links, plan, stages, host, True)
     computed = sum(stage.num_computed for stage in stages.values())
-    caches = sum(stage.relay.num_bytes for stage in stages.values())
     for stage in stages.values():
         stage.part.zero_grad(set_to_none=True)
         stage.loss, stage.action = 0.0, None
-    second = _executor(rank, links, plan, stages, True)
-    second.run()
+    second, _ = _run(rank, links, plan, stages, host, True)
     assert second.shortage is None
     gradients = {
         f"{s} {name}": g.numpy() for s, stage in stages.items() for name, g in stage.gradients().items() if g is not None
     }
     loss = sum(stage.loss for stage in stages.values())
-    return Tries(None if first.shortage is None else first.shortage.text, computed, caches, loss, gradients)
+    return Tries(None if first.shortage is None else first.shortage.text, computed, held, loss, gradients)
 
 
 def _stages(rank, plan, faulty_rank, action):
@@ -87,6 +87,13 @@ def _stages(rank, plan, faulty_rank, action):
     return stages
 
 
-def _executor(rank, links, plan, stages, survives):
+def _run(rank, links, plan, stages, host, survives):
+    """The executor, and how many bytes are still in use."""
     policy = ShortagePolicy(survives, lambda static_bytes: Usage(static_bytes + 3 * 2**30, 8 * 2**30))
-    return Executor(plan, rank, stages, links, on_shortage=policy)
+    parameters = [p for stage in stages.values() for p in stage.part.parameters()]
+    with SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as saved:
+        offload = Offload(saved, host) if any(plan.copies) else None
+        executor = Executor(plan, rank, stages, links, offload=offload, on_shortage=policy)
+        executor.run()
+    idle_bytes = sum(page.nbytes for page in host._free)
+    return executor, saved.held_bytes + host.allocated_bytes - idle_bytes

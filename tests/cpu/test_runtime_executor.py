@@ -11,8 +11,8 @@ from plain_stage import PlainStage, batch_of, build_part
 from runtime_plans import by_hand, one_rank, one_rank_split, one_rank_two_stages, two_ranks
 
 from megatron_epp.runtime.executor import Executor, RunError
-from megatron_epp.runtime.meter import SavedTensorMeter
 from megatron_epp.runtime.relay import RelayError, SliceView
+from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.schedule import Action, Op, Step, to_grid
 
@@ -58,7 +58,7 @@ def test_actions_without_a_handler_are_refused_before_anything_runs():
     with pytest.raises(RunError, match="no handler for the plan's R actions"):
         Executor(apart, 0, {0: None})
     offload = replace(plan, copies=((Step(Action(Op.O, 0, 0), 0.0, 0, 0), Step(Action(Op.L, 0, 0), 0.0, 0, 0)),))
-    with pytest.raises(RunError, match="cannot offload"):
+    with pytest.raises(RunError, match="add --epp-offload"):
         Executor(offload, 0, {0: None})
 
 
@@ -160,7 +160,7 @@ def test_evaluation_drops_everything_at_once_and_builds_no_graph():
         ["0F0 1F0 0F1 1F1 0F2 1F2"], [[(0, 0, 9)], [(0, 9, 14), (1, 0, 3)], [(2, 0, 6)]], placement=(0, 0), forward_only=True
     )
     stages = stages_of(plan, CountingStage)
-    with SavedTensorMeter() as meter:
+    with SavedTensors() as meter:
         Executor(plan, 0, stages).run()
     assert meter.peak_bytes == 0
     for stage in stages.values():

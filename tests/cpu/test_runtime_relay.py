@@ -9,8 +9,8 @@ from relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, RECOMPUTE, ChunkedLaye
 
 from megatron_epp.runtime.attention import chunk_attention
 from megatron_epp.runtime.context import chunk_layouts
-from megatron_epp.runtime.meter import SavedTensorMeter
 from megatron_epp.runtime.relay import KVRelay, RelayError, SliceView
+from megatron_epp.runtime.saved import SavedTensors
 
 CASES = {
     "split": ((23,), slices(0, 0, 9, 16, 22, 23), 1),
@@ -137,7 +137,7 @@ def test_a_slice_keeps_its_queries_output_and_log_sum_exp_and_nothing_of_the_pro
     context = ChunkedLayer((9, 3), [[(0, 0, 4), (1, 0, 3)], [(0, 4, 9)]]).contexts[0]
     projection = torch.zeros(7, QUERY_HEADS + 2 * KV_HEADS, CHANNELS, requires_grad=True) * 1.0
     q, k, v = projection.split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)
-    with SavedTensorMeter() as meter:
+    with SavedTensors() as meter:
         out = chunk_attention(q, k, v, context, 0, 0.5)
     rows = 2 * QUERY_HEADS * CHANNELS + QUERY_HEADS  # queries, output, log-sum-exp
     beside = 2 * KV_HEADS * CHANNELS  # keys and values of the three tokens that share the chunk

@@ -7,11 +7,22 @@ import numpy as np
 import pytest
 import torch
 from rank_processes import Ranks, run_until_exit
-from runtime_plans import looped, one_rank, one_rank_split, planned, two_ranks, two_ranks_split, v_shape
+from runtime_plans import (
+    looped,
+    offloading,
+    one_rank,
+    one_rank_split,
+    one_rank_two_stages,
+    planned,
+    two_ranks,
+    two_ranks_split,
+    v_shape,
+)
 from shortage_runs import run_short, try_twice
 
 from megatron_epp.runtime.drain import blank_input
-from megatron_epp.runtime.shortage import LEAST_SHARE, ShortageError, ShortagePolicy, Usage, segments_expand
+from megatron_epp.runtime.host import HostMemoryError
+from megatron_epp.runtime.shortage import LEAST_SHARE, ShortagePolicy, Usage, segments_expand
 from megatron_epp.schedule import Action, Op, PlanError, simulate
 
 
@@ -48,7 +59,7 @@ def test_peers_end_the_plan_and_a_second_try_is_as_if_nothing_had_happened(ranks
     assert [rank.shortage is not None for rank in tried] == [rank == faulty_rank for rank in (0, 1)]
     assert "out of memory on stage" in tried[faulty_rank].shortage
     for rank, (found, wanted) in enumerate(zip(tried, undisturbed, strict=True)):
-        assert found.caches == 0
+        assert found.held == 0
         if rank != faulty_rank:
             assert found.computed == wanted.computed
         assert found.loss == wanted.loss
@@ -82,12 +93,17 @@ def test_without_survival_the_run_ends_with_stage_chunk_bytes_and_two_flags(tmp_
     assert "The above exception" not in ended[1].stderr
 
 
-def test_one_rank_survives_alone():
-    for plan, action in ((one_rank(), "B1"), (one_rank_split(), "W1")):
+@pytest.mark.parametrize("make", [one_rank, one_rank_split, one_rank_two_stages])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_wherever_one_rank_runs_out_nothing_is_left_of_the_try(make, share):
+    plan = offloading(make(), share) if share else make()
+    wanted = try_twice(0, None, plan, None, None)
+    for action in [str(action)[1:] for action in plan.actions(0) if action.stage == 0]:
         tries = try_twice(0, None, plan, 0, action)
-        wanted = try_twice(0, None, plan, None, action)
         assert tries.shortage is not None
-        assert tries.loss == wanted.loss
+        assert (tries.held, tries.loss) == (0, wanted.loss)
+        for name, gradient in tries.gradients.items():
+            np.testing.assert_array_equal(gradient, wanted.gradients[name], err_msg=name)
 
 
 # What is said of a shortage, and how far the cap goes down.
@@ -148,13 +164,13 @@ def test_the_flags_named_follow_the_signs(monkeypatch):
     assert advice(torch.OutOfMemoryError("no"), gaps)[0].startswith("--epp-memory-cap-gb")
 
 
-def test_other_pools_bring_their_own_words_and_flags():
-    class NoPinnedMemory(ShortageError):
-        advice = ("--some-flag 3",)
-
-    _, _, shortage = examined(NoPinnedMemory("the pool of pinned memory holds 3 GiB, its limit"))
-    assert "\nthe pool of pinned memory holds 3 GiB, its limit\n" in shortage.text
-    assert advice(NoPinnedMemory("full"))[0] == "--some-flag 3"
+def test_other_pools_bring_their_own_words_and_flags_and_end_the_run():
+    """A lower cap on the device would only move more to the host."""
+    error = HostMemoryError("the host gives no more than 3 GB", ("--some-flag 3",))
+    _, _, shortage = examined(error)
+    assert "\nthe host gives no more than 3 GB\n" in shortage.text
+    assert shortage.cap_bytes is None
+    assert advice(error)[0] == "--some-flag 3"
 
 
 def test_expandable_segments_are_seen_under_both_names():

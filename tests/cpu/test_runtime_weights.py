@@ -7,7 +7,7 @@ import torch
 from plain_stage import linear
 from torch import nn
 
-from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.weights import WeightGradients
 from megatron_epp.schedule import EppError
 
@@ -83,7 +83,7 @@ def test_hooks_of_a_weight_fire_when_its_gradient_is_computed_and_only_then():
 def test_what_is_kept_is_the_layers_inputs_and_the_gradients_of_their_outputs():
     network = Network()
     kept = 4 * TOKENS * (WIDTH + 3 * WIDTH) * 2
-    with SavedTensorMeter(network.parameters()) as meter:
+    with SavedTensors(network.parameters()) as meter:
         network.backward(0, keep=True)
         assert meter.live_bytes == kept
         network.backward(1, keep=True)

@@ -23,6 +23,7 @@ TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 
 CAPPED = "capped"
 FREE = "three slices"
+BLOCKS = "three slices, loss by blocks"
 TOKENS_SHARED = "one stage on two ranks that share tokens and have the same keys"
 
 PIPELINES = {
@@ -30,6 +31,7 @@ PIPELINES = {
         "whole": f"{GPT2} --epp-planner 1f1b",
         "as the planner likes": GROUPED,
         FREE: f"{LLAMA} --epp-slices 3",
+        BLOCKS: f"{LLAMA} --epp-slices 3 --epp-loss-block-tokens 32",
         "seven slices": f"{GROUPED} --epp-slices 7",
         "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
         "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",

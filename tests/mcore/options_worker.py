@@ -37,10 +37,10 @@ RUNS = {
     "hybrid stock": (2, f"{HYBRID} --epp-schedule stock"),
     "hybrid elastic": (2, f"{HYBRID} {ELASTIC} --epp-recompute 1"),
     "bf16 stock": (2, "--epp-schedule stock --bf16"),
-    "bf16 elastic": (2, f"{ELASTIC} --bf16"),
+    "bf16 elastic": (2, f"{ELASTIC} --bf16 --epp-loss-block-tokens 7"),
     "bf16 elastic, fp32 gradients of keys": (2, FP32_KV),
     "fp16 stock": (2, "--epp-schedule stock --fp16 --loss-scale 128"),
-    "fp16 elastic": (2, f"{ELASTIC} --fp16 --loss-scale 128"),
+    "fp16 elastic": (2, f"{ELASTIC} --fp16 --loss-scale 128 --epp-loss-block-tokens 7"),
 }
 
 

@@ -46,13 +46,14 @@ CUTS = {
     "split, some recompute": Cut(
         "--epp-slices 3 --epp-split-weight-gradient --epp-recompute 1", slices=3, has="hybrid", recompute=("some",), splits=True
     ),
+    "loss by blocks": Cut("--epp-slices 3 --epp-loss-block-tokens 5", slices=3, has="hybrid"),
     # As much as the cap asks for, so not the same for every chunk.
     "capped": Cut("--epp-slices 3 --epp-memory-cap-gb 0.0006", slices=3, has="hybrid", recompute=("all", "none", "some")),
 }
 
 # Cuts by model.
 CASES: dict[Cell, dict[str, tuple[str, ...]]] = {
-    Cell(): {"llama": ("packed", "two", "some recompute"), "grouped": ("seven",), "gpt2": ("all recompute",)},
+    Cell(): {"llama": ("packed", "two", "some recompute"), "grouped": ("seven",), "gpt2": ("all recompute", "loss by blocks")},
     Cell(pp=2): {
         "llama": tuple(CUTS),
         "grouped": ("whole", "packed", "some recompute"),

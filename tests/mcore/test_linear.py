@@ -41,7 +41,7 @@ def test_gradient_accumulation_fusion_adds_to_the_main_gradient_in_its_own_kerne
     weight = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
     weight.main_grad = torch.ones(3, 2, dtype=dtype)
     x, grad = torch.ones(5, 1, 2, dtype=dtype), torch.ones(5, 1, 3, dtype=dtype)
-    stands_for_it = linear._product(weight, None, True, x, grad)
+    stands_for_it = linear.weight_gradient(weight, None, True, x, grad)
     assert called == [kernel]
     assert torch.equal(weight.main_grad, torch.full((3, 2), 6.0, dtype=dtype))
     assert weight.grad_added_to_main_grad

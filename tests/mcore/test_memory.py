@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from launch import launch
-from memory_cases import CAPPED, FREE, ITERATIONS, LENGTHS, PIPELINES, TOKENS_SHARED, VOCABULARY
+from memory_cases import BLOCKS, CAPPED, FREE, ITERATIONS, LENGTHS, PIPELINES, TOKENS_SHARED, VOCABULARY
 from synthetic_documents import documents_of, write_pair
 
 from megatron_epp.schedule import Plan
@@ -81,3 +81,13 @@ def test_a_cap_holds_where_the_same_batches_would_exceed_it(report_of: Callable[
     assert max(shares[0]) <= 1
     assert min(shares[0][i] for i, share in enumerate(shares[1]) if share > 1) > 0.8, "the cap was far from reached"
     assert max(line["recompute_share"] for line in capped.iterations) > 0
+
+
+def test_a_loss_by_blocks_takes_less_of_the_last_stage_its_workspace_included(report_of: Callable[[int, str], Report]) -> None:
+    blocks, whole = report_of(2, BLOCKS), report_of(2, FREE)
+    workspace = blocks.plan.static_bytes[-1] - whole.plan.static_bytes[-1]
+    assert workspace > 0
+    assert blocks.plan.static_bytes[0] == whole.plan.static_bytes[0]
+    for with_blocks, without in zip(blocks.pairs()[1::2], whole.pairs()[1::2], strict=True):
+        print(f"\nlast stage: {with_blocks[1]} bytes with blocks and {workspace} while one is computed, {without[1]} without")
+        assert workspace + max(with_blocks) < min(without)

@@ -12,16 +12,19 @@ from megatron_epp.schedule import EppError
     [
         (["--epp-plan-budget-ms", "0"], "--epp-plan-budget-ms is 0; it must be at least 1"),
         (["--epp-plan-budget-ms", "9", "--epp-planner", "milp"], "--epp-plan-budget-ms is for --epp-planner greedy, not milp"),
+        (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
         (["--epp-recompute", "1", "--epp-planner", "milp"], "leave --epp-recompute at auto"),
         (["--epp-plan-budget-ms", "2000", "--epp-wait-limit-seconds", "2"], "2000 is not below --epp-wait-limit-seconds 2"),
     ],
 )
-def test_a_budget_that_cannot_be_is_refused(given, says):
+def test_what_cannot_be_is_refused(given, says):
     with pytest.raises(ArgumentError, match=says):
         prepare_epp_args(arguments(*given))
 
 
-@pytest.mark.parametrize("given", [[], ["--epp-planner", "milp"], ["--epp-plan-budget-ms", "500"]])
+@pytest.mark.parametrize(
+    "given", [[], ["--epp-planner", "milp"], ["--epp-plan-budget-ms", "500"], ["--epp-loss-block-tokens", "0"]]
+)
 def test_others_are_not(given):
     prepare_epp_args(arguments(*given))
 

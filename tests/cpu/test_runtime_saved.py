@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_epp.runtime.meter import SavedTensorMeter
+from megatron_epp.runtime.saved import SavedTensors
 
 KIB = 1024
 
@@ -16,7 +16,7 @@ def leaf(kib):
 
 def test_bytes_live_from_forward_to_backward():
     x = leaf(1)
-    with SavedTensorMeter() as meter:
+    with SavedTensors() as meter:
         y = x.exp()  # keeps its output
         assert meter.live_bytes == KIB
         z = y.sin()  # keeps its input, the same tensor
@@ -30,7 +30,7 @@ def test_bytes_live_from_forward_to_backward():
 
 def test_a_graph_that_is_dropped_counts_no_longer():
     x = leaf(1)
-    with SavedTensorMeter() as meter:
+    with SavedTensors() as meter:
         y = x.exp()
         assert meter.live_bytes == KIB
         del y
@@ -39,7 +39,7 @@ def test_a_graph_that_is_dropped_counts_no_longer():
 
 def test_views_count_as_the_storage_they_hold():
     x = leaf(8) * 1.0
-    with SavedTensorMeter() as meter:
+    with SavedTensors() as meter:
         y = x[: KIB // 4].sin(), x[KIB // 4 : KIB // 2].sin()
         assert meter.live_bytes == 8 * KIB
         del y
@@ -49,7 +49,7 @@ def test_views_count_as_the_storage_they_hold():
 def test_parameters_do_not_count_nor_do_views_of_them():
     weight = torch.nn.Parameter(torch.ones(16, 16))
     x = torch.ones(4, 16, requires_grad=True) * 1.0
-    with SavedTensorMeter([weight]) as meter:
+    with SavedTensors([weight]) as meter:
         y = x @ weight.t()
         assert meter.live_bytes == x.nbytes
         y.sum().backward()
@@ -59,7 +59,7 @@ def test_parameters_do_not_count_nor_do_views_of_them():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_recomputed_does_not_count_between_forward_and_backward(reentrant):
     x = leaf(4) * 1.0
-    with SavedTensorMeter() as meter:
+    with SavedTensors() as meter:
         y = checkpoint(lambda x: x.exp().exp().exp(), x, use_reentrant=reentrant)
         assert meter.live_bytes == x.nbytes
         y.sum().backward()
@@ -69,7 +69,7 @@ def test_what_is_recomputed_does_not_count_between_forward_and_backward(reentran
 def test_a_parameter_that_is_gone_does_not_hide_what_takes_its_address():
     memory = bytearray(KIB)
     parameter = torch.frombuffer(memory, dtype=torch.float32)
-    meter = SavedTensorMeter([parameter])
+    meter = SavedTensors([parameter])
     del parameter
     x = torch.frombuffer(memory, dtype=torch.float32).requires_grad_()
     with meter:
@@ -81,7 +81,7 @@ def test_a_parameter_that_is_gone_does_not_hide_what_takes_its_address():
 
 def test_memory_that_is_swapped_under_a_saved_tensor_still_counts_and_is_still_there():
     x = leaf(1) * 1.0
-    with SavedTensorMeter() as meter:
+    with SavedTensors() as meter:
         y = x.sin()
         x.data = torch.empty(1)
         assert meter.live_bytes == KIB
@@ -97,7 +97,7 @@ def test_gradients_do_not_depend_on_the_meter():
         (x.exp() * x.sigmoid()).tanh().sum().backward()
         return x.grad
 
-    with SavedTensorMeter():
+    with SavedTensors():
         metered = gradient()
     assert torch.equal(metered, gradient())
 
@@ -119,7 +119,7 @@ def test_other_bytes_add_to_the_peak_whenever_they_rise():
             caches = 10 * KIB
             return grad
 
-    with SavedTensorMeter(others=lambda: caches) as meter:
+    with SavedTensors(others=lambda: caches) as meter:
         y = Grow.apply(x.exp()).sum()
         y.backward()
         caches = 0

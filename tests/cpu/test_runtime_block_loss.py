@@ -1,0 +1,136 @@
+"""Losses by blocks: as plain cross entropy, in less memory."""
+
+import pytest
+import torch
+from allocations import peak_bytes_of
+from block_loss_runs import ENTRIES, WIDTH, losses_and_gradients, shared_vocabulary
+from rank_processes import Ranks
+from torch.nn import functional
+
+from megatron_epp.cost.head import loss_workspace_bytes
+from megatron_epp.runtime.block_loss import Head, block_losses
+from megatron_epp.runtime.saved import SavedTensors
+
+TOKENS = 11
+
+
+def tensors(tokens=TOKENS, entries=ENTRIES, width=WIDTH, dtype=torch.float64):
+    """Hidden states, a weight, labels, and the loss's gradient of every token, of which some are masked."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, width, generator=generator, dtype=torch.float64) for n in (tokens, entries))
+    labels = torch.randint(entries, (tokens,), generator=generator)
+    mask = (torch.arange(tokens) % 3 != 1).to(dtype)
+    return x.to(dtype).requires_grad_(), (weight * width**-0.5).to(dtype).requires_grad_(), labels, mask
+
+
+def by_blocks(x, weight, labels, block_tokens):
+    return block_losses(x, x, weight, labels, Head(block_tokens))
+
+
+def plain(x, weight, labels):
+    return functional.cross_entropy(
+        (x @ weight.t()).to(max(x.dtype, torch.float32, key=lambda t: t.itemsize)), labels, reduction="none"
+    )
+
+
+@pytest.mark.parametrize("block_tokens", [1, 2, 4, TOKENS - 1, TOKENS, 100])
+def test_losses_and_gradients_are_those_of_plain_cross_entropy(block_tokens):
+    x, weight, labels, mask = tensors()
+    expected = losses_and_gradients(plain(x, weight, labels), mask, (x, weight))
+    found = losses_and_gradients(by_blocks(x, weight, labels, block_tokens), mask, (x, weight))
+    for wanted, tensor in zip(expected, found, strict=True):
+        torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_they_are_the_derivatives():
+    x, weight, labels, _ = tensors()
+    assert torch.autograd.gradcheck(lambda x, weight: by_blocks(x, weight, labels, 3), (x, weight))
+
+
+def test_logits_that_would_overflow_do_not():
+    x, weight, labels, mask = tensors(dtype=torch.float32)
+    x = (x.detach() * 1e4).requires_grad_()
+    expected = losses_and_gradients(plain(x, weight, labels), mask, (x, weight))
+    found = losses_and_gradients(by_blocks(x, weight, labels, 4), mask, (x, weight))
+    for wanted, tensor in zip(expected, found, strict=True):
+        torch.testing.assert_close(tensor, wanted)
+
+
+def test_in_bf16_many_blocks_round_hardly_more_than_one():
+    """Parts of the weight's gradient are rounded, their sum is not: a sum in bf16 would be four times as far off."""
+    exact_x, exact_weight, labels, mask = tensors(tokens=512)
+    exact_x, exact_weight = (t.bfloat16().double().detach().requires_grad_() for t in (exact_x, exact_weight))
+    exact = losses_and_gradients(plain(exact_x, exact_weight, labels), mask, (exact_x, exact_weight))
+    x, weight = (t.detach().bfloat16().requires_grad_() for t in (exact_x, exact_weight))
+
+    def errors(losses):
+        found = losses_and_gradients(losses, mask.float(), (x, weight))
+        return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+    ordinary, blocks = errors(plain(x, weight, labels)), errors(by_blocks(x, weight, labels, 8))
+    assert all(mine < 1.3 * theirs for mine, theirs in zip(blocks, ordinary, strict=True)), (blocks, ordinary)
+
+
+def test_a_weight_or_an_input_without_gradient_gets_none():
+    x, weight, labels, mask = tensors()
+    (grad,) = losses_and_gradients(by_blocks(x, weight.detach(), labels, 4), mask, (x,))[1:]
+    (expected,) = losses_and_gradients(plain(x, weight, labels), mask, (x,))[1:]
+    torch.testing.assert_close(grad, expected)
+    with torch.no_grad():
+        assert torch.equal(by_blocks(x, weight, labels, 4), by_blocks(*(t.detach() for t in (x, weight)), labels, 4))
+
+
+def test_kept_are_the_input_and_two_numbers_of_every_token():
+    x, weight, labels, mask = tensors(dtype=torch.float32)
+    with SavedTensors([weight]) as meter:
+        losses = by_blocks(x, weight, labels, 4)
+        assert meter.live_bytes == TOKENS * (4 * WIDTH + 8 + 4)  # a label, as it came, is eight bytes
+        losses.backward(mask)
+        assert meter.live_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_workspace_is_what_there_is_beside_inputs_and_their_gradients(dtype):
+    tokens, entries, width, block = 256, 2048, 16, 32
+    x, weight, labels, mask = tensors(tokens, entries, width, dtype)
+    workspace = loss_workspace_bytes(block, entries, width, dtype.itemsize)
+    beside = 64 * tokens + tokens * width * dtype.itemsize  # a few numbers of every token, and the input's gradient
+    for run in (
+        lambda: by_blocks(x, weight, labels, block),
+        lambda: by_blocks(x, weight, labels, block).backward(mask.float()),
+    ):
+        peak = peak_bytes_of(run)
+        assert 0.5 * workspace < peak < 1.02 * workspace + beside
+        x.grad = weight.grad = None
+    whole = peak_bytes_of(lambda: plain(x, weight, labels).backward(mask.float()))
+    assert whole > 3 * (workspace + beside)
+
+
+def test_blocks_may_add_to_a_main_gradient_themselves():
+    x, weight, labels, mask = tensors()
+    expected = losses_and_gradients(plain(x, weight, labels), mask, (weight,))[1]
+    main, stand_in = torch.zeros_like(weight), torch.full_like(weight, 7.0)
+
+    def accumulate(rows, grad):
+        main.add_(grad.t() @ rows)
+        return stand_in
+
+    losses = block_losses(x, x, weight, labels, Head(4, accumulate=accumulate))
+    assert torch.equal(losses_and_gradients(losses, mask, (weight,))[1], stand_in)
+    torch.testing.assert_close(main, expected)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    with Ranks(2, tmp_path_factory.mktemp("block_loss")) as started:
+        yield started
+
+
+def test_ranks_that_share_the_vocabulary_get_the_same(ranks):
+    x, weight, labels, mask = tensors()
+    losses, grad_x, grad_weight = losses_and_gradients(plain(x, weight, labels), mask, (x, weight))
+    found = ranks.run(shared_vocabulary, x.detach(), weight.detach(), labels, mask, 4)
+    for own, _, _ in found:
+        torch.testing.assert_close(own, losses, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(sum(part for _, part, _ in found), grad_x, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.cat([part for _, _, part in found]), grad_weight, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,110 @@
+"""What leaves the device for the host comes back to the bit, and only what was asked for leaves."""
+
+import numpy as np
+import pytest
+import torch
+from pipeline_runs import run_plan
+from runtime_plans import offloading, one_rank, one_rank_two_stages
+
+from megatron_epp.runtime.host import HostMemory, pair_up
+from megatron_epp.runtime.offload import Offload, choose
+from megatron_epp.runtime.saved import SavedTensors, Storage
+from megatron_epp.schedule import EppError
+
+KIB = 1024
+CPU = torch.device("cpu")
+OWNER = 0, 0
+
+
+def storages(*sizes):
+    return [Storage(torch.empty(size, dtype=torch.uint8).untyped_storage(), OWNER) for size in sizes]
+
+
+@pytest.mark.parametrize("make", [one_rank, one_rank_two_stages])
+@pytest.mark.parametrize("recompute_layers", [0, 1])
+@pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
+def test_gradients_are_those_without_offload(make, recompute_layers, share):
+    plan = make(recompute_layers=recompute_layers)
+    expected, found = run_plan(0, None, plan), run_plan(0, None, offloading(plan, share))
+    for stage, wanted in expected.items():
+        assert found[stage].loss == wanted.loss
+        for name, gradient in wanted.gradients.items():
+            np.testing.assert_array_equal(found[stage].gradients[name], gradient)
+        assert found[stage].live_bytes == 0
+    assert found[0].host_peak_bytes > 0
+
+
+def test_what_others_hold_or_several_chunks_share_stays():
+    x, shared = torch.ones(KIB, requires_grad=True), torch.ones(KIB)
+    offload = Offload(saved := SavedTensors([x]), HostMemory(CPU, 1 << 20))
+    with saved:
+        with offload.forward_of(OWNER):
+            ours = x.exp()  # autograd keeps it and so do we
+            first = (ours.sin() * shared).exp().sum()  # keeps `ours`, `shared` and what exp makes
+        with offload.forward_of((0, 1)):
+            second = x * shared
+        kept = saved.live_bytes
+        offload.out(OWNER, 1.0)
+        assert (kept, offload.host_bytes) == (3 * x.nbytes, x.nbytes)
+        del first, second
+
+
+def test_the_device_holds_less_between_free_and_back_and_the_host_holds_it_from_out_to_back():
+    x = torch.ones(8 * KIB, requires_grad=True)
+    offload = Offload(saved := SavedTensors([x]), HostMemory(CPU, 1 << 20))
+    with saved:
+        with offload.forward_of(OWNER):
+            y = (x.exp() * 1.0).exp().sum()
+        kept = saved.live_bytes
+        offload.out(OWNER, 0.5)
+        assert (saved.live_bytes, offload.host_bytes) == (kept, kept // 2)
+        offload.free(OWNER)
+        assert (saved.live_bytes, offload.host_bytes) == (kept // 2, kept // 2)
+        with pytest.raises(EppError, match="never came back"):
+            offload.assert_empty()
+        offload.back(OWNER)
+        assert (saved.live_bytes, offload.host_bytes) == (kept, 0)
+        offload.before_backward(OWNER)
+        y.backward()
+    assert saved.live_bytes == 0
+    assert torch.equal(x.grad, x.exp() * x.exp().exp())
+    offload.assert_empty()
+
+
+def test_as_much_leaves_as_was_asked_for_or_more_by_less_than_what_is_left():
+    made = storages(40, 100, 40, 7, 0)
+    sizes = {share: [s.num_bytes for s in choose(made, share)] for share in (0, 7, 90, 100, 101, 140, 187, 500)}
+    assert sizes == {
+        0: [],
+        7: [7],
+        90: [40, 40, 7, 100],
+        100: [100],
+        101: [100, 7],
+        140: [100, 40],
+        187: [100, 40, 40, 7],
+        500: [100, 40, 40, 7],
+    }
+    assert choose(made, 40) == [made[0]]
+
+
+def test_pages_hold_memory_of_any_size_and_are_used_again():
+    host = HostMemory(CPU, 4096)
+    parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (1, 700, 2000, 256)]
+    pages = [torch.empty(512, dtype=torch.uint8) for _ in range(7)]
+    for device, page in pair_up([part.untyped_storage() for part in parts], pages):
+        page.copy_(device)
+    back = [torch.empty_like(part) for part in parts]
+    for device, page in pair_up([part.untyped_storage() for part in back], pages):
+        device.copy_(page)
+    assert all(map(torch.equal, parts, back))
+    first = host.take([4000])
+    host.give_back(first)
+    assert host.take([100])[0] is first[0]
+    assert host.allocated_bytes == 4096
+
+
+def test_the_cap_on_host_memory_is_named():
+    host = HostMemory(CPU, 1 << 20)
+    host.take([1 << 20])
+    with pytest.raises(EppError, match=r"--epp-host-memory-gb allows 0\.000977 per rank"):
+        host.take([1])

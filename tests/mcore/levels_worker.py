@@ -1,0 +1,149 @@
+"""Runs every batch of some trainings once without recompute and once with every level, from the same weights and random states.
+
+python levels_worker.py FOLDER; prints by training and rank what `test_levels.py` looks at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from megatron_epp.schedule import Recompute
+
+LEVELS = {
+    "whole": Recompute(whole=8),
+    "linear": Recompute(linear=8),
+    "mlp": Recompute(mlp=8),
+    "each": Recompute(1, 1, 1),
+    "two": Recompute(0, 1, 8),
+}
+"""By name; more layers than there are stand for all."""
+LOCAL = "--epp-slices 3"
+HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec local_hybrid stack_spec"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+# By name: pipeline stages, processes, model and flags.
+RUNS = {
+    "llama": (2, 2, "llama", LOCAL),
+    "grouped, weights apart": (2, 2, "grouped", f"{LOCAL} --epp-split-weight-gradient"),
+    "dropout": (2, 2, "gpt2", f"{LOCAL} --hidden-dropout 0.1"),
+    "experts": (1, 1, "llama", f"{LOCAL} {EXPERTS} --no-bias-gelu-fusion"),
+    "hybrid": (2, 2, "llama", f"{HYBRID} {LOCAL}"),
+    "tensor and sequence parallel": (1, 2, "grouped", f"{LOCAL} {SHARED} --hidden-dropout 0.1"),
+    "context parallel": (1, 2, "llama", f"{LOCAL} --context-parallel-size 2"),
+}
+"""One iteration each."""
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run everything, or only what is named."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    from parity_cells import LENGTHS, MODELS, VOCABULARY, common_flags
+    from parity_worlds import Training, load_megatron, train_all
+    from training_runs import write_documents
+
+    load_megatron()
+    import local_hybrid  # it imports Megatron, which has to be prepared
+
+    from megatron_epp.mcore import schedule
+
+    local_hybrid.use_torch_norms()
+    schedule.Executor = by_levels(schedule.Executor)
+    common = [*common_flags(1, 64, 8, validates=False), "--data-path", write_documents(folder / "data", LENGTHS, VOCABULARY)]
+
+    def training(name: str, stages: int, processes: int, model: str, flags: str) -> Training:
+        own = ["--pipeline-model-parallel-size", str(stages), "--epp-report-dir", str(folder / name)]
+        return Training(processes, (*common, *own, *shlex.split(f"{MODELS[model]} {flags}")))
+
+    runs = {name: training(name, *run) for name, run in RUNS.items() if not names or name in names}
+    (place := folder / "worlds").mkdir()
+    done = train_all(runs.values(), place, limit_s=240)
+    print(json.dumps({name: found(done[one], folder / name) for name, one in runs.items()}))
+
+
+def found(ranks, folder: Path):
+    if isinstance(ranks, str):
+        return {"error": ranks}
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+def by_levels(executor):
+    """An executor that runs a plan without recompute, then with every level, and compares gradients."""
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from megatron_epp.mcore import session as sessions
+    from megatron_epp.runtime import attention
+    from megatron_epp.runtime.saved import SavedTensors
+
+    calls: list[int] = []
+    choose = attention.kernels.choose
+
+    def counting(*args):
+        kernel = choose(*args)
+        return replace(kernel, forward=lambda *call: (calls.append(1), kernel.forward(*call))[1])
+
+    attention.kernels.choose = counting
+
+    class ByLevels(executor):
+        def __init__(self, plan, rank, stages, *rest, **named):
+            super().__init__(plan, rank, stages, *rest, **named)
+            self.again = lambda recompute: executor(with_levels(plan, recompute), rank, stages, *rest, **named)
+
+        def gradients_of(self, recompute, states):
+            """Gradients, calls of attention's kernel, and the most bytes that autograd held."""
+            torch.set_rng_state(states[0])
+            get_cuda_rng_tracker().set_states(dict(states[1]))
+            models = [stage.model for stage in self.stages.values()]
+            for model in models:
+                model.zero_grad_buffer()
+            calls.clear()
+            with SavedTensors(p for stage in self.stages.values() for p in stage.parameters) as saved:
+                self.again(recompute).run()
+            assert saved.live_bytes == 0
+            gradients = {name: p.main_grad.clone() for model in models for name, p in model.named_parameters()}
+            return gradients, len(calls), saved.peak_bytes
+
+        def run(self):
+            states = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
+            plain, *figures = self.gradients_of(Recompute(), states)
+            differ, kernels, peaks = {}, {"": figures[0]}, {"": figures[1]}
+            for name, recompute in LEVELS.items():
+                gradients, kernels[name], peaks[name] = self.gradients_of(recompute, states)
+                differ[name] = [key for key, grad in gradients.items() if not torch.equal(grad, plain[key])]
+            facts = {
+                "differ": differ,
+                "kernels": kernels,
+                "peaks": peaks,
+                "num_gradients": len(plain),
+                "zeros": [key for key, grad in plain.items() if not grad.any()],
+                "slices": any(chunk.slice_of(self.plan.lengths) is not None for chunk in self.plan.chunks),
+            }
+            folder = Path(sessions.current().args.epp_report_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))
+
+    return ByLevels
+
+
+def with_levels(plan, recompute):
+    """The plan with so many layers of each level, as far as a stage has them, whole ones first."""
+    rows = []
+    for layers in plan.num_layers:
+        counts, left = [], layers
+        for count in recompute:
+            counts.append(min(count, left))
+            left -= counts[-1]
+        rows.append((Recompute(*counts),) * len(plan.chunks))
+    return replace(plan, recompute=tuple(rows))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,46 @@
+"""Gradients do not depend on what recomputes, to the bit: every level, on every kind of layer and way to share it out."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launch import run
+from levels_worker import LEVELS, RUNS
+
+WORKER = Path(__file__).with_name("levels_worker.py")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By training and rank: which gradients differ from those without recompute, by level."""
+    finished = run([sys.executable, WORKER, tmp_path_factory.mktemp("levels")], {}, timeout_s=400)
+    last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
+    assert last is not None, finished.output[-5000:]
+    return json.loads(last)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_gradients_are_those_without_recompute(runs, name):
+    assert "error" not in runs[name], runs[name]
+    assert len(runs[name]) == RUNS[name][1]
+    for facts in runs[name]:
+        assert facts["differ"] == {level: [] for level in LEVELS}
+        assert len(facts["zeros"]) < facts["num_gradients"] / 2
+        assert facts["slices"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_only_whole_layers_run_attention_again(runs, name):
+    for facts in runs[name]:
+        calls = facts["kernels"]
+        assert calls["whole"] == 2 * calls[""]
+        assert calls["linear"] == calls["mlp"] == calls["two"] == calls[""]
+        assert calls[""] < calls["each"] < calls["whole"]
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if "weights apart" not in name])  # what W needs is held anyway
+def test_the_more_recomputes_the_less_is_held(runs, name):
+    for facts in runs[name]:
+        peaks = facts["peaks"]
+        assert peaks["whole"] < peaks["linear"] < peaks["mlp"] < peaks[""]

@@ -1,0 +1,78 @@
+"""The loss by blocks, in the costs: when it is on by itself, and what it takes and saves."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp import cli
+from megatron_epp.cost import H100, Line, PipelineCosts, Profile, analytic_profile
+from megatron_epp.cost.head import AUTO, BLOCK_BYTES, loss_block_tokens, loss_workspace_bytes
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.schedule.serialize import load
+
+FLAGS = load_flags("llama3-8b")
+WHOLE = shape_of(FLAGS | {"epp_loss_block_tokens": 0})
+BLOCKS = shape_of(FLAGS | {"epp_loss_block_tokens": 2048})
+
+
+def test_a_number_is_taken_as_it_is():
+    assert [loss_block_tokens(tokens, 128256, 10**6) for tokens in (0, 1, 500, "4096")] == [0, 1, 500, 4096]
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 32000, 128256, 10**6])
+def test_by_itself_it_is_on_where_a_sequences_logits_have_more_than_two_blocks(vocabulary):
+    most = 2 * BLOCK_BYTES // (4 * vocabulary)
+    assert loss_block_tokens(AUTO, vocabulary, most) == 0
+    tokens = loss_block_tokens(AUTO, vocabulary, most + 1)
+    assert BLOCK_BYTES / 2 < 4 * vocabulary * tokens <= BLOCK_BYTES
+
+
+def test_it_counts_what_is_on_one_rank():
+    assert loss_block_tokens(AUTO, 10**9, 10**6) == 1
+    long = FLAGS | {"seq_length": 131072}
+    one, four = (shape_of(long | {"tensor_model_parallel_size": ranks}).loss_block_tokens for ranks in (1, 4))
+    assert (one, four) == (2048, 8192)
+    longest = 2 * BLOCK_BYTES // (4 * 128256)
+    ranks = {"seq_length": 4 * longest, "context_parallel_size": 4}
+    assert shape_of(FLAGS | ranks).loss_block_tokens == 0
+    assert shape_of(FLAGS | ranks | {"context_parallel_size": 2}).loss_block_tokens > 0
+    assert shape_of(FLAGS).loss_block_tokens == 0  # nobody says how long sequences are
+
+
+def test_the_head_keeps_no_probabilities_and_computes_logits_twice():
+    whole, blocks = (analytic_profile(shape, H100).head for shape in (WHOLE, BLOCKS))
+    assert whole.bytes_per_token - blocks.bytes_per_token == 4 * WHOLE.vocab_size
+    assert blocks.forward == whole.forward
+    more_us = blocks.backward.per_token_us - whole.backward.per_token_us
+    assert more_us == pytest.approx(1e6 * 2 * WHOLE.vocabulary_parameters / H100.linear_flops)
+    assert (blocks.weight, blocks.weight_bytes_per_token) == (Line(), 0)
+
+
+def test_a_workspace_does_not_grow_with_chunks_and_is_held_throughout():
+    costs = analytic_profile(BLOCKS, H100).costs([16, 16])
+    workspace = loss_workspace_bytes(2048, 128256, 4096, 2)
+    assert [stage.workspace_bytes for stage in costs.stages] == [0, workspace]
+    assert costs.static_bytes(1) == costs.stages[1].static_bytes + workspace
+    assert loss_workspace_bytes(4096, 128256, 4096, 2) - workspace == 2048 * 128256 * 6
+    assert loss_workspace_bytes(0, 128256, 4096, 2) == 0
+
+
+def test_a_workspace_survives_the_files():
+    profile = analytic_profile(BLOCKS, H100)
+    assert Profile.from_json(profile.to_json()) == profile
+    costs = profile.costs([16, 16])
+    assert PipelineCosts.from_json(costs.to_json()) == costs
+    older = replace(costs, stages=tuple(replace(stage, workspace_bytes=0) for stage in costs.stages))
+    assert PipelineCosts.from_json(older.to_json().replace(',\n   "workspace_bytes": 0', "")) == older
+
+
+def test_plan_takes_the_flag_and_by_itself_goes_by_the_context(tmp_path):
+    def planned(*flags):
+        batch = ["--lengths", "60000,2000", "--stages", "2", "--tensor-parallel", "8"]
+        assert cli.main(["plan", *batch, *flags, "-o", str(tmp_path / "plan.json")]) == 0
+        return load(tmp_path / "plan.json").predicted
+
+    by_itself = planned("--context", "60000")
+    assert by_itself == planned("--loss-block-tokens", "16384")
+    assert by_itself.peak_bytes[1] < planned().peak_bytes[1]
+    assert planned() == planned("--context", "60000", "--loss-block-tokens", "0")

@@ -1,0 +1,60 @@
+"""Where lowering puts offloads and loads: each in its turn, backwards behind loads, and never more held than simulated."""
+
+from hypothesis import given
+from schedule_plans import make_plan, offload, whole
+from schedule_random import sound_plans
+
+from megatron_epp.schedule import Action, Op, lower, simulate
+
+COPIES = (Op.O, Op.FREE, Op.L)
+
+
+def text(row):
+    return " ".join(str(action) for action in row if "_" not in action.op)
+
+
+def most_held(plan, rank, row):
+    """Most bytes live when the row's actions run one after the other, the static ones included."""
+    steps = {step.action: step for step in (*plan.ranks[rank], *(plan.copies[rank] if plan.copies else ()))}
+    live = most = plan.static_bytes[rank]
+    for action in row:
+        if action in steps:
+            live += steps[action].alloc_bytes
+            most = max(most, live)
+        if action.op is Op.FREE:
+            live -= steps[action._replace(op=Op.O)].free_bytes
+        elif action in steps and action.op is not Op.O:
+            live -= steps[action].free_bytes
+    assert live == plan.static_bytes[rank]
+    return most
+
+
+def test_copies_are_issued_ahead_of_what_they_run_beside():
+    assert text(lower(offload())[0]) == "0F0 0O0 0F1 0FREE0 0L0 0F2 0B0 0B1 0B2"
+
+
+def test_a_load_waits_for_memory_that_an_offload_gives_back_beside_the_same_action():
+    """0O1 ends at 25 and 0L0 starts then, both beside 0F2."""
+    plan = make_plan(["0F0 0F1 0F2 0B2 0B0 0B1"], whole(2, 2, 2), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
+    assert text(lower(plan)[0]) == "0F0 0O0 0F1 0FREE0 0O1 0F2 0FREE1 0L0 0L1 0B2 0B0 0B1"
+
+
+@given(sound_plans())
+def test_copies_stand_in_their_order_between_forward_and_backward(plan):
+    for rank, row in enumerate(lower(plan)):
+        place = {action: at for at, action in enumerate(row)}
+        copies = [step.action for step in plan.copies[rank]] if plan.copies else []
+        assert {action for action in row if action.op in COPIES} == {
+            *copies,
+            *(action._replace(op=Op.FREE) for action in copies if action.op is Op.O),
+        }
+        for _, stage, chunk in (action for action in copies if action.op is Op.O):
+            order = [place[Action(op, stage, chunk)] for op in (Op.F, Op.O, Op.FREE, Op.L, Op.B)]
+            assert order == sorted(order)
+
+
+@given(sound_plans())
+def test_a_rank_never_holds_more_than_in_the_simulation(plan):
+    peaks = simulate(plan).peak_bytes
+    for rank, row in enumerate(lower(plan)):
+        assert most_held(plan, rank, row) <= peaks[rank]
