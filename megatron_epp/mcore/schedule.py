@@ -110,8 +110,8 @@ def _run(
                 stage.begin(
                     batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.after_last_gradient, index)
                 )
-            links, recorder = session.links, report.recorder
-            executor = Executor(batch.plan, session.rank, session.stages, links, recorder, session.watchdog, policy)
+            links, recorder, watchdog = session.links, report.recorder, session.watchdog
+            executor = Executor(batch.plan, session.rank, session.stages, links, recorder, watchdog, on_shortage=policy)
             executor.run()
         return executor.shortage
 
