@@ -79,10 +79,23 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     )
     _count(pipeline, "--token-multiple", default=1, help="pad chunks to a multiple of this many tokens (default: 1)")
     pipeline.add_argument(
-        "--split-weight", action="store_true", help="weight gradients as actions of their own (the runtime cannot run them yet)"
+        "--recompute-levels",
+        "--epp-recompute-levels",
+        choices=["whole", "all"],
+        default="all",
+        help="what a layer may recompute: itself whole, or also all but core attention, or MLP and norms (default: all)",
     )
     pipeline.add_argument(
-        "--offload", action="store_true", help="copy activations to the host and back (the runtime cannot run that yet)"
+        "--split-weight", "--epp-split-weight-gradient", action="store_true", help="weight gradients as actions of their own"
+    )
+    pipeline.add_argument(
+        "--offload",
+        "--epp-offload",
+        nargs="?",
+        choices=["on", "off"],
+        const="on",
+        default="off",
+        help="copy activations to the host and back where that is faster than recompute (default: off)",
     )
     pipeline.add_argument("--steps", type=_whole, default=0, metavar="N", help="of local search (default: 0)")
     _count(
@@ -172,9 +185,10 @@ def options_of(args: argparse.Namespace, planner: str) -> Options:
         slices=args.slices,
         context=args.context,
         recompute=recompute,
+        recompute_levels=args.recompute_levels,
         planner=planner,
         split_weight=args.split_weight,
-        offload=args.offload,
+        offload=args.offload == "on",
         steps=args.steps,
         budget_ms=args.plan_budget_ms,
         seed=args.seed,

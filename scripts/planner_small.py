@@ -32,8 +32,6 @@ from megatron_epp.schedule import Chunk, InfeasibleError, Plan, PlanError
 LEVERS: dict[str, dict[str, bool]] = {
     "plain": {},
     "weights": {"split_weight": True},
-    "copies": {"offload": True},
-    "both": {"split_weight": True, "offload": True},
 }
 """What may be decided besides order and recompute."""
 MOST_CHUNKS = 8
@@ -56,7 +54,7 @@ class SmallCase:
 
     @property
     def options(self) -> Options:
-        return Options(slices=self.slices, **LEVERS[self.levers])
+        return Options(slices=self.slices, recompute_levels="whole", **LEVERS[self.levers])  # which is what the oracle knows
 
     def key(self, chunks: tuple[Chunk, ...]) -> str:
         """Of all that the oracle's answer depends on."""
@@ -118,13 +116,11 @@ def judge(case: SmallCase, limit_s: float, known: dict[str, Row]) -> Row:
 def _asked(case: SmallCase, chunks: tuple[Chunk, ...], made: Plan | None, limit_s: float) -> Row:
     start = None
     if made is not None:
-        actions, copies = (tuple(tuple(step.action for step in row) for row in rows) for rows in (made.ranks, made.copies))
+        actions = tuple(map(made.actions, range(made.num_ranks)))
         start = Decisions(
             made.chunks,
             actions,
             [[again.whole for again in row] for row in made.recompute],
-            copies=copies,
-            offload=made.offload_share,
         )
     empty: Row = {"best_us": None, "bound_us": None, "settled": True, "contradicted": False, "limit_s": limit_s}
     try:

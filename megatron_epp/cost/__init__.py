@@ -4,7 +4,7 @@ from megatron_epp.cost.analytic import CPU, H100, Rates, analytic_costs, analyti
 from megatron_epp.cost.profile import Part, Profile
 from megatron_epp.cost.protocol import Costs
 from megatron_epp.cost.shape import ModelShape
-from megatron_epp.cost.stage import Line, PipelineCosts, StageCosts
+from megatron_epp.cost.stage import Level, Line, PipelineCosts, StageCosts
 from megatron_epp.cost.work import ChunkWork, causal_pairs, work_of
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "H100",
     "ChunkWork",
     "Costs",
+    "Level",
     "Line",
     "ModelShape",
     "Part",

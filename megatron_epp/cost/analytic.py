@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.cost.profile import Part, Profile
 from megatron_epp.cost.shape import ModelShape
-from megatron_epp.cost.stage import Line, PipelineCosts
+from megatron_epp.cost.stage import Level, Line, PipelineCosts
 from megatron_epp.schedule import EppError
 
 MICROSECONDS = 1e6
@@ -83,8 +83,12 @@ CPU = Rates(
     layer_overhead_us=500.0,
     message_latency_us=300.0,
     message_bytes=1e9,
+    host_latency_us=20.0,
+    host_bytes=4e9,
 )
-"""One core of a server in fp32, and gloo: for tests and laptops. Fitted to a GPT of 64 channels, sliced and whole."""
+"""One core of a server in fp32, and gloo: for tests and laptops. Fitted to a GPT of 64 channels, sliced and whole. Its host is
+itself: what is offloaded is copied in its memory.
+"""
 
 
 def analytic_costs(
@@ -137,13 +141,26 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
     width = shape.query_width / shape.ranks
     attention_forward = _attention(4 * width / rates.attention_forward_flops, rates)
     attention_backward = _attention(10 * width / rates.attention_backward_flops, rates)
+    hidden = shape.hidden_bytes_per_token
     return Part(
         forward=overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=linear,
+        linear=Level(overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token),
+        mlp=Level(_mlp_again(shape, rates), shape.layer_bytes_per_token - shape.mlp_bytes_per_token - 2 * hidden),
         bytes_per_token=shape.layer_bytes_per_token,
         weight_bytes_per_token=shape.weight_bytes_per_token,
         parameters=shape.layer_parameters_on_rank,
+    )
+
+
+def _mlp_again(shape: ModelShape, rates: Rates) -> Line:
+    """Forward of a layer's MLP and norms."""
+    linear = _linear(shape.mlp_parameters_per_token / shape.ranks, rates)
+    moved_bytes = 2 * (shape.mlp_bytes_per_token + 3 * shape.hidden_bytes_per_token)
+    exchanged_s = shape.mlp_exchanged_bytes_per_token / rates.exchange_bytes
+    return (
+        Line(rates.layer_overhead_us / 2) + linear + Line(0.0, MICROSECONDS * (moved_bytes / rates.memory_bytes + exchanged_s))
     )
 
 

@@ -80,15 +80,19 @@ def fit_profile(
     fits = {kind: fit_line(some, pairs=kind.startswith("attention")) for kind, some in points.items()}
     formula = analytic_profile(shape, rates)
     exchange = Line(0.0, MICROSECONDS * shape.exchanged_bytes_per_token / rates.exchange_bytes)
-    layer_backward = fits["linear backward"].line
+    layer_forward, layer_backward = fits["linear forward"].line, fits["linear backward"].line
+    mlp_share = shape.mlp_parameters_per_token / shape.parameters_per_token
+    mlp_exchange = Line(0.0, MICROSECONDS * shape.mlp_exchanged_bytes_per_token / rates.exchange_bytes)
     profile = replace(
         formula,
         name=name,
         layer=replace(
             formula.layer,
-            forward=fits["linear forward"].line + fits["attention forward"].line + exchange,
+            forward=layer_forward + fits["attention forward"].line + exchange,
             backward=layer_backward + fits["attention backward"].line + exchange,
             weight=_part_of(fits["linear weight"].line, layer_backward),
+            linear=formula.layer.linear and replace(formula.layer.linear, again=layer_forward + exchange),
+            mlp=formula.layer.mlp and replace(formula.layer.mlp, again=layer_forward.scaled(mlp_share) + mlp_exchange),
         ),
         embedding=replace(formula.embedding, forward=fits["embedding forward"].line, backward=fits["embedding backward"].line),
         head=replace(

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from megatron_epp.cost.stage import Line, PipelineCosts, StageCosts
-from megatron_epp.schedule import EppError
+from megatron_epp.cost.stage import Level, Line, PipelineCosts, StageCosts, level_from
+from megatron_epp.schedule import LEVELS, EppError
 
 SCHEMA = "megatron-epp/profile"
 VERSION = 1
@@ -35,6 +35,7 @@ class Part:
         forward: of a chunk.
         backward: of a chunk, weight gradient included.
         weight: the weight gradient, a part of `backward`.
+        linear, mlp: of a layer, recompute of all but core attention, and of MLP and norms; None where that is not known.
         bytes_per_token: kept from forward to backward.
         weight_bytes_per_token: what the weight gradient needs, kept from B to W where the two are split.
         parameters: on one rank.
@@ -44,6 +45,8 @@ class Part:
     forward: Line = _NOTHING
     backward: Line = _NOTHING
     weight: Line = _NOTHING
+    linear: Level | None = None
+    mlp: Level | None = None
     bytes_per_token: float = 0.0
     weight_bytes_per_token: float = 0.0
     parameters: float = 0.0
@@ -58,7 +61,7 @@ class Profile:
         name: for the plan's record.
         num_layers: of the model that was profiled; a pipeline of it may have others.
         layer, embedding, head: the parts.
-        recomputed_layer_bytes_per_token: kept by a layer that recomputes: its input.
+        recomputed_layer_bytes_per_token: kept by a layer that recomputes whole: its input.
         kv_bytes_per_token: keys and values of one layer.
         hidden_bytes_per_token: the residual stream, which is what a message carries.
         message_latency_us, message_us_per_byte: of the link between stages.
@@ -120,6 +123,8 @@ class Profile:
             extra_weight=sum((part.weight for part in extras), _NOTHING),
             layer_bytes_per_token=self.layer.bytes_per_token,
             recomputed_layer_bytes_per_token=self.recomputed_layer_bytes_per_token,
+            linear=self.layer.linear,
+            mlp=self.layer.mlp,
             extra_bytes_per_token=self.hidden_bytes_per_token + sum(part.bytes_per_token for part in extras),
             head_bytes_per_token=self.head.bytes_per_token if last else 0.0,
             kv_bytes_per_token=self.kv_bytes_per_token,
@@ -150,4 +155,6 @@ class Profile:
 
 
 def _part(body: dict[str, Any]) -> Part:
-    return Part(**body | {name: Line(**value) for name, value in body.items() if isinstance(value, dict)})
+    levels = {name: level_from(body[name]) for name in LEVELS if isinstance(body.get(name), dict)}
+    lines = {name: Line(**value) for name, value in body.items() if isinstance(value, dict) and name not in levels}
+    return Part(**body | lines | levels)

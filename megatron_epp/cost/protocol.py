@@ -6,12 +6,14 @@ from typing import Protocol
 
 from megatron_epp.cost.stage import Line, TimeColumn
 from megatron_epp.cost.work import ChunkWork, IntColumn
+from megatron_epp.schedule import Recompute
 
 
 class Costs(Protocol):
     """Times in microseconds and sizes in bytes, per stage, as columns over the chunks of `work`.
 
-    Recompute is linear in the number of layers: `recompute_us` and `activation_bytes` change by the same amount with each.
+    Recompute is linear in the number of layers at each level: `recompute_us` and `activation_bytes` change by the same amount
+    with each.
     """
 
     @property
@@ -21,6 +23,11 @@ class Costs(Protocol):
     @property
     def splits_weight(self) -> bool:
         """The weight gradient has a time of its own, so that W can be an action of its own."""
+        ...
+
+    @property
+    def recompute_levels(self) -> tuple[str, ...]:
+        """Names of `Recompute` that the costs know of all stages."""
         ...
 
     @property
@@ -44,8 +51,8 @@ class Costs(Protocol):
         """A part of `backward_us`: where W is split off, B takes the rest."""
         ...
 
-    def recompute_us(self, stage: int, work: ChunkWork, layers: int) -> TimeColumn: ...
-    def activation_bytes(self, stage: int, work: ChunkWork, recompute_layers: int) -> IntColumn: ...
+    def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn: ...
+    def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute) -> IntColumn: ...
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Held from the end of B to the end of W where the two are split."""
         ...

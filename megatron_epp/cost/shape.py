@@ -130,6 +130,24 @@ class ModelShape:
         return (2 * self.query_width + 2 * self.kv_width + mlp) * self.bytes_per_value / self.ranks
 
     @property
+    def attention_result_bytes_per_token(self) -> float:
+        """What core attention's backward needs of its forward beside queries, keys and values: its output and one fp32 number
+        per head (log-sum-exp).
+        """
+        return (self.query_width * self.bytes_per_value + 4 * self.num_attention_heads) / self.ranks
+
+    @property
+    def mlp_bytes_per_token(self) -> float:
+        """Kept by the MLP, or by the experts a token passes: what enters and leaves the nonlinearity, and routed copies."""
+        width = (3 if self.gated_mlp else 2) * self.ffn_hidden_size * self.experts_per_token
+        return width * self.bytes_per_value / self.ranks + self.routed_bytes_per_token
+
+    @property
+    def mlp_parameters_per_token(self) -> int:
+        """Of the MLP, or the router and the experts a token passes."""
+        return self.parameters_per_token - self.attention_parameters
+
+    @property
     def routed_bytes_per_token(self) -> float:
         """A token's copies as its experts take them in, and as they give them back."""
         if self.num_experts is None:
@@ -154,6 +172,13 @@ class ModelShape:
         return 4 * self.hidden_bytes_per_token + self.inner_bytes_per_token + self.routed_bytes_per_token
 
     @property
+    def mlp_exchanged_bytes_per_token(self) -> float:
+        """What of `exchanged_bytes_per_token` is for the MLP or the experts."""
+        tensor, expert = (1 - 1 / n for n in (self.tensor_parallel, self.expert_parallel))
+        residual = self.hidden_size * self.bytes_per_value / self.context_parallel
+        return 2 * tensor * residual + expert * self.routed_bytes_per_token
+
+    @property
     def exchanged_bytes_per_token(self) -> float:
         """What a rank sends in a layer's forward, and again in its backward, to those that share the layer.
 
@@ -161,7 +186,7 @@ class ModelShape:
         in one). Context parallelism: queries, keys, values and the output go to the ranks of their heads. Expert parallelism:
         a token's copies go to their experts and back.
         """
-        tensor, context, expert = (1 - 1 / n for n in (self.tensor_parallel, self.context_parallel, self.expert_parallel))
+        tensor, context = (1 - 1 / n for n in (self.tensor_parallel, self.context_parallel))
         residual = self.hidden_size * self.bytes_per_value / self.context_parallel
         heads = (2 * self.query_width + 2 * self.kv_width * self.kv_copies) * self.bytes_per_value / self.ranks
-        return 4 * tensor * residual + context * heads + expert * self.routed_bytes_per_token
+        return 2 * tensor * residual + context * heads + self.mlp_exchanged_bytes_per_token

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, overload
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.cost.work import ChunkWork, IntColumn
-from megatron_epp.schedule import EppError
+from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
 
 SCHEMA = "megatron-epp/costs"
 VERSION = 1
@@ -53,20 +54,35 @@ class Line:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A layer that recomputes a part of its forward.
+
+    Attributes:
+        again: time of what it runs again.
+        bytes_per_token: kept from forward to backward; with its K and V where attention does not run again.
+    """
+
+    again: Line
+    bytes_per_token: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
     """Time and memory of one pipeline stage.
 
     Attributes:
         num_layers: transformer layers of the stage.
-        forward: one layer's forward; recomputing a layer costs the same.
+        forward: one layer's forward; recomputing a layer whole costs the same.
         backward: one layer's backward, weight gradient included, recompute not.
         weight: one layer's weight gradient, a part of `backward`: where W is an action of its own, B takes the rest.
         extra_forward: what the stage does besides its layers: embedding, or final norm, logits and loss.
         extra_backward: the same, backward.
         extra_weight: the same, weight gradient, a part of `extra_backward`.
         layer_bytes_per_token: kept from forward to backward by a layer that does not recompute, its K and V included.
-        recomputed_layer_bytes_per_token: kept by a layer that does: its input.
+        recomputed_layer_bytes_per_token: kept by a layer that recomputes whole: its input.
+        linear: a layer that recomputes all but core attention; None where that is not known.
+        mlp: a layer that recomputes its MLP and norms; None where that is not known.
         extra_bytes_per_token: kept by the stage whatever its layers do: embedding output or received input, logits, loss.
         head_bytes_per_token: of these, what backward lets go before it reaches the layers: logits, loss.
         kv_bytes_per_token: K and V of one layer.
@@ -85,6 +101,8 @@ class StageCosts:
     extra_weight: Line = Line()
     layer_bytes_per_token: float
     recomputed_layer_bytes_per_token: float
+    linear: Level | None = None
+    mlp: Level | None = None
     extra_bytes_per_token: float = 0.0
     head_bytes_per_token: float = 0.0
     kv_bytes_per_token: float
@@ -92,6 +110,12 @@ class StageCosts:
     extra_weight_bytes_per_token: float = 0.0
     static_bytes: int = 0
     workspace_bytes: int = 0
+
+    def level(self, name: str) -> Level | None:
+        """A level of recompute by its name in `Recompute`; None where its costs are not known."""
+        if name == "whole":
+            return Level(self.forward, self.recomputed_layer_bytes_per_token)
+        return self.linear if name == "linear" else self.mlp
 
     @property
     def stage_forward(self) -> Line:
@@ -147,6 +171,11 @@ class PipelineCosts:
         """The weight gradient has a time of its own, so that W can be an action of its own."""
         return any(stage.stage_weight != Line() for stage in self.stages)
 
+    @property
+    def recompute_levels(self) -> tuple[str, ...]:
+        """Levels of recompute whose costs are known of all stages, most recompute first."""
+        return tuple(name for name in LEVELS if all(stage.level(name) is not None for stage in self.stages))
+
     def forward_line(self, stage: int) -> Line:
         return self.stages[stage].stage_forward
 
@@ -163,19 +192,28 @@ class PipelineCosts:
         """Time of the weight gradients, a part of `backward_us`."""
         return self.stages[stage].stage_weight.time_us(work.tokens, work.pairs)
 
-    def recompute_us(self, stage: int, work: ChunkWork, layers: int) -> TimeColumn:
-        return layers * self.stages[stage].forward.time_us(work.tokens, work.pairs)
+    def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
+        """What recompute adds to the backward."""
+        levels = self._levels(stage, recompute)
+        return sum((count * level.again.time_us(work.tokens, work.pairs) for _, count, level in levels), 0.0 * work.tokens)
 
-    def activation_bytes(self, stage: int, work: ChunkWork, recompute_layers: int) -> IntColumn:
+    def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
         """Kept from forward to backward, the cache of a sliced sequence's keys and values apart."""
         costs = self.stages[stage]
-        plain = costs.layer_bytes_per_token - np.where(work.sliced, costs.kv_bytes_per_token, 0.0)
-        per_token = (
-            (costs.num_layers - recompute_layers) * plain
-            + recompute_layers * costs.recomputed_layer_bytes_per_token
-            + costs.extra_bytes_per_token
-        )
+        in_cache = np.where(work.sliced, costs.kv_bytes_per_token, 0.0)
+        plain = costs.layer_bytes_per_token - in_cache
+        per_token = (costs.num_layers - recompute.num_layers) * plain + costs.extra_bytes_per_token
+        for name, count, level in self._levels(stage, recompute):
+            per_token = per_token + count * (level.bytes_per_token - (in_cache if name == "mlp" else 0.0))
         return _whole_bytes(per_token * work.tokens)
+
+    def _levels(self, stage: int, recompute: Recompute) -> Iterator[tuple[str, int, Level]]:
+        for name, count in zip(LEVELS, recompute, strict=True):
+            if count:
+                level = self.stages[stage].level(name)
+                if level is None:
+                    raise EppError(f"the costs of stage {stage} do not know recompute level {name!r}; measure them again")
+                yield name, count, level
 
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Held from the end of B to the end of W where the two are split."""
@@ -250,8 +288,14 @@ class PipelineCosts:
 
 
 def _stage_from(body: dict[str, Any]) -> StageCosts:
-    lines = {name: Line(**value) for name, value in body.items() if isinstance(value, dict)}
-    return StageCosts(**body | lines)
+    levels = {name: level_from(body[name]) for name in LEVELS if isinstance(body.get(name), dict)}
+    lines = {name: Line(**value) for name, value in body.items() if isinstance(value, dict) and name not in levels}
+    return StageCosts(**body | lines | levels)
+
+
+def level_from(body: dict[str, Any]) -> Level:
+    """Read what `asdict` made of a level."""
+    return Level(Line(**body["again"]), body["bytes_per_token"])
 
 
 def _whole_bytes(amount: TimeColumn) -> IntColumn:

@@ -68,6 +68,6 @@ def _finish(model: torch.nn.Module, args: argparse.Namespace) -> None:
         model.rotary_pos_emb = PositionedRotary(rotary, shard, num_shards)
     if args.epp_placement != "looped":
         model_chunks.tie(model, args)
-    if args.epp_split_weight_gradient:
+    if args.epp_split_weight_gradient and args.epp_schedule == "elastic":
         split_weight_gradients([model])
     model.has_relay = True

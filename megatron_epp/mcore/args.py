@@ -59,6 +59,25 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Takes the place of --recompute-granularity and its kin.",
     )
     add(
+        "--epp-recompute-levels",
+        choices=["all", "whole"],
+        default="all",
+        help="What a layer that recomputes runs again, with --epp-recompute auto. all: as the plan finds cheapest, the whole "
+        "layer, all but its core attention, or its MLP or experts and norms; whole: always the whole layer (default: all).",
+    )
+    add(
+        "--epp-offload",
+        action="store_true",
+        help="Copy activations to host memory between forward and backward, beside compute, where that costs less time than "
+        "recompute. Only the planner greedy does so, with one stage per rank.",
+    )
+    add(
+        "--epp-host-memory-gb",
+        type=float,
+        metavar="GB",
+        help="Host memory that --epp-offload may take per rank. Default: 80%% of the machine's, shared by its ranks.",
+    )
+    add(
         "--epp-placement",
         choices=["looped", "v"],
         default="looped",
@@ -170,7 +189,6 @@ _CONFLICTS = (
             "--use-torch-fsdp2",
             "--hybrid-context-parallel",
             "--fine-grained-activation-offloading",
-            "--delay-wgrad-compute",
             "--defer-embedding-wgrad-compute",
             "--overlap-moe-expert-parallel-comm",
             "--overlap-param-gather-with-optimizer-step",
@@ -206,6 +224,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     if clashes:
         raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
     _check_values(args)
+    _delay_weight_gradients(args)
     check_layout(args)
     check_experts(args)
     patterns = (getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override"))
@@ -217,6 +236,16 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
         args.calculate_per_token_loss = True
         if args.rank == 0:
             logger.warning("--epp weighs every token alike: --calculate-per-token-loss is now on")
+
+
+def _delay_weight_gradients(args: argparse.Namespace) -> None:
+    """Have Transformer Engine's layers, and Megatron's data parallelism with them, put off weight gradients. Megatron checks
+    whether the Transformer Engine that is installed can.
+    """
+    splits = args.epp_split_weight_gradient and args.epp_schedule == "elastic"
+    if args.delay_wgrad_compute and not splits:
+        raise ArgumentError("--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute")
+    args.delay_wgrad_compute = splits and args.transformer_impl == "transformer_engine"
 
 
 def token_multiple(args: argparse.Namespace) -> int:
@@ -250,6 +279,17 @@ def _check_oom_retry(args: argparse.Namespace) -> None:
         )
 
 
+def _check_offload(args: argparse.Namespace) -> None:
+    if not args.epp_offload:
+        if args.epp_host_memory_gb is not None:
+            raise ArgumentError("--epp-host-memory-gb is for --epp-offload; leave it out, or add that")
+        return
+    if args.epp_planner != "greedy":
+        raise ArgumentError(f"--epp-offload is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")
+    if args.epp_recompute != "auto":
+        raise ArgumentError("--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto")
+
+
 def _check_values(args: argparse.Namespace) -> None:
     for name, smallest in (
         ("chunk_tokens", 1),
@@ -262,7 +302,7 @@ def _check_values(args: argparse.Namespace) -> None:
         value = min(given) if isinstance(given, list) else given
         if value is not None and value < smallest:
             raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be at least {smallest}")
-    for name in ("memory_cap_gb", "wait_limit_seconds"):
+    for name in ("memory_cap_gb", "wait_limit_seconds", "host_memory_gb"):
         value = getattr(args, f"epp_{name}")
         if value is not None and value <= 0:
             raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be positive")
@@ -283,6 +323,7 @@ def _check_values(args: argparse.Namespace) -> None:
         raise ArgumentError(f"--epp-loss-block-tokens is {blocks!r}; it must be auto or a number of tokens, 0 for no blocks")
     if args.epp_recompute != "auto" and args.epp_planner == "milp":
         raise ArgumentError("--epp-planner milp chooses recompute itself: leave --epp-recompute at auto")
+    _check_offload(args)
     budget_ms = args.epp_plan_budget_ms
     if budget_ms is not None and args.epp_planner != "greedy":
         raise ArgumentError(f"--epp-plan-budget-ms is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")

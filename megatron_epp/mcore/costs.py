@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from megatron.core import mpu
 
 from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_profile
 from megatron_epp.cost.library import find, load_costs, shape_of
+from megatron_epp.mcore.host_probe import measure_host_link, measure_offloadable_share
 from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
 from megatron_epp.mcore.snapshot import Snapshot
 from megatron_epp.mcore.stage import MegatronStage
@@ -60,15 +62,32 @@ def pipeline_costs(
         if args.epp_costs == "measure":
             mine = {number: measure_times(stage, mine[number], args.seq_length) for number, stage in stages.items()}
             link = measure_link(next(iter(stages.values())), links, links.position)
+        host = _host_link(args, base, stages) if args.epp_offload else {}
     link = gathered(link, links)[0]
+    hosts = gathered(host, links) if args.epp_offload else [{}]
     costs_of = tuple(map(_with_messages, _by_stage(mine, links), repeat(link), _neighbours(placement)))
     name = "measured" if args.epp_costs == "measure" else base.name
     latency_us, us_per_byte, _ = link
-    costs = _of_first(replace(base, stages=costs_of, name=name, message_latency_us=latency_us, message_us_per_byte=us_per_byte))
+    messages = {"message_latency_us": latency_us, "message_us_per_byte": us_per_byte}
+    costs = _of_first(replace(base, stages=costs_of, name=name, **messages, **_slowest(hosts)))
     if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
         os.makedirs(args.save, exist_ok=True)
         Path(args.save, FILE_NAME).write_text(costs.to_json())
     return costs
+
+
+def _host_link(args: argparse.Namespace, base: PipelineCosts, stages: Mapping[int, MegatronStage]) -> dict[str, float]:
+    """What `--epp-offload` asks: the link to the host, measured where asked for or not known, and what can leave."""
+    found = {"host_latency_us": base.host_latency_us, "host_us_per_byte": base.host_us_per_byte}
+    if args.epp_costs == "measure" or math.isinf(base.host_us_per_byte):
+        _, _, device = next(iter(stages.values())).message(1)
+        found = dict(zip(found, measure_host_link(device), strict=True))
+    return found | {"offloadable_share": min(map(measure_offloadable_share, stages.values()))}
+
+
+def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One link for all ranks."""
+    return {name: (min if name == "offloadable_share" else max)(host[name] for host in hosts) for name in hosts[0]}
 
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:

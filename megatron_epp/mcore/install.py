@@ -49,13 +49,18 @@ def _adopt(original: Callable[..., None]) -> Callable[..., None]:
     return adopting(original)
 
 
-def _place(original: Callable[..., Any]) -> Callable[..., Any]:
+def _complete_config(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         from megatron.training import global_vars
 
-        original(self)
         args = global_vars._GLOBAL_ARGS
+        delays = getattr(args, "epp", False) and self.delay_wgrad_compute
+        if delays:  # which Megatron ties to an overlap of its own schedules
+            self.delay_wgrad_compute = False
+        original(self)
+        if delays:
+            self.delay_wgrad_compute = True
         if getattr(args, "epp", False) and args.epp_placement != "looped":
             from megatron_epp.mcore.model_chunks import place
 
@@ -137,8 +142,8 @@ PATCHES = (
     ),
     Patch(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        _place,
-        "with --epp-placement, shares out layers by it",
+        _complete_config,
+        "with --epp-placement, shares out layers by it; with --epp-split-weight-gradient, lets layers put off their gradients",
         wraps=True,
     ),
     Patch(

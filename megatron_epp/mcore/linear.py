@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megatron_epp.mcore import delayed
 from megatron_epp.runtime.weights import Linear, WeightGradients
 from megatron_epp.schedule import EppError
 
@@ -25,11 +26,12 @@ from megatron_epp.schedule import EppError
 def split_weight_gradients(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Have every linear layer of a model chunk hand its weight gradient to the chunk's `weight_gradients`.
 
-    For Megatron's own layers. An output layer that is given the embedding's weight stays as it is: its gradient meets the
+    Megatron's own layers compute their output here (`_forward`); Transformer Engine's put off their gradients by themselves
+    (`delayed.take_over`). An output layer that is given the embedding's weight stays as it is: its gradient meets the
     embedding's.
 
     Raises:
-        EppError: the model has linear layers of Transformer Engine.
+        EppError: the model has a linear layer that cannot put off its weight's gradient.
     """
     for model in models:
         gradients = WeightGradients()
@@ -38,10 +40,10 @@ def split_weight_gradients(models: list[torch.nn.Module]) -> list[torch.nn.Modul
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 module._forward_impl = functools.partial(_forward, module, module._forward_impl, gradients)
             elif hasattr(module, "backward_dw") and next(module.parameters(recurse=False), None) is not None:
-                raise EppError(
-                    f"--epp-split-weight-gradient cannot split {name} ({type(module).__name__}): it splits Megatron's local "
-                    f"linear layers; add --transformer-impl local, or leave it out"
-                )
+                if obstacle := delayed.obstacle(module):
+                    kind = type(module).__name__
+                    raise EppError(f"--epp-split-weight-gradient cannot split {name} ({kind}): {obstacle}, or leave it out")
+                delayed.take_over(module, gradients)
     return models
 
 

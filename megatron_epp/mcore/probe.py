@@ -15,12 +15,13 @@ from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.stage import MegatronStage
+from megatron_epp.runtime.boundary import Arrival
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import Links
 from megatron_epp.runtime.relay import SliceView
 from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.segments import SegmentTable
-from megatron_epp.runtime.weights import Kept, WeightGradients
+from megatron_epp.runtime.weights import Kept, PutOff, WeightGradients
 from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute, Segment
 
 _BYTES_TOKENS = 256
@@ -116,7 +117,7 @@ def forward(
     tokens = chunk.num_tokens
     stage.begin(lambda _: _arrays(tokens))
     shape, dtype, device = stage.message(tokens)
-    hidden = None if stage.is_first else torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+    hidden = None if stage.is_first else Arrival().enter(torch.randn(shape, dtype=dtype, device=device))
     context = ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute)
     return hidden, stage.forward(context, hidden), context
 
@@ -125,7 +126,7 @@ def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_w
     stage.backward(context, output, None if stage.is_last else torch.ones_like(output), keep_weights)
 
 
-def by_place(stage: MegatronStage, kept: list[Kept]) -> tuple[list[Kept], list[Kept]]:
+def by_place(stage: MegatronStage, kept: list[Kept | PutOff]) -> tuple[list[Kept | PutOff], list[Kept | PutOff]]:
     """Weight gradients of the layers, and the others."""
     inside = {id(weight) for weight in stage.decoder.layers.parameters()}
     return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]
@@ -134,7 +135,7 @@ def by_place(stage: MegatronStage, kept: list[Kept]) -> tuple[list[Kept], list[K
 def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
     """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
     meter = SavedTensors(stage.parameters)
-    chunk = _bytes_chunk(stage)
+    chunk = bytes_chunk(stage)
     tokens = chunk.num_tokens
     with meter:
         _, output, context = forward(stage, chunk, recompute=Recompute(recompute_layers))
@@ -146,7 +147,7 @@ def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, 
 def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
     """Bytes per token that a backward keeps for the weight gradients of the layers, and for all."""
     meter = SavedTensors(stage.parameters)
-    chunk = _bytes_chunk(stage)
+    chunk = bytes_chunk(stage)
     with meter:
         _, output, context = forward(stage, chunk)
         backward(stage, output, context, keep_weights=True)
@@ -160,7 +161,7 @@ def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[f
     return layers / chunk.num_tokens, everything / chunk.num_tokens
 
 
-def _bytes_chunk(stage: MegatronStage) -> Chunk:
+def bytes_chunk(stage: MegatronStage) -> Chunk:
     return Chunk((Segment(0, 0, math.lcm(_BYTES_TOKENS, stage.token_multiple)),))
 
 

@@ -21,8 +21,9 @@ from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import writers
 from megatron_epp.mcore.session import Session
 from megatron_epp.planner.balance import imbalance
-from megatron_epp.report.facts import recompute_share
+from megatron_epp.report.facts import host_peak_bytes, offload_share, recompute_share
 from megatron_epp.report.measured import Event, Measured
+from megatron_epp.runtime.offload import Offload
 from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.shortage import Usage, device_usage
 from megatron_epp.runtime.trace import Recorder
@@ -45,12 +46,13 @@ class IterationReport:
     session: Session
     batch: GlobalBatch
     iteration: int
-    measures_memory: bool
+    is_evaluation: bool
     collects: bool
     start_s: float
     plan_wait_us: float
     recorder: Recorder = field(default_factory=Recorder)
-    meter: SavedTensors | None = None
+    saved: SavedTensors | None = None
+    offload: Offload | None = None
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
@@ -60,25 +62,27 @@ class IterationReport:
             session.iteration += 1
         due = session.iteration % min(args.log_interval, args.tensorboard_log_interval) == 0
         collects = (args.epp_report_dir is not None or (due and batch.plan is not None)) and not forward_only
-        measures = args.epp_measure_memory and not forward_only
-        return IterationReport(session, batch, session.iteration, measures, collects, time.perf_counter(), session.plan_wait_us)
+        now_s = time.perf_counter()
+        return IterationReport(session, batch, session.iteration, forward_only, collects, now_s, session.plan_wait_us)
 
     @contextlib.contextmanager
     def measuring(self, batch: GlobalBatch) -> Iterator[None]:
         """Around everything that builds or frees graphs, in one try at the iteration. Forgets the try before."""
-        self.batch, self.recorder, self.meter = batch, Recorder(enabled=self.collects), None
-        if self.measures_memory:
+        self.batch, self.recorder, self.saved, self.offload = batch, Recorder(enabled=self.collects), None, None
+        copies = () if batch.plan is None else batch.plan.copies
+        if (self.session.args.epp_measure_memory or any(copies)) and not self.is_evaluation:
             stages = self.session.stages.values()
             parameters = chain.from_iterable(stage.parameters for stage in stages)
-            self.meter = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
-        with self.meter or contextlib.nullcontext():
+            self.saved = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
+            self.offload = None if self.session.host is None else Offload(self.saved, self.session.host)
+        with self.saved or contextlib.nullcontext():
             yield
 
     def usage(self, static_bytes: int) -> Usage | None:
         """Bytes in use on this rank now, if anybody counts."""
-        if self.meter is None or torch.cuda.is_initialized():
+        if self.saved is None or torch.cuda.is_initialized():
             return device_usage(static_bytes)
-        return Usage(static_bytes + self.meter.held_bytes)
+        return Usage(static_bytes + self.saved.held_bytes)
 
     def finish(self, loss: torch.Tensor | None) -> None:
         """Gather the ranks' figures, log them, append a line to ``iterations.jsonl``, write plan and trace where asked for.
@@ -96,7 +100,8 @@ class IterationReport:
         mine = {
             "events": self.recorder.events(),
             "wait_us": self.recorder.wait_us,
-            "peak": self.meter.peak_bytes if self.meter is not None else None,
+            "peak": self.saved.peak_bytes if self.saved is not None else None,
+            "host_peak": 0 if self.offload is None else self.offload.host_peak_bytes,
             "loss": None if loss is None else loss.tolist(),
             "elapsed_us": elapsed_us,
             "planned_us": planned_us,
@@ -142,6 +147,7 @@ class IterationReport:
         if self.session.args.epp_oom_retry:
             line["oom_retries"] = self.session.retries
         line |= {"replicas": self.session.replicas, "imbalance": imbalance(planned_us)}
+        line |= {"host_peak_bytes": [entry["host_peak"] for entry in everyone]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 
     def _log(self, line: dict[str, Any]) -> None:
@@ -180,6 +186,8 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
             peak - static for peak, static in zip(plan.predicted.peak_bytes, plan.static_bytes, strict=True)
         ],
         "recompute_share": recompute_share(plan),
+        "offload_share": offload_share(plan),
+        "planned_host_peak_bytes": host_peak_bytes(plan),
         "padding_share": 1 - plan.num_tokens / padded,
     }
 

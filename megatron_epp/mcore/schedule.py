@@ -111,7 +111,9 @@ def _run(
                     batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.after_last_gradient, index)
                 )
             links, recorder, watchdog = session.links, report.recorder, session.watchdog
-            executor = Executor(batch.plan, session.rank, session.stages, links, recorder, watchdog, on_shortage=policy)
+            executor = Executor(
+                batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, on_shortage=policy
+            )
             executor.run()
         return executor.shortage
 

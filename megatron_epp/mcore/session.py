@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.balance import Teams, teams_of
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.runtime.host import HostMemory
 from megatron_epp.runtime.links import Links, new_group
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.sharing import from_each, from_first
@@ -60,6 +62,8 @@ class Session:
         self.stages: dict[int, MegatronStage] = {}
         """This rank's, by their number in the pipeline; empty before `attach`."""
         self.links: Links | None = None
+        self.host: HostMemory | None = None
+        """Where activations are offloaded to; None without --epp-offload."""
         self.plan_wait_us = 0.0
         """How long the last batch was waited for."""
         self.retries = 0
@@ -97,6 +101,9 @@ class Session:
             self._all_ranks = new_group(tuple(range(dist.get_world_size())), backend="gloo")
         if self.args.epp_schedule == "elastic":
             self._learn_costs(self.links)
+            if self.args.epp_offload:
+                _, _, device = next(iter(self.stages.values())).message(1)
+                self.host = HostMemory(device, host_cap_bytes(self.args))
 
     def _learn_costs(self, links: Links) -> None:
         costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of)
@@ -186,6 +193,14 @@ class Session:
         return UNLIMITED_BYTES
 
 
+def host_cap_bytes(args: argparse.Namespace) -> int:
+    """Host memory that this rank may take."""
+    if args.epp_host_memory_gb is not None:
+        return int(args.epp_host_memory_gb * 2**30)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(0.8 * machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def problem_of(args: argparse.Namespace, cap_bytes: tuple[int, ...], placement: tuple[int, ...]) -> Problem:
     """What is to be planned for every batch, but for its lengths.
 
@@ -210,6 +225,7 @@ def options_of(args: argparse.Namespace) -> Options:
         recompute=args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute),
         planner=args.epp_planner,
         split_weight=args.epp_split_weight_gradient,
+        offload=args.epp_offload,
         budget_ms=args.epp_plan_budget_ms,
     )
 

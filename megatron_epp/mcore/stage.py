@@ -116,6 +116,7 @@ class MegatronStage:
         loss = nullcontext() if self.block_loss is None else self.block_loss.instead()
         with self._timed("forward-compute"), self._autocast(), loss:
             output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
+        get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one
         scale_router_losses(self.config, output)
         if not self.is_last:
             return output
@@ -133,6 +134,8 @@ class MegatronStage:
                 custom_backward(output, grad)
             else:
                 torch.autograd.backward(output, grad)
+            if self.weights is not None:
+                self.weights.finish()
 
     def weight(self, chunk: int) -> None:
         """Compute the weight gradients that a chunk's backward has kept."""

@@ -24,6 +24,10 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
     measured = [peak for peak in line["peak_activation_bytes"] if peak is not None]
     if measured:
         found["epp/measured peak activations (GiB)"] = max(measured) / _GIB
+    if line["offload_share"] > 0:
+        found["epp/offload share"] = line["offload_share"]
+        found["epp/planned peak host memory (GiB)"] = max(line["planned_host_peak_bytes"]) / _GIB
+        found["epp/measured peak host memory (GiB)"] = max(line["host_peak_bytes"]) / _GIB
     if line["replicas"] > 1:
         found["epp/planned imbalance of replicas"] = line["imbalance"]
     if "oom_retries" in line:

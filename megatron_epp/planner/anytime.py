@@ -11,10 +11,9 @@ from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions, build_plan
-from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.improve import improve
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.search import finished, greedy
+from megatron_epp.planner.search import finished, greedy, predicted_us
 from megatron_epp.planner.solved import Solved, canonical, relabelled
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.planner.warm import Warm
@@ -37,7 +36,7 @@ def improved(
     made: Decisions, problem: Problem, costs: Costs, options: Options, deadline_s: float, clock: Clock = time.perf_counter
 ) -> Decisions:
     """Run the local search again and again, each time from the best so far and with another seed, until the deadline."""
-    tables = tabulate(made.chunks, problem, costs)
+    tables = tabulate(made.chunks, problem, costs, made.levels)
     steps, seed, now_s = FIRST_STEPS, options.seed, clock()
     while steps and now_s < deadline_s:
         made = improve(made, tables, problem, replace(options, steps=steps, seed=seed))
@@ -49,14 +48,13 @@ def improved(
     return made
 
 
-def completed(made: Decisions, start: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Decisions with their weight gradients split off where that is asked for; never slower than `start` with the same."""
+def completed(made: Decisions, problem: Problem, costs: Costs, options: Options, warm: Warm | None) -> Decisions:
+    """Decisions with their weight gradients split off where that is asked for; never slower than without a budget."""
+    if not options.split_weight:
+        return made
     counted = replace(options, steps=0, budget_ms=0)
-    made, start = finished(made, problem, costs, counted), finished(start, problem, costs, counted)
-    if made.copies:
-        return made  # which the local search leaves alone
-    tables = tabulate(made.chunks, problem, costs)
-    return min(made, start, key=lambda one: makespan_us(one.order, tables, one.layers))
+    choices = finished(made, problem, costs, counted), greedy(problem, costs, counted, warm)
+    return min(choices, key=lambda one: predicted_us(one, problem, costs))
 
 
 class Anytime:
@@ -77,5 +75,5 @@ class Anytime:
         start = self.solved.recall(asked) or start_of(asked, self.costs, self.options, self.warm)
         made = improved(start, asked, self.costs, self.options, deadline_s, self.clock)
         self.solved.remember(asked, made)
-        made = completed(made, start, asked, self.costs, self.options)
+        made = completed(made, asked, self.costs, self.options, self.warm)
         return build_plan(problem, self.costs, self.options, relabelled(made, sequences))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import starmap
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, recompute_times, split_off
-from megatron_epp.planner.order import Order
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.order import CopyOrder, Order
+from megatron_epp.planner.problem import WHOLE, Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.schedule import Action, Chunk, Messages, Op, Plan, PlanError, Prediction, Recompute, Step
+from megatron_epp.schedule import Action, Chunk, Copy, Messages, Op, Plan, PlanError, Prediction, Step
 from megatron_epp.schedule.check import examine, report
 
 
@@ -21,7 +22,8 @@ class Decisions:
     Attributes:
         chunks: the chunk table.
         order: the actions of every rank.
-        layers: recomputed layers ``[stage][chunk]``.
+        layers: recompute ``[stage][chunk]``, in steps on the ladders of `levels`.
+        levels: of recompute that were to choose from.
         token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
@@ -30,8 +32,9 @@ class Decisions:
     chunks: tuple[Chunk, ...]
     order: Order
     layers: Layers
+    levels: tuple[str, ...] = WHOLE
     token_multiple: int | None = None
-    copies: Order = ()
+    copies: CopyOrder = ()
     offload: tuple[tuple[float, ...], ...] = ()
 
 
@@ -48,18 +51,20 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     """
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
-    tables = tabulate(made.chunks, problem, costs) if tables is None else tables
+    tables = tabulate(made.chunks, problem, costs, made.levels) if tables is None else tables
     writer = _Writer(tables, made)
     plan = Plan(
         lengths=problem.lengths,
         chunks=made.chunks,
         num_layers=costs.num_layers,
         placement=problem.placement,
-        recompute=tuple(tuple(map(Recompute, row)) for row in made.layers),
+        recompute=tuple(
+            tuple(tables.recompute(stage, c, taken) for c, taken in enumerate(row)) for stage, row in enumerate(made.layers)
+        ),
         recompute_us=recompute_times(tables, made.layers),
         offload_share=made.offload or ((0.0,) * len(made.chunks),) * problem.num_stages,
         ranks=tuple(tuple(map(writer.step, actions)) for actions in made.order),
-        copies=tuple(tuple(map(writer.copy, actions)) for actions in made.copies),
+        copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
         messages=Messages(*[tuple(map(tuple, tables.hops))] * 2),
         static_bytes=tables.static,
         cap_bytes=problem.cap_bytes,
@@ -102,8 +107,8 @@ class _Writer:
         alloc = max(tables.rise_bytes(stage, c, layers) + max(0, stays - kept), growth)
         return Step(action, self.backward_us[stage][c], alloc, alloc - growth)
 
-    def copy(self, action: Action) -> Step:
+    def copy(self, action: Action, after: Action | None) -> Copy:
         op, stage, c = action
         tables = self.tables
         moved = moved_bytes(tables, self.layers, stage, c, self.offload[stage][c])
-        return Step(action, tables.host_us(moved), *((0, moved) if op is Op.O else (moved, 0)))
+        return Copy(action, tables.host_us(moved), *((0, moved) if op is Op.O else (moved, 0)), after)

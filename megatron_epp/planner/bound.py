@@ -76,12 +76,14 @@ def _forced(tables: Tables, groups: list[range], starts: NDArray[np.int64], stag
     """
     kept = np.array(tables.activation[stage]) + np.array(tables.forward_alloc[stage])
     excess = np.add.reduceat(kept, starts) + tables.static[tables.rank_of[stage]] - cap
-    saved, layer_us, most = tables.saved[stage], tables.layer_us[stage], tables.num_layers[stage]
+    rungs = [(rung.saved[stage], rung.layer_us[stage]) for rung in tables.rungs]
+    most = tables.num_layers[stage]
     pieces: list[tuple[float, float]] = []
     for number in np.flatnonzero(excess > 0).tolist():
         need = int(excess[number])
-        for price, c in sorted((layer_us[c] / saved[c], c) for c in groups[number] if saved[c] > 0):
-            taken = min(need, most * saved[c])
+        offers = [(us[c] / saved[c], most * saved[c]) for c in groups[number] for saved, us in rungs if saved[c] > 0]
+        for price, offered in sorted(offers):
+            taken = min(need, offered)
             pieces.append((price, taken))
             need -= taken
             if need <= 0:

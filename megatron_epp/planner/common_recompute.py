@@ -41,7 +41,7 @@ def _trimmed(together: list[int], order: Order, tables: Sequence[Tables], caps: 
     for rank, cap in enumerate(caps):
         begin, stop = codes.starts[rank], codes.starts[rank + 1]
         items = sorted(
-            {int(action) // 3 for action in codes.actions[begin:stop]}, key=lambda item: (-columns.layer_us[item], item)
+            {int(action) // 3 for action in codes.actions[begin:stop]}, key=lambda item: (-columns.dear_us[item], item)
         )
         for item in items:
             while layers[item] > 0:

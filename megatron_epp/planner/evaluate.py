@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from megatron_epp.planner.inner import timing
-from megatron_epp.planner.inner.columns import Codes, decode, encode
+from megatron_epp.planner.inner.columns import Codes, code_of, decode, encode
 from megatron_epp.planner.inner.compiled import Floats, Integers, floats, integers
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 from megatron_epp.schedule import Action, Op, PlanError
 
 Layers = Sizes
-"""Recomputed layers, ``[stage][chunk]``."""
+"""Recompute ``[stage][chunk]``: steps taken on the tables' ladders, which are layers where whole layers are the only level."""
 
-Copies = Sequence[Sequence[tuple[Action, float]]]
-"""Offloads and loads of every rank in order, each with its time."""
+Copies = Sequence[Sequence[tuple[Action, float, Action | None]]]
+"""Offloads and loads of every rank in order, each with its time and the compute action that it is issued after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,8 @@ def backward_times(tables: Tables, layers: Layers, order: Order = ()) -> Times:
     """
     if not tables.backward_us:
         return []
-    times = [
-        [base + count * layer for base, count, layer in zip(*rows, strict=True)]
-        for rows in zip(tables.backward_us, layers, tables.layer_us, strict=True)
-    ]
+    again_us = recompute_times(tables, layers)
+    times = [[base + more for base, more in zip(*rows, strict=True)] for rows in zip(tables.backward_us, again_us, strict=True)]
     for stage, c in split_off(order):
         times[stage][c] -= tables.weight_us[stage][c]
     return times
@@ -53,10 +51,7 @@ def backward_times(tables: Tables, layers: Layers, order: Order = ()) -> Times:
 
 def recompute_times(tables: Tables, layers: Layers) -> tuple[tuple[float, ...], ...]:
     """What recompute takes of each backward, ``[stage][chunk]``."""
-    if not tables.backward_us:
-        return ((0.0,) * len(tables.message_us),) * len(tables.rank_of)
-    rows = zip(layers, tables.layer_us, strict=True)
-    return tuple(tuple(count * layer_us for count, layer_us in zip(*row, strict=True)) for row in rows)
+    return tuple(tuple(tables.recompute_us(stage, c, taken) for c, taken in enumerate(row)) for stage, row in enumerate(layers))
 
 
 def split_off(order: Order) -> set[tuple[int, int]]:
@@ -67,7 +62,7 @@ def split_off(order: Order) -> set[tuple[int, int]]:
 
 def moved_bytes(tables: Tables, layers: Layers, stage: int, c: int, share: float) -> int:
     """What an offload of a share of a chunk's kept bytes moves."""
-    return int((tables.activation[stage][c] - layers[stage][c] * tables.saved[stage][c]) * share)
+    return int(tables.kept_bytes(stage, c, layers[stage][c]) * share)
 
 
 def makespan_us(order: Order | Codes, tables: Tables, layers: Layers) -> float:
@@ -99,18 +94,24 @@ def room_for(codes: Codes, num_items: int) -> timing.Room:
     return timing.Room(times[0], times[1], integers([0] * ranks), *times[2:])
 
 
-def copy_columns(copies: Copies, num_chunks: int, num_items: int) -> timing.Copies:
-    """Copies as columns; `place` is empty where there are none."""
+def copy_columns(copies: Copies, num_chunks: int, num_items: int, codes: Codes | None = None) -> timing.Copies:
+    """Copies as columns; `place` is empty where there are none.
+
+    Args:
+        codes: the order; needed where copies wait for its actions.
+    """
     row = list(chain.from_iterable(copies))
-    items = [action.stage * num_chunks + action.chunk for action, _ in row]
+    items = [action.stage * num_chunks + action.chunk for action, _, _ in row]
     place = [-1] * (num_items if row else 0)
-    for at, (action, _) in enumerate(row):
+    for at, (action, _, _) in enumerate(row):
         if action.op is Op.L:
             place[items[at]] = at
+    position = {int(code): at for at, code in enumerate(codes.actions)} if codes is not None and row else {}
     return timing.Copies(
         items=integers(items),
-        is_load=integers(int(action.op is Op.L) for action, _ in row),
-        time_us=floats(time_us for _, time_us in row),
+        is_load=integers(int(action.op is Op.L) for action, _, _ in row),
+        time_us=floats(time_us for _, time_us, _ in row),
+        after=integers(-1 if after is None else position[code_of(after, num_chunks)] for _, _, after in row),
         starts=integers(accumulate(map(len, copies), initial=0)),
         place=integers(place),
         start_us=floats([0.0] * len(row)),
@@ -131,7 +132,7 @@ def _play(
     if tables.backward_us:
         timing.mark_split(codes.actions, split)
         timing.backward_times(columns, integers(chain.from_iterable(layers)), split, backward_us)
-    room, moved = room_for(codes, items), copy_columns(copies, chunks, items)
+    room, moved = room_for(codes, items), copy_columns(copies, chunks, items, codes)
     took_us = timing.play(codes.actions, codes.starts, columns, backward_us, moved, room)
     if took_us == timing.STUCK:
         ranks = range(codes.num_ranks)
@@ -139,7 +140,7 @@ def _play(
         heads = [str(decode(codes, chunks)[r][room.at[r] - codes.starts[r]]) for r in waiting]
         raise PlanError(f"the order deadlocks; the ranks that are not done wait at {', '.join(heads)}")
     if took_us == timing.EARLY:
-        raise PlanError("the order deadlocks: an offload stands before a load that an earlier backward waits for")
+        raise PlanError("the order deadlocks: a copy stands before a load that an earlier backward waits for")
     return float(took_us), codes, room, moved
 
 

@@ -79,7 +79,7 @@ def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes) -> F
     columns, chunks = tables.columns, tables.columns.num_chunks
     groups = slice_groups(made.chunks)
     rows = [[stage * chunks + c for stage in stages for c in range(chunks)] for stages in tables.stages_of]
-    dear = [sorted(row, key=lambda item: (-columns.layer_us[item], item)) if len(row) <= SMALL else [] for row in rows]
+    dear = [sorted(row, key=lambda item: (-columns.dear_us[item], item)) if len(row) <= SMALL else [] for row in rows]
     return Facts(
         starts=codes.starts,
         columns=columns,

@@ -29,7 +29,7 @@ from megatron_epp.planner.weight import split_weights
 from megatron_epp.schedule import InfeasibleError, Plan, PlanError
 from megatron_epp.schedule.check_matched import check_matched
 
-_TIMES = ("forward_us", "backward_us", "layer_us", "weight_us", "hops")
+_TIMES = ("forward_us", "backward_us", "weight_us", "hops")
 
 
 def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
@@ -156,4 +156,15 @@ def in_step(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     """Every replica's tables with the times of the slowest at each stage and chunk."""
     common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in _TIMES}
     message_us = np.max([own.message_us for own in tables], axis=0).tolist()
-    return tuple(replace(own, **common, message_us=message_us) for own in tables)
+    again_us = [
+        np.max([rung.layer_us for rung in rungs], axis=0).tolist() for rungs in zip(*(own.rungs for own in tables), strict=True)
+    ]
+    return tuple(
+        replace(
+            own,
+            **common,
+            message_us=message_us,
+            rungs=tuple(replace(rung, layer_us=time_us) for rung, time_us in zip(own.rungs, again_us, strict=True)),
+        )
+        for own in tables
+    )

@@ -6,20 +6,21 @@ import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.planner.evaluate import Layers, Played, moved_bytes, play
-from megatron_epp.planner.inner.columns import encode
-from megatron_epp.planner.memory import fit_recompute, levels, peaks_bytes
-from megatron_epp.planner.order import Order
+from megatron_epp.planner.inner.columns import Codes, encode
+from megatron_epp.planner.memory import fit_recompute, least_peaks, levels, peaks_bytes
+from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Action, Op
 
-SHARES = (1.0, 0.7, 0.4)
-"""Of what is above the cap, what the link is to take."""
+SHARES = (1.0, 0.7, 0.4, 0.1)
+"""Of what is above the cap, what the link is to take. The rest is recomputed."""
 ROUNDS = 3
 """Times the copies are chosen again with a lower aim."""
 
@@ -31,7 +32,7 @@ class Offload:
     """What fits the caps.
 
     Attributes:
-        layers: recomputed layers ``[stage][chunk]``.
+        layers: recompute ``[stage][chunk]``.
         shares: of the kept bytes that are copied away, ``[stage][chunk]``.
         copies: the offloads and loads of every rank, in order.
         makespan_us: of it all.
@@ -39,32 +40,30 @@ class Offload:
 
     layers: Layers
     shares: tuple[tuple[float, ...], ...]
-    copies: Order
+    copies: CopyOrder
     makespan_us: float
 
 
-def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...], pacers: frozenset[int] = frozenset()) -> Offload | None:
+def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...]) -> Offload | None:
     """Copy away what the link has time for, recompute what is then still above the cap.
 
     How much of the excess over the cap is left to the link is tried from all of it downwards: recompute is fitted to a cap
-    that is higher by that share, copies are chosen in the times that follow, and played. What is then above the cap (loads that
-    come too early) lowers the aim for the next round. The fastest that fits is returned.
-
-    Args:
-        pacers: chunks that are copied in any case, because loads are timed by them (`with_pacers`).
+    that is higher by that share, copies are chosen in the times that follow, and played. What is then above the cap (copies
+    that end later than they were meant to) lowers the aim for the next round. The fastest that fits is returned.
 
     Returns:
         None where no copies fit.
     """
     best: Offload | None = None
     codes = encode(order, len(tables.message_us))
+    least = least_peaks(codes, tables)
     peaks = peaks_bytes(codes, tables, [[0] * len(tables.message_us)] * len(tables.rank_of))
     for share in SHARES:
-        eased = tuple(cap + max(0, int(share * (peak - cap))) for cap, peak in zip(caps, peaks, strict=True))
-        layers = fit_recompute(codes, tables, eased, Options()).layers
-        if layers is None:
-            break
-        found = _fit_copies(order, tables, caps, layers, pacers)
+        eased = tuple(
+            max(low, cap + max(0, int(share * (high - cap)))) for cap, low, high in zip(caps, least, peaks, strict=True)
+        )
+        layers = _recompute(codes, tables, eased)
+        found = _fit_copies(order, tables, caps, layers, None if best is None else best.makespan_us)
         if found is not None and (best is None or found.makespan_us < best.makespan_us):
             best = found
         elif best is not None:
@@ -72,31 +71,55 @@ def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...], pacers: fro
     return best
 
 
-def _fit_copies(order: Order, tables: Tables, caps: tuple[int, ...], layers: Layers, pacers: frozenset[int]) -> Offload | None:
+def _recompute(codes: Codes, tables: Tables, caps: tuple[int, ...]) -> Layers:
+    layers = fit_recompute(codes, tables, caps, Options()).layers
+    assert layers is not None  # no cap is below the least peak
+    return layers
+
+
+def _fit_copies(order: Order, tables: Tables, caps: tuple[int, ...], layers: Layers, limit_us: float | None) -> Offload | None:
     """Copies for a given recompute. Each round aims below the cap by as much as the last came out above it."""
     played = play(order, tables, layers)
+    if limit_us is not None and played.makespan_us >= limit_us:
+        return None
     aims = list(caps)
     for _ in range(ROUNDS):
         shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
-        copies: list[tuple[Action, ...]] = []
+        copies: list[tuple[tuple[Action, Action | None], ...]] = []
         for rank, actions in enumerate(order):
-            chosen = _Chooser(actions, tables, rank, aims[rank], layers, played).choose(pacers)
-            for _, action, share in chosen:
-                shares[action.stage][action.chunk] = share
-            copies.append(tuple(action for _, action, _ in sorted(chosen)))
+            chooser = _Chooser(actions, tables, rank, aims[rank], layers, played)
+            chosen = chooser.choose()
+            if chooser.excess.max() > 0:
+                return None
+            for copy in chosen:
+                shares[copy.action.stage][copy.action.chunk] = copy.share
+            copies.append(tuple((copy.action, copy.after) for copy in chosen))
         if not any(copies):
             return None
-        sizes = [[moved_bytes(tables, layers, a.stage, a.chunk, shares[a.stage][a.chunk]) for a in row] for row in copies]
-        timed = [[(a, tables.host_us(size)) for a, size in zip(*both, strict=True)] for both in zip(copies, sizes, strict=True)]
-        after = play(order, tables, layers, timed)
-        above = [
-            _peak(order[rank], tables, rank, layers, list(zip(copies[rank], sizes[rank], strict=True)), after) - caps[rank]
-            for rank in range(len(order))
-        ]
+        after = play(order, tables, layers, timed(copies, shares, tables, layers))
+        above = []
+        for rank, row in enumerate(copies):
+            sizes = [(a, moved_bytes(tables, layers, a.stage, a.chunk, shares[a.stage][a.chunk])) for a, _ in row]
+            above.append(_peak(order[rank], tables, rank, layers, sizes, after) - caps[rank])
         if max(above) <= 0:
             return Offload(layers, tuple(map(tuple, shares)), tuple(copies), after.makespan_us)
         aims = [aim - max(0, over) for aim, over in zip(aims, above, strict=True)]
     return None
+
+
+def timed(
+    copies: CopyOrder | list[tuple[tuple[Action, Action | None], ...]],
+    shares: tuple[tuple[float, ...], ...] | list[list[float]],
+    tables: Tables,
+    layers: Layers,
+) -> list[list[tuple[Action, float, Action | None]]]:
+    """Copies with the time that each takes, as `play` wants them."""
+
+    def took_us(action: Action) -> float:
+        _, stage, c = action
+        return tables.host_us(moved_bytes(tables, layers, stage, c, shares[stage][c]))
+
+    return [[(action, took_us(action), after) for action, after in row] for row in copies]
 
 
 def _peak(
@@ -114,6 +137,15 @@ def _peak(
     return int(tables.static[rank] + np.cumsum(delta[np.argsort(when, kind="stable")]).max())
 
 
+class _Chosen(NamedTuple):
+    """A copy, when it is to start, and the compute action it waits for."""
+
+    start_us: float
+    action: Action
+    after: Action | None
+    share: float
+
+
 class _Chooser:
     """Chooses the copies of one rank against the times of an order."""
 
@@ -128,39 +160,33 @@ class _Chooser:
         self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
         self.link = _Link()
 
-    def choose(self, pacers: frozenset[int]) -> list[tuple[float, Action, float]]:
-        """Copies ``(time, action, share)``.
+    def choose(self) -> list[_Chosen]:
+        """Copies in the order of their times.
 
         Walk along the rank's list; wherever it is above the cap, of what is alive copy away what is needed again last.
         """
-        chosen: list[tuple[float, Action, float]] = []
+        chosen: list[_Chosen] = []
         alive: list[tuple[int, int, Action]] = []
         if int(self.excess.max()) <= 0:
             return chosen
         for position, action in enumerate(self.actions):
-            if action.op is Op.F and action.chunk in pacers:
-                chosen += self._copy(action, position, position + 1, whole=True)
-        for position, action in enumerate(self.actions):
             while alive and self.excess[position] > 0:
                 _, entered, forward = heapq.heappop(alive)
                 chosen += self._copy(forward, entered, position)
-            if action.op is Op.F and action.chunk not in pacers:
+            if action.op is Op.F:
                 heapq.heappush(alive, (-self.leaves[action.stage, action.chunk], position, action))
-        return chosen
+        return sorted(chosen, key=lambda copy: copy[:2])
 
-    def _copy(self, forward: Action, entered: int, position: int, whole: bool = False) -> list[tuple[float, Action, float]]:
+    def _copy(self, forward: Action, entered: int, position: int) -> list[_Chosen]:
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
         kept = moved_bytes(tables, self.layers, stage, c, 1.0)
         if leaves <= position or not kept:
             return []
-        size = int(kept * tables.offloadable_share)
-        if not whole:
-            size = min(size, int(self.excess[position:leaves].max()))
+        size = min(int(kept * tables.offloadable_share), int(self.excess[position:leaves].max()))
         share = min(1.0, -(-size * 1024 // kept) / 1024)
         took_us = tables.host_us(moved_bytes(tables, self.layers, stage, c, share))
-        before = float("inf") if whole else float(self.start[position])
-        out = self.link.earliest(float(self.end[entered]), before, took_us)
+        out = self.link.earliest(float(self.end[entered]), float(self.start[position]), took_us)
         if out is None:
             return []
         back = self.link.latest(max(out + took_us, float(self.end[position])), float(self.start[leaves]), took_us)
@@ -171,7 +197,10 @@ class _Chooser:
         first = int(np.searchsorted(self.start, out + took_us))
         last = int(np.searchsorted(self.end, back, side="right"))
         self.excess[first:last] -= moved_bytes(tables, self.layers, stage, c, share)
-        return [(out, forward._replace(op=Op.O), share), (back, forward._replace(op=Op.L), share)]
+        return [
+            _Chosen(out, forward._replace(op=Op.O), None, share),
+            _Chosen(back, forward._replace(op=Op.L), self.actions[last - 1], share),
+        ]
 
 
 class _Link:

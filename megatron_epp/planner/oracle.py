@@ -12,7 +12,6 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.milp import Solution
-from megatron_epp.planner.oracle_copies import Copies, copied
 from megatron_epp.planner.oracle_model import OracleModel
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
@@ -61,12 +60,9 @@ def oracle(
 
     Exact over all orders that `check` accepts and all numbers of recomputed layers per stage and chunk, with the bytes that a
     plan's steps carry. With `options.split_weight` also over which weight gradients are actions of their own and when they run.
-    With `options.offload` also over what goes to the host and back, in which order and how much of it, to within
-    `oracle_copies.MARGIN` of the horizon: copies and actions start as soon as they can, as in `simulate`, and a copy that
-    would have to end or start that close to an action does not count as done.
+    It knows whole layers only, and no copies to the host.
 
-    What it takes grows steeply: 3 stages with 6 chunks are seconds, 4 with 8 minutes; with weight gradients or copies, 2 with 3
-    and 2 with 2.
+    What it takes grows steeply: 3 stages with 6 chunks are seconds, 4 with 8 minutes; with weight gradients, 2 with 3.
 
     Args:
         chunks: the chunk table.
@@ -78,6 +74,7 @@ def oracle(
         PlanError: a placement, a fixed recompute or an evaluation, which it does not know; or scipy is not installed.
     """
     _known(problem, options)
+    options = replace(options, offload=False)
     tables = tabulate(chunks, problem, costs)
     judge = partial(_makespan_us, problem, costs, options)
     made = None if start is None else replace(start, chunks=tuple(chunks))
@@ -87,7 +84,7 @@ def oracle(
         time_limit_s = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - began_s))
     made_us = judge(made)
     made = None if math.isinf(made_us) else made
-    horizon_us = made_us if made else _serial_us(tables, options)
+    horizon_us = made_us if made else _serial_us(tables)
     bound_us = min(horizon_us, lower_bound_us(tables, tuple(chunks), problem, options))
     if bound_us >= horizon_us * (1 - TOLERANCE):
         return Proven(made, made_us, bound_us, made is not None)
@@ -108,8 +105,6 @@ def oracle(
 
 def _easier(options: Options) -> Options | None:
     """The same with one freedom less; None where nothing is left but order and recompute."""
-    if options.offload:
-        return replace(options, offload=False)
     return replace(options, split_weight=False) if options.split_weight else None
 
 
@@ -147,27 +142,24 @@ class _Case:
         end_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         solutions: list[Solution] = []
         for spare in (0.0, SPARE):
-            written, copies = self._write(spare)
+            written = self._write(spare)
             left_s = None if time_limit_s is None else max(0.0, end_s - time.monotonic())
             solutions.append(written.model.solve(time_limit_s=left_s))
             values = solutions[-1].values
             if values is None:
                 break
             made = Decisions(self.chunks, written.orders.order(values), written.recompute(values))
-            for found in (made,) if copies is None else copies.added(made, values):
-                if not math.isinf(judge(found)):
-                    return solutions[0], found
+            if not math.isinf(judge(made)):
+                return solutions[0], made
         return solutions[0], None
 
-    def _write(self, spare: float) -> tuple[OracleModel, Copies | None]:
+    def _write(self, spare: float) -> OracleModel:
         split = self.options.split_weight
         written = OracleModel(
             self.chunks, self.tables, self.caps, self.horizon_us, self.bound_us, split_weight=split, spare=spare
         )
-        if copied(self.tables, self.options):
-            return written, Copies(written, self.tables, self.caps, self.horizon_us)
         written.memory.hold()
-        return written, None
+        return written
 
 
 def _makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:
@@ -180,12 +172,11 @@ def _makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisio
         return math.inf
 
 
-def _serial_us(tables: Tables, options: Options) -> float:
-    """One action after another, everything recomputed and everything copied: any schedule that makes sense is faster."""
+def _serial_us(tables: Tables) -> float:
+    """One action after another, everything recomputed: any schedule that makes sense is faster."""
     rows = zip(tables.forward_us, tables.backward_us, tables.layer_us, tables.num_layers, strict=True)
     work = sum(sum(ahead) + sum(back) + most * sum(layer) for ahead, back, layer, most in rows)
-    copies = sum(2 * tables.host_us(size) for row in tables.activation for size in row) if copied(tables, options) else 0.0
-    return work + 2 * sum(map(sum, tables.hops)) + copies
+    return work + 2 * sum(map(sum, tables.hops))
 
 
 def _known(problem: Problem, options: Options) -> None:

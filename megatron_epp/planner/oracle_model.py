@@ -1,7 +1,7 @@
-"""The integer program of the oracle: order, recompute, weight gradients of their own and copies of a small chunk table.
+"""The integer program of the oracle: order, recompute and weight gradients of their own, of a small chunk table.
 
 Times are in units of the horizon and bytes in units of the cap, so that the solver's tolerances mean the same in every case.
-The parts: who comes first (`Orders`), when everything starts (here), what is live then (`Memory`), what is away (`Copies`).
+The parts: who comes first (`Orders`), when everything starts (here), what is live then (`Memory`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OracleModel:
         layers: recomputed layers ``[stage][chunk]``.
         start, took: of every action, by stage and item.
         makespan: the objective.
-        memory: live bytes; `Memory.hold` or `Copies` writes their rows.
+        memory: live bytes; `Memory.hold` writes their rows.
     """
 
     def __init__(

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat, takewhile
+from itertools import accumulate, repeat
 
 from megatron_epp.schedule import Action, Chunk, Op
 
 Order = tuple[tuple[Action, ...], ...]
 """The compute actions of every rank, in order."""
+
+CopyOrder = tuple[tuple[tuple[Action, Action | None], ...], ...]
+"""Offloads and loads of every rank in order, each with the compute action it waits for besides its own forward or offload."""
 
 Schedule = Callable[[Sequence[Chunk], int, bool], Order]
 
@@ -77,13 +80,10 @@ class Stairs:
     Attributes:
         late: no forwards ahead of need.
         slope: backwards of lead from a rank to the one above it; at least 1.
-        pace: with late stairs, spread the forwards of up to so many batched chunks that follow a long sequence over its
-            backwards. They are what loads from the host can be timed by (see `offload`).
     """
 
     late: bool
     slope: float
-    pace: int = 0
 
     def __call__(self, chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> Order:
         groups = slice_groups(chunks)
@@ -109,17 +109,7 @@ class Stairs:
 
     def _ahead(self, groups: Sequence[range]) -> list[int]:
         """Forwards that the last rank has run before each of its backwards."""
-        if self.pace:
-            return self._paced(groups)
         if self.late:
             return [group.stop for group in groups for _ in group]
         windows = [len(group) for group in groups for _ in group]
         return list(accumulate((done + window for done, window in enumerate(windows)), max))
-
-    def _paced(self, groups: Sequence[range]) -> list[int]:
-        ahead: list[int] = []
-        for number, group in enumerate(groups):
-            following = groups[number + 1 : number + 1 + self.pace] if len(group) >= LONG else ()
-            singles = sum(1 for _ in takewhile(lambda one: len(one) == 1, following))
-            ahead += [group.stop + done * (singles + 1) // len(group) for done in range(len(group))]
-        return list(accumulate(ahead, max))

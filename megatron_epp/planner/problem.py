@@ -10,6 +10,8 @@ from megatron_epp.schedule import InfeasibleError, PlanError
 
 UNLIMITED_BYTES = 1 << 62
 """A memory cap that binds nobody."""
+WHOLE = ("whole",)
+"""The level of recompute that all costs know and all planners use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Options:
         slices: slices of the longest sequence; None lets the planner search.
         context: tokens of a row of the planners that pad or pack to a fixed length; None for the longest sequence.
         recompute: "auto" recomputes as much as the memory caps ask for; a number recomputes that many layers of every stage.
+        recompute_levels: "all" chooses among the levels of `Recompute` that the costs know, where `recompute` is "auto";
+            "whole" leaves it at whole layers.
         planner: a name in `PLANNERS`.
         split_weight: run weight gradients as actions of their own (W) where the costs tell them apart.
         offload: copy activations to the host and back where the costs have a link.
@@ -66,12 +70,17 @@ class Options:
     slices: int | None = None
     context: int | None = None
     recompute: Literal["auto"] | int = "auto"
+    recompute_levels: Literal["all", "whole"] = "all"
     planner: str = "greedy"
     split_weight: bool = False
     offload: bool = False
     steps: int = 0
     budget_ms: int | None = None
     seed: int = 0
+
+    def levels(self, costs: Costs) -> tuple[str, ...]:
+        """Names of `Recompute` that a plan may use."""
+        return costs.recompute_levels if self.recompute == "auto" and self.recompute_levels == "all" else WHOLE
 
 
 def validate(problem: Problem, costs: Costs, options: Options) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.oracle import oracle
-from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.search import greedy
+from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
+from megatron_epp.planner.search import for_table, greedy, predicted_us
 from megatron_epp.planner.solved import Solved, canonical, relabelled
 from megatron_epp.planner.worker import Worker
 from megatron_epp.schedule import Plan
@@ -45,7 +46,11 @@ def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float
     start = greedy(problem, costs, options)
     if problem.forward_only or not problem.is_straight or len(start.chunks) > MOST_CHUNKS:
         return start
-    return oracle(start.chunks, problem, costs, options, start=start, time_limit_s=time_limit_s).decisions or start
+    plain = start  # the oracle knows whole layers only, and no copies
+    if start.levels != WHOLE or start.copies:
+        plain = for_table(start.chunks, problem, costs, replace(options, recompute_levels="whole", offload=False))
+    found = oracle(start.chunks, problem, costs, options, start=plain, time_limit_s=time_limit_s).decisions or plain
+    return min(start, found, key=lambda one: predicted_us(one, problem, costs))
 
 
 class Refiner:

@@ -10,13 +10,14 @@ from itertools import permutations
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.chunking import Chunker, whole_sequences
-from megatron_epp.planner.evaluate import makespan_us, moved_bytes, play
+from megatron_epp.planner.evaluate import makespan_us, play
 from megatron_epp.planner.improve import improve
 from megatron_epp.planner.listing import Listing
+from megatron_epp.planner.offload import timed
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.planner.trials import Trials
+from megatron_epp.planner.trials import WORTH, Trials
 from megatron_epp.planner.unsliced import plainly, tables_with_whole
 from megatron_epp.planner.warm import Warm
 from megatron_epp.planner.weight import split_weights
@@ -47,8 +48,6 @@ FEW = 64
 """Sequences up to which whole ones are tried in all stairs."""
 HANDFUL = 5
 """Sequences up to which whole ones are tried in every order, so that the order they come in never matters."""
-PACES = (8, 16)
-"""Pieces that loads are timed by."""
 PATIENCE = 2
 """Grains in a row that may be no better before the search turns back."""
 
@@ -66,42 +65,38 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
     chunker = Chunker.of(problem, costs, options.chunk_tokens)
     trials = Trials(problem, costs, options)
     if options.slices is not None:
-        tables = [chunker.table(chunker.grain(slices=options.slices))]
-        search_stairs(trials, tables[0])
+        search_stairs(trials, chunker.table(chunker.grain(slices=options.slices)))
     else:
-        tables = search_grain(trials, chunker, warm)
+        search_grain(trials, chunker, warm)
         if trials.best is None:
             search_unsliced(trials)
-    if (
-        options.offload
-        and problem.is_straight
-        and math.isfinite(costs.host_us(1))
-        and not problem.forward_only
-        and options.recompute == "auto"
-    ):
-        for table in tables:
-            for pace in PACES:
-                trials.better_with_copies(table, pace)
-    made = None if trials.best is None else finished(trials.best, problem, costs, options)
+    found = [] if trials.best is None else [trials.best]
+    if options.offload and options.recompute == "auto" and not problem.forward_only and math.isfinite(costs.host_us(1)):
+        search_copies(trials, chunker)
+        found += [] if trials.best is None or trials.best in found else [trials.best]
+    made = fastest([finished(one, problem, costs, options) for one in found], problem, costs)
     if options.slices is None and max(problem.lengths) <= chunker.token_cap and problem.is_straight:
         plain = Trials(problem, costs, options)
         plain.best_us = trials.best_us
         for whole in plainly(problem.lengths):
             plain.better(whole, (elastic_1f1b,), close=0.0)
         if plain.best is not None:
-            other = finished(plain.best, problem, costs, options)
-            return other if made is None else min(made, other, key=lambda one: _makespan_us(one, problem, costs))
+            made = fastest([*([made] if made else []), finished(plain.best, problem, costs, options)], problem, costs)
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
     return trials.result() if made is None else made
 
 
-def _makespan_us(made: Decisions, problem: Problem, costs: Costs) -> float:
-    tables = tabulate(made.chunks, problem, costs)
-    copies = [
-        [(a, tables.host_us(moved_bytes(tables, made.layers, a.stage, a.chunk, made.offload[a.stage][a.chunk]))) for a in row]
-        for row in made.copies
-    ]
-    return play(made.order, tables, made.layers, copies).makespan_us
+def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Decisions | None:
+    """The choice of least makespan, the first among equals; None without any."""
+    if len(choices) < 2:
+        return choices[0] if choices else None
+    return min(choices, key=lambda one: predicted_us(one, problem, costs))
+
+
+def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
+    """Makespan of what was decided."""
+    tables = tabulate(made.chunks, problem, costs, made.levels)
+    return play(made.order, tables, made.layers, timed(made.copies, made.offload, tables, made.layers)).makespan_us
 
 
 def search_stairs(trials: Trials, table: tuple[Chunk, ...]) -> None:
@@ -110,6 +105,28 @@ def search_stairs(trials: Trials, table: tuple[Chunk, ...]) -> None:
     trials.better(table, (*FIRST, *SECOND, HALF) if straight else LISTED)
     if trials.best is None:
         trials.better(table, LEAST if straight else (Listing(0),))
+
+
+def search_copies(trials: Trials, chunker: Chunker) -> None:
+    """Try offload with the tables and orders that would be best if memory did not matter, and with the best so far.
+
+    If memory did not matter there would be no faster plan, so where the best so far is close to that nothing is tried.
+    """
+    free = Trials(
+        replace(trials.problem, cap_bytes=(UNLIMITED_BYTES,) * trials.problem.num_ranks), trials.costs, trials.options
+    )
+    if trials.options.slices is None:
+        tables = search_grain(free, chunker)
+    else:
+        tables = [chunker.table(chunker.grain(slices=trials.options.slices))]
+        search_stairs(free, tables[0])
+    if free.best_us >= WORTH * trials.best_us:
+        return
+    known = [*tables, *([] if trials.best is None else [trials.best.chunks])]
+    schedules = [free.schedule, *(FIRST if trials.problem.is_straight else LISTED[:1])]
+    choices = [(table, schedule) for table in dict.fromkeys(known) for schedule in dict.fromkeys(filter(None, schedules))]
+    for table, schedule in choices:
+        trials.better_with_copies(table, schedule)
 
 
 def search_unsliced(trials: Trials) -> None:
@@ -165,7 +182,7 @@ def search_grain(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> 
 
 def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Local search; then weight gradients split off where that is asked for, the costs tell them apart and it is faster."""
-    tables = tabulate(made.chunks, problem, costs)
+    tables = tabulate(made.chunks, problem, costs, made.levels)
     made = improve(made, tables, problem, options)
     if not options.split_weight or not costs.splits_weight or problem.forward_only or made.copies:
         return made

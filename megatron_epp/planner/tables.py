@@ -11,12 +11,26 @@ import numpy as np
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.stage import TimeColumn
 from megatron_epp.cost.work import IntColumn
+from megatron_epp.planner.inner import climb
 from megatron_epp.planner.inner.columns import Columns, columns_of
-from megatron_epp.planner.problem import Problem
-from megatron_epp.schedule import Chunk
+from megatron_epp.planner.inner.compiled import plain
+from megatron_epp.planner.ladder import ABSENT, Rung, ladder, recompute_of, taken_by
+from megatron_epp.planner.problem import WHOLE, Problem
+from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute
 
 Times = list[list[float]]
 Sizes = list[list[int]]
+
+_climbed, _reached = plain(climb.climbed), plain(climb.reached)
+
+
+@dataclass(frozen=True, slots=True)
+class RungRows:
+    """One rung of the ladder of recompute of every stage and chunk, ``[stage][chunk]``; see `ladder.Rung`."""
+
+    level: Sizes
+    saved: Sizes
+    layer_us: Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +40,11 @@ class Tables:
     Attributes:
         num_layers: of each stage.
         forward_us, backward_us: of a pass without recompute.
-        layer_us: added to the backward by each recomputed layer.
         weight_us: of the weight gradient, a part of the backward.
         message_us: of each chunk's message, ``[chunk]``.
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
         activation: kept from forward to backward with nothing recomputed.
-        saved: less for each recomputed layer.
+        rungs: of the ladders of recompute, first to last. What planners call layers, where they have rungs, are steps taken.
         forward_alloc, forward_free: of the forward, `activation` apart: caches of keys and values, and in a forward-only plan
             what is gone at its end.
         backward_first, backward_last: held at the first and the last layer of a backward, see `Costs.backward_bytes`.
@@ -48,12 +61,11 @@ class Tables:
     num_layers: tuple[int, ...]
     forward_us: Times
     backward_us: Times
-    layer_us: Times
     weight_us: Times
     message_us: list[float]
     hops: Times
     activation: Sizes
-    saved: Sizes
+    rungs: tuple[RungRows, ...]
     forward_alloc: Sizes
     forward_free: Sizes
     backward_first: Sizes
@@ -78,18 +90,42 @@ class Tables:
     def host_us(self, num_bytes: int) -> float:
         return self.host_latency_us + self.host_us_per_byte * num_bytes
 
-    def kept_bytes(self, stage: int, chunk: int, layers: int) -> int:
-        """Activations from forward to backward when so many layers recompute."""
-        return self.activation[stage][chunk] - layers * self.saved[stage][chunk]
+    @property
+    def saved(self) -> Sizes:
+        """Of the first rung: where whole layers are the only level, less kept for each layer that recomputes."""
+        return self.rungs[0].saved
 
-    def rise_bytes(self, stage: int, chunk: int, layers: int) -> int:
-        """The most a backward holds above what is live when it starts, when so many layers recompute.
+    @property
+    def layer_us(self) -> Times:
+        """Of the first rung: where whole layers are the only level, added to the backward by each that recomputes."""
+        return self.rungs[0].layer_us
 
-        Fewer than all recompute after a plain layer has made room for them.
+    def recompute(self, stage: int, chunk: int, taken: int) -> Recompute:
+        """What so many steps on the ladder come to."""
+        return recompute_of([rung.level[stage][chunk] for rung in self.rungs], self.num_layers[stage], taken)
+
+    def taken(self, stage: int, chunk: int, recompute: Recompute) -> int:
+        """The steps on the ladder that come to this."""
+        return taken_by(recompute, [rung.level[stage][chunk] for rung in self.rungs])
+
+    def recompute_us(self, stage: int, chunk: int, taken: int) -> float:
+        """What so many steps on the ladder add to the backward."""
+        return _climbed([rung.layer_us[stage][chunk] for rung in self.rungs], 0, self.num_layers[stage], taken)
+
+    def kept_bytes(self, stage: int, chunk: int, taken: int) -> int:
+        """Activations from forward to backward after so many steps on the ladder of recompute."""
+        saved = [rung.saved[stage][chunk] for rung in self.rungs]
+        return self.activation[stage][chunk] - _climbed(saved, 0, self.num_layers[stage], taken)
+
+    def rise_bytes(self, stage: int, chunk: int, taken: int) -> int:
+        """The most a backward holds above what is live when it starts, after so many steps on the ladder of recompute.
+
+        A layer that recomputes makes again what it gave up. The stage's last layer, which has climbed least, does so first; the
+        others find room in what those before them have freed.
         """
-        made = self.saved[stage][chunk] if 0 < layers == self.num_layers[stage] else 0
+        made = _reached([rung.saved[stage][chunk] for rung in self.rungs], 0, self.num_layers[stage], taken)
         first, last = self.backward_first[stage][chunk] + made, self.backward_last[stage][chunk]
-        return max(0, first, last - self.kept_bytes(stage, chunk, layers))
+        return max(0, first, last - self.kept_bytes(stage, chunk, taken))
 
     @property
     def input_us(self) -> Times:
@@ -98,7 +134,7 @@ class Tables:
         return [[whole - weight for whole, weight in zip(*row, strict=True)] for row in rows]
 
 
-def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs) -> Tables:
+def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs, levels: Sequence[str] = WHOLE) -> Tables:
     """Evaluate the costs of every stage and chunk. Stages with equal costs share their rows, which nobody changes.
 
     A sliced sequence's keys and values are allocated by the forward of its first slice, their gradient by the backward of its
@@ -122,7 +158,6 @@ def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs) -> Tables:
         num_layers=costs.num_layers,
         forward_us=times(lambda stage: costs.forward_us(stage, work)),
         backward_us=times(lambda stage: costs.backward_us(stage, work)) if trains else [],
-        layer_us=times(lambda stage: costs.recompute_us(stage, work, 1)) if trains else [],
         weight_us=times(lambda stage: costs.weight_us(stage, work)) if trains else [],
         message_us=message_us,
         hops=[message_us if here != there else [0.0] * len(chunks) for here, there in pairwise(placement)],
@@ -132,8 +167,24 @@ def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs) -> Tables:
         host_latency_us=costs.host_us(0),
         host_us_per_byte=_host_us_per_byte(costs),
         offloadable_share=costs.offloadable_share,
+        rungs=_rungs({stage: ladder(stage, work, costs, levels) if trains else [_no_rung(work)] for stage in distinct}, alike),
         **sizes,
     )
+
+
+def _rungs(found: dict[int, list[Rung]], alike: Sequence[int]) -> tuple[RungRows, ...]:
+    """Ladders side by side, the shorter ones filled up."""
+    longest = max(map(len, found.values()))
+    rows = {}
+    for stage, rungs in found.items():
+        none = Rung(np.full_like(rungs[0].level, ABSENT), np.zeros_like(rungs[0].saved), np.zeros_like(rungs[0].layer_us))
+        filled = [*rungs, *[none] * (longest - len(rungs))]
+        rows[stage] = [(rung.level.tolist(), rung.saved.tolist(), rung.layer_us.tolist()) for rung in filled]
+    return tuple(RungRows(*map(list, zip(*(rows[stage][at] for stage in alike), strict=True))) for at in range(longest))
+
+
+def _no_rung(work: ChunkWork) -> Rung:
+    return Rung(np.full_like(work.tokens, ABSENT), np.zeros_like(work.tokens), np.zeros(len(work.tokens)))
 
 
 def _host_us_per_byte(costs: Costs) -> float:
@@ -147,19 +198,16 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
     if problem.forward_only:
         passing = costs.transient_bytes(stage, work)
-        kept = saved = weight = backward_first = backward_last = backward_net = none
+        kept = weight = backward_first = backward_last = backward_net = none
         forward_alloc, forward_free = opened + passing, closed + passing
     else:
-        kept = costs.activation_bytes(stage, work, 0)
-        saved = np.minimum(kept - costs.activation_bytes(stage, work, 1), kept // max(1, costs.num_layers[stage]))
-        saved = np.maximum(saved, 0)
+        kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
         backward_first, backward_last = costs.backward_bytes(stage, work)
         weight = costs.weight_bytes(stage, work)
         forward_alloc, forward_free = opened, none
         backward_net = closed - 2 * opened
     return {
         "activation": kept,
-        "saved": saved,
         "forward_alloc": forward_alloc,
         "forward_free": forward_free,
         "backward_first": backward_first,

@@ -12,8 +12,7 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.memory import fit_recompute
 from megatron_epp.planner.offload import fit_offload
-from megatron_epp.planner.order import Schedule, Stairs
-from megatron_epp.planner.pacers import with_pacers
+from megatron_epp.planner.order import Order, Schedule
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.schedule import Chunk, InfeasibleError
@@ -33,6 +32,7 @@ class Trials:
 
     def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
         self.problem, self.costs, self.options = problem, costs, options
+        self.levels = options.levels(costs)
         self.best: Decisions | None = None
         self.best_us = math.inf
         self.schedule: Schedule | Listing | None = None
@@ -48,7 +48,7 @@ class Trials:
         schedules = [schedule for schedule in schedules if (chunks, schedule) not in self.seen]
         if not schedules:
             return False
-        tables = tabulate(chunks, self.problem, self.costs)
+        tables = tabulate(chunks, self.problem, self.costs, self.levels)
         bound_us = lower_bound_us(tables, chunks, self.problem, self.options)
         found = False
         for schedule in schedules:
@@ -59,10 +59,7 @@ class Trials:
 
     def _better(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule | Listing) -> bool:
         self.seen.add((chunks, schedule))
-        if isinstance(schedule, Listing):
-            order = schedule.order(chunks, tables)
-        else:
-            order = schedule(chunks, self.problem.num_stages, self.problem.forward_only)
+        order = self._order(chunks, tables, schedule)
         fit = fit_recompute(order, tables, self.problem.cap_bytes, self.options)
         if fit.layers is None:
             before = self.least_cap or math.inf
@@ -71,25 +68,28 @@ class Trials:
         took_us = makespan_us(order, tables, fit.layers)
         if took_us >= self.best_us:
             return False
-        self.best, self.best_us, self.schedule = Decisions(chunks, order, fit.layers), took_us, schedule
+        self.best, self.best_us, self.schedule = Decisions(chunks, order, fit.layers, self.levels), took_us, schedule
         return True
 
-    def better_with_copies(self, chunks: tuple[Chunk, ...], pace: int) -> bool:
-        """Try a table with offload, its loads timed by `pace` pieces of batched chunks; True when it is faster than all before.
+    def better_with_copies(self, chunks: tuple[Chunk, ...], schedule: Schedule | Listing) -> bool:
+        """Try a table with offload; True when it is faster than all before.
 
         Where the best so far is close to what offload could do at most, it is not tried: it takes longer than all else.
         """
-        chunks, pacers = with_pacers(chunks, pace)
-        tables = tabulate(chunks, self.problem, self.costs)
+        tables = tabulate(chunks, self.problem, self.costs, self.levels)
         if lower_bound_us(tables, chunks, self.problem, self.options) >= WORTH * self.best_us:
             return False
-        order = Stairs(late=True, slope=2, pace=pace)(chunks, self.problem.num_stages, False)
-        made = fit_offload(order, tables, self.problem.cap_bytes, pacers)
+        made = fit_offload(order := self._order(chunks, tables, schedule), tables, self.problem.cap_bytes)
         if made is None or made.makespan_us >= self.best_us:
             return False
         self.best_us = made.makespan_us
-        self.best = Decisions(chunks, order, made.layers, copies=made.copies, offload=made.shares)
+        self.best = Decisions(chunks, order, made.layers, self.levels, copies=made.copies, offload=made.shares)
         return True
+
+    def _order(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule | Listing) -> Order:
+        if isinstance(schedule, Listing):
+            return schedule.order(chunks, tables)
+        return schedule(chunks, self.problem.num_stages, self.problem.forward_only)
 
     def result(self) -> Decisions:
         """The best decisions. Raises `InfeasibleError` with the smallest cap that would have let one table through."""

@@ -27,11 +27,9 @@ class Box(NamedTuple):
 def planned_boxes(timeline: Timeline) -> list[Box]:
     """Boxes of a simulated plan, compute then copies, in the order of each rank."""
     plan, boxes = timeline.plan, []
-    for stream, ranks, starts, ends in (
-        (COMPUTE, plan.ranks, timeline.start_us, timeline.end_us),
-        (COPY, plan.copies, timeline.copy_start_us, timeline.copy_end_us),
-    ):
-        for rank, steps in enumerate(ranks):
+    times = (COMPUTE, timeline.start_us, timeline.end_us), (COPY, timeline.copy_start_us, timeline.copy_end_us)
+    for (stream, starts, ends), (_, table) in zip(times, plan.tables, strict=True):
+        for rank, steps in enumerate(table):
             boxes += [Box(rank, stream, step.action, starts[rank][i], ends[rank][i]) for i, step in enumerate(steps)]
     return boxes
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.plan import Plan
 
@@ -43,3 +45,18 @@ def recompute_in_backward(plan: Plan) -> dict[Action, float]:
             if again_us > 0 and backward and backward.time_us > 0 and Action(Op.R, stage, chunk) not in steps:
                 shares[backward.action] = min(again_us / backward.time_us, 1.0)
     return shares
+
+
+def offload_share(plan: Plan) -> float:
+    """Mean of the shares of their activations that chunks have away between forward and backward, over stages and chunks."""
+    shares = [share for row in plan.offload_share for share in row]
+    return sum(shares) / len(shares) if shares else 0.0
+
+
+def host_peak_bytes(plan: Plan) -> list[int]:
+    """Most bytes that each rank has at the host at one time: from the start of each offload to the end of its load."""
+    peaks = []
+    for steps in plan.copies or ((),) * plan.num_ranks:
+        away = accumulate(step.free_bytes - step.alloc_bytes for step in steps)
+        peaks.append(max(away, default=0))
+    return peaks

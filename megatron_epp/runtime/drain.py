@@ -29,13 +29,10 @@ class DrainedStage:
         self._stage = stage
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
-        if hidden is not None:
-            hidden.grad = blank(hidden)  # for a backward that computes none
-        shape, dtype, device = self._stage.message(context.table.num_tokens)
-        return torch.zeros((), dtype=dtype, device=device).expand(shape)
+        return blank(*self._stage.message(context.table.num_tokens))
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
-        """The input has its gradient since forward, or since it was made `blank_input`."""
+        """Computes none."""
 
     def weight(self, chunk: int) -> None:
         """None was kept."""
@@ -84,15 +81,6 @@ class DrainedOffload:
         """It is."""
 
 
-def blank(tensor: Tensor) -> Tensor:
-    """Zeros of a tensor's shape, without storage for them."""
-    return tensor.new_zeros(()).expand(tensor.shape)
-
-
-def blank_input(hidden: Tensor | None) -> Tensor | None:
-    """Stands in for a stage's input of which the backward will want the gradient."""
-    if hidden is None:
-        return None
-    empty = blank(hidden.detach())
-    empty.grad = blank(empty)
-    return empty
+def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, with storage for one of them."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)

@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_epp.runtime.boundary import Arrival
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.drain import DrainedOffload, DrainedStage, blank, blank_input
+from megatron_epp.runtime.drain import DrainedOffload, DrainedStage, blank
 from megatron_epp.runtime.links import Links, Receive
 from megatron_epp.runtime.offload import Offload
 from megatron_epp.runtime.program import prepare
@@ -127,7 +128,7 @@ class Executor:
             a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
         }
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
-        self._inputs: dict[tuple[int, int], Tensor | None] = {}
+        self._arrivals: dict[tuple[int, int], Arrival] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._grads: dict[tuple[int, int], Tensor] = {}
         self._arriving: dict[Action, Receive] = {}
@@ -183,8 +184,7 @@ class Executor:
         self.shortage = shortage
         self.stages = {number: DrainedStage(stage) for number, stage in self.stages.items()}
         self.offload = None if self.offload is None else DrainedOffload(self.offload)
-        self._inputs = {key: blank_input(hidden) for key, hidden in self._inputs.items()}
-        self._outputs = {key: blank(output.detach()) for key, output in self._outputs.items()}
+        self._outputs = {key: blank(*self._shape(Action(Op.F, *key))) for key in self._outputs}
 
     def _finish(self) -> None:
         if self.links is not None:
@@ -200,7 +200,8 @@ class Executor:
         _, stage, chunk = action
         hidden = self._message(action, Op.RECV_F) if stage > 0 else None
         if hidden is not None and not self.plan.forward_only:
-            hidden.requires_grad_()
+            arrival = self._arrivals[stage, chunk] = Arrival()
+            hidden = arrival.enter(hidden)
         context = self._context(stage, chunk)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
         with self.recorder.action(action), saving:
@@ -211,7 +212,7 @@ class Executor:
         if is_local:
             self._received[Action(Op.RECV_F, stage + 1, chunk)] = output.detach()
         if not self.plan.forward_only:
-            self._contexts[stage, chunk], self._inputs[stage, chunk] = context, hidden
+            self._contexts[stage, chunk] = context
         if not self.plan.forward_only or not (is_last or is_local):
             self._outputs[stage, chunk] = output
 
@@ -219,21 +220,23 @@ class Executor:
         _, stage, chunk = action
         grad = self._message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
-        context, hidden, output = self._contexts[key], self._inputs[key], self._outputs[key]
+        context, arrival, output = self._contexts[key], self._arrivals.get(key), self._outputs[key]
         if self.offload is not None:
             self.offload.before_backward(key)
         with self._giving_gradients(action), self.recorder.action(action):
             self.stages[stage].backward(context, output, grad, key in self._split)
-        if hidden is not None and hidden.grad is None:
-            raise RunError(f"stage {stage} gave its input no gradient")
         self._received.pop(action._replace(op=Op.RECV_B), None)
-        del self._contexts[key], self._inputs[key], self._outputs[key]
-        if hidden is None:
+        del self._contexts[key], self._outputs[key]
+        if arrival is None:
             return
+        del self._arrivals[key]
+        gradient = blank(*self._shape(action)) if self.shortage is not None else arrival.gradient
+        if gradient is None:
+            raise RunError(f"stage {stage} gave its input no gradient")
         if self._is_local(stage - 1):
-            self._received[Action(Op.RECV_B, stage - 1, chunk)] = hidden.grad
+            self._received[Action(Op.RECV_B, stage - 1, chunk)] = gradient
         else:
-            self._grads[key] = hidden.grad
+            self._grads[key] = gradient
 
     def _weight(self, action: Action) -> None:
         with self._giving_gradients(action), self.recorder.action(action):
@@ -285,8 +288,11 @@ class Executor:
         return ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, self.plan.forward_only)
 
     def _post(self, action: Action, peer: int, gradient: bool) -> None:
-        message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
-        self._arriving[action] = self._links.post_receive(*message, peer=peer, gradient=gradient)
+        self._arriving[action] = self._links.post_receive(*self._shape(action), peer=peer, gradient=gradient)
+
+    def _shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """What messages of an action's stage and chunk are like."""
+        return self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
 
     def _message(self, action: Action, receive: Op) -> Tensor:
         """What an action was sent, from another rank or from this one. It stays until the action is done."""

@@ -48,8 +48,8 @@ class Offload:
     def out(self, owner: Owner, share: float) -> None:
         """Copy a share of the bytes kept of a chunk. They stay on the device until `free`.
 
-        What others hold too stays out of it, for that would free nothing: parameters, the chunk's input while its gradient is
-        awaited, messages on their way, what several chunks share.
+        What others hold too stays out of it, for that would free nothing: parameters, messages on their way, what several
+        chunks share.
         """
         kept = self._saved.pop(owner)
         chosen = choose([storage for storage in kept if storage.owner and storage.is_ours], share * _size(kept))

@@ -94,7 +94,7 @@ class WaitingStage:
         message_us = self.rank.plan.messages.gradient_us[self.stage][context.chunk] if grad is not None else 0.0
         done = self._perform(Action(Op.B, self.stage, context.chunk), grad, message_us)
         if (hidden := self._inputs.pop(context.chunk, None)) is not None:
-            hidden.grad = done
+            hidden.backward(done)
 
     def _perform(self, action: Action, arrived: Tensor | None, message_us: float) -> Tensor:
         sent_s = self.rank.origin_s if arrived is None else float(arrived.detach()[0])

@@ -5,17 +5,20 @@ graph of one node: the weight's gradient. That graph is run at once, or kept unt
 gradient reaches the weight as any other does, through autograd, so whatever hooks hang on the weight (Megatron's data
 parallelism) see what they always see. What is kept is held as tensors saved by autograd, so whoever counts or moves those
 counts or moves it too.
+
+A layer that puts off its weight gradient by itself hands over what it would compute it from, and a function that does so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_epp.runtime.hold import Hold
 from megatron_epp.schedule import EppError
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -40,11 +43,24 @@ class Kept(NamedTuple):
         torch.autograd.backward(self.node, torch.zeros_like(self.node))
 
 
+class PutOff(NamedTuple):
+    """A weight's gradient that its layer has put off, and what `compute` takes."""
+
+    weight: Tensor
+    held: Hold
+    compute: Callable[[Sequence[Tensor]], None]
+
+    def run(self) -> None:
+        """Have the layer compute it."""
+        self.compute(self.held.take())
+
+
 class WeightGradients:
     """The weight gradients of one stage."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[Kept]] = {}
+        self._kept: dict[int, list[Kept | PutOff]] = {}
+        self._due: list[PutOff] = []
         self._chunk: int | None = None
 
     @contextmanager
@@ -56,7 +72,7 @@ class WeightGradients:
         finally:
             self._chunk = None
 
-    def pop(self, chunk: int) -> list[Kept]:
+    def pop(self, chunk: int) -> list[Kept | PutOff]:
         """What was kept of a chunk, in the order of its backward. Raises `EppError` when its backward has not run."""
         if chunk not in self._kept:
             raise EppError(f"weight gradient of chunk {chunk}: its backward has kept none")
@@ -71,6 +87,7 @@ class WeightGradients:
     def clear(self) -> None:
         """Drop all that was kept."""
         self._kept.clear()
+        self._due.clear()
 
     def linear(self, x: Tensor, kept: Tensor, layer: Linear) -> Tensor:
         """``x @ weight.t()``, without an edge to the weight.
@@ -81,6 +98,27 @@ class WeightGradients:
             layer: the weight ``[out, in]`` and its gradient.
         """
         return _Linear.apply(x, kept, layer, self)
+
+    def put_off(self, weight: Tensor, tensors: Sequence[Tensor], compute: Callable[[Sequence[Tensor]], None]) -> None:
+        """A layer has put off its weight's gradient. Where it is not kept it is computed when the next one comes, or in
+        `finish`: not at once, for autograd is still busy with this weight.
+
+        Args:
+            weight: of the layer.
+            tensors: what `compute` is to be given; not to be referred to by itself.
+            compute: computes the gradient and hands it to the weight.
+        """
+        one = PutOff(weight, Hold(*(tensor.data for tensor in tensors)), compute)
+        if self._chunk is None:
+            self.finish()
+            self._due.append(one)
+        else:
+            self._kept[self._chunk].append(one)
+
+    def finish(self) -> None:
+        """A backward has ended: compute what it put off and did not keep."""
+        while self._due:
+            self._due.pop().run()
 
     def take(self, x: Tensor, grad: Tensor, layer: Linear) -> None:
         """A layer's input and its output's gradient are there."""

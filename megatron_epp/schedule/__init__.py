@@ -7,7 +7,7 @@ from megatron_epp.schedule.chunk import Chunk, Segment
 from megatron_epp.schedule.deps import deps
 from megatron_epp.schedule.errors import EppError, InfeasibleError, PlanError
 from megatron_epp.schedule.lowering import lower
-from megatron_epp.schedule.plan import Messages, Plan, Prediction, Step
+from megatron_epp.schedule.plan import Copy, Messages, Plan, Prediction, Step
 from megatron_epp.schedule.recompute import LEVELS, NO_RECOMPUTE, Recompute
 from megatron_epp.schedule.serialize import digest, from_json, load, save, to_json
 from megatron_epp.schedule.simulate import MemoryEvent, Message, Timeline, simulate
@@ -18,6 +18,7 @@ __all__ = [
     "NO_RECOMPUTE",
     "Action",
     "Chunk",
+    "Copy",
     "EppError",
     "InfeasibleError",
     "MemoryEvent",

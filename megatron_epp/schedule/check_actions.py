@@ -14,7 +14,7 @@ from megatron_epp.schedule.violation import Violation
 def check_presence(plan: Plan) -> Iterator[Violation]:
     """Every forward and backward exactly once and on its stage's rank; what is optional complete; nothing unknown."""
     seen: dict[Action, tuple[int, int]] = {}
-    for in_copies, table in ((False, plan.ranks), (True, plan.copies)):
+    for in_copies, table in plan.tables:
         for rank, steps in enumerate(table):
             for position, step in enumerate(steps):
                 action = step.action
@@ -32,6 +32,11 @@ def check_presence(plan: Plan) -> Iterator[Violation]:
                 if (action := Action(op, stage, c)) not in seen:
                     yield Violation(rank, None, action, f"missing: stage {stage} never runs {op.value} of chunk {c}")
     yield from _offloads(plan, seen)
+    for rank, copies in enumerate(plan.copies):
+        for position, copy in enumerate(copies):
+            if copy.after is not None and (copy.after.op in COPY_OPS or seen.get(copy.after, (-1, 0))[0] != rank):
+                reason = f"is issued after {copy.after}, which the compute list of its rank does not have"
+                yield Violation(rank, position, copy.action, reason, in_copies=True)
 
 
 def _foreign(plan: Plan, rank: int, action: Action, in_copies: bool) -> str:

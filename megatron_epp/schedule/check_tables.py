@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_epp.schedule.plan import Plan, Step
+from megatron_epp.schedule.plan import AnyStep, Plan
 from megatron_epp.schedule.violation import Violation
 
 
@@ -13,7 +13,7 @@ def check_tables(plan: Plan) -> Iterator[Violation]:
     """Shapes and ranges of everything but the chunk table. The rest of `check` indexes freely once these hold."""
     for reason in (*_shapes(plan), *_ranges(plan), *_choices(plan)):
         yield Violation(None, None, None, reason)
-    for in_copies, table in ((False, plan.ranks), (True, plan.copies)):
+    for in_copies, table in plan.tables:
         for rank, steps in enumerate(table):
             for position, step in enumerate(steps):
                 if reason := _step_fault(step):
@@ -114,7 +114,7 @@ def _choices(plan: Plan) -> Iterator[str]:
                 yield f"stage {stage} offloads a share of {share} of chunk {c}; a share is within 0 and 1"
 
 
-def _step_fault(step: Step) -> str:
+def _step_fault(step: AnyStep) -> str:
     if not 0.0 <= step.time_us < math.inf:
         return f"takes {step.time_us} us"
     if step.alloc_bytes < 0 or step.free_bytes < 0:

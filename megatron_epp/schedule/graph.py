@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_epp.schedule.action import COPY_OPS, Action, Op
 from megatron_epp.schedule.deps import deps
 from megatron_epp.schedule.errors import PlanError
-from megatron_epp.schedule.plan import Plan, Step
+from megatron_epp.schedule.plan import AnyStep, Copy, Plan
 
 _OPTIONAL = COPY_OPS | {Op.R}
 
@@ -27,7 +27,7 @@ class Graph:
         needs: for each step, the steps it waits for and the time of the message that lies between (zero when none).
     """
 
-    steps: list[Step]
+    steps: list[AnyStep]
     tracks: list[range]
     num_ranks: int
     index: dict[Action, int]
@@ -56,9 +56,10 @@ def build_graph(plan: Plan) -> Graph:
     Raises:
         PlanError: an action occurs twice, or needs one that the plan lacks.
     """
-    steps: list[Step] = []
+    steps: list[AnyStep] = []
     tracks: list[range] = []
-    for track in (*plan.ranks, *(plan.copies or ((),) * plan.num_ranks)):
+    rows: list[tuple[AnyStep, ...]] = [*plan.ranks, *(plan.copies or ((),) * plan.num_ranks)]
+    for track in rows:
         tracks.append(range(len(steps), len(steps) + len(track)))
         steps.extend(track)
     index = {step.action: number for number, step in enumerate(steps)}
@@ -68,13 +69,15 @@ def build_graph(plan: Plan) -> Graph:
     return Graph(steps, tracks, plan.num_ranks, index, list(_needs(plan, steps, index)))
 
 
-def _needs(plan: Plan, steps: list[Step], index: dict[Action, int]) -> Iterator[list[tuple[int, float]]]:
+def _needs(plan: Plan, steps: list[AnyStep], index: dict[Action, int]) -> Iterator[list[tuple[int, float]]]:
     ask = deps(plan.chunks, plan.num_stages, {step.action for step in steps if step.action.op in _OPTIONAL})
     placement = plan.placement
     table = {Op.F: plan.messages.activation_us, Op.B: plan.messages.gradient_us}
-    for action, _, _, _ in steps:
+    for step in steps:
+        action = step.action
         links = []
-        for need in ask(action):
+        issued_after = [step.after] if isinstance(step, Copy) and step.after is not None else []
+        for need in (*issued_after, *ask(action)):
             number = index.get(need)
             if number is None:
                 raise PlanError(f"{action} needs {need}, which the plan does not have")

@@ -30,6 +30,22 @@ class Step(NamedTuple):
     free_bytes: int
 
 
+class Copy(NamedTuple):
+    """An offload or a load: a step of a rank's copies, issued as soon as the rank's compute action `after` has ended.
+
+    That is what times loads: a copy starts when it is issued and the copies listed before it are done. None: from the start.
+    """
+
+    action: Action
+    time_us: float
+    alloc_bytes: int
+    free_bytes: int
+    after: Action | None = None
+
+
+AnyStep = Step | Copy
+
+
 @dataclass(frozen=True, slots=True)
 class Messages:
     """Time of each message, ``[stage][chunk]``, for the ``num_stages - 1`` boundaries; zero where both sides share a rank."""
@@ -85,7 +101,7 @@ class Plan:
     static_bytes: tuple[int, ...]
     cap_bytes: tuple[int, ...]
     predicted: Prediction
-    copies: tuple[tuple[Step, ...], ...] = ()
+    copies: tuple[tuple[Copy, ...], ...] = ()
     token_multiple: int = 1
     forward_only: bool = False
     costs: str = "analytic"
@@ -100,6 +116,11 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         return len(self.ranks)
+
+    @property
+    def tables(self) -> tuple[tuple[bool, tuple[tuple[AnyStep, ...], ...]], ...]:
+        """The steps of all ranks, and, marked, their copies."""
+        return (False, self.ranks), (True, self.copies)
 
     @property
     def num_tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_epp.schedule.action import Action
 from megatron_epp.schedule.chunk import Chunk, Segment
 from megatron_epp.schedule.errors import PlanError
-from megatron_epp.schedule.plan import SCHEMA, VERSION, Messages, Plan, Prediction, Step
+from megatron_epp.schedule.plan import SCHEMA, VERSION, Copy, Messages, Plan, Prediction, Step
 from megatron_epp.schedule.recompute import Recompute
 
 _COLUMNS = ("lengths", "num_layers", "placement", "static_bytes", "cap_bytes", "notes")  # lists that stay on one line
@@ -111,7 +111,7 @@ def _document(plan: Plan) -> dict[str, Any]:
         "recompute_us": [_floats(row) for row in plan.recompute_us],
         "offload_share": [_floats(row) for row in plan.offload_share],
         "ranks": [_steps(row) for row in plan.ranks],
-        "copies": [_steps(row) for row in plan.copies],
+        "copies": [_copies(row) for row in plan.copies],
         "messages": {
             "activation_us": [_floats(row) for row in plan.messages.activation_us],
             "gradient_us": [_floats(row) for row in plan.messages.gradient_us],
@@ -141,6 +141,11 @@ def _floats(row: Sequence[float]) -> list[float]:
 
 def _steps(row: Sequence[Step]) -> list[list[Any]]:
     return [[str(action), float(time), int(alloc), int(free)] for action, time, alloc, free in row]
+
+
+def _copies(row: Sequence[Copy]) -> list[list[Any]]:
+    steps = _steps([Step(*copy[:4]) for copy in row])
+    return [[*step, None if copy.after is None else str(copy.after)] for step, copy in zip(steps, row, strict=True)]
 
 
 def _dumps(value: Any, **options: Any) -> str:
@@ -190,7 +195,7 @@ def _plan(document: dict[str, Any]) -> Plan:
         recompute_us=field("recompute_us", _float_table),
         offload_share=field("offload_share", _float_table),
         ranks=field("ranks", _step_table),
-        copies=field("copies", _step_table, ()),
+        copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
         messages=field("messages", lambda m: Messages(_float_table(m["activation_us"]), _float_table(m["gradient_us"]))),
         static_bytes=field("static_bytes", _int_row),
         cap_bytes=field("cap_bytes", _int_row),
@@ -251,6 +256,11 @@ def _chunk(value: Any) -> Chunk:
 def _step(value: Any) -> Step:
     text, time, alloc, free = value
     return Step(Action.parse(_str(text)), _float(time), _int(alloc), _int(free))
+
+
+def _copy(value: Any) -> Copy:
+    *step, after = value
+    return Copy(*_step(step), None if after is None else Action.parse(_str(after)))
 
 
 def _step_table(rows: Any) -> tuple[tuple[Step, ...], ...]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.errors import PlanError
 from megatron_epp.schedule.graph import Graph, build_graph, receiver
-from megatron_epp.schedule.plan import Plan, Step
+from megatron_epp.schedule.plan import AnyStep, Plan
 
 
 class Message(NamedTuple):
@@ -28,7 +28,7 @@ class MemoryEvent(NamedTuple):
 
     time_us: float
     delta_bytes: int
-    step: Step
+    step: AnyStep
     position: int
     at_end: bool
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_epp.schedule.action import Action
-from megatron_epp.schedule.plan import Plan, Step
+from megatron_epp.schedule.plan import AnyStep, Plan
 from megatron_epp.schedule.text import label
 
 _AROUND = 6
@@ -47,16 +47,16 @@ def report(plan: Plan, violations: Sequence[Violation]) -> str:
     lines = [f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"]
     shown = violations[:_AT_MOST]
     lines += [str(fault) for fault in shown if fault.position is None]
-    for block, table in (("rank", plan.ranks), ("copy", plan.copies)):
+    for in_copies, table in plan.tables:
         for rank, steps in enumerate(table):
-            here = [f for f in shown if f.rank == rank and f.position is not None and f.in_copies == (block == "copy")]
-            lines += _row(label(block, rank, len(table)), steps, here)
+            here = [f for f in shown if f.rank == rank and f.position is not None and f.in_copies == in_copies]
+            lines += _row(label("copy" if in_copies else "rank", rank, len(table)), steps, here)
     if len(violations) > len(shown):
         lines.append(f"... and {len(violations) - len(shown)} more")
     return "".join(line + "\n" for line in lines)
 
 
-def _row(head: str, steps: Sequence[Step], faults: Sequence[Violation]) -> list[str]:
+def _row(head: str, steps: Sequence[AnyStep], faults: Sequence[Violation]) -> list[str]:
     """A rank's line, whole when it is short; otherwise one cut per fault, or nothing when it has none."""
     words = [str(step.action) for step in steps]
     if len(words) <= 4 * _AROUND:

@@ -20,7 +20,7 @@ from runtime_plans import (
 )
 from shortage_runs import run_short, try_twice
 
-from megatron_epp.runtime.drain import blank_input
+from megatron_epp.runtime.drain import blank
 from megatron_epp.runtime.host import HostMemoryError
 from megatron_epp.runtime.shortage import LEAST_SHARE, ShortagePolicy, Usage, segments_expand
 from megatron_epp.schedule import Action, Op, PlanError, simulate
@@ -190,8 +190,8 @@ def test_planned_bytes_are_those_of_the_plans_own_account():
         timeline.planned_bytes(0, Action(Op.F, 1, 0))
 
 
-def test_what_stands_in_for_an_input_takes_no_memory():
-    stand_in = blank_input(torch.ones(1000, 1000, requires_grad=True))
-    assert stand_in.shape == stand_in.grad.shape == (1000, 1000)
-    assert stand_in.untyped_storage().nbytes() == stand_in.grad.untyped_storage().nbytes() == 4
-    assert blank_input(None) is None
+def test_what_stands_in_for_a_message_takes_no_memory():
+    stand_in = blank((1000, 1000), torch.float32, torch.device("cpu"))
+    assert stand_in.shape == (1000, 1000)
+    assert stand_in.untyped_storage().nbytes() == 4
+    assert not stand_in.any()

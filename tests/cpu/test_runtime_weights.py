@@ -99,3 +99,26 @@ def test_a_gradient_that_was_not_kept_cannot_be_computed():
     network.backward(0)
     with pytest.raises(EppError, match="weight gradient of chunk 0: its backward has kept none"):
         network.gradients.run(0)
+
+
+def test_what_a_layer_puts_off_is_computed_when_the_next_comes_or_the_backward_ends():
+    """Never while autograd is still busy with the layer itself."""
+    gradients, weight, computed = WeightGradients(), nn.Parameter(torch.zeros(1)), []
+
+    def put_off(name):
+        gradients.put_off(weight, [torch.full((2,), float(name))], lambda tensors: computed.append((name, *tensors)))
+
+    put_off(1)
+    assert computed == []
+    put_off(2)
+    assert [name for name, _ in computed] == [1]
+    gradients.finish()
+    gradients.finish()
+    assert [(name, tensor.tolist()) for name, tensor in computed] == [(1, [1, 1]), (2, [2, 2])]
+    with gradients.keeping(0):
+        put_off(3)
+        gradients.finish()
+    assert len(computed) == 2
+    gradients.run(0)
+    assert computed[-1][0] == 3
+    assert weight.grad is None

@@ -14,6 +14,7 @@ MEGATRON = {
     "moe_pad_expert_input_to_capacity": False,
     "moe_router_load_balancing_type": "aux_loss",
     "moe_token_dispatcher_type": "alltoall",
+    "delay_wgrad_compute": False,
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
     "num_attention_heads": 8,
@@ -27,6 +28,7 @@ MEGATRON = {
     "seq_length": 64,
     "sequence_parallel": False,
     "tensor_model_parallel_size": 1,
+    "transformer_impl": "local",
     "world_size": 48,
 }
 

@@ -20,6 +20,9 @@ ELASTIC = "--epp-slices 3"
 DROPOUT = "--hidden-dropout 0.1 --epp-planner seq1f1b --epp-chunk-tokens 16"  # the same order whatever is recomputed
 HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec local_hybrid stack_spec"
 FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
+ENGINE = "--transformer-impl transformer_engine"
+SPLIT = f"{ELASTIC} --epp-split-weight-gradient"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce"
 LOADED = {
     "elastic on 1": (1, ELASTIC),
     "elastic on 4": (4, f"{ELASTIC} --epp-recompute 1"),
@@ -36,6 +39,10 @@ RUNS = {
     "clipped elastic": (2, f"{ELASTIC} --clip-grad 0.02"),
     "hybrid stock": (2, f"{HYBRID} --epp-schedule stock"),
     "hybrid elastic": (2, f"{HYBRID} {ELASTIC} --epp-recompute 1"),
+    "engine": (2, f"{ENGINE} --spec engine_stand_in layer_spec {ELASTIC}"),
+    "engine, split": (2, f"{ENGINE} --spec engine_stand_in layer_spec {SPLIT}"),
+    "engine, split and fused": (2, f"{ENGINE} --spec engine_stand_in fused_layer_spec {SPLIT}"),
+    "engine, split, fused and overlapped": (2, f"{ENGINE} --spec engine_stand_in fused_layer_spec {SPLIT} {OVERLAP}"),
     "bf16 stock": (2, "--epp-schedule stock --bf16"),
     "bf16 elastic": (2, f"{ELASTIC} --bf16 --epp-loss-block-tokens 7"),
     "bf16 elastic, fp32 gradients of keys": (2, FP32_KV),
@@ -53,9 +60,11 @@ def main(folder: Path, names: Collection[str] = ()) -> None:
     from training_runs import write_documents
 
     load_megatron()
-    import local_hybrid  # it imports Megatron, which has to be prepared
+    import engine_stand_in  # these import Megatron, which has to be prepared
+    import local_hybrid
 
     local_hybrid.use_torch_norms()
+    engine_stand_in.pretend()
     common = [
         *common_flags(ITERATIONS, 64, 8, validates=False),
         "--data-path",

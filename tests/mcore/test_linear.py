@@ -1,27 +1,117 @@
 """What `--epp-split-weight-gradient` asks of a model's linear layers."""
 
+import contextlib
+import functools
 import sys
 import types
 
 import pytest
 import torch
+from engine_stand_in import StandInLinear
 from torch import nn
 
 from megatron_epp.mcore import linear
+from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.schedule import EppError
 
 
 class OtherLinear(nn.Linear):
-    """As Transformer Engine's: it has a delayed weight gradient of its own and is no layer of Megatron's."""
+    """Neither Megatron's nor one that puts off its weight's gradient."""
 
     def backward_dw(self) -> None:
         """Nothing here asks for it."""
 
 
-def test_layers_that_are_not_megatrons_own_are_refused_by_name() -> None:
-    model = nn.Sequential(nn.LayerNorm(4), OtherLinear(4, 4))
-    with pytest.raises(EppError, match=r"--epp-split-weight-gradient cannot split 1 \(OtherLinear\).*--transformer-impl local"):
-        linear.split_weight_gradients([model])
+def unmarked() -> nn.Module:
+    layer = StandInLinear(4, 4, delays=True)
+    del layer.weight.skip_backward_post_hook
+    return layer
+
+
+def experts() -> nn.Module:
+    layer = StandInLinear(4, 4, delays=True)
+    layer.num_gemms = 2
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (OtherLinear(4, 4), "--transformer-impl local"),
+        (StandInLinear(4, 4, delays=False), "--transformer-impl local"),
+        (unmarked(), "Transformer Engine 2.7 or newer"),
+        (StandInLinear(4, 4, delays=True, use_bias=True), "--disable-bias-linear"),
+        (experts(), "--no-gradient-accumulation-fusion"),
+    ],
+)
+def test_layers_that_cannot_be_split_are_refused_by_name(layer: nn.Module, says: str) -> None:
+    kind = type(layer).__name__
+    with pytest.raises(EppError, match=rf"--epp-split-weight-gradient cannot split 1 \({kind}\): .*{says}.*, or leave it out"):
+        linear.split_weight_gradients([nn.Sequential(nn.LayerNorm(4), layer)])
+
+
+class PuttingOff:
+    """Two layers that put off their gradients, and hooks as Megatron's data parallelism has them."""
+
+    def __init__(self, fused: bool = False) -> None:
+        torch.manual_seed(0)
+        self.layers = [StandInLinear(4, 4, delays=True, fuse_wgrad_accumulation=fused) for _ in range(2)]
+        self.fired: list[int] = []
+        for number, layer in enumerate(self.layers):
+            nn.init.normal_(layer.weight)
+            layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(4, 4), False
+            layer.register_wgrad_accumulation_and_reduce_hooks(functools.partial(self._accumulate, number))
+        self.model = nn.Sequential(self.layers[0], nn.Tanh(), self.layers[1])
+        linear.split_weight_gradients([self.model])
+        self.gradients = self.model.weight_gradients
+        self.inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
+
+    def _accumulate(self, number: int) -> None:
+        weight = self.layers[number].weight
+        assert weight.grad is not None  # as Megatron's with --overlap-grad-reduce
+        if not weight.grad_added_to_main_grad:
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+        self.fired.append(number)
+
+    def backward(self, chunk: int, keep: bool) -> None:
+        with self.gradients.keeping(chunk) if keep else contextlib.nullcontext():
+            self.model(self.inputs[chunk]).square().sum().backward()
+            self.gradients.finish()
+
+    def expected(self) -> list[torch.Tensor]:
+        weights = [layer.weight.detach().clone().requires_grad_() for layer in self.layers]
+        for x in self.inputs:
+            (torch.tanh(x.detach() @ weights[0].t()) @ weights[1].t()).square().sum().backward()
+        return [weight.grad for weight in weights]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_layers_that_put_off_their_gradients_wait_for_w_in_any_order(fused: bool) -> None:
+    stage = PuttingOff(fused)
+    stage.backward(0, keep=True)
+    stage.backward(1, keep=True)
+    assert stage.fired == []
+    stage.backward(2, keep=False)
+    assert stage.fired == [1, 0]
+    stage.gradients.run(1)
+    stage.gradients.run(0)
+    assert stage.fired == [1, 0] * 3
+    assert all(layer.wgrad_store.context.empty() for layer in stage.layers)
+    for layer, gradient in zip(stage.layers, stage.expected(), strict=True):
+        torch.testing.assert_close(layer.weight.main_grad, gradient)
+        assert layer.weight.grad is None
+
+
+def test_what_they_keep_is_counted() -> None:
+    stage = PuttingOff()
+    with SavedTensors([layer.weight for layer in stage.layers]) as meter:
+        stage.backward(0, keep=False)
+        assert meter.live_bytes == 0
+        stage.backward(0, keep=True)
+        assert meter.live_bytes == 2 * 2 * stage.inputs[0].nbytes  # of two layers inputs and gradients, all of one size
+        stage.gradients.run(0)
+        assert meter.live_bytes == 0
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [(torch.float32, "fp32"), (torch.bfloat16, "fp16")])

@@ -81,3 +81,11 @@ def test_a_hybrid_model_of_attention_and_mlp_layers_trains_as_with_megatrons_own
     assert any("split" in plan["kinds"] or "hybrid" in plan["kinds"] for plan in elastic["plans"])
     assert {tuple(plan["recompute"]) for plan in elastic["plans"]} == {("some",)}
     assert_same_training(stock, elastic)
+
+
+@pytest.mark.parametrize("name", ["split", "split and fused", "split, fused and overlapped"])
+def test_layers_that_put_off_weight_gradients_by_themselves_train_alike(runs, name):
+    joint, split = runs["engine"], runs[f"engine, {name}"]
+    assert not any(plan["weights"] for plan in joint["plans"])
+    assert all(plan["weights"] > 0 for plan in split["plans"])
+    assert_same_training(joint, split)

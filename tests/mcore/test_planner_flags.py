@@ -64,3 +64,18 @@ def test_other_experts_are_not(megatron):
 
 def test_experts_of_one_rank_may_be_gathered():
     prepare_epp_args(arguments(num_experts=3, moe_token_dispatcher_type="allgather"))
+
+
+def test_transformer_engines_layers_put_off_weight_gradients_where_plans_split_them():
+    def delays(*epp, **megatron):
+        args = arguments(*epp, **megatron)
+        prepare_epp_args(args)
+        return args.delay_wgrad_compute
+
+    split, engine = "--epp-split-weight-gradient", {"transformer_impl": "transformer_engine"}
+    assert delays(split, **engine)
+    assert not delays(**engine)
+    assert not delays(split)
+    assert not delays(split, "--epp-schedule", "whole", **engine)
+    with pytest.raises(ArgumentError, match="leave out --delay-wgrad-compute"):
+        delays(delay_wgrad_compute=True, **engine)

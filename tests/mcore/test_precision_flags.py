@@ -24,7 +24,7 @@ def test_planning_never_holds_fp32_gradients_of_keys_for_smaller_than_they_are()
     work = work_of((first, last), (40,))
     cache = costs.cache_bytes(0, work)
     assert (2 * wide.cache_bytes(0, work) == 3 * cache).all()
-    assert (wide.activation_bytes(0, work, 0) == costs.activation_bytes(0, work, 0)).all()
+    assert (wide.activation_bytes(0, work) == costs.activation_bytes(0, work)).all()
     assert (wide.backward_bytes(0, work)[1] - costs.backward_bytes(0, work)[1] >= (0, cache[1] // 2)).all()
 
 

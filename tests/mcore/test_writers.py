@@ -28,6 +28,9 @@ LINE = {
     "imbalance": 0.0,
     "chunks": 9,
     "recompute_share": 0.25,
+    "offload_share": 0.5,
+    "planned_host_peak_bytes": [2**29, 0],
+    "host_peak_bytes": [2**28, 0],
     "padding_share": 0.0,
 }
 

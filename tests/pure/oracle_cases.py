@@ -104,23 +104,19 @@ def with_levers(costs: PipelineCosts, seed: int) -> PipelineCosts:
 
 
 class Changes:
-    """Small changes of decisions at random: places of actions, recompute, weight gradients of their own, copies."""
+    """Small changes of decisions at random: places of actions, recompute, weight gradients of their own."""
 
-    def __init__(self, options: Options, most_share: float, seed: int) -> None:
-        self.draw, self.most_share = random.Random(seed), most_share
+    def __init__(self, options: Options, seed: int) -> None:
+        self.draw = random.Random(seed)
         self.kinds = [self._swap, self._swap, self._swap_everywhere, self._recompute]
-        self.kinds += [self._weight] * 2 * options.split_weight + [self._copies, self._copies, self._share] * options.offload
+        self.kinds += [self._weight] * 2 * options.split_weight
 
     def of(self, made: Decisions) -> Decisions:
         self.order = [list(row) for row in made.order]
         self.layers = [list(row) for row in made.layers]
-        self.copies = [list(row) for row in made.copies or ((),) * len(made.order)]
-        self.shares = [list(row) for row in made.offload or ((0.0,) * len(made.chunks),) * len(made.order)]
         for _ in range(self.draw.choice((1, 1, 2, 3))):
             self.draw.choice(self.kinds)(self.draw.randrange(len(self.order)), self.draw.randrange(len(made.chunks)))
-        copies, shares = (tuple(map(tuple, rows)) for rows in (self.copies, self.shares))
-        moved = {"copies": copies, "offload": shares} if any(copies) else {"copies": (), "offload": ()}
-        return replace(made, order=tuple(map(tuple, self.order)), layers=self.layers, **moved)
+        return replace(made, order=tuple(map(tuple, self.order)), layers=self.layers)
 
     def _swap(self, rank: int, _: int) -> None:
         row = self.order[rank]
@@ -142,17 +138,3 @@ class Changes:
             row.remove(weight)
         if self.draw.random() < 0.7:
             row.insert(self.draw.randint(0, len(row)), weight)
-
-    def _copies(self, rank: int, chunk: int) -> None:
-        row = self.copies[rank]
-        row[:] = [action for action in row if action.chunk != chunk]
-        self.shares[rank][chunk] = 0.0
-        if self.draw.random() < 0.7:
-            out = self.draw.randint(0, len(row))
-            row.insert(out, Action(Op.O, rank, chunk))
-            row.insert(self.draw.randint(out + 1, len(row)), Action(Op.L, rank, chunk))
-            self.shares[rank][chunk] = self.draw.choice((0.001, 0.3, 0.6, 1.0)) * self.most_share
-
-    def _share(self, rank: int, chunk: int) -> None:
-        share = self.shares[rank][chunk] * self.draw.uniform(0.7, 1.3)
-        self.shares[rank][chunk] = min(self.most_share, share)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_epp.report.measured import Event, Measured
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.chunk import Chunk, Segment
-from megatron_epp.schedule.plan import Messages, Plan, Prediction, Step
+from megatron_epp.schedule.plan import Copy, Messages, Plan, Prediction, Step
 from megatron_epp.schedule.recompute import Recompute
 from megatron_epp.schedule.serialize import digest
 from megatron_epp.schedule.simulate import simulate
@@ -73,7 +73,7 @@ def _backward(stage: int, chunk: int, chunks: tuple[Chunk, ...], recompute: int)
 def with_offload(plan: Plan, chunk: int) -> Plan:
     """The plan, with all of a chunk's bytes on rank 0 offloaded after its forward and loaded before its backward."""
     num_bytes = 1024 * plan.chunks[chunk].num_tokens
-    copies = (Step(Action(Op.O, 0, chunk), 50.0, 0, num_bytes), Step(Action(Op.L, 0, chunk), 50.0, num_bytes, 0))
+    copies = (Copy(Action(Op.O, 0, chunk), 50.0, 0, num_bytes), Copy(Action(Op.L, 0, chunk), 50.0, num_bytes, 0))
     return predicted(replace(plan, copies=(copies, *((),) * (plan.num_ranks - 1))))
 
 

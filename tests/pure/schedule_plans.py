@@ -11,7 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.schedule import NO_RECOMPUTE, Action, Chunk, Messages, Op, Plan, Prediction, Segment, Step, check, from_grid
+from megatron_epp.schedule import (
+    NO_RECOMPUTE,
+    Action,
+    Chunk,
+    Copy,
+    Messages,
+    Op,
+    Plan,
+    Prediction,
+    Segment,
+    Step,
+    check,
+    from_grid,
+)
 from megatron_epp.schedule.chunk import slice_neighbours
 
 BIG = 10**9
@@ -87,7 +100,7 @@ def plan_of(
         recompute_us=((0.0,) * len(chunks),) * stages,
         offload_share=table,
         ranks=tuple(tuple(map(step, row)) for row in ranks),
-        copies=tuple(tuple(map(step, row)) for row in copies),
+        copies=tuple(tuple(Copy(*step(action)) for action in row) for row in copies),
         messages=Messages(message, message),
         static_bytes=(static_bytes,) * len(ranks),
         cap_bytes=(cap_bytes,) * len(ranks),

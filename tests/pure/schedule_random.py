@@ -31,14 +31,17 @@ def sound_plans(draw: st.DrawFn, crossed: bool = False, min_time: int = 0) -> Pl
         split = [a for a in actions if rng.random() < 0.3]
         actions += [a._replace(op=Op.B) for a in actions]
         actions += [a._replace(op=op) for a in moved for op in (Op.O, Op.L)] + [a._replace(op=Op.W) for a in split]
-    rows, copies = _random_order(rng, actions, chunks, placement, ranks, crossed)
+    rows, copies, issued = _random_order(rng, actions, chunks, placement, ranks, crossed)
     shares = {a: rng.choice((0.3, 1.0)) for row in copies for a in row if a.op is Op.O}
     plan = plan_of(rows, chunks, placement, copies, shares, rng.randint(0, 9), forward_only=forward_only)
 
     def timed(table: tuple[tuple[Step, ...], ...]) -> tuple[tuple[Step, ...], ...]:
         return tuple(tuple(s._replace(time_us=float(rng.randint(min_time, 9))) for s in row) for row in table)
 
-    return replace(plan, ranks=timed(plan.ranks), copies=timed(plan.copies))
+    copied = tuple(
+        tuple(s._replace(time_us=float(rng.randint(min_time, 9)), after=issued[s.action]) for s in row) for row in plan.copies
+    )
+    return replace(plan, ranks=timed(plan.ranks), copies=copied)
 
 
 def _random_chunks(rng: random.Random) -> tuple[Chunk, ...]:
@@ -62,10 +65,12 @@ def _random_chunks(rng: random.Random) -> tuple[Chunk, ...]:
 
 def _random_order(
     rng: random.Random, actions: list[Action], chunks: tuple[Chunk, ...], placement: tuple[int, ...], ranks: int, crossed: bool
-) -> tuple[list[list[Action]], list[list[Action]]]:
+) -> tuple[list[list[Action]], list[list[Action]], dict[Action, Action | None]]:
+    """Compute rows, copies, and the compute action that each copy is issued after."""
     needs = deps(chunks, len(placement), [a for a in actions if a.op in COPY_OPS])
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     copies: list[list[Action]] = [[] for _ in range(ranks)]
+    issued: dict[Action, Action | None] = {}
     chunk_order: dict[tuple[Op, int], list[int]] = {}
     left = dict.fromkeys(actions)
     while left:
@@ -82,5 +87,8 @@ def _random_order(
         action = rng.choice([a for a in left if may_run(a)])
         del left[action]
         chunk_order.setdefault((action.op, action.stage), []).append(action.chunk)
-        (copies if action.op in COPY_OPS else rows)[placement[action.stage]].append(action)
-    return rows, copies
+        rank = placement[action.stage]
+        if action.op in COPY_OPS:
+            issued[action] = rng.choice([None, *rows[rank]])
+        (copies if action.op in COPY_OPS else rows)[rank].append(action)
+    return rows, copies, issued

@@ -107,11 +107,14 @@ def test_a_profile_stands_in_for_the_model_with_any_number_of_stages(tmp_path):
 
 
 def test_weight_gradients_are_split_and_activations_offloaded_where_asked(tmp_path):
-    argv = ["--lengths", "60000,9000", "--stages", "4", "--data-parallel", "8", "--memory-gb", "60"]
-    plain, rich = (planned(tmp_path, *argv, *flags) for flags in ([], ["--split-weight", "--offload"]))
+    argv = ["--lengths", "60000,9000", "--stages", "4", "--data-parallel", "8", "--memory-gb", "54"]
+    choices = [], ["--split-weight"], ["--offload", "--recompute-levels", "whole"], ["--split-weight", "--offload"]
+    plain, split, copied, both = (planned(tmp_path, *argv, *flags) for flags in choices)
     assert not any(step.action.op is Op.W for steps in plain.ranks for step in steps)
-    assert any(step.action.op is Op.W for steps in rich.ranks for step in steps)
-    assert rich.predicted.makespan_us <= plain.predicted.makespan_us
+    assert any(step.action.op is Op.W for steps in split.ranks for step in steps)
+    assert any(copied.copies)
+    makespans = [made.predicted.makespan_us for made in (plain, split, copied)]
+    assert both.predicted.makespan_us <= min(makespans) < max(makespans[1:]) < makespans[0]
 
 
 def test_a_cluster_and_rates_together_are_refused(capsys):

@@ -6,8 +6,18 @@ import numpy as np
 import pytest
 from planner_cases import pipeline
 
-from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_costs, causal_pairs, work_of
-from megatron_epp.schedule import Chunk, EppError, Segment
+from megatron_epp.cost import (
+    CPU,
+    H100,
+    Line,
+    ModelShape,
+    PipelineCosts,
+    StageCosts,
+    analytic_costs,
+    causal_pairs,
+    work_of,
+)
+from megatron_epp.schedule import Chunk, EppError, Recompute, Segment
 
 LENGTHS = (10, 3, 4)
 SPLIT = Chunk((Segment(0, 0, 6),))
@@ -65,14 +75,14 @@ def test_a_stage_runs_its_layers_and_its_extras():
     assert COSTS.forward_us(0, work).tolist() == [
         3 * own + 1 + tokens / 4 for own, tokens in zip(layer, (6, 7, 4), strict=True)
     ]
-    assert COSTS.recompute_us(0, work, 2).tolist() == [2 * own for own in layer]
+    assert COSTS.recompute_us(0, work, Recompute(2)).tolist() == [2 * own for own in layer]
     assert COSTS.backward_us(0, work).tolist() == [3 * (20 + 2 * t + 1.25 * p) for t, p in ((6, 21), (7, 40), (4, 10))]
 
 
 def test_slices_keep_no_keys_and_values_of_their_own_and_recomputed_layers_only_their_input():
     work = work_of(TABLE, LENGTHS)
-    assert COSTS.activation_bytes(0, work, 0).tolist() == [6 * (3 * 84 + 5), 7 * (3 * 84 + 5), 4 * (3 * 100 + 5)]
-    assert COSTS.activation_bytes(0, work, 2).tolist() == [6 * (84 + 16 + 5), 7 * (84 + 16 + 5), 4 * (100 + 16 + 5)]
+    assert COSTS.activation_bytes(0, work).tolist() == [6 * (3 * 84 + 5), 7 * (3 * 84 + 5), 4 * (3 * 100 + 5)]
+    assert COSTS.activation_bytes(0, work, Recompute(2)).tolist() == [6 * (84 + 16 + 5), 7 * (84 + 16 + 5), 4 * (100 + 16 + 5)]
     assert COSTS.cache_bytes(0, work).tolist() == [3 * 16 * 13, 3 * 16 * 13, 0]
 
 

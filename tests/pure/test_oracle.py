@@ -46,11 +46,11 @@ def test_no_order_and_no_recompute_is_faster(seed: int):
         assert made.predicted.makespan_us == pytest.approx(best_us, rel=2e-6)
 
 
-LEVERS = [Options(split_weight=True), Options(offload=True), Options(split_weight=True, offload=True)]
+WEIGHTS = Options(split_weight=True)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 7])
-@pytest.mark.parametrize("options", LEVERS, ids=["weights", "copies", "both"])
+@pytest.mark.parametrize("options", [Options(), WEIGHTS], ids=["plain", "weights"])
 def test_no_small_change_of_the_best_is_better(seed: int, options: Options):
     chunks, asked, costs = tiny_case(seed)
     costs = with_levers(costs, seed)
@@ -65,7 +65,7 @@ def test_no_small_change_of_the_best_is_better(seed: int, options: Options):
     without = oracle(chunks, asked, costs, Options())
     assert found.makespan_us <= without.makespan_us
     assert build_plan(asked, costs, options, found.decisions).predicted.makespan_us == found.makespan_us
-    changes, sound = Changes(options, costs.offloadable_share, seed), 0
+    changes, sound = Changes(options, seed), 0
     for _ in range(400):
         try:
             made = build_plan(asked, costs, options, changes.of(found.decisions))
@@ -76,21 +76,17 @@ def test_no_small_change_of_the_best_is_better(seed: int, options: Options):
     assert sound
 
 
-def test_each_lever_is_used_where_it_is_worth_it():
+def test_weight_gradients_are_split_off_where_it_is_worth_it():
     """One sequence of three slices under a cap between what no and full recompute need."""
     costs, free = pipeline(2, 2), problem((24_000,), 2)
     chunks = plan(free, costs, Options(slices=3)).chunks
     tables, order = tabulate(chunks, free, costs), elastic_1f1b(chunks, 2, False)
     cap = (max(least_peaks(order, tables)) + max(peaks_bytes(order, tables, [[0] * 3] * 2))) // 2
-    best = [oracle(chunks, replace(free, cap_bytes=(cap, cap)), costs, options) for options in (Options(), *LEVERS)]
-    plain, weights, copies, both = (found.decisions for found in best)
-    assert sum(map(sum, plain.layers)) > sum(map(sum, copies.layers)) >= sum(map(sum, both.layers))
-    assert any(copies.copies)
-    assert any(both.copies)
-    assert not any(plain.copies + weights.copies)
-    assert any(action.op is Op.W for row in weights.order for action in row)
-    times = [found.makespan_us for found in best]
-    assert times[3] < min(times[1:3]) <= max(times[1:3]) < times[0]
+    plain, weights = (oracle(chunks, replace(free, cap_bytes=(cap, cap)), costs, options) for options in (Options(), WEIGHTS))
+    assert plain.decisions is not None
+    assert weights.decisions is not None
+    assert any(action.op is Op.W for row in weights.decisions.order for action in row)
+    assert weights.makespan_us < plain.makespan_us
 
 
 def small_case(seed: int) -> tuple[Problem, Options, int]:

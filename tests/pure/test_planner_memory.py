@@ -8,12 +8,12 @@ import random
 import pytest
 from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
-from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import elastic_1f1b
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import Chunk, InfeasibleError, Op, Plan, Segment
+from megatron_epp.schedule import LEVELS, Chunk, InfeasibleError, Op, Plan, Segment
 from megatron_epp.schedule.check import check
 
 WHALE = (65536, 20000, *web_lengths(30, seed=5, longest=4000))
@@ -30,7 +30,9 @@ def small_case(seed: int):
         for q, inner in enumerate(sorted(cuts, key=len, reverse=True))
         for start, end in itertools.pairwise([0, *inner, 40])
     ]
-    return elastic_1f1b(chunks, stages, False), tabulate(chunks, problem(lengths, stages), small_costs(draw, stages))
+    return elastic_1f1b(chunks, stages, False), tabulate(
+        chunks, problem(lengths, stages), small_costs(draw, stages), draw.choice([LEVELS, LEVELS[:2], LEVELS[:1]])
+    )
 
 
 def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
@@ -38,10 +40,12 @@ def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
         num_layers=2,
         forward=Line(1.0, draw.random()),
         backward=Line(1.0, draw.random()),
-        layer_bytes_per_token=draw.randint(8, 20),
+        layer_bytes_per_token=(layer := draw.randint(8, 20)),
         recomputed_layer_bytes_per_token=draw.randint(0, 9),
         extra_bytes_per_token=(extra := draw.randint(0, 9)),
-        kv_bytes_per_token=draw.randint(0, 6),
+        kv_bytes_per_token=(kv := draw.randint(0, 6)),
+        linear=Level(Line(0.5, draw.random()), draw.randint(0, layer)),
+        mlp=Level(Line(0.3, draw.random()), draw.randint(kv, layer)),
         static_bytes=draw.randint(0, 50),
         head_bytes_per_token=draw.randint(0, extra),
     )
@@ -51,7 +55,8 @@ def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_least_peak_is_that_of_the_best_choice_there_is(seed: int):
     order, tables = small_case(seed)
-    choices = itertools.product(range(3), repeat=len(tables.message_us))
+    steps = range(2 * len(tables.rungs) + 1)
+    choices = itertools.product(*([s for s in steps if s <= most] for most in tables.columns.most[: len(tables.message_us)]))
     peaks = [peaks_bytes(order, tables, [list(layers)] * len(order)) for layers in choices]
     assert least_peaks(order, tables) == [min(column) for column in zip(*peaks, strict=True)]
 
@@ -103,7 +108,7 @@ def test_what_saves_most_bytes_per_time_is_recomputed_first():
     """Slices of equal time: the first has the most tokens and the fewest pairs."""
     free = plan(problem((65536,), 1), pipeline(1), Options(slices=4))
     cap = free.predicted.peak_bytes[0] - GIB
-    (row,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0)).recompute
+    (row,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0, recompute_levels="whole")).recompute
     layers = [again.whole for again in row]
     assert layers[0] > 0
     assert layers[1:] == [0, 0, 0]

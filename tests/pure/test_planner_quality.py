@@ -28,7 +28,8 @@ def gap(made: Plan) -> float:
 
 
 def raw_bound_us(made: Plan, given: Problem, stages: int, options: Options, layers: int = 4) -> float:
-    return lower_bound_us(tabulate(made.chunks, given, pipeline(stages, layers)), made.chunks, given, options)
+    costs = pipeline(stages, layers)
+    return lower_bound_us(tabulate(made.chunks, given, costs, options.levels(costs)), made.chunks, given, options)
 
 
 def ops(made: Plan) -> set[Op]:

@@ -199,6 +199,11 @@ def test_a_dropped_or_doubled_action_is_found(plan, data):
     def with_steps(new):
         return replace(plan, ranks=(*plan.ranks[:rank], new, *plan.ranks[rank + 1 :]))
 
+    for copies in plan.copies:
+        for copy in copies:
+            if copy.after == steps[i].action:
+                assert any("is issued after" in fault.reason for fault in check(with_steps(steps[:i] + steps[i + 1 :])))
+                return
     dropped = check(with_steps(steps[:i] + steps[i + 1 :]))
     if steps[i].action.op is Op.W:
         assert any("never freed" in fault.reason for fault in dropped)  # a plan may do without the W, but not lose its bytes

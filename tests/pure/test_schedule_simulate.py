@@ -184,6 +184,7 @@ def relaxed_times(plan):
     took = {tuple(step.action): step.time_us for row in tracks for step in row}
     edges = [edge for edge in waited_for(plan) if edge[0] in took and edge[1] in took]
     edges += [(tuple(a.action), tuple(b.action), 0) for row in tracks for a, b in pairwise(row)]
+    edges += [(tuple(copy.after), tuple(copy.action), 0) for row in plan.copies for copy in row if copy.after is not None]
     start = dict.fromkeys(took, 0.0)
     changed = True
     while changed:

@@ -21,12 +21,17 @@ class Columns(NamedTuple):
     """The tables, by item: a stage and a chunk, numbered stage by stage. Names as in `Tables`.
 
     Attributes:
+        num_rungs: of the longest ladder of recompute. The columns `layer_us`, `saved` and `price` have a place for each rung of
+            each item, item by item.
         price: time of recompute per byte it saves; infinite where it saves none.
-        most: layers of the item's stage.
+        dear_us: of the dearest step.
+        layers: of the item's stage.
+        most: steps on the item's ladder.
     """
 
     num_stages: int
     num_chunks: int
+    num_rungs: int
     rank_of: Integers
     static: Integers
     forward_us: Floats
@@ -35,6 +40,8 @@ class Columns(NamedTuple):
     weight_us: Floats
     hops: Floats
     price: Floats
+    dear_us: Floats
+    layers: Integers
     most: Integers
     activation: Integers
     saved: Integers
@@ -55,11 +62,20 @@ def columns_of(tables: Tables) -> Columns:
     def sizes(rows: Sequence[Sequence[int]]) -> Integers:
         return integers(chain.from_iterable(rows))
 
-    layer_us = list(chain.from_iterable(tables.layer_us or none))
-    saved = list(chain.from_iterable(tables.saved))
+    def by_rung[T](rows: Sequence[Sequence[Sequence[T]]]) -> list[T]:
+        return [value for rung in zip(*map(chain.from_iterable, rows), strict=True) for value in rung]
+
+    layer_us = by_rung([rung.layer_us for rung in tables.rungs])
+    saved = by_rung([rung.saved for rung in tables.rungs])
+    heights = [
+        sum(level >= 0 for level in rungs) for rungs in zip(*(chain.from_iterable(r.level) for r in tables.rungs), strict=True)
+    ]
+    layers = [count for count in tables.num_layers for _ in range(chunks)]
+    rungs = len(tables.rungs)
     return Columns(
         num_stages=len(tables.rank_of),
         num_chunks=chunks,
+        num_rungs=rungs,
         rank_of=integers(tables.rank_of),
         static=integers(tables.static),
         forward_us=column(tables.forward_us),
@@ -68,7 +84,9 @@ def columns_of(tables: Tables) -> Columns:
         weight_us=column(tables.weight_us),
         hops=column([*tables.hops, [0.0] * chunks]),
         price=floats(time / size if size else float("inf") for time, size in zip(layer_us, saved, strict=True)),
-        most=integers(count for count in tables.num_layers for _ in range(chunks)),
+        dear_us=floats(max(layer_us[at : at + rungs]) for at in range(0, len(layer_us), rungs)),
+        layers=integers(layers),
+        most=integers(count * height for count, height in zip(layers, heights, strict=True)),
         activation=sizes(tables.activation),
         saved=integers(saved),
         forward_alloc=sizes(tables.forward_alloc),
@@ -95,8 +113,13 @@ class Codes(NamedTuple):
         return len(self.starts) - 1
 
 
+def code_of(action: Action, num_chunks: int) -> int:
+    op, stage, c = action
+    return 3 * (stage * num_chunks + c) + OPS[op]
+
+
 def encode(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
-    actions = integers(3 * (stage * num_chunks + c) + OPS[op] for row in order for op, stage, c in row)
+    actions = integers(code_of(action, num_chunks) for row in order for action in row)
     return Codes(actions, integers(accumulate(map(len, order), initial=0)))
 
 

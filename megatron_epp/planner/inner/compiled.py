@@ -36,6 +36,11 @@ def compiled[F: Callable[..., Any]](function: F) -> F:
     return function if _njit is None else cast(F, _njit(cache=True, nogil=True)(function))
 
 
+def plain[F: Callable[..., Any]](function: F) -> F:
+    """A compiled function as it was written, for a few numbers in lists."""
+    return cast(F, getattr(function, "py_func", function))
+
+
 def integers(values: Iterable[int]) -> Integers:
     return list(values) if _njit is None else cast(Integers, np.array(list(values), dtype=np.int64))
 

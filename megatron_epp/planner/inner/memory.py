@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import heapq
 
+from megatron_epp.planner.inner.climb import climbed, reached
 from megatron_epp.planner.inner.columns import BACKWARD, FORWARD, Columns
 from megatron_epp.planner.inner.compiled import Integers, compiled
 
 
 @compiled
-def kept(columns: Columns, item: int, layers: int) -> int:
-    """Activations from forward to backward when so many layers recompute."""
-    return columns.activation[item] - layers * columns.saved[item]
+def kept(columns: Columns, item: int, taken: int) -> int:
+    """Activations from forward to backward after so many steps on the ladder of recompute."""
+    return columns.activation[item] - climbed(columns.saved, item * columns.num_rungs, columns.layers[item], taken)
 
 
 @compiled
-def own(columns: Columns, item: int, layers: int) -> int:
+def own(columns: Columns, item: int, taken: int) -> int:
     """The most that a backward and its chunk's activations hold together: `Tables.rise_bytes` above `kept`.
 
-    It never grows with the layers that recompute.
+    It never grows with the steps taken.
     """
-    held = columns.activation[item] - layers * columns.saved[item]
-    made = columns.saved[item] if layers > 0 and layers == columns.most[item] else 0
+    held = kept(columns, item, taken)
+    made = reached(columns.saved, item * columns.num_rungs, columns.layers[item], taken)
     return max(held, held + columns.first[item] + made, columns.last[item], columns.net[item])
 
 
@@ -56,12 +57,12 @@ def sweep(
 ) -> bool:
     """Walk along a rank's list; wherever it is above the cap, recompute more of what is alive.
 
-    What is alive gives up layers in the order of bytes saved per time of recompute, and among equals what stays longest.
+    What is alive climbs its ladder in the order of bytes saved per time of recompute, and among equals what stays longest.
     Raising the recompute of a chunk takes nothing from the past, so one walk is enough, and it finds a way wherever there is
     one within the limits.
 
     Args:
-        limit: most layers of each item that may recompute.
+        limit: most steps that each item may take on its ladder.
         layers: where the answer goes; items of other ranks are left alone.
         leaves: room for a number per item.
 
@@ -79,14 +80,10 @@ def sweep(
         item, op = actions[at] // 3, actions[at] % 3
         if op == FORWARD:
             live += columns.activation[item] + columns.forward_alloc[item]
-            if columns.saved[item] > 0 and limit[item] > 0:
-                heapq.heappush(alive, (columns.price[item], -leaves[item], item))
+            if columns.saved[item * columns.num_rungs] > 0 and limit[item] > 0:
+                heapq.heappush(alive, (columns.price[item * columns.num_rungs], -leaves[item], item))
             while live > cap and len(alive) > 0:
-                other = alive[0][2]
-                less = give(columns, other, limit, layers, live - cap) if leaves[other] > at else 0
-                live -= less
-                if less == 0:
-                    heapq.heappop(alive)
+                live -= give_cheapest(alive, columns, limit, layers, leaves, at, live - cap)
             if live > cap:
                 return False
             live -= columns.forward_free[item]
@@ -95,14 +92,11 @@ def sweep(
             held = own(columns, item, layers[item])
             while live + held > cap and len(alive) > 0:
                 other = alive[0][2]
-                if other == item and layers[item] < limit[item] and own(columns, item, layers[item] + 1) < held:
+                if other == item and layers[item] < limit[item] and own(columns, item, limit[item]) < held:
                     layers[item] += 1
                     held = own(columns, item, layers[item])
                     continue
-                less = give(columns, other, limit, layers, live + held - cap) if leaves[other] > at else 0
-                live -= less
-                if less == 0:
-                    heapq.heappop(alive)
+                live -= give_cheapest(alive, columns, limit, layers, leaves, at, live + held - cap)
             if live + held > cap:
                 return False
             live += columns.net[item]
@@ -110,12 +104,30 @@ def sweep(
 
 
 @compiled
-def give(columns: Columns, item: int, limit: Integers, layers: Integers, excess: int) -> int:
-    """Recompute more layers of an item, as many as the excess asks for and the limit leaves; the bytes that saves."""
-    saved = columns.saved[item]
-    count = min(limit[item] - layers[item], -(-excess // saved))
+def give_cheapest(
+    alive: list[tuple[float, int, int]],
+    columns: Columns,
+    limit: Integers,
+    layers: Integers,
+    leaves: Integers,
+    at: int,
+    excess: int,
+) -> int:
+    """Have the cheapest of what is alive take more steps on its rung, as many as the excess asks for; the bytes that saves.
+
+    What has left, or has come to its limit, is dropped. What has come to the end of its rung gets the price of the next.
+    """
+    item = alive[0][2]
+    num_layers = columns.layers[item]
+    rung = item * columns.num_rungs + layers[item] // num_layers if num_layers > 0 else 0
+    if leaves[item] <= at or layers[item] >= limit[item] or columns.saved[rung] == 0:
+        heapq.heappop(alive)
+        return 0
+    count = min(limit[item] - layers[item], num_layers - layers[item] % num_layers, -(-excess // columns.saved[rung]))
     layers[item] += count
-    return count * saved
+    if layers[item] % num_layers == 0 and layers[item] < limit[item]:
+        heapq.heapreplace(alive, (columns.price[rung + 1], -leaves[item], item))
+    return count * columns.saved[rung]
 
 
 @compiled

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_epp.planner.inner.climb import climbed
 from megatron_epp.planner.inner.columns import BACKWARD, FORWARD, WEIGHT, Columns
 from megatron_epp.planner.inner.compiled import Floats, Integers, compiled
 
 STUCK = -1.0
 """Returned when the order deadlocks."""
 EARLY = -2.0
-"""Returned when an offload stands before a load that its own forward waits for."""
+"""Returned when a copy that waits for an action stands before a load that this action waits for."""
 
 
 class Room(NamedTuple):
@@ -30,6 +31,7 @@ class Copies(NamedTuple):
 
     Attributes:
         items, is_load, time_us, starts: of each copy, rank by rank.
+        after: the place among the codes' actions whose end each waits for, or -1.
         place: of the load of each item among all copies, or -1.
         start_us, end_us, at, clock_us: where `play` writes.
     """
@@ -37,6 +39,7 @@ class Copies(NamedTuple):
     items: Integers
     is_load: Integers
     time_us: Floats
+    after: Integers
     starts: Integers
     place: Integers
     start_us: Floats
@@ -84,7 +87,7 @@ def play(actions: Integers, starts: Integers, columns: Columns, backward_us: Flo
     for rank in range(ranks):
         makespan_us = max(makespan_us, room.clock_us[rank])
     for rank in range(len(copies.starts) - 1):
-        if copy_upto(rank, copies.starts[rank + 1], copies, room) < 0:
+        if copy_upto(rank, copies.starts[rank + 1], starts[rank + 1], copies, room) < 0:
             return EARLY
     return makespan_us
 
@@ -124,7 +127,7 @@ def advance(
             start = arrived if arrived > now else now
             if len(copies.place) > 0 and copies.place[item] >= 0:
                 place = copies.place[item]
-                if copy_upto(rank, place + 1, copies, room) < 0:
+                if copy_upto(rank, place + 1, at, copies, room) < 0:
                     return -1
                 if copies.end_us[place] > start:
                     start = copies.end_us[place]
@@ -143,14 +146,24 @@ def advance(
 
 
 @compiled
-def copy_upto(rank: int, stop: int, copies: Copies, room: Room) -> int:
-    """Run the copies of a rank up to one; -1 where an offload's forward has not run yet."""
+def copy_upto(rank: int, stop: int, done: int, copies: Copies, room: Room) -> int:
+    """Run the copies of a rank up to one; -1 where what one waits for has not run yet.
+
+    Args:
+        done: the place among the actions before which all of the rank's have run.
+    """
     now = copies.clock_us[rank]
     for at in range(copies.at[rank], stop):
         if copies.is_load[at] == 0:
             ended = room.forward_end[copies.items[at]]
             if ended < 0.0:
                 return -1
+            if ended > now:
+                now = ended
+        if copies.after[at] >= done:
+            return -1
+        if copies.after[at] >= 0:
+            ended = room.end_us[copies.after[at]]
             if ended > now:
                 now = ended
         copies.start_us[at] = now
@@ -165,7 +178,8 @@ def copy_upto(rank: int, stop: int, copies: Copies, room: Room) -> int:
 def backward_times(columns: Columns, layers: Integers, split: Integers, out: Floats) -> None:
     """Times of backwards with recompute, without the weight gradients that `split` marks. All by item."""
     for item in range(len(layers)):
-        time_us = columns.backward_us[item] + layers[item] * columns.layer_us[item]
+        again_us = climbed(columns.layer_us, item * columns.num_rungs, columns.layers[item], layers[item])
+        time_us = columns.backward_us[item] + again_us
         if split[item]:
             time_us -= columns.weight_us[item]
         out[item] = time_us

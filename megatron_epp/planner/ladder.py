@@ -1,0 +1,88 @@
+"""Ladders of recompute: for a stage and chunk, the levels worth using, each giving up more bytes at a higher price than before.
+
+A layer that climbs a rung goes from one level to the next. All layers of the stage climb the first rung before any climbs the
+second, so a single number says what all of them do: the steps taken, of which each rung has as many as the stage has layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost import ChunkWork, Costs
+from megatron_epp.cost.stage import TimeColumn
+from megatron_epp.cost.work import IntColumn
+from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, Recompute
+
+ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One rung of every chunk's ladder, as columns over the chunks.
+
+    Attributes:
+        level: index in `LEVELS` of the level it leads to; `ABSENT` where the ladder is shorter.
+        saved: bytes that a layer gives up by climbing it.
+        layer_us: what that adds to the backward.
+    """
+
+    level: IntColumn
+    saved: IntColumn
+    layer_us: TimeColumn
+
+
+def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str]) -> list[Rung]:
+    """The rungs of every chunk on one stage: from each level on, to the one that gives up bytes at the least price.
+
+    With one level there is one rung, whatever it costs.
+    """
+    layers = max(1, costs.num_layers[stage])
+    kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
+    saved, took_us = [], []
+    for name in levels:
+        one = NO_RECOMPUTE._replace(**{name: 1})
+        saved.append(np.maximum(np.minimum(kept - costs.activation_bytes(stage, work, one), kept // layers), 0))
+        took_us.append(costs.recompute_us(stage, work, one))
+    places = np.array([LEVELS.index(name) for name in levels])
+    if len(levels) == 1:
+        return [Rung(np.full(len(kept), places[0]), saved[0], took_us[0])]
+    at_saved, at_us = np.zeros(len(kept), dtype=np.int64), np.zeros(len(kept))
+    rungs = []
+    for _ in levels:
+        more, longer_us = np.array(saved) - at_saved, np.array(took_us) - at_us
+        price = np.where(more > 0, longer_us / np.maximum(more, 1), np.inf)
+        chosen = price.argmin(axis=0)
+        there = np.isfinite(price.min(axis=0))
+        if not there.any():
+            break
+        step = np.where(there, np.take_along_axis(more, chosen[None], 0)[0], 0)
+        step_us = np.where(there, np.take_along_axis(longer_us, chosen[None], 0)[0], 0.0)
+        rungs.append(Rung(np.where(there, places[chosen], ABSENT), step, step_us))
+        at_saved, at_us = at_saved + step, at_us + step_us
+    return rungs or [Rung(np.full(len(kept), ABSENT), at_saved, at_us)]
+
+
+def recompute_of(levels: Sequence[int], num_layers: int, taken: int) -> Recompute:
+    """What so many steps on a ladder come to.
+
+    Args:
+        levels: of its rungs, as in `Rung.level`.
+        num_layers: of the stage.
+        taken: steps.
+    """
+    counts = dict.fromkeys(LEVELS, 0)
+    if taken and num_layers:
+        full, rest = divmod(taken, num_layers)
+        if rest:
+            counts[LEVELS[levels[full]]] = rest
+        if full:
+            counts[LEVELS[levels[full - 1]]] += num_layers - rest
+    return Recompute(**counts)
+
+
+def taken_by(recompute: Recompute, levels: Sequence[int]) -> int:
+    """The inverse of `recompute_of`."""
+    return sum(count * (levels.index(place) + 1) for place, count in enumerate(recompute) if count)

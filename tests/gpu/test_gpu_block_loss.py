@@ -1,0 +1,41 @@
+"""On a GPU a loss by blocks agrees with plain cross entropy and takes the memory that plans count."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from megatron_epp.cost.head import loss_workspace_bytes
+from megatron_epp.runtime.block_loss import Head, block_losses
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+TOKENS, ENTRIES, WIDTH, BLOCK = 4096, 32768, 512, 512
+
+
+def tensors():
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight = (torch.randn(n, WIDTH, device="cuda", generator=generator) for n in (TOKENS, ENTRIES))
+    labels = torch.randint(ENTRIES, (TOKENS,), device="cuda", generator=generator)
+    return x.bfloat16().requires_grad_(), (weight * WIDTH**-0.5).bfloat16().requires_grad_(), labels
+
+
+def gradients(loss, inputs):
+    """And the most memory that the backward took beside what was there."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = torch.autograd.grad(loss, inputs)
+    peak = torch.cuda.max_memory_allocated() - before
+    return [x.double() for x in found], peak
+
+
+def test_gradients_agree_and_the_peak_is_what_plans_count():
+    x, weight, labels = tensors()
+    exact = functional.cross_entropy(x.double() @ weight.double().t(), labels, reduction="sum")
+    wanted, _ = gradients(exact, (x, weight))
+    losses = block_losses(x, x, weight, labels, Head(BLOCK))
+    torch.testing.assert_close(losses.sum().double(), exact, rtol=1e-3, atol=0)
+    found, peak = gradients(losses.sum(), (x, weight))
+    for tensor, expected in zip(found, wanted, strict=True):
+        assert (tensor - expected).norm() <= 1e-2 * expected.norm()
+    beside = TOKENS * (2 * WIDTH + 64) + 2**22  # the input's gradient, a few numbers of every token, the allocator's rounding
+    assert peak <= loss_workspace_bytes(BLOCK, ENTRIES, WIDTH, 2) + beside

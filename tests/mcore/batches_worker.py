@@ -1,0 +1,145 @@
+"""Runs plans for many random batches on one model, each with other recompute, and measures what the device and the host hold.
+
+python batches_worker.py FOLDER; prints by training and rank what `test_batches.py` looks at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+BATCHES, CONTEXT, VOCABULARY = 25, 256, 95
+OPTIONS = "--epp-offload --epp-slices 3"
+# By name: processes, model and flags.
+RUNS = {
+    "llama": (2, "llama", ""),
+    "grouped, with dropout": (2, "grouped", "--hidden-dropout 0.1"),
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run everything, or only what is named."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    from parity_cells import LENGTHS, MODELS, common_flags
+    from parity_worlds import Training, load_megatron, train_all
+    from training_runs import write_documents
+
+    load_megatron()
+    from megatron_epp.mcore import schedule
+
+    schedule.Executor = of_batches(schedule.Executor)
+    common = [*common_flags(1, CONTEXT, 8, validates=False), "--num-layers", "8"]
+    common += ["--data-path", write_documents(folder / "data", LENGTHS, VOCABULARY)]
+
+    def training(name: str, processes: int, model: str, flags: str) -> Training:
+        own = ["--pipeline-model-parallel-size", str(processes), "--epp-report-dir", str(folder / name)]
+        return Training(processes, (*common, *own, *shlex.split(f"{MODELS[model]} {OPTIONS} {flags}")))
+
+    runs = {name: training(name, *run) for name, run in RUNS.items() if not names or name in names}
+    (place := folder / "worlds").mkdir()
+    done = train_all(runs.values(), place, limit_s=300)
+    print(json.dumps({name: found(done[one], folder / name) for name, one in runs.items()}))
+
+
+def found(ranks, folder: Path):
+    if isinstance(ranks, str):
+        return {"error": ranks}
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+def of_batches(executor):
+    """An executor that forgets its plan and runs those of random batches."""
+    import numpy as np
+
+    from megatron_epp.data.batch import GlobalBatch
+    from megatron_epp.mcore import session as sessions
+    from megatron_epp.mcore.costs import pipeline_costs
+    from megatron_epp.runtime.offload import Offload
+    from megatron_epp.runtime.saved import SavedTensors
+
+    class RandomText:
+        def __init__(self, lengths):
+            self.lengths = lengths
+
+        def tokens(self, index, start=0, end=None):
+            return np.random.default_rng(index).integers(VOCABULARY, size=self.lengths[index] + 1)[start:end]
+
+    class OfBatches(executor):
+        def __init__(self, plan, rank, stages, links, *rest):
+            super().__init__(plan, rank, stages, links, *rest)
+
+        def run(self):
+            session = sessions.current()
+            args = session.args
+            costs = pipeline_costs(args, self.stages, self.links, session.placement.rank_of)
+            costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
+            lines = []
+            for name, plan in plans(args, costs, session):
+                batch = GlobalBatch(
+                    indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
+                )
+                parameters = (p for stage in self.stages.values() for p in stage.parameters)
+                saved = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in self.stages.values()))
+                offload = Offload(saved, session.host)
+                for stage in self.stages.values():
+                    stage.begin(batch.chunk)
+                with saved:
+                    executor(plan, self.rank, self.stages, self.links, None, None, offload).run()
+                planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
+                lines.append(
+                    {
+                        "name": name,
+                        "planned": planned,
+                        "measured": saved.peak_bytes,
+                        "left": saved.live_bytes + offload.host_bytes,
+                        "planned_host": host_peak_bytes(plan)[self.rank],
+                        "host": offload.host_peak_bytes,
+                        "share": offload_share(plan),
+                        "recompute": sorted({str(again) for row in plan.recompute for again in row}),
+                    }
+                )
+            folder = Path(args.epp_report_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(lines))
+
+    from megatron_epp.report.facts import host_peak_bytes, offload_share
+
+    return OfBatches
+
+
+def plans(args, costs, session):
+    """Names and plans, the same on every rank."""
+    from megatron_epp import planner
+    from megatron_epp.mcore.session import options_of, problem_of
+    from megatron_epp.planner import UNLIMITED_BYTES
+    from megatron_epp.schedule import InfeasibleError
+
+    draw = random.Random(7)
+    placement = session.placement.rank_of
+    static = [sum(costs.static_bytes(s) for s, on in enumerate(placement) if on == r) for r in range(max(placement) + 1)]
+    for _ in range(BATCHES):
+        lengths = tuple(min(CONTEXT, int(draw.lognormvariate(3.5, 1.2)) + 1) for _ in range(draw.randint(3, 12)))
+        options = replace(options_of(args), slices=draw.randint(1, 4), offload=False)
+        free = planner.plan(
+            replace(problem_of(args, (UNLIMITED_BYTES,) * len(static), placement), lengths=lengths), costs, options
+        )
+        yield "free", free
+        for offload in (False, True):
+            part = draw.uniform(0.35, 0.9)
+            caps = tuple(base + int(part * (peak - base)) for base, peak in zip(static, free.predicted.peak_bytes, strict=True))
+            try:
+                problem = replace(problem_of(args, caps, placement), lengths=lengths)
+                yield f"capped{' offload' * offload}", planner.plan(problem, costs, replace(options, offload=offload))
+            except InfeasibleError:
+                continue
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
