@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_profile
 from megatron_epp.cost.library import find, load_costs, shape_of
-from megatron_epp.mcore.experts import forget_router_losses
 from megatron_epp.mcore.host_probe import measure_host_link, measure_offloadable_share
 from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
+from megatron_epp.mcore.snapshot import Snapshot
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.mcore.timing import measure_times
 from megatron_epp.runtime.links import Links
@@ -194,23 +193,11 @@ def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
 @contextmanager
 def _undisturbed(stages: Iterable[MegatronStage]) -> Iterator[None]:
     """Leave random states, gradients, buffers and what routers have counted as they were."""
-    cpu, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     models = [stage.model for stage in stages]
-    # Megatron's wrapper has its own `buffers`.
-    buffers = [(buffer, buffer.clone()) for model in models for buffer in torch.nn.Module.buffers(model)]
+    before = Snapshot(models)
     with torch.enable_grad(), ExitStack() as held:
         for model in models:
             if hasattr(model, "no_sync"):
                 held.enter_context(model.no_sync())
         yield
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    forget_router_losses()
-    for model in models:
-        if hasattr(model, "zero_grad_buffer"):
-            model.zero_grad_buffer()
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-    get_cuda_rng_tracker().set_states(tracked)
+    before.restore()
