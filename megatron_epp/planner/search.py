@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
@@ -131,9 +131,9 @@ def search_copies(trials: Trials, chunker: Chunker) -> None:
         trials.better_with_copies(table, schedule)
     if free.best_us < FAR * trials.best_us:
         finest = chunker.table(chunker.grain(chunks=min(MOST_CHUNKS, trials.problem.num_ranks * CHUNKS_PER_STAGE[-1])))
-        for table in dict.fromkeys([*tables, finest]):
-            for schedule in (*SECOND, HALF, *LEAST) if trials.problem.is_straight else LISTED[1:]:
-                trials.better_with_copies(table, schedule)
+        frugal: tuple[Schedule | Listing, ...] = (*SECOND, HALF, *LEAST) if trials.problem.is_straight else LISTED[1:]
+        for table, schedule in product(dict.fromkeys([*tables, finest]), frugal):
+            trials.better_with_copies(table, schedule)
 
 
 def search_unsliced(trials: Trials) -> None:
