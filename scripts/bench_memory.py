@@ -3,7 +3,8 @@
 The batches, models and pipelines are those of `bench_planner.py`. Every batch gets caps between the smallest that recompute of
 whole layers fits and the peak without recompute: at 2, 10 and 30 % of the way. Everything is planned, nothing is trained; all
 plans share costs (analytic), and makespans are the simulator's. Efficiency is the time of the pure computation, spread evenly
-over the ranks, over the makespan: what layers that do not divide evenly cost counts against it, as filling and draining do.
+over the ranks, over the makespan: what layers that do not divide evenly cost counts against it, as filling and draining do. The
+busiest rank's is its own pure computation over the makespan.
 Writes report.json and report.md.
 """
 
@@ -59,13 +60,14 @@ def least_cap(problem: Problem, costs: PipelineCosts, options: Options, most: in
 def figures(made: Plan | None) -> dict[str, float] | None:
     if made is None:
         return None
-    again_us = sum(map(sum, made.recompute_us))
-    pure_us = sum(step.time_us for steps in made.ranks for step in steps) - again_us
+    again_us = [sum(row) for row in made.recompute_us]  # one stage on each rank
+    pure_us = [sum(step.time_us for step in steps) - again for steps, again in zip(made.ranks, again_us, strict=True)]
     makespan_us = made.predicted.makespan_us
     return {
         "makespan_us": makespan_us,
-        "efficiency": pure_us / made.num_ranks / makespan_us,
-        "recompute_share": again_us / (pure_us + again_us),
+        "efficiency": sum(pure_us) / made.num_ranks / makespan_us,
+        "busiest": max(pure_us) / makespan_us,
+        "recompute_share": sum(again_us) / sum(pure_us + again_us),
         "offloaded_share": statistics.fmean(share for row in made.offload_share for share in row),
         "chunks": len(made.chunks),
     }
@@ -80,7 +82,7 @@ def row(case: Case) -> dict[str, Any]:
     least = least_cap(problem, costs, VARIANTS[BASE], most)
     caps = {str(share): int(least + share * (most - least)) for share in TIGHTNESS}
     return {
-        "name": f"{case.lengths_like} {case.context // 1024}K, {case.stages} stages, {case.model}, CP {case.shape.context_parallel}",
+        "name": f"{case.lengths_like} {case.context // 1024}K, {case.stages} x {case.shape.ranks} ranks, {case.model}",
         "least_gib": least / GIB,
         "free_gib": most / GIB,
         "free": figures(free),
@@ -116,11 +118,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             found.setdefault(share, {})[name] = {
                 "faster": exp(statistics.fmean(map(log, ratios))) if ratios else None,
                 "efficiency": statistics.median(own["efficiency"] for _, own in both if own),
+                "busiest": statistics.median(own["busiest"] for _, own in both if own),
             }
     contexts = {name: [r["longest"][name] / r["longest"][BASE] for r in rows if r["longest"][BASE]] for name in VARIANTS}
     return {
         "by_cap": found,
-        "free_efficiency": statistics.median(r["free"]["efficiency"] for r in rows),
+        "free": {key: statistics.median(r["free"][key] for r in rows) for key in ("efficiency", "busiest")},
         "longer_context": {name: exp(statistics.fmean(map(log, ratios))) for name, ratios in contexts.items()},
     }
 
@@ -132,13 +135,18 @@ def markdown(report: dict[str, Any]) -> str:
     for name in VARIANTS:
         own = [figures[name] for figures in found["by_cap"].values()]
         cells.append(
-            [name, *(f"{f['faster']:.2f} ({f['efficiency']:.2f})" for f in own), f"{found['longer_context'][name]:.2f}"]
+            [
+                name,
+                *(f"{f['faster']:.2f} ({f['efficiency']:.2f}, {f['busiest']:.2f})" for f in own),
+                f"{found['longer_context'][name]:.2f}",
+            ]
         )
     lines = [f"# Memory levers, planned\n\n{len(report['rows'])} cases, {report['minutes']:.1f} minutes."]
     lines.append(
-        "How much faster than with recompute of whole layers alone (geometric mean), in brackets the median efficiency, under "
-        "caps between the smallest that whole-layer recompute fits and none; and how much longer a sequence fits the case's "
-        f"own cap. Without any cap the median efficiency is {found['free_efficiency']:.2f}.\n\n{table(header, cells)}"
+        "How much faster than with recompute of whole layers alone (geometric mean), in brackets the median efficiency and the "
+        "busiest rank's, under caps between the smallest that whole-layer recompute fits and none; and how much longer a "
+        "sequence fits the case's own cap. Without any cap the medians are "
+        f"{found['free']['efficiency']:.2f} and {found['free']['busiest']:.2f}.\n\n{table(header, cells)}"
     )
     header = ["case", "least (GiB)", "free (GiB)", "free", *(f"{float(s):.0%}: {n}" for s in TIGHTNESS for n in VARIANTS)]
     cells = []
