@@ -5,7 +5,7 @@ from dataclasses import replace
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.schedule import Chunk, Messages, Op, Plan, Prediction, Recompute, Segment, Step, check, from_grid
+from megatron_epp.schedule import Chunk, Copy, Messages, Op, Plan, Prediction, Recompute, Segment, Step, check, from_grid
 
 
 def planned(lengths, num_layers, token_multiple=1, forward_only=False, **options):
@@ -54,7 +54,7 @@ def offloading(plan, share):
     """The plan with that share of every chunk copied away and back."""
     copy_of = {Op.F: Op.O, Op.B: Op.L}
     rows = [[a._replace(op=copy_of[a.op]) for a in plan.actions(r) if a.op in copy_of] for r in range(plan.num_ranks)]
-    copies = tuple(tuple(Step(action, 0.5, 0, 0) for action in row) for row in rows)
+    copies = tuple(tuple(Copy(action, 0.5, 0, 0) for action in row) for row in rows)
     plan = replace(plan, copies=copies, offload_share=((share,) * len(plan.chunks),) * plan.num_stages)
     assert check(plan) == []
     return plan
