@@ -42,6 +42,8 @@ class PlanSource:
         agree: called by all ranks of the job together, once per batch, with the checksum of its division, or None where its
             planning failed; raises where replicas have divided it differently, or another's planning has failed.
         prepare: called with every plan in the background, ahead of its batch.
+        version: of what plans are made for; the same on all ranks when they take the same batch. Plans made or given out under
+            another one are made anew.
     """
 
     make: MakePlan | None
@@ -49,6 +51,7 @@ class PlanSource:
     place: int = 0
     agree: Callable[[int | None], None] = lambda checksum: None
     prepare: Callable[[Plan], object] = lambda plan: None
+    version: Callable[[], int] = lambda: 0
 
 
 class PlannedBatches(Iterator[GlobalBatch]):
@@ -79,9 +82,11 @@ class PlannedBatches(Iterator[GlobalBatch]):
     ) -> None:
         self._plans = plans
         self._replica, self._replicas = replica, replicas
-        make_plan = None if plans is None else plans.make
-        self._ahead = Ahead(_batches(dataset, sampler, make_plan, mask_loss_of), depth)
-        self._taken: deque[GlobalBatch] = deque()
+        self._ahead = Ahead(_batches(dataset, sampler, plans, mask_loss_of), depth)
+        self._taken: deque[GlobalBatch] = deque()  # their plans are given out
+        self._waiting: deque[GlobalBatch] = deque()  # drawn before, without a plan that holds
+        self._last: GlobalBatch | None = None
+        self._version = 0
         self._given: deque[Future[tuple[Plan, PackedPlan]]] = deque()
         self._unpacker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-unpacker")
 
@@ -89,6 +94,9 @@ class PlannedBatches(Iterator[GlobalBatch]):
         if self._plans is None:
             batch = next(self._ahead)[0]
             return batch.part(by_count(batch.global_size, self._replica, self._replicas))
+        if self._version != self._plans.version():
+            self._version = self._plans.version()
+            self._forget_plans()
         for item in self._plans.exchange(self._made()):
             self._given.append(self._unpacker.submit(_unpacked, item, self._plans))
         try:
@@ -97,7 +105,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
             self._plans.agree(None)
             raise
         self._plans.agree(packed.division)
-        whole = self._taken.popleft() if self._taken else next(self._ahead)[0]
+        whole = self._last = self._next_whole()
         batch = whole.part([at for at in packed.share if at < whole.global_size])
         if plan.lengths != batch.lengths:
             raise DisagreementError(
@@ -106,38 +114,65 @@ class PlannedBatches(Iterator[GlobalBatch]):
             )
         return replace(batch, plan=plan, planning_us=packed.planning_us)
 
+    def again(self) -> GlobalBatch:
+        """The batch given last, planned anew. All ranks of the job must call this at the same point."""
+        assert self._last is not None, "no batch was given yet"
+        self._forget_plans()
+        self._waiting.appendleft(self._last)
+        return next(self)
+
     def close(self) -> None:
         """Stop planning and drop what is ready; waits for the plan in the making. Afterwards the iterator is exhausted."""
         self._ahead.close()
+        for drawn in (self._given, self._taken, self._waiting):
+            drawn.clear()
+
+    def _forget_plans(self) -> None:
+        """Those given out for later batches."""
         self._given.clear()
+        self._waiting.extendleft(reversed(self._taken))
         self._taken.clear()
+
+    def _next_whole(self) -> GlobalBatch:
+        for drawn in (self._taken, self._waiting):
+            if drawn:
+                return drawn.popleft()
+        return next(self._ahead)[0]
 
     def _made(self) -> list[Item]:
         """What the planning rank gives out now: this batch's plan, unless it did so before, and the next one if it is made."""
         items: list[Item] = []
         while self._plans is not None and self._plans.make is not None:
             known = len(self._given) + len(items)
-            if known >= KNOWN or (known and not self._ahead.is_ready()):
+            if known >= KNOWN or (known and (self._waiting or not self._ahead.is_ready())):
                 break
             try:
-                batch, packed = next(self._ahead)
+                batch, packed = self._next_planned(self._plans.make)
             except Exception as error:
                 return [*items, _portable(error)]
-            assert packed is not None
             self._taken.append(batch)
             items.append(packed)
         return items
+
+    def _next_planned(self, make: MakePlan) -> tuple[GlobalBatch, PackedPlans]:
+        if self._waiting:
+            batch = self._waiting.popleft()
+            return batch, make(batch.lengths)
+        batch, packed, version = next(self._ahead)
+        return batch, make(batch.lengths) if packed is None or version != self._version else packed
 
 
 def _batches(
     dataset: SequenceDataset,
     sampler: Iterable[tuple[int, ...]],
-    make_plan: MakePlan | None,
+    plans: PlanSource | None,
     mask_loss_of: int | None,
-) -> Iterator[tuple[GlobalBatch, PackedPlans | None]]:
+) -> Iterator[tuple[GlobalBatch, PackedPlans | None, int]]:
+    """Whole batches, their plans where this rank makes them, and the version these are of."""
     for indices in sampler:
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
-        packed = None if make_plan is None else make_plan(lengths)
+        version = 0 if plans is None else plans.version()  # before planning, so that what changes meanwhile is noticed
+        packed = None if plans is None or plans.make is None else plans.make(lengths)
         batch = GlobalBatch(
             indices=indices,
             lengths=lengths,
@@ -146,7 +181,7 @@ def _batches(
             mask_loss_of=mask_loss_of,
             global_size=len(indices),
         )
-        yield batch, packed
+        yield batch, packed, version
 
 
 def _portable(error: Exception) -> Exception:

@@ -107,6 +107,13 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "otherwise. Takes twice the memory for them.",
     )
     add(
+        "--epp-oom-retry",
+        action="store_true",
+        help="Where a rank runs out of memory, plan the batch again below a cap lowered by what was in use beyond the plan, "
+        "and run it once more; later iterations keep that cap until the run ends. Gradients are reduced only when all ranks "
+        "are through, so --overlap-grad-reduce overlaps nothing then. Not with tensor, context or expert parallelism.",
+    )
+    add(
         "--epp-loss-block-tokens",
         default="auto",
         metavar="auto|N|0",
@@ -264,6 +271,17 @@ def _check_context_parallel(args: argparse.Namespace) -> None:
         )
 
 
+def _check_oom_retry(args: argparse.Namespace) -> None:
+    """A rank that computes no more must not have others wait for it inside a layer."""
+    if not args.epp_oom_retry:
+        return
+    names = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+    if inside := [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names if getattr(args, name) > 1]:
+        raise ArgumentError(
+            f"--epp-oom-retry cannot go with {', '.join(inside)}: ranks that share layers would wait for the one that ran out"
+        )
+
+
 def _check_offload(args: argparse.Namespace) -> None:
     if args.epp_offload == "off":
         if args.epp_host_memory_gb is not None:
@@ -299,6 +317,7 @@ def _check_values(args: argparse.Namespace) -> None:
             f"raise it to {needed}, or lower --epp-slices"
         )
     _check_context_parallel(args)
+    _check_oom_retry(args)
     check_stages(args)
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")

@@ -81,7 +81,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
             "data_iterator": data if len(data) > 1 else data[0],
             "num_microbatches": len(chunks),
         }
-        with report.measuring():
+        with report.measuring(batch):
             losses = stock(**call)
         report.finish(sum(entry["lm loss"] for entry in losses) if losses else None)
         return losses

@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_profile
 from megatron_epp.cost.library import find, load_costs, shape_of
-from megatron_epp.mcore.experts import forget_router_losses
 from megatron_epp.mcore.host_probe import measure_host_link, measure_offloadable_share
 from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
+from megatron_epp.mcore.snapshot import Snapshot
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.mcore.timing import measure_times
 from megatron_epp.runtime.links import Links
@@ -53,7 +52,7 @@ def pipeline_costs(
     stored = None if source is None else load_costs(str(source))
     if isinstance(stored, PipelineCosts):
         return _of_first(_check(stored, str(source), len(placement)))
-    profile = stored or analytic_profile(model_shape(args, stages.values()), H100 if torch.cuda.is_initialized() else CPU)
+    profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     base = profile.costs(_by_stage({number: stage.num_layers for number, stage in stages.items()}, links))
     link, offloads = Link(base.message_latency_us, base.message_us_per_byte), args.epp_offload == "on"
     with _undisturbed(stages.values()):
@@ -92,8 +91,9 @@ def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
-    workspace = 0 if stage.block_loss is None else stage.block_loss.workspace_bytes
-    costs = replace(measure_bytes(stage, base), static_bytes=_static_bytes(args, stage), workspace_bytes=workspace)
+    if stage.block_loss is not None:
+        base = _by_blocks(base, stage.block_loss.workspace_bytes)
+    costs = replace(measure_bytes(stage, base), static_bytes=_static_bytes(args, stage))
     return _with_wide_gradients(costs) if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16) else costs
 
 
@@ -104,10 +104,17 @@ def _of_first(costs: PipelineCosts) -> PipelineCosts:
     return shared[0]
 
 
-def model_shape(args: argparse.Namespace, stages: Iterable[MegatronStage]) -> ModelShape:
-    """The model's shape from Megatron's arguments; how the loss is computed from the last stage, where that is this rank's."""
-    blocks = max((stage.block_loss.block_tokens for stage in stages if stage.block_loss is not None), default=0)
-    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": blocks})
+def model_shape(args: argparse.Namespace) -> ModelShape:
+    """The model's shape from Megatron's arguments. How the loss is computed is up to the last stage."""
+    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": 0})
+
+
+def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
+    """Of a last stage that computes its loss by blocks: one more product in the backward, which takes as long as the one for
+    the weight's gradient, and none that could be put off. Times of a profile that is by blocks already stay as they are.
+    """
+    again = costs.extra_backward + costs.extra_weight
+    return replace(costs, extra_backward=again, extra_weight=Line(), workspace_bytes=workspace_bytes)
 
 
 def _stored(args: argparse.Namespace) -> Path | None:
@@ -188,23 +195,11 @@ def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
 @contextmanager
 def _undisturbed(stages: Iterable[MegatronStage]) -> Iterator[None]:
     """Leave random states, gradients, buffers and what routers have counted as they were."""
-    cpu, tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     models = [stage.model for stage in stages]
-    # Megatron's wrapper has its own `buffers`.
-    buffers = [(buffer, buffer.clone()) for model in models for buffer in torch.nn.Module.buffers(model)]
+    before = Snapshot(models)
     with torch.enable_grad(), ExitStack() as held:
         for model in models:
             if hasattr(model, "no_sync"):
                 held.enter_context(model.no_sync())
         yield
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    forget_router_losses()
-    for model in models:
-        if hasattr(model, "zero_grad_buffer"):
-            model.zero_grad_buffer()
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-    get_cuda_rng_tracker().set_states(tracked)
+    before.restore()

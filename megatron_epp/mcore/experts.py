@@ -28,22 +28,16 @@ def scale_router_losses(config: Any, output: Tensor) -> None:
 
 def average_router_losses(num_microbatches: int, num_chunks: int) -> None:
     """Routers add up their losses for Megatron's log, which divides by the microbatches: make it a mean over chunks."""
-    for values in _logged():
+    for values in logged_router_losses().values():
         values *= num_microbatches / num_chunks
 
 
-def forget_router_losses() -> None:
-    """Drop what routers have added up for the log."""
-    for values in _logged():
-        values.zero_()
-
-
-def _logged() -> list[Tensor]:
-    """Sums by layer, of every kind of loss."""
+def logged_router_losses() -> dict[str, Tensor]:
+    """What routers have added up for the log: by kind of loss, sums by layer."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # which came with 0.18
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-        return [entry["values"] for entry in get_moe_layer_wise_logging_tracker().values()]
-    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+        return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
+    return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}

@@ -49,6 +49,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_LAYERS}:ColumnParallelLinear.forward": ("3f9d98f23b31", "8de69f2acd5f", "dac5d6cfeaa4"),
     f"{_LAYERS}:RowParallelLinear.forward": ("959fc4b4dbb9", "d98cea58261a"),
     f"{_LAYERS}:prepare_input_tensors_for_wgrad_compute": ("79c20a0283c0",),
+    "megatron.core.rerun_state_machine:RerunDataIterator.__init__": ("b5bab67a492c",),
     "megatron.training.training:build_train_valid_test_data_iterators": ("32c668d9ab0e", "d12ed278f953"),
     "megatron.training.training:train_step": ("43dbb1a94578", "76bee605a250", "68989d425b23"),
 }

@@ -54,7 +54,7 @@ class _Layer:
             try:
                 return self._run(*args, **kwargs)
             finally:
-                self._in_parts = False
+                self._in_parts, self._normed = False, None
         if level == "linear":
             kwargs["packed_seq_params"] = ChunkParams(replace(params.context, attended=Attended()))
         return _again(self._run, args, kwargs)

@@ -28,15 +28,19 @@ class Reduction:
         chunks: the rank's model chunks, by ascending stage.
         has_first: the rank has the pipeline's first stage.
         splits_weights: weight gradients may be apart from their backwards.
+        waits: nothing starts before `start`, which is to be called after the block.
     """
 
-    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
+    def __init__(
+        self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool, waits: bool = False
+    ) -> None:
         self._chunks = chunks
         self._no_sync = _one_each(config.no_sync_func, chunks)
-        by_hooks = len(chunks) == 1 and not splits_weights and (config.grad_sync_func is None or has_first)
+        by_hooks = len(chunks) == 1 and not splits_weights and not waits and (config.grad_sync_func is None or has_first)
         self._starts = _one_each(None if by_hooks else config.grad_sync_func, chunks)
         if self._no_sync and not by_hooks and not self._starts:
             self._starts = [chunk.start_grad_sync for chunk in chunks]
+        self._waits = waits
         self._complete: set[int] = set()
         self._held = contextlib.ExitStack()
 
@@ -56,6 +60,11 @@ class Reduction:
     def after_last_gradient(self, index: int) -> None:
         """Chunk `index` has all its gradients."""
         self._complete.add(index)
+        if not self._waits:
+            self.start()
+
+    def start(self) -> None:
+        """Start the reduction of every chunk whose turn it is."""
         while self._starts and len(self._starts) - 1 in self._complete:
             at = len(self._starts) - 1
             self._starts.pop()(self._chunks[at].parameters())

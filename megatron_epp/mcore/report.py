@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megatron_epp.report.facts import host_peak_bytes, offload_share, recompute_
 from megatron_epp.report.measured import Event, Measured
 from megatron_epp.runtime.offload import Offload
 from megatron_epp.runtime.saved import SavedTensors
+from megatron_epp.runtime.shortage import Usage, device_usage
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.schedule import Action, Plan
 from megatron_epp.schedule.serialize import digest, save
@@ -45,44 +46,43 @@ class IterationReport:
     session: Session
     batch: GlobalBatch
     iteration: int
-    recorder: Recorder
-    saved: SavedTensors | None
-    offload: Offload | None
+    is_evaluation: bool
     collects: bool
     start_s: float
     plan_wait_us: float
+    recorder: Recorder = field(default_factory=Recorder)
+    saved: SavedTensors | None = None
+    offload: Offload | None = None
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
         """Start an iteration. Evaluation is not reported."""
-        args, stages = session.args, session.stages.values()
+        args = session.args
         if not forward_only:
             session.iteration += 1
         due = session.iteration % min(args.log_interval, args.tensorboard_log_interval) == 0
         collects = (args.epp_report_dir is not None or (due and batch.plan is not None)) and not forward_only
-        saved = offload = None
-        copies = () if batch.plan is None else batch.plan.copies
-        if (args.epp_measure_memory or any(copies)) and not forward_only:
-            parameters = chain.from_iterable(stage.parameters for stage in stages)
-            saved = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
-            offload = None if session.host is None else Offload(saved, session.host)
-        return IterationReport(
-            session,
-            batch,
-            session.iteration,
-            Recorder(enabled=collects),
-            saved,
-            offload,
-            collects,
-            time.perf_counter(),
-            session.plan_wait_us,
-        )
+        now_s = time.perf_counter()
+        return IterationReport(session, batch, session.iteration, forward_only, collects, now_s, session.plan_wait_us)
 
     @contextlib.contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Around everything that builds or frees graphs."""
+    def measuring(self, batch: GlobalBatch) -> Iterator[None]:
+        """Around everything that builds or frees graphs, in one try at the iteration. Forgets the try before."""
+        self.batch, self.recorder, self.saved, self.offload = batch, Recorder(enabled=self.collects), None, None
+        copies = () if batch.plan is None else batch.plan.copies
+        if (self.session.args.epp_measure_memory or any(copies)) and not self.is_evaluation:
+            stages = self.session.stages.values()
+            parameters = chain.from_iterable(stage.parameters for stage in stages)
+            self.saved = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages))
+            self.offload = None if self.session.host is None else Offload(self.saved, self.session.host)
         with self.saved or contextlib.nullcontext():
             yield
+
+    def usage(self, static_bytes: int) -> Usage | None:
+        """Bytes in use on this rank now, if anybody counts."""
+        if self.saved is None or torch.cuda.is_initialized():
+            return device_usage(static_bytes)
+        return Usage(static_bytes + self.saved.held_bytes)
 
     def finish(self, loss: torch.Tensor | None) -> None:
         """Gather the ranks' figures, log them, append a line to ``iterations.jsonl``, write plan and trace where asked for.
@@ -144,6 +144,8 @@ class IterationReport:
             return line
         line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in everyone)}
         planned_us = next(entry["planned_us"] for entry in reversed(everyone) if entry["planned_us"] is not None)
+        if self.session.args.epp_oom_retry:
+            line["oom_retries"] = self.session.retries
         line |= {"replicas": self.session.replicas, "imbalance": imbalance(planned_us)}
         line |= {"host_peak_bytes": [entry["host_peak"] for entry in everyone]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}

@@ -19,8 +19,10 @@ from megatron_epp.mcore import session as sessions
 from megatron_epp.mcore.experts import average_router_losses
 from megatron_epp.mcore.reduction import Reduction
 from megatron_epp.mcore.report import IterationReport, count_tokens
+from megatron_epp.mcore.second_try import run_twice_if_short
 from megatron_epp.mcore.session import Session
 from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.shortage import Shortage, ShortagePolicy
 from megatron_epp.schedule import EppError
 
 logger = logging.getLogger(__name__)
@@ -67,10 +69,10 @@ def forward_backward_elastic(
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     batch = _next_batch(batches, num_microbatches, session)
+    report = IterationReport.begin(session, batch, forward_only)
+    batch = _run(session, models, config, batches, batch, report)
     if not forward_only:
         count_tokens(batch)
-    report = IterationReport.begin(session, batch, forward_only)
-    _run(session, models, config, batch, report)
     with session.watchdog.watch(lambda: f"rank {session.rank} waits for gradient finalisation (--epp-wait-limit-seconds)"):
         loss, num_tokens = _hand_on(session)
         if not forward_only and config.finalize_model_grads_func is not None:
@@ -86,22 +88,44 @@ def forward_backward_elastic(
     return [] if loss is None else [{"lm loss": loss}]
 
 
-def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: GlobalBatch, report: IterationReport) -> None:
-    """Execute this rank's part of the batch's plan."""
-    assert batch.plan is not None
-    splits = session.args.epp_split_weight_gradient
-    with Reduction(config, models, session.rank == 0, splits) as reduction:
-        for index, stage in enumerate(session.stages.values()):
-            stage.begin(
-                batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.after_last_gradient, index)
+def _run(
+    session: Session,
+    models: list[torch.nn.Module],
+    config: Any,
+    batches: Iterator[GlobalBatch],
+    batch: GlobalBatch,
+    report: IterationReport,
+) -> GlobalBatch:
+    """Execute this rank's part of the batch's plan, and start the reduction of gradients. Returns the batch as it ran."""
+    args = session.args
+    reduction: Reduction | None = None
+
+    def attempt(batch: GlobalBatch, survives: bool) -> Shortage | None:
+        nonlocal reduction
+        assert batch.plan is not None
+        policy = ShortagePolicy(survives, report.usage, args.epp_recompute != "auto")
+        reduction = Reduction(config, models, session.rank == 0, args.epp_split_weight_gradient, args.epp_oom_retry)
+        with reduction, report.measuring(batch), torch.set_grad_enabled(not batch.plan.forward_only):
+            for index, stage in enumerate(session.stages.values()):
+                stage.begin(
+                    batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.after_last_gradient, index)
+                )
+            links, recorder, watchdog = session.links, report.recorder, session.watchdog
+            executor = Executor(
+                batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, on_shortage=policy
             )
-        executor = Executor(
-            batch.plan, session.rank, session.stages, session.links, report.recorder, session.watchdog, report.offload
-        )
-        with report.measuring(), torch.set_grad_enabled(not batch.plan.forward_only):
             executor.run()
-        for stage in session.stages.values():
-            stage.check()
+        return executor.shortage
+
+    if args.epp_oom_retry:
+        batch = run_twice_if_short(session, models, batches, batch, attempt)
+        assert reduction is not None
+        reduction.start()
+    else:
+        attempt(batch, False)
+    for stage in session.stages.values():
+        stage.check()
+    return batch
 
 
 def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -29,6 +29,7 @@ from megatron_epp.runtime.host import HostMemory
 from megatron_epp.runtime.links import Links, new_group
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.sharing import from_each, from_first
+from megatron_epp.runtime.shortage import Shortage
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.schedule import EppError
 
@@ -65,10 +66,13 @@ class Session:
         """Where activations are offloaded to; None without --epp-offload."""
         self.plan_wait_us = 0.0
         """How long the last batch was waited for."""
+        self.retries = 0
+        """How many iterations have run a second time, below lower caps (`lower_caps`)."""
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
         self._can_plan = threading.Event()
         self._planning_ranks: dist.ProcessGroup | None = None
+        self._all_ranks: dist.ProcessGroup | None = None
 
     def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
         """Wrap the rank's model chunks as stages and learn their costs, at the first call; later calls do nothing."""
@@ -93,6 +97,8 @@ class Session:
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
         self.links = Links.create(pipeline, self._team_ranks[self.team], both_ways=self.placement.num_chunks > 1)
         self._planning_ranks = new_group(tuple(ranks[0] for ranks in self._team_ranks), backend="gloo")
+        if self.args.epp_oom_retry:
+            self._all_ranks = new_group(tuple(range(dist.get_world_size())), backend="gloo")
         if self.args.epp_schedule == "elastic":
             self._learn_costs(self.links)
             if self.args.epp_offload == "on":
@@ -116,7 +122,37 @@ class Session:
             return self._plan(lengths, forward_only)
 
         place = self.teams[self.team].index(self.replica)
-        return PlanSource(make if self.plans else None, self._exchange, place, self._agree, lambda p: prepare(p, self.rank))
+        return PlanSource(
+            make if self.plans else None,
+            self._exchange,
+            place,
+            self._agree,
+            lambda plan: prepare(plan, self.rank),
+            lambda: self.retries,
+        )
+
+    def lower_caps(self, shortage: Shortage | None, cap_bytes: Sequence[int]) -> tuple[int, ...] | None:
+        """Where any rank of the job ran out of memory, lower the caps of all replicas' ranks with its stages, for good.
+
+        Every rank of the job must call this at the same point, at the end of every iteration.
+
+        Args:
+            shortage: this rank's.
+            cap_bytes: what the iteration's plan was made for, by pipeline rank.
+
+        Returns:
+            the caps from now on; None where no rank ran out.
+        """
+        assert self._all_ranks is not None
+        found = from_each(None if shortage is None else (self.rank, shortage.cap_bytes), self._all_ranks)
+        lower = [each for each in found if each is not None]
+        if not lower:
+            return None
+        caps = tuple(min(cap, *(new for of, new in lower if of == rank), cap) for rank, cap in enumerate(cap_bytes))
+        if self._problem is not None:
+            self._problem = replace(self._problem, cap_bytes=caps)
+        self.retries += 1
+        return caps
 
     def close(self) -> None:
         """End planning. Whoever still waits for a plan gets an error."""

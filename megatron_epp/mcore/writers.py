@@ -30,6 +30,8 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
         found["epp/measured peak host memory (GiB)"] = max(line["host_peak_bytes"]) / _GIB
     if line["replicas"] > 1:
         found["epp/planned imbalance of replicas"] = line["imbalance"]
+    if "oom_retries" in line:
+        found["epp/retries after running out of memory"] = line["oom_retries"]
     return found | {
         "epp/planning (ms)": line["planning_us"] / _MS,
         "epp/waiting for the plan (ms)": line["plan_wait_us"] / _MS,
@@ -62,6 +64,8 @@ def log(line: dict[str, Any]) -> None:
     ]
     if line["replicas"] > 1:
         parts.append(f"imbalance of {line['replicas']} replicas: {line['imbalance']:.1%} planned")
+    if line.get("oom_retries"):
+        parts.append(f"retries after running out of memory: {line['oom_retries']}")
     print_rank_last(" | ".join(parts))
 
 

@@ -80,9 +80,9 @@ class _BlockLosses(torch.autograd.Function):
         blocks = _blocks(len(x), head.block_tokens)
         grad_weight = _WeightGradient(weight, head, len(blocks)) if ctx.needs_input_grad[2] else None
         for part in blocks:
-            grad = _wide(x[part] @ weight.t()).sub_(log_sum[part, None]).exp_()
+            grad = _less(x[part] @ weight.t(), log_sum[part, None]).exp_()
             grad.scatter_add_(1, index[part, None], -is_here[part, None].to(grad.dtype))
-            grad = grad.mul_(grad_losses[part, None]).to(x.dtype)
+            grad = _times(grad, grad_losses[part, None], x.dtype)
             torch.mm(grad, weight, out=grad_x[part])
             if grad_weight is not None:
                 grad_weight.add(x[part], grad)
@@ -116,10 +116,9 @@ class _WeightGradient:
 
 def _summary(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     """Of every token's logits the largest, the sum of exponentials above it, and the one at an index: ``[3, tokens]``."""
-    logits = _wide(x @ weight.t())
-    predicted = logits.gather(1, index[:, None]).squeeze(1)
-    most = logits.amax(1)
-    return torch.stack([most, logits.sub_(most[:, None]).exp_().sum(1), predicted])
+    logits = x @ weight.t()
+    most, predicted = _wide(logits.amax(1)), _wide(logits.gather(1, index[:, None]).squeeze(1))
+    return torch.stack([most, _less(logits, most[:, None]).exp_().sum(1), predicted])
 
 
 def _blocks(num_tokens: int, most: int) -> list[slice]:
@@ -133,6 +132,16 @@ def _entries(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor
     entries = len(weight)
     place = labels if head.group is None else labels - dist.get_rank(head.group) * entries
     return place.clamp(0, entries - 1), (place >= 0) & (place < entries)
+
+
+def _less(logits: Tensor, column: Tensor) -> Tensor:
+    """Their difference in the column's type, made in one pass: in place, or of narrower logits in new memory."""
+    return logits.sub_(column) if logits.dtype == column.dtype else logits - column
+
+
+def _times(grad: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their product in another type, made in one pass: in place, or of a narrower type in new memory."""
+    return torch.mul(grad, column, out=grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype))
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ The dispatch table below is the only place that says what an op does at run time
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -15,19 +16,27 @@ from torch import Tensor
 
 from megatron_epp.runtime.boundary import Arrival
 from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.drain import DrainedOffload, DrainedStage, blank
 from megatron_epp.runtime.links import Links, Receive
 from megatron_epp.runtime.offload import Offload
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
 from megatron_epp.runtime.relay import KVRelay
+from megatron_epp.runtime.shortage import SHORTAGES, Shortage, ShortagePolicy
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.schedule import Action, EppError, Op, Plan
 from megatron_epp.schedule.text import to_grid
 
+logger = logging.getLogger(__name__)
+
 
 class RunError(EppError):
     """An action failed. The message holds the action, the rank and the grid."""
+
+
+class ShortageRunError(RunError):
+    """An action found no memory. The message holds the action, the rank, what was planned and what is in use."""
 
 
 class Stage(Protocol):
@@ -53,12 +62,20 @@ class Stage(Protocol):
     def release_output(self, output: Tensor) -> None:
         """The output has been sent; its storage is no longer needed."""
 
+    def abandon(self) -> None:
+        """Drop everything that is kept between actions: no more of them follow in this iteration."""
+
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Shape, dtype and device of the hidden states of a chunk with so many (padded) tokens."""
 
 
 class Executor:
     """Runs one plan on one rank, once.
+
+    A handler changes what the executor holds only when all else is done, so one that ran out of memory can run again.
+
+    Attributes:
+        shortage: what this rank ran out of memory for, where it went on all the same; then nothing it computed counts.
 
     Args:
         plan: a checked plan.
@@ -68,6 +85,7 @@ class Executor:
         recorder: where the times go.
         watchdog: ends the run when an action or a wait outlasts its limit.
         offload: moves activations; None where the plan moves none on this rank.
+        on_shortage: what to do when memory runs out.
 
     Raises:
         RunError: the plan places other stages on this rank, or has actions that this runtime cannot run.
@@ -82,11 +100,13 @@ class Executor:
         recorder: Recorder | None = None,
         watchdog: Watchdog | None = None,
         offload: Offload | None = None,
+        on_shortage: ShortagePolicy = ShortagePolicy(),  # noqa: B008 - frozen
     ) -> None:
         self.plan, self.rank, self.stages, self.links = plan, rank, stages, links
-        self.offload = offload
+        self.offload: Offload | DrainedOffload | None = offload
         self.recorder = recorder or Recorder(enabled=False)
-        self.watchdog = watchdog
+        self.watchdog, self.on_shortage = watchdog, on_shortage
+        self.shortage: Shortage | None = None
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -112,7 +132,7 @@ class Executor:
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._grads: dict[tuple[int, int], Tensor] = {}
         self._arriving: dict[Action, Receive] = {}
-        self._local: dict[Action, Tensor] = {}
+        self._received: dict[Action, Tensor] = {}
 
     def _refuse_what_cannot_run(self) -> None:
         plan, rank = self.plan, self.rank
@@ -133,15 +153,38 @@ class Executor:
             with torch.set_grad_enabled(not self.plan.forward_only), self._watch():
                 for position, action in enumerate(self._actions):
                     self._progress.reach(Place(position))
-                    self._handlers[action.op](action)
+                    self._perform(action)
                 self._progress.reach(Place(len(self._actions)))
                 self._finish()
                 self._progress.reach(None)
+        except ShortageRunError:
+            raise
         except Exception as error:
             reason = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
             raise RunError(self._describe(self._progress.host, f"failed: {reason}")) from error
         finally:
             self._progress.close()
+
+    def _perform(self, action: Action) -> None:
+        handler = self._handlers[action.op]
+        try:
+            handler(action)
+            return
+        except SHORTAGES as error:
+            self._run_short(action, error)
+        handler(action)  # out here, where the error no longer holds what the action had made
+
+    def _run_short(self, action: Action, error: Exception) -> None:
+        """Go on without computing, or raise."""
+        shortage = self.on_shortage.examine(self.plan, self.rank, action, error)
+        text = f"{self._where(self._progress.host)} failed: {shortage.text}"
+        if not self.on_shortage.survives or shortage.cap_bytes is None or self.shortage is not None:
+            raise ShortageRunError(text) from None
+        logger.warning("%s", text)
+        self.shortage = shortage
+        self.stages = {number: DrainedStage(stage) for number, stage in self.stages.items()}
+        self.offload = None if self.offload is None else DrainedOffload(self.offload)
+        self._outputs = {key: blank(*self._shape(Action(Op.F, *key))) for key in self._outputs}
 
     def _finish(self) -> None:
         if self.links is not None:
@@ -155,7 +198,7 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         _, stage, chunk = action
-        hidden = self._take(action, Op.RECV_F) if stage > 0 else None
+        hidden = self._message(action, Op.RECV_F) if stage > 0 else None
         if hidden is not None and not self.plan.forward_only:
             arrival = self._arrivals[stage, chunk] = Arrival()
             hidden = arrival.enter(hidden)
@@ -165,8 +208,9 @@ class Executor:
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
+        self._received.pop(action._replace(op=Op.RECV_F), None)
         if is_local:
-            self._local[Action(Op.RECV_F, stage + 1, chunk)] = output.detach()
+            self._received[Action(Op.RECV_F, stage + 1, chunk)] = output.detach()
         if not self.plan.forward_only:
             self._contexts[stage, chunk] = context
         if not self.plan.forward_only or not (is_last or is_local):
@@ -174,21 +218,25 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         _, stage, chunk = action
-        grad = self._take(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
+        grad = self._message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
-        context, arrival, output = self._contexts.pop(key), self._arrivals.pop(key, None), self._outputs.pop(key)
+        context, arrival, output = self._contexts[key], self._arrivals.get(key), self._outputs[key]
         if self.offload is not None:
             self.offload.before_backward(key)
         with self._giving_gradients(action), self.recorder.action(action):
             self.stages[stage].backward(context, output, grad, key in self._split)
+        self._received.pop(action._replace(op=Op.RECV_B), None)
+        del self._contexts[key], self._outputs[key]
         if arrival is None:
             return
-        if arrival.gradient is None:
+        del self._arrivals[key]
+        gradient = blank(*self._shape(action)) if self.shortage is not None else arrival.gradient
+        if gradient is None:
             raise RunError(f"stage {stage} gave its input no gradient")
         if self._is_local(stage - 1):
-            self._local[Action(Op.RECV_B, stage - 1, chunk)] = arrival.gradient
+            self._received[Action(Op.RECV_B, stage - 1, chunk)] = gradient
         else:
-            self._grads[key] = arrival.gradient
+            self._grads[key] = gradient
 
     def _weight(self, action: Action) -> None:
         with self._giving_gradients(action), self.recorder.action(action):
@@ -206,13 +254,16 @@ class Executor:
 
     def _send_activation(self, action: Action) -> None:
         _, stage, chunk = action
-        output = self._outputs.pop((stage, chunk)) if self.plan.forward_only else self._outputs[stage, chunk]
+        output = self._outputs[stage, chunk]
         self._links.send(output, self.plan.placement[stage + 1], gradient=False)
         self.stages[stage].release_output(output)
+        if self.plan.forward_only:
+            del self._outputs[stage, chunk]
 
     def _send_gradient(self, action: Action) -> None:
         _, stage, chunk = action
-        self._links.send(self._grads.pop((stage, chunk)), self.plan.placement[stage - 1], gradient=True)
+        self._links.send(self._grads[stage, chunk], self.plan.placement[stage - 1], gradient=True)
+        del self._grads[stage, chunk]
 
     def _post_activation(self, action: Action) -> None:
         self._post(action, peer=self.plan.placement[action.stage - 1], gradient=False)
@@ -237,21 +288,24 @@ class Executor:
         return ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, self.plan.forward_only)
 
     def _post(self, action: Action, peer: int, gradient: bool) -> None:
-        message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
-        self._arriving[action] = self._links.post_receive(*message, peer=peer, gradient=gradient)
+        self._arriving[action] = self._links.post_receive(*self._shape(action), peer=peer, gradient=gradient)
 
-    def _take(self, action: Action, receive: Op) -> Tensor:
-        """What an action was sent, from another rank or from this one."""
+    def _shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """What messages of an action's stage and chunk are like."""
+        return self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
+
+    def _message(self, action: Action, receive: Op) -> Tensor:
+        """What an action was sent, from another rank or from this one. It stays until the action is done."""
         key = action._replace(op=receive)
-        if key in self._local:
-            return self._local.pop(key)
+        if key in self._received:
+            return self._received[key]
         here = self._progress.host
         assert here is not None  # an action runs
         self._progress.reach(here._replace(receiving=True))
         with self.recorder.waiting():
-            tensor = self._arriving.pop(key).wait()
+            self._received[key] = self._arriving.pop(key).wait()
         self._progress.reach(here)
-        return tensor
+        return self._received[key]
 
     def _is_local(self, stage: int) -> bool:
         return self.plan.placement[stage] == self.rank
@@ -262,7 +316,7 @@ class Executor:
         return self.links
 
     @property
-    def _mover(self) -> Offload:
+    def _mover(self) -> Offload | DrainedOffload:
         assert self.offload is not None  # checked at the start
         return self.offload
 
@@ -285,6 +339,9 @@ class Executor:
         return f"waiting for {action._replace(stage=peer)} of rank {self.plan.placement[peer]}"
 
     def _describe(self, place: Place | None, what: str) -> str:
+        return f"{self._where(place)} {what}\n{to_grid(self.plan)}"
+
+    def _where(self, place: Place | None) -> str:
         position = len(self._actions) if place is None else place.position
         step = f"action {self._actions[position]}" if position < len(self._actions) else "the end of the plan"
-        return f"pipeline rank {self.rank}, step {position}, {step} {what}\n{to_grid(self.plan)}"
+        return f"pipeline rank {self.rank}, step {position}, {step}"

@@ -15,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.schedule import EppError
+from megatron_epp.runtime.shortage import ShortageError
 
 _PAGE_BYTES = {"cuda": 32 << 20, "cpu": 1 << 20}
 _ALIGNED_BYTES = 256
+
+
+class HostMemoryError(ShortageError):
+    """The host gives no more pages."""
 
 
 class HostMemory:
@@ -39,11 +43,11 @@ class HostMemory:
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None
 
     def take(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Pages for memory of these sizes, bytes. Raises `EppError` when the cap is reached or the system has no more."""
-        pages: list[Tensor] = []
-        for _ in range(-(-sum(map(_aligned, sizes)) // self._page_bytes)):
-            pages.append(self._free.pop() if self._free else self._allocate())
-        return pages
+        """Pages for memory of these sizes, bytes. Raises `HostMemoryError` at the cap, or when there is no more."""
+        needed = -(-sum(map(_aligned, sizes)) // self._page_bytes)
+        while len(self._free) < needed:
+            self._free.append(self._allocate())
+        return [self._free.pop() for _ in range(needed)]
 
     def give_back(self, pages: list[Tensor]) -> None:
         """Let later copies have the pages."""
@@ -71,17 +75,18 @@ class HostMemory:
     def _allocate(self) -> Tensor:
         needed = self.allocated_bytes + self._page_bytes
         if needed > self.cap_bytes:
-            raise EppError(
+            raise HostMemoryError(
                 f"offloaded activations need more than {self.allocated_bytes / 2**30:.3g} GB of host memory and "
-                f"--epp-host-memory-gb allows {self.cap_bytes / 2**30:.3g} per rank: raise it, or lower --epp-chunk-tokens"
+                f"--epp-host-memory-gb allows {self.cap_bytes / 2**30:.3g} per rank",
+                ("a higher --epp-host-memory-gb", "a lower --epp-chunk-tokens"),
             )
         try:
             page = torch.empty(self._page_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
         except RuntimeError as error:
-            raise EppError(
+            raise HostMemoryError(
                 f"the system gives this rank no more than {self.allocated_bytes / 2**30:.3g} GB of "
-                f"{'pinned ' * self._on_gpu}host memory for offload, below --epp-host-memory-gb ({error}): lower "
-                "--epp-chunk-tokens, or leave out --epp-offload"
+                f"{'pinned ' * self._on_gpu}host memory for offload, below --epp-host-memory-gb ({error})",
+                ("a lower --epp-chunk-tokens", "no --epp-offload"),
             ) from error
         self.allocated_bytes = needed
         return page

@@ -79,6 +79,7 @@ class Offload:
                 on_device.copy_(at_host, non_blocking=True)
             moved.mark = self._host.mark()
         self._host.give_back(moved.pages)
+        moved.pages = []
         self.host_bytes -= _size(moved.storages)
 
     def before_backward(self, owner: Owner) -> None:
@@ -87,6 +88,15 @@ class Offload:
         moved = self._moved.pop(owner, None)
         if moved is not None:
             self._host.wait(moved.mark)
+
+    def abandon(self) -> None:
+        """Give everything up: no backward follows in this iteration."""
+        for moved in self._moved.values():
+            self._host.wait(moved.mark)
+            self._host.give_back(moved.pages)
+        self._moved.clear()
+        self._saved.disown()
+        self.host_bytes = 0
 
     def assert_empty(self) -> None:
         """Raise `EppError` if anything is left at the host."""

@@ -112,6 +112,9 @@ class WaitingStage:
     def release_output(self, output: Tensor) -> None:
         """It is eight bytes."""
 
+    def abandon(self) -> None:
+        """Nothing is kept."""
+
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         return (1,), torch.float64, torch.device("cpu")
 

@@ -179,6 +179,11 @@ class KVRelay:
         """Drop a sequence's cache: after its first slice's backward, or after its last forward where no backward follows."""
         self.num_bytes -= self._entries.pop((layer, view.sequence)).num_bytes
 
+    def clear(self) -> None:
+        """Drop every cache."""
+        self._entries.clear()
+        self.num_bytes = 0
+
     def assert_empty(self) -> None:
         """Raise `RelayError` if a cache outlived its iteration."""
         if self._entries:

@@ -98,9 +98,14 @@ class SavedTensors:
         _active.remove(self)
         self.observe()
 
+    @property
+    def held_bytes(self) -> int:
+        """Saved tensors and the others now."""
+        return self.live_bytes + self._others()
+
     def observe(self) -> None:
         """Raise the peak to what is live now."""
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self._others())
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     @contextmanager
     def of(self, owner: Owner) -> Iterator[None]:
@@ -114,6 +119,10 @@ class SavedTensors:
     def pop(self, owner: Owner) -> list[Storage]:
         """The storages that a chunk's forward has made autograd keep, in the order of the forward."""
         return [storage for storage in self._by_owner.pop(owner, []) if storage.num_held]
+
+    def disown(self) -> None:
+        """Forget which chunk keeps what: none of it will leave."""
+        self._by_owner.clear()
 
     def take_away(self, storage: Storage) -> None:
         """A storage has left the device."""

@@ -84,6 +84,11 @@ class WeightGradients:
         while kept:
             kept.pop(0).run()
 
+    def clear(self) -> None:
+        """Drop all that was kept."""
+        self._kept.clear()
+        self._due.clear()
+
     def linear(self, x: Tensor, kept: Tensor, layer: Linear) -> Tensor:
         """``x @ weight.t()``, without an edge to the weight.
 

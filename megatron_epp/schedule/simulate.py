@@ -72,6 +72,15 @@ class Timeline:
         times = (0.0, *(event.time_us for event in events))
         return list(zip(times, _live(self.plan.static_bytes[rank], events), strict=True))
 
+    def planned_bytes(self, rank: int, action: Action) -> int:
+        """The rank's live bytes while one of its actions runs. Raises `PlanError` when it has no such action."""
+        live = self.plan.static_bytes[rank]
+        for event in self.memory_events[rank]:
+            live += event.delta_bytes
+            if event.step.action == action and not event.at_end:
+                return live
+        raise PlanError(f"rank {rank} has no action {action}")
+
     def messages(self) -> list[Message]:
         """Every message between ranks, in rank and position order of its producer."""
         plan, found = self.plan, []

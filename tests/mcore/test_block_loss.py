@@ -7,7 +7,10 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
+from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.mcore.block_loss import block_loss
+from megatron_epp.mcore.costs import _by_blocks
 from megatron_epp.schedule import EppError
 
 
@@ -69,3 +72,16 @@ def test_where_it_is_not_possible_it_is_refused_or_left_to_megatron_with_the_rea
     with caplog.at_level(logging.WARNING):
         assert block_loss(arguments(seq_length=2**22), model) is None
     assert reason in caplog.text
+
+
+def test_times_of_an_ordinary_head_become_those_of_one_by_blocks_once():
+    flags = load_flags("llama3-8b")
+    ordinary, by_blocks = (
+        analytic_profile(shape_of(flags | {"epp_loss_block_tokens": tokens}), H100).costs([16, 16]).stages[1]
+        for tokens in (0, 2048)
+    )
+    for found in (_by_blocks(ordinary, 7), _by_blocks(_by_blocks(ordinary, 5), 7)):
+        assert found.extra_backward.per_token_us == pytest.approx(by_blocks.extra_backward.per_token_us)
+        assert found.extra_backward.fixed_us == pytest.approx(by_blocks.extra_backward.fixed_us)
+        assert found.extra_weight == by_blocks.extra_weight
+        assert found.workspace_bytes == 7

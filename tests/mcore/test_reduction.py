@@ -31,7 +31,14 @@ class Chunk:
 
 
 def run(
-    names: str, finished: str, *, overlap: bool = True, align: bool = True, splits: bool = False, first: bool = True
+    names: str,
+    finished: str,
+    *,
+    overlap: bool = True,
+    align: bool = True,
+    splits: bool = False,
+    first: bool = True,
+    waits: bool = False,
 ) -> list[str]:
     """What happens when the chunks get their last gradients in the order of `finished`; ``!`` marks the last of each."""
     log: list[str] = []
@@ -42,11 +49,14 @@ def run(
     if overlap:
         config.no_sync_func = no_sync if many else no_sync[0]
         config.grad_sync_func = (start if many else start[0]) if align else None
-    with Reduction(config, chunks, first, splits) as reduction:
+    with Reduction(config, chunks, first, splits, waits) as reduction:
         for name in finished:
             reduction.before_last_gradient(names.index(name))
             log.append(f"{name}!")
             reduction.after_last_gradient(names.index(name))
+    if waits:
+        log.append("all ranks are through")
+        reduction.start()
     return log
 
 
@@ -73,5 +83,16 @@ def test_stages_of_a_rank_start_in_one_order_whatever_order_they_end_in(finished
         assert log.index(f"{name}!") < log.index(f"{name} start") < log.index(f"{name} open")
 
 
+@pytest.mark.parametrize("align", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_where_an_iteration_may_run_again_nothing_starts_before_it_is_told_to(align: bool, first: bool) -> None:
+    for names in ("a", "ab"):
+        log = run(names, names, align=align, first=first, waits=True)
+        through = log.index("all ranks are through")
+        assert log[through + 1 :] == [f"{name} start" for name in reversed(names)]
+        assert not any(entry.endswith("start") for entry in log[:through])
+
+
 def test_without_overlap_nothing_is_started_here() -> None:
     assert run("ab", "ba", overlap=False, splits=True) == ["b!", "a!"]
+    assert run("a", "a", overlap=False, waits=True) == ["a!", "all ranks are through"]

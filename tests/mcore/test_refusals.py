@@ -94,6 +94,15 @@ def test_what_cannot_be_shared_out_is_told_with_the_numbers(flags, processes, me
         prepare_epp_args(arguments(*flags, processes=processes))
 
 
+@pytest.mark.parametrize("kind", ["tensor-model", "context", "expert-model"])
+def test_a_second_try_is_refused_where_ranks_share_layers(kind):
+    flags = [f"--{kind}-parallel-size", 2, "--epp-oom-retry", "--num-experts", 4, "--moe-token-dispatcher-type", "alltoall"]
+    with pytest.raises(
+        ArgumentError, match=f"--epp-oom-retry cannot go with --{kind}-parallel-size 2: ranks that share layers"
+    ):
+        prepare_epp_args(arguments(*flags))
+
+
 def test_layers_shared_unevenly_on_purpose_are_megatrons_own_affair():
     prepare_epp_args(
         arguments("--pipeline-model-parallel-size", 4, "--decoder-first-pipeline-num-layers", 2, processes=4, num_layers=11)

@@ -12,6 +12,7 @@ from megatron_epp.mcore import session, writers
 from megatron_epp.planner import Options
 from megatron_epp.planner.background import BackgroundPlanner
 from megatron_epp.planner.worker import WorkerError
+from megatron_epp.runtime.shortage import Shortage
 from megatron_epp.schedule import InfeasibleError
 from megatron_epp.schedule.serialize import unpack
 
@@ -32,6 +33,8 @@ LINE = {
     "host_peak_bytes": [2**28, 0],
     "padding_share": 0.0,
 }
+
+FLAGS = Namespace(tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)
 
 
 class Recording:
@@ -94,6 +97,29 @@ def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both, cap
     assert "imbalance of 4 replicas: 1.5% planned" in capsys.readouterr().out
 
 
+def test_retries_are_counted_where_they_are_asked_for(both, capsys):
+    name = "epp/retries after running out of memory"
+    for retries, told in ((0, False), (2, True)):
+        line = LINE | {"oom_retries": retries}
+        writers.write(line)
+        assert both[0].seen[name, 7] == retries
+        writers.log(line)
+        assert ("retries after running out of memory: 2" in capsys.readouterr().out) == told
+    assert name not in writers.scalars(LINE)
+
+
+def test_every_rank_lowers_the_caps_of_all_that_ran_out(monkeypatch):
+    ours = object.__new__(session.Session)
+    ours.rank, ours.retries, ours._all_ranks = 0, 0, object()
+    ours._problem = session.problem_of(FLAGS, (1000, 1000, 1000), (0, 1, 2))
+    monkeypatch.setattr(session, "from_each", lambda mine, group: [mine, None, None])
+    assert ours.lower_caps(None, (1000, 1000, 1000)) is None
+    assert (ours.retries, ours._problem.cap_bytes) == (0, (1000, 1000, 1000))
+    monkeypatch.setattr(session, "from_each", lambda mine, group: [mine, (2, 800), (2, 700), (1, 1200)])
+    assert ours.lower_caps(Shortage("", 900), (1000, 1000, 1000)) == (900, 1000, 700)
+    assert (ours.retries, ours._problem.cap_bytes) == (1, (900, 1000, 700))
+
+
 def test_a_batch_is_summed_up_for_errors():
     text = session._summary((7, 1200, 30))
     assert text == "3 sequences of 7 to 1,200 tokens, 1,237 in all, the longest 1200, 30, 7"
@@ -104,11 +130,10 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     ours = object.__new__(session.Session)
     ours._can_plan, ours._planner = threading.Event(), BackgroundPlanner(analytic_costs(shape, CPU, [1, 1]), Options())
     ours._can_plan.set()
-    flags = Namespace(tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)
-    ours._problem = session.problem_of(flags, (1000, 1000), (0, 1))
+    ours._problem = session.problem_of(FLAGS, (1000, 1000), (0, 1))
     with pytest.raises(InfeasibleError, match=r"epp-memory-cap-gb[\s\S]*3 sequences of 7 to 1,200 tokens"):
         ours._plan((7, 1200, 30), False)
-    ours._problem = session.problem_of(flags, (2**30, 2**30), (0, 1))
+    ours._problem = session.problem_of(FLAGS, (2**30, 2**30), (0, 1))
     (packed,) = ours._plan((7, 1200, 30), False)
     assert unpack(packed.message).lengths == (7, 1200, 30)
     assert packed.planning_us > 0
