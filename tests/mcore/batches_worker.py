@@ -73,9 +73,6 @@ def of_batches(executor):
             return np.random.default_rng(index).integers(VOCABULARY, size=self.lengths[index] + 1)[start:end]
 
     class OfBatches(executor):
-        def __init__(self, plan, rank, stages, links, *rest):
-            super().__init__(plan, rank, stages, links, *rest)
-
         def run(self):
             session = sessions.current()
             args = session.args
