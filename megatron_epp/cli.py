@@ -1,4 +1,4 @@
-"""The command line: ``megatron-epp plan | check | simulate | compare | show | profile | rehearse | prepare | train | doctor``.
+"""The command line, ``megatron-epp COMMAND``: plan, check, simulate, compare, advise, show, profile, rehearse, prepare, train, doctor.
 
 All but `profile`, `rehearse`, `prepare` and `train` run without torch, Megatron or a GPU. Exit codes: 0 done; 1 `check` found
 violations, or `doctor` a problem; 2 an error.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megatron_epp
-from megatron_epp import cli_doctor, cli_profile, cli_rehearse, cli_train
+from megatron_epp import cli_advise, cli_doctor, cli_profile, cli_rehearse, cli_train
 from megatron_epp.cli_compare import compare
 from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, problem_of
 from megatron_epp.cli_progress import progress
@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_simulate(commands)
     _add_compare(commands)
+    _add_advise(commands)
     _add_show(commands)
     _add_profile(commands)
     _add_rehearse(commands)
@@ -125,6 +126,11 @@ def _add_compare(commands: Commands) -> None:
     parser.add_argument(
         "--planner", action="append", choices=sorted(PLANNERS), help="a planner to compare; repeat it for more (default: all)"
     )
+
+
+def _add_advise(commands: Commands) -> None:
+    purpose = "search parallel sizes for a model, a cluster and lengths, and say why the others lose"
+    cli_advise.add_arguments(_command(commands, "advise", cli_advise.run, purpose, cli_advise.EXAMPLE))
 
 
 def _add_show(commands: Commands) -> None:
