@@ -174,7 +174,8 @@ def _add_width(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    problem, costs = problem_of(args), costs_of(args)
+    problem = problem_of(args)
+    costs = costs_of(args, max(problem.lengths, default=0))
     with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
         made = plan(problem, costs, options_of(args, args.planner))
     if args.output:

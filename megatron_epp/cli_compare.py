@@ -31,7 +31,8 @@ class Entry:
 
 def compare(args: argparse.Namespace) -> str:
     """The table of all batches and planners, as text or with ``--json`` as JSON. Raises `EppError`."""
-    costs, batches = costs_of(args), batches_of(args)
+    batches = batches_of(args)
+    costs = costs_of(args, max((max(lengths, default=0) for _, lengths in batches), default=0))
     names = list(dict.fromkeys(args.planner or sorted(PLANNERS)))
     total, tables = len(names) * len(batches), []
     made: list[Entry] = []

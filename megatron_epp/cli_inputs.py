@@ -148,7 +148,7 @@ def add_model(costs: argparse._ArgumentGroup) -> None:
         type=_blocks,
         metavar="auto|N|0",
         help="tokens of a block of the loss, whose logits are made again in backward; 0 for all of a chunk at once (default: "
-        "auto, blocks where a sequence of --context has more than 2 GiB of fp32 logits on a rank)",
+        "auto, blocks where the longest sequence has more than 2 GiB of fp32 logits on a rank)",
     )
 
 
@@ -195,10 +195,19 @@ def options_of(args: argparse.Namespace, planner: str) -> Options:
     )
 
 
-def costs_of(args: argparse.Namespace) -> PipelineCosts:
-    """Raises `EppError` when a file cannot be read, a flag does not fit the model, or the layers do not make the stages."""
+def costs_of(args: argparse.Namespace, longest: int) -> PipelineCosts:
+    """Costs of the pipeline that the flags name.
+
+    Args:
+        args: parsed flags.
+        longest: tokens of the longest sequence.
+
+    Raises:
+        EppError: a file cannot be read, a flag does not fit the model, or the layers do not make the stages.
+    """
     if args.costs is None:
-        profile = analytic_profile(shape_of(flags_of(args)), _rates(args))
+        shape = shape_of(flags_of(args) | {"seq_length": args.context or longest})
+        profile = analytic_profile(shape, _rates(args))
     else:
         stored = load_costs(args.costs)
         if isinstance(stored, PipelineCosts):
@@ -244,7 +253,6 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
         "context_parallel_size": args.context_parallel,
         "expert_model_parallel_size": args.expert_parallel,
         "epp_loss_block_tokens": args.loss_block_tokens,
-        "seq_length": getattr(args, "context", None),  # the commands that measure know no batch
     }
     return flags | {name: value for name, value in given.items() if value is not None}
 

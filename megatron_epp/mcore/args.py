@@ -67,9 +67,12 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add(
         "--epp-offload",
-        action="store_true",
+        nargs="?",
+        choices=["on", "off"],
+        const="on",
+        default="off",
         help="Copy activations to host memory between forward and backward, beside compute, where that costs less time than "
-        "recompute. Only the planner greedy does so, with one stage per rank.",
+        "recompute (default: off). Only the planner greedy does so.",
     )
     add(
         "--epp-host-memory-gb",
@@ -280,7 +283,7 @@ def _check_oom_retry(args: argparse.Namespace) -> None:
 
 
 def _check_offload(args: argparse.Namespace) -> None:
-    if not args.epp_offload:
+    if args.epp_offload == "off":
         if args.epp_host_memory_gb is not None:
             raise ArgumentError("--epp-host-memory-gb is for --epp-offload; leave it out, or add that")
         return

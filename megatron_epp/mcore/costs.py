@@ -54,7 +54,7 @@ def pipeline_costs(
         return _of_first(_check(stored, str(source), len(placement)))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     base = profile.costs(_by_stage({number: stage.num_layers for number, stage in stages.items()}, links))
-    link = Link(base.message_latency_us, base.message_us_per_byte)
+    link, offloads = Link(base.message_latency_us, base.message_us_per_byte), args.epp_offload == "on"
     with _undisturbed(stages.values()):
         found = {number: _measured_bytes(args, stage, base.stages[number]) for number, stage in stages.items()}
         shared = _by_stage(found, links)  # ranks that share a stage must time the same cases
@@ -62,9 +62,9 @@ def pipeline_costs(
         if args.epp_costs == "measure":
             mine = {number: measure_times(stage, mine[number], args.seq_length) for number, stage in stages.items()}
             link = measure_link(next(iter(stages.values())), links, links.position)
-        host = _host_link(args, base, stages) if args.epp_offload else {}
+        host = _host_link(args, base, stages) if offloads else {}
     link = gathered(link, links)[0]
-    hosts = gathered(host, links) if args.epp_offload else [{}]
+    hosts = gathered(host, links) if offloads else [{}]
     costs_of = tuple(map(_with_messages, _by_stage(mine, links), repeat(link), _neighbours(placement)))
     name = "measured" if args.epp_costs == "measure" else base.name
     latency_us, us_per_byte, _ = link
@@ -135,8 +135,10 @@ def _with_wide_gradients(costs: StageCosts) -> StageCosts:
     is more goes to the cache, which with its gradient is then right, and by itself too large rather than too small.
     """
     more = costs.kv_bytes_per_token / 2
+    mlp = costs.mlp
     return replace(
         costs,
+        mlp=None if mlp is None else replace(mlp, bytes_per_token=mlp.bytes_per_token + more),
         kv_bytes_per_token=costs.kv_bytes_per_token + more,
         layer_bytes_per_token=costs.layer_bytes_per_token + more,  # of which a sliced sequence's cache is taken out again
     )

@@ -32,7 +32,8 @@ _LINK_REPEATS = 12
 
 
 def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
-    """Bytes per token that a chunk keeps: of a layer, from one layer more that recomputes; of all else; and of the head.
+    """Bytes per token that a chunk keeps: of a layer, from one layer more that recomputes, at every level whose time is known;
+    of all else; and of the head.
 
     Where layers recompute a stage keeps a little more (rotary angles, as an input of what runs again); that counts as the
     stage's own whether they do or not, so that a plan promises too much rather than too little. The head is known by what the
@@ -40,7 +41,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     stage's extras have none where their weight takes its gradient in the backward.
     """
     layers = stage.num_layers
-    kept, peak = _kept_and_peak(stage, layers)
+    kept, peak = _kept_and_peak(stage, Recompute(whole=layers))
     if stage.weights is not None:
         for_layers, for_all = _kept_for_weights(stage, stage.weights)
         costs = replace(
@@ -51,16 +52,28 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         )
     if layers == 0:
         return replace(costs, extra_bytes_per_token=kept, head_bytes_per_token=0.0)
-    made = _kept_and_peak(stage, layers - 1)[0] - kept
-    per_layer = made
-    if len({type(layer) for layer in stage.decoder.layers}) > 1:  # a hybrid model's attention and MLP layers
-        per_layer = (_kept_and_peak(stage, 0)[0] - kept) / layers
+    least = costs.recomputed_layer_bytes_per_token
+
+    def more(level: str) -> float:
+        """Bytes per token that a layer of a level keeps beside those of one that recomputes whole."""
+        if len({type(layer) for layer in stage.decoder.layers}) > 1:  # a hybrid model's attention and MLP layers
+            return (_kept_and_peak(stage, _with(level, layers))[0] - kept) / layers
+        return _kept_and_peak(stage, _with(level, 1, whole=layers - 1))[0] - kept
+
+    made = _kept_and_peak(stage, Recompute(whole=layers - 1))[0] - kept
     return replace(
         costs,
-        layer_bytes_per_token=costs.recomputed_layer_bytes_per_token + per_layer,
-        extra_bytes_per_token=max(0.0, kept - layers * costs.recomputed_layer_bytes_per_token),
+        layer_bytes_per_token=least + more(""),
+        linear=None if costs.linear is None else replace(costs.linear, bytes_per_token=least + more("linear")),
+        mlp=None if costs.mlp is None else replace(costs.mlp, bytes_per_token=least + more("mlp")),
+        extra_bytes_per_token=max(0.0, kept - layers * least),
         head_bytes_per_token=max(0.0, made - (peak - kept)),
     )
+
+
+def _with(level: str, count: int, whole: int = 0) -> Recompute:
+    """So many layers of a level, behind those that recompute whole; no level for layers that keep everything."""
+    return Recompute(whole)._replace(**{level: count} if level else {})
 
 
 class Link(NamedTuple):
@@ -132,13 +145,13 @@ def by_place(stage: MegatronStage, kept: list[Kept | PutOff]) -> tuple[list[Kept
     return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]
 
 
-def _kept_and_peak(stage: MegatronStage, recompute_layers: int) -> tuple[float, float]:
+def _kept_and_peak(stage: MegatronStage, recompute: Recompute) -> tuple[float, float]:
     """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
     meter = SavedTensors(stage.parameters)
     chunk = bytes_chunk(stage)
     tokens = chunk.num_tokens
     with meter:
-        _, output, context = forward(stage, chunk, recompute=Recompute(recompute_layers))
+        _, output, context = forward(stage, chunk, recompute=recompute)
         kept = meter.live_bytes
         backward(stage, output, context)
     return kept / tokens, meter.peak_bytes / tokens

@@ -101,7 +101,7 @@ class Session:
             self._all_ranks = new_group(tuple(range(dist.get_world_size())), backend="gloo")
         if self.args.epp_schedule == "elastic":
             self._learn_costs(self.links)
-            if self.args.epp_offload:
+            if self.args.epp_offload == "on":
                 _, _, device = next(iter(self.stages.values())).message(1)
                 self.host = HostMemory(device, host_cap_bytes(self.args))
 
@@ -223,9 +223,10 @@ def options_of(args: argparse.Namespace) -> Options:
         chunk_tokens=args.epp_chunk_tokens,
         slices=args.epp_slices,
         recompute=args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute),
+        recompute_levels=args.epp_recompute_levels,
         planner=args.epp_planner,
         split_weight=args.epp_split_weight_gradient,
-        offload=args.epp_offload,
+        offload=args.epp_offload == "on",
         budget_ms=args.epp_plan_budget_ms,
     )
 

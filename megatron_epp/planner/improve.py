@@ -13,7 +13,7 @@ from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
 from megatron_epp.planner.inner.columns import Codes, decode, encode
 from megatron_epp.planner.inner.compiled import floats, integers, is_compiled
 from megatron_epp.planner.inner.steps import Choice, Facts, Spare, search
-from megatron_epp.planner.memory import by_stage
+from megatron_epp.planner.memory import by_stage, caps_at
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
@@ -85,6 +85,7 @@ def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes) -> F
         columns=columns,
         group_of=integers(number for number, group in enumerate(groups) for _ in group),
         caps=integers(problem.cap_bytes),
+        caps_at=integers(caps_at(codes, problem.cap_bytes)),
         dear=integers(chain.from_iterable(dear)),
         dear_starts=integers(accumulate(map(len, dear), initial=0)),
         no_split=integers([0] * columns.num_stages * chunks),

@@ -45,14 +45,37 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
         layers = [[min(fixed, count)] * columns.num_chunks for count in tables.num_layers]
         peaks = peaks_bytes(codes, tables, layers)
         return Fit(layers) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
-    column, leaves = integers([0] * items), integers([0] * items)
+    column, leaves, allowed = integers([0] * items), integers([0] * items), integers(caps_at(codes, caps))
     for rank, cap in enumerate(caps):
         begin, stop, static = codes.starts[rank], codes.starts[rank + 1], tables.static[rank]
         if peak(codes.actions, begin, stop, columns, column, static) <= cap:
             continue
-        if not sweep(codes.actions, begin, stop, columns, columns.most, cap, static, column, leaves):
+        if not sweep(codes.actions, begin, stop, columns, columns.most, allowed, static, column, leaves):
             return Fit(None, max(least_peaks(codes, tables)))
     return Fit(by_stage(column, columns.num_chunks))
+
+
+def fit_beside(codes: Codes, tables: Tables, caps: Sequence[int], limit: Layers) -> Layers | None:
+    """Recompute where memory is different at every action, because some is away; None where none fits.
+
+    Args:
+        caps: by place among the codes' actions.
+        limit: most steps of each stage and chunk.
+    """
+    columns = tables.columns
+    items = columns.num_stages * columns.num_chunks
+    column, leaves, most = integers([0] * items), integers([0] * items), integers(chain.from_iterable(limit))
+    allowed = integers(caps)
+    for rank, static in enumerate(tables.static):
+        begin, stop = codes.starts[rank], codes.starts[rank + 1]
+        if not sweep(codes.actions, begin, stop, columns, most, allowed, static, column, leaves):
+            return None
+    return by_stage(column, columns.num_chunks)
+
+
+def caps_at(codes: Codes, caps: Sequence[int]) -> list[int]:
+    """Every rank's cap, by place among the codes' actions."""
+    return [cap for rank, cap in enumerate(caps) for _ in range(codes.starts[rank], codes.starts[rank + 1])]
 
 
 def peaks_bytes(order: Order | Codes, tables: Tables, layers: Layers) -> list[int]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_epp.planner.evaluate import Layers, Played, moved_bytes, play
 from megatron_epp.planner.inner.columns import Codes, encode
-from megatron_epp.planner.memory import fit_recompute, least_peaks, levels, peaks_bytes
+from megatron_epp.planner.memory import by_stage, fit_beside, fit_recompute, least_peaks, levels, peaks_bytes
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
@@ -21,6 +21,10 @@ from megatron_epp.schedule import Action, Op
 
 SHARES = (1.0, 0.7, 0.4, 0.1)
 """Of what is above the cap, what the link is to take. The rest is recomputed."""
+PARTS = (1.0, 0.5, 0.25, 0.12, 0.06)
+"""Of what would be copied of a chunk, what is tried until the link has time for it."""
+SLOWER = 1.02
+"""Recompute that copies may spare again is worth a try when it alone is slower than the best by less than this."""
 ROUNDS = 3
 """Times the copies are chosen again with a lower aim."""
 
@@ -78,31 +82,37 @@ def _recompute(codes: Codes, tables: Tables, caps: tuple[int, ...]) -> Layers:
 
 
 def _fit_copies(order: Order, tables: Tables, caps: tuple[int, ...], layers: Layers, limit_us: float | None) -> Offload | None:
-    """Copies for a given recompute. Each round aims below the cap by as much as the last came out above it."""
+    """Copies for a given recompute, and then as much less or more of that as the memory they make asks for.
+
+    Each round aims below the cap by as much as the last came out above it.
+    """
+    codes = encode(order, len(tables.message_us))
     played = play(order, tables, layers)
-    if limit_us is not None and played.makespan_us >= limit_us:
+    if limit_us is not None and played.makespan_us >= limit_us * SLOWER:
         return None
     aims = list(caps)
     for _ in range(ROUNDS):
         shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
+        most = by_stage(tables.columns.most, len(tables.message_us))
         copies: list[tuple[tuple[Action, Action | None], ...]] = []
+        room: list[int] = []
         for rank, actions in enumerate(order):
             chooser = _Chooser(actions, tables, rank, aims[rank], layers, played)
             chosen = chooser.choose()
-            if chooser.excess.max() > 0:
-                return None
-            for copy in chosen:
-                shares[copy.action.stage][copy.action.chunk] = copy.share
+            for (_, stage, c), share in ((copy.action, copy.share) for copy in chosen):
+                shares[stage][c], most[stage][c] = share, layers[stage][c]
             copies.append(tuple((copy.action, copy.after) for copy in chosen))
-        if not any(copies):
+            room += [aims[rank] + away for away in chooser.away.tolist()]
+        fitted = fit_beside(codes, tables, room, most) if any(copies) else None
+        if fitted is None:
             return None
-        after = play(order, tables, layers, timed(copies, shares, tables, layers))
+        after = play(order, tables, fitted, timed(copies, shares, tables, fitted))
         above = []
         for rank, row in enumerate(copies):
-            sizes = [(a, moved_bytes(tables, layers, a.stage, a.chunk, shares[a.stage][a.chunk])) for a, _ in row]
-            above.append(_peak(order[rank], tables, rank, layers, sizes, after) - caps[rank])
+            sizes = [(a, moved_bytes(tables, fitted, a.stage, a.chunk, shares[a.stage][a.chunk])) for a, _ in row]
+            above.append(_peak(order[rank], tables, rank, fitted, sizes, after) - caps[rank])
         if max(above) <= 0:
-            return Offload(layers, tuple(map(tuple, shares)), tuple(copies), after.makespan_us)
+            return Offload(fitted, tuple(map(tuple, shares)), tuple(copies), after.makespan_us)
         aims = [aim - max(0, over) for aim, over in zip(aims, above, strict=True)]
     return None
 
@@ -156,6 +166,7 @@ class _Chooser:
         self.start, self.end = np.array(played.start_us[rank]), np.array(played.end_us[rank])
         takes, gives = levels(actions, tables, layers)
         before = np.concatenate(([0], np.cumsum(np.subtract(takes, gives))[:-1]))
+        self.away: Integers = np.zeros(len(actions), dtype=np.int64)
         self.excess: Integers = tables.static[rank] + before + np.array(takes) - cap
         self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
         self.link = _Link()
@@ -183,20 +194,24 @@ class _Chooser:
         kept = moved_bytes(tables, self.layers, stage, c, 1.0)
         if leaves <= position or not kept:
             return []
-        size = min(int(kept * tables.offloadable_share), int(self.excess[position:leaves].max()))
-        share = min(1.0, -(-size * 1024 // kept) / 1024)
-        took_us = tables.host_us(moved_bytes(tables, self.layers, stage, c, share))
-        out = self.link.earliest(float(self.end[entered]), float(self.start[position]), took_us)
-        if out is None:
-            return []
-        back = self.link.latest(max(out + took_us, float(self.end[position])), float(self.start[leaves]), took_us)
-        if back is None:
+        most = min(int(kept * tables.offloadable_share), int(self.excess[position:leaves].max()))
+        for part in PARTS:
+            share = min(1.0, -(-int(part * most) * 1024 // kept) / 1024)
+            took_us = tables.host_us(moved_bytes(tables, self.layers, stage, c, share))
+            out = self.link.earliest(float(self.end[entered]), float(self.start[position]), took_us)
+            if out is None:
+                continue
+            back = self.link.latest(max(out + took_us, float(self.end[position])), float(self.start[leaves]), took_us)
+            if back is not None:
+                break
+        else:
             return []
         self.link.take(out, took_us)
         self.link.take(back, took_us)
         first = int(np.searchsorted(self.start, out + took_us))
         last = int(np.searchsorted(self.end, back, side="right"))
         self.excess[first:last] -= moved_bytes(tables, self.layers, stage, c, share)
+        self.away[first:last] += moved_bytes(tables, self.layers, stage, c, share)
         return [
             _Chosen(out, forward._replace(op=Op.O), None, share),
             _Chosen(back, forward._replace(op=Op.L), self.actions[last - 1], share),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
@@ -48,6 +48,8 @@ FEW = 64
 """Sequences up to which whole ones are tried in all stairs."""
 HANDFUL = 5
 """Sequences up to which whole ones are tried in every order, so that the order they come in never matters."""
+FAR = 0.87
+"""Orders that keep less alive are tried with offload where the best is further than this from what free memory would give."""
 PATIENCE = 2
 """Grains in a row that may be no better before the search turns back."""
 
@@ -127,6 +129,11 @@ def search_copies(trials: Trials, chunker: Chunker) -> None:
     choices = [(table, schedule) for table in dict.fromkeys(known) for schedule in dict.fromkeys(filter(None, schedules))]
     for table, schedule in choices:
         trials.better_with_copies(table, schedule)
+    if free.best_us < FAR * trials.best_us:
+        finest = chunker.table(chunker.grain(chunks=min(MOST_CHUNKS, trials.problem.num_ranks * CHUNKS_PER_STAGE[-1])))
+        frugal: tuple[Schedule | Listing, ...] = (*SECOND, HALF, *LEAST) if trials.problem.is_straight else LISTED[1:]
+        for table, schedule in product(dict.fromkeys([*tables, finest]), frugal):
+            trials.better_with_copies(table, schedule)
 
 
 def search_unsliced(trials: Trials) -> None:

@@ -14,7 +14,7 @@ from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.relay import RelayError, SliceView
 from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.watchdog import Watchdog
-from megatron_epp.schedule import Action, Op, Step, to_grid
+from megatron_epp.schedule import Action, Copy, Op, Step, to_grid
 
 
 def stages_of(plan, kind=PlainStage):
@@ -57,7 +57,7 @@ def test_actions_without_a_handler_are_refused_before_anything_runs():
     apart = replace(plan, ranks=((*plan.ranks[0][:3], Step(Action(Op.R, 0, 1), 0.0, 0, 0), *plan.ranks[0][3:]),))
     with pytest.raises(RunError, match="no handler for the plan's R actions"):
         Executor(apart, 0, {0: None})
-    offload = replace(plan, copies=((Step(Action(Op.O, 0, 0), 0.0, 0, 0), Step(Action(Op.L, 0, 0), 0.0, 0, 0)),))
+    offload = replace(plan, copies=((Copy(Action(Op.O, 0, 0), 0.0, 0, 0), Copy(Action(Op.L, 0, 0), 0.0, 0, 0)),))
     with pytest.raises(RunError, match="add --epp-offload"):
         Executor(offload, 0, {0: None})
 

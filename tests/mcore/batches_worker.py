@@ -5,6 +5,7 @@ python batches_worker.py FOLDER; prints by training and rank what `test_batches.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-BATCHES, CONTEXT, VOCABULARY = 25, 256, 95
+BATCHES, CONTEXT, VOCABULARY = 9, 256, 95
 OPTIONS = "--epp-offload --epp-slices 3"
 # By name: processes, model and flags.
 RUNS = {
@@ -72,9 +73,6 @@ def of_batches(executor):
             return np.random.default_rng(index).integers(VOCABULARY, size=self.lengths[index] + 1)[start:end]
 
     class OfBatches(executor):
-        def __init__(self, plan, rank, stages, links, *rest):
-            super().__init__(plan, rank, stages, links, *rest)
-
         def run(self):
             session = sessions.current()
             args = session.args
@@ -115,30 +113,66 @@ def of_batches(executor):
 
 
 def plans(args, costs, session):
-    """Names and plans, the same on every rank."""
+    """Names and plans, the same on every rank: of every batch first one that recomputes and copies nothing."""
     from megatron_epp import planner
     from megatron_epp.mcore.session import options_of, problem_of
     from megatron_epp.planner import UNLIMITED_BYTES
-    from megatron_epp.schedule import InfeasibleError
+    from megatron_epp.planner.assemble import build_plan
+    from megatron_epp.planner.tables import tabulate
+    from megatron_epp.schedule import LEVELS, InfeasibleError
 
     draw = random.Random(7)
     placement = session.placement.rank_of
     static = [sum(costs.static_bytes(s) for s, on in enumerate(placement) if on == r) for r in range(max(placement) + 1)]
+    free_of_caps = problem_of(args, (UNLIMITED_BYTES,) * len(static), placement)
     for _ in range(BATCHES):
         lengths = tuple(min(CONTEXT, int(draw.lognormvariate(3.5, 1.2)) + 1) for _ in range(draw.randint(3, 12)))
+        problem = replace(free_of_caps, lengths=lengths)
         options = replace(options_of(args), slices=draw.randint(1, 4), offload=False)
-        free = planner.plan(
-            replace(problem_of(args, (UNLIMITED_BYTES,) * len(static), placement), lengths=lengths), costs, options
-        )
+        made = planner.PLANNERS["greedy"](problem, costs, options)
+        free = build_plan(problem, costs, options, made)
         yield "free", free
-        for offload in (False, True):
-            part = draw.uniform(0.35, 0.9)
-            caps = tuple(base + int(part * (peak - base)) for base, peak in zip(static, free.predicted.peak_bytes, strict=True))
-            try:
-                problem = replace(problem_of(args, caps, placement), lengths=lengths)
-                yield f"capped{' offload' * offload}", planner.plan(problem, costs, replace(options, offload=offload))
-            except InfeasibleError:
-                continue
+
+        def chosen(levels, some, problem=problem, options=options, made=made):
+            """Recompute of all layers at one level, or of some at several; every other time with copies."""
+            rungs = tabulate(made.chunks, problem, costs, levels).rungs
+            layers = [
+                [
+                    draw.randint(0, count * sum(rung.level[stage][c] >= 0 for rung in rungs)) if some else count
+                    for c in range(len(made.chunks))
+                ]
+                for stage, count in enumerate(costs.num_layers)
+            ]
+            copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
+            return build_plan(problem, costs, options, replace(made, levels=levels, layers=layers, **copies))
+
+        for level in LEVELS:
+            yield f"all {level}", chosen((level,), False)
+        yield "some", chosen(tuple(draw.sample(LEVELS, draw.randint(1, 3))), True)
+        part = draw.uniform(0.35, 0.9)
+        caps = tuple(base + int(part * (peak - base)) for base, peak in zip(static, free.predicted.peak_bytes, strict=True))
+        with contextlib.suppress(InfeasibleError):
+            yield "capped", planner.plan(replace(problem, cap_bytes=caps), costs, replace(options, offload=draw.random() < 0.7))
+
+
+def with_copies(order, most, draw):
+    """Copies of some chunks, back behind one of the actions between their forward and their backward."""
+    from megatron_epp.schedule import Action, Op
+
+    stages = 1 + max(action.stage for row in order for action in row)
+    chunks = 1 + max(action.chunk for row in order for action in row)
+    shares = [[0.0] * chunks for _ in range(stages)]
+    rows = []
+    for actions in order:
+        found = []
+        for at, action in enumerate(actions):
+            backward = actions.index(Action(Op.B, action.stage, action.chunk))
+            if action.op is Op.F and backward > at + 1 and draw.random() < 0.6:
+                shares[action.stage][action.chunk] = draw.uniform(0.1, most)
+                behind = draw.randrange(at, backward)
+                found += [(at, 0, action._replace(op=Op.O), None), (behind, 1, action._replace(op=Op.L), actions[behind])]
+        rows.append(tuple((action, after) for _, _, action, after in sorted(found, key=lambda copy: copy[:2])))
+    return {"copies": tuple(rows), "offload": tuple(map(tuple, shares))}
 
 
 if __name__ == "__main__":

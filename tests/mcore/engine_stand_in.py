@@ -117,7 +117,9 @@ class FusedStandInParallelLinear(StandInParallelLinear):
 
 def _layer(linear):
     attention = SelfAttentionSubmodules(linear_qkv=linear, core_attention=DotProductAttention, linear_proj=linear)
-    mlp = MLPSubmodules(linear_fc1=linear, linear_fc2=linear)
+    parts = MLPSubmodules(linear_fc1=linear, linear_fc2=linear)
+    in_layer = hasattr(MLP, "as_mlp_submodule")  # since 0.18
+    mlp = partial(MLP.as_mlp_submodule, submodules=parts) if in_layer else ModuleSpec(module=MLP, submodules=parts)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -127,7 +129,7 @@ def _layer(linear):
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -1,4 +1,4 @@
-"""Runs every batch of some trainings once without recompute and once with every level, from the same weights and random states.
+"""Runs a batch of some trainings without recompute, with every level and with offload, from the same weights and random states.
 
 python levels_worker.py FOLDER; prints by training and rank what `test_levels.py` looks at.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from megatron_epp.schedule import Recompute
+from megatron_epp.schedule import Copy, Op, Recompute
 
 LEVELS = {
     "whole": Recompute(whole=8),
@@ -24,6 +24,13 @@ LEVELS = {
     "two": Recompute(0, 1, 8),
 }
 """By name; more layers than there are stand for all."""
+OFFLOADS = {
+    "0.3 away": (Recompute(), 0.3),
+    "1.0 away": (Recompute(), 1.0),
+    "0.6 of linear away": (Recompute(linear=8), 0.6),
+    "0.6 of each away": (Recompute(1, 1, 1), 0.6),
+}
+"""By name: recompute, and the share of what every chunk then keeps that is copied away."""
 LOCAL = "--epp-slices 3"
 HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec local_hybrid stack_spec"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
@@ -81,6 +88,8 @@ def by_levels(executor):
 
     from megatron_epp.mcore import session as sessions
     from megatron_epp.runtime import attention
+    from megatron_epp.runtime.host import HostMemory
+    from megatron_epp.runtime.offload import Offload
     from megatron_epp.runtime.saved import SavedTensors
 
     calls: list[int] = []
@@ -95,10 +104,10 @@ def by_levels(executor):
     class ByLevels(executor):
         def __init__(self, plan, rank, stages, *rest, **named):
             super().__init__(plan, rank, stages, *rest, **named)
-            self.again = lambda recompute: executor(with_levels(plan, recompute), rank, stages, *rest, **named)
+            self.again = lambda variant, offload: executor(variant, rank, stages, *rest[:3], offload)
 
-        def gradients_of(self, recompute, states):
-            """Gradients, calls of attention's kernel, and the most bytes that autograd held."""
+        def gradients_of(self, variant, states):
+            """Gradients, calls of attention's kernel, and the most bytes that autograd held, and that were away."""
             torch.set_rng_state(states[0])
             get_cuda_rng_tracker().set_states(dict(states[1]))
             models = [stage.model for stage in self.stages.values()]
@@ -106,22 +115,26 @@ def by_levels(executor):
                 model.zero_grad_buffer()
             calls.clear()
             with SavedTensors(p for stage in self.stages.values() for p in stage.parameters) as saved:
-                self.again(recompute).run()
-            assert saved.live_bytes == 0
+                offload = Offload(saved, HostMemory(torch.device("cpu"), 1 << 30))
+                self.again(variant, offload).run()
+            assert saved.live_bytes == offload.host_bytes == 0
             gradients = {name: p.main_grad.clone() for model in models for name, p in model.named_parameters()}
-            return gradients, len(calls), saved.peak_bytes
+            return gradients, len(calls), saved.peak_bytes, offload.host_peak_bytes
 
         def run(self):
             states = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
-            plain, *figures = self.gradients_of(Recompute(), states)
-            differ, kernels, peaks = {}, {"": figures[0]}, {"": figures[1]}
-            for name, recompute in LEVELS.items():
-                gradients, kernels[name], peaks[name] = self.gradients_of(recompute, states)
+            variants = {name: with_levels(self.plan, recompute) for name, recompute in ({"": Recompute()} | LEVELS).items()}
+            variants |= {name: with_copies(with_levels(self.plan, again), share) for name, (again, share) in OFFLOADS.items()}
+            differ, kernels, peaks, away, plain = {}, {}, {}, {}, {}
+            for name, variant in variants.items():
+                gradients, kernels[name], peaks[name], away[name] = self.gradients_of(variant, states)
+                plain = plain or gradients
                 differ[name] = [key for key, grad in gradients.items() if not torch.equal(grad, plain[key])]
             facts = {
                 "differ": differ,
                 "kernels": kernels,
                 "peaks": peaks,
+                "away": away,
                 "num_gradients": len(plain),
                 "zeros": [key for key, grad in plain.items() if not grad.any()],
                 "slices": any(chunk.slice_of(self.plan.lengths) is not None for chunk in self.plan.chunks),
@@ -143,6 +156,20 @@ def with_levels(plan, recompute):
             left -= counts[-1]
         rows.append((Recompute(*counts),) * len(plan.chunks))
     return replace(plan, recompute=tuple(rows))
+
+
+def with_copies(plan, share):
+    """The plan with so much of what every chunk keeps copied away behind its forward, and back ahead of its backward."""
+    copies = []
+    for rank in range(plan.num_ranks):
+        row, actions = [], plan.actions(rank)
+        for at, action in enumerate(actions):
+            if action.op is Op.F:
+                row.append(Copy(action._replace(op=Op.O), 0.0, 0, 0))
+            elif action.op is Op.B:
+                row.append(Copy(action._replace(op=Op.L), 0.0, 0, 0, actions[at - 1]))
+        copies.append(tuple(row))
+    return replace(plan, copies=tuple(copies), offload_share=((share,) * len(plan.chunks),) * plan.num_stages)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Gradients do not depend on what recomputes, to the bit: every level, on every kind of layer and way to share it out."""
+"""Gradients do not depend on what recomputes or is away, to the bit, on every kind of layer and way to share it out."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launch import run
-from levels_worker import LEVELS, RUNS
+from levels_worker import LEVELS, OFFLOADS, RUNS
 
 WORKER = Path(__file__).with_name("levels_worker.py")
 
@@ -21,11 +21,11 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_gradients_are_those_without_recompute(runs, name):
+def test_gradients_are_those_without_recompute_and_offload(runs, name):
     assert "error" not in runs[name], runs[name]
     assert len(runs[name]) == RUNS[name][1]
     for facts in runs[name]:
-        assert facts["differ"] == {level: [] for level in LEVELS}
+        assert facts["differ"] == {variant: [] for variant in ("", *LEVELS, *OFFLOADS)}
         assert len(facts["zeros"]) < facts["num_gradients"] / 2
         assert facts["slices"]
 
@@ -44,3 +44,11 @@ def test_the_more_recomputes_the_less_is_held(runs, name):
     for facts in runs[name]:
         peaks = facts["peaks"]
         assert peaks["whole"] < peaks["linear"] < peaks["mlp"] < peaks[""]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_away_is_not_on_the_device(runs, name):
+    for facts in runs[name]:
+        away = facts["away"]
+        assert 0 < away["0.3 away"] < away["1.0 away"]
+        assert facts["peaks"]["1.0 away"] < facts["peaks"][""]

@@ -46,8 +46,9 @@ def test_a_shipped_model_and_cluster_set_costs_layers_and_cap(tmp_path):
     assert made.cap_bytes == (int(0.9 * 141 * 2**30),) * 8
     assert made.costs == "analytic:h200x8"
     assert made.seed == 3
-    layer = analytic_profile(shape_of(load_flags("llama3-8b")), load_cluster("h200x8").rates)
-    assert made.static_bytes == tuple(stage.static_bytes for stage in layer.costs([4] * 8).stages)
+    shape = shape_of(load_flags("llama3-8b") | {"seq_length": 9000})
+    costs = analytic_profile(shape, load_cluster("h200x8").rates).costs([4] * 8)
+    assert made.static_bytes == tuple(map(costs.static_bytes, range(8)))
 
 
 def test_flags_given_beside_a_model_win(tmp_path):
@@ -98,7 +99,7 @@ def test_a_file_that_is_not_there_is_named(capsys):
 
 def test_a_profile_stands_in_for_the_model_with_any_number_of_stages(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(analytic_profile(shape_of(load_flags("llama3-8b")), H100).to_json())
+    path.write_text(analytic_profile(shape_of(load_flags("llama3-8b") | {"seq_length": 9000}), H100).to_json())
     for stages in ("2", "5"):
         by_file = planned(tmp_path, "--lengths", "9000,300", "--costs", str(path), "--stages", stages)
         by_flags = planned(tmp_path, "--lengths", "9000,300", "--model", "llama3-8b", "--stages", stages)

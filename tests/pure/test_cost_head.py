@@ -66,13 +66,13 @@ def test_a_workspace_survives_the_files():
     assert PipelineCosts.from_json(older.to_json().replace(',\n   "workspace_bytes": 0', "")) == older
 
 
-def test_plan_takes_the_flag_and_by_itself_goes_by_the_context(tmp_path):
+def test_plan_takes_the_flag_and_by_itself_goes_by_the_longest_sequence(tmp_path):
     def planned(*flags):
         batch = ["--lengths", "60000,2000", "--stages", "2", "--tensor-parallel", "8"]
         assert cli.main(["plan", *batch, *flags, "-o", str(tmp_path / "plan.json")]) == 0
         return load(tmp_path / "plan.json").predicted
 
-    by_itself = planned("--context", "60000")
-    assert by_itself == planned("--loss-block-tokens", "16384")
-    assert by_itself.peak_bytes[1] < planned().peak_bytes[1]
-    assert planned() == planned("--context", "60000", "--loss-block-tokens", "0")
+    whole = planned("--loss-block-tokens", "0")
+    assert planned() == planned("--context", "100000") == planned("--loss-block-tokens", "16384")
+    assert planned().peak_bytes[1] < whole.peak_bytes[1]
+    assert planned("--context", "16000") == planned("--context", "16000", "--loss-block-tokens", "0")

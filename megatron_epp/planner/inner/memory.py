@@ -50,12 +50,12 @@ def sweep(
     stop: int,
     columns: Columns,
     limit: Integers,
-    cap: int,
+    caps: Integers,
     static: int,
     layers: Integers,
     leaves: Integers,
 ) -> bool:
-    """Walk along a rank's list; wherever it is above the cap, recompute more of what is alive.
+    """Walk along a rank's list; wherever it is above the cap there, recompute more of what is alive.
 
     What is alive climbs its ladder in the order of bytes saved per time of recompute, and among equals what stays longest.
     Raising the recompute of a chunk takes nothing from the past, so one walk is enough, and it finds a way wherever there is
@@ -63,6 +63,7 @@ def sweep(
 
     Args:
         limit: most steps that each item may take on its ladder.
+        caps: by place among the actions.
         layers: where the answer goes; items of other ranks are left alone.
         leaves: room for a number per item.
 
@@ -82,22 +83,22 @@ def sweep(
             live += columns.activation[item] + columns.forward_alloc[item]
             if columns.saved[item * columns.num_rungs] > 0 and limit[item] > 0:
                 heapq.heappush(alive, (columns.price[item * columns.num_rungs], -leaves[item], item))
-            while live > cap and len(alive) > 0:
-                live -= give_cheapest(alive, columns, limit, layers, leaves, at, live - cap)
-            if live > cap:
+            while live > caps[at] and len(alive) > 0:
+                live -= give_cheapest(alive, columns, limit, layers, leaves, at, live - caps[at])
+            if live > caps[at]:
                 return False
             live -= columns.forward_free[item]
         elif op == BACKWARD:
             live -= kept(columns, item, layers[item])
             held = own(columns, item, layers[item])
-            while live + held > cap and len(alive) > 0:
+            while live + held > caps[at] and len(alive) > 0:
                 other = alive[0][2]
                 if other == item and layers[item] < limit[item] and own(columns, item, limit[item]) < held:
                     layers[item] += 1
                     held = own(columns, item, layers[item])
                     continue
-                live -= give_cheapest(alive, columns, limit, layers, leaves, at, live + held - cap)
-            if live + held > cap:
+                live -= give_cheapest(alive, columns, limit, layers, leaves, at, live + held - caps[at])
+            if live + held > caps[at]:
                 return False
             live += columns.net[item]
     return True

@@ -33,6 +33,7 @@ class Facts(NamedTuple):
         starts: `Codes.starts`.
         group_of: the sequence of each chunk.
         caps: of every rank.
+        caps_at: the same by place among the actions.
         dear: the items of every rank, dearest recompute first, rank by rank.
         dear_starts: where each rank's items start; all zero where recompute is not to be trimmed.
         no_split: zeros by item.
@@ -43,6 +44,7 @@ class Facts(NamedTuple):
     columns: Columns
     group_of: Integers
     caps: Integers
+    caps_at: Integers
     dear: Integers
     dear_starts: Integers
     no_split: Integers
@@ -248,8 +250,10 @@ def judge(trial: Choice, facts: Facts, first: int, stop: int, room: Room, spare:
     for rank in range(first, stop):
         cap, static = facts.caps[rank], columns.static[rank]
         a, b = starts[rank], starts[rank + 1]
-        fits = sweep(trial.actions, a, b, columns, trial.limit, cap, static, trial.layers, spare.leaves)
-        if not fits and not sweep(trial.actions, a, b, columns, columns.most, cap, static, trial.layers, spare.leaves):
+        fits = sweep(trial.actions, a, b, columns, trial.limit, facts.caps_at, static, trial.layers, spare.leaves)
+        if not fits and not sweep(
+            trial.actions, a, b, columns, columns.most, facts.caps_at, static, trial.layers, spare.leaves
+        ):
             return NEVER
         dear = facts.dear[facts.dear_starts[rank] : facts.dear_starts[rank + 1]]
         if len(dear) > 0:

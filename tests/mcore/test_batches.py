@@ -1,0 +1,62 @@
+"""What plans say a rank holds, it holds and no more: random batches, with every level of recompute, and with offload.
+
+Measured is what autograd keeps on the device, each storage once, and the KV relay's buffers; at the host, what is away.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+from batches_worker import BATCHES, RUNS
+from launch import run
+
+from megatron_epp.schedule import LEVELS
+
+SCALARS_BYTES = 64
+"""Of the loss, which no cost per token has."""
+WORKER = Path(__file__).with_name("batches_worker.py")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By training and rank: a line for every plan that ran."""
+    finished = run([sys.executable, WORKER, tmp_path_factory.mktemp("batches")], {}, timeout_s=400)
+    last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
+    assert last is not None, finished.output[-5000:]
+    found = json.loads(last)
+    assert not [ranks for ranks in found.values() if "error" in ranks], found
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_plan_holds_more_than_it_says_and_few_much_less(runs, name):
+    for lines in runs[name]:
+        ratios = [line["measured"] / line["planned"] for line in lines]
+        print(f"\n{name}, {len(lines)} plans: measured over planned {min(ratios):.4f} to {max(ratios):.4f}")
+        assert len(lines) > 5 * BATCHES
+        assert max(line["measured"] - line["planned"] for line in lines) <= SCALARS_BYTES
+        assert min(ratios) > 0.9
+        assert statistics.median(ratios) > 0.97
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_is_left_on_the_device_or_at_the_host(runs, name):
+    assert {line["left"] for lines in runs[name] for line in lines} == {0}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_was_planned_is_at_the_host_but_for_the_part_of_a_storage(runs, name):
+    """Storages move whole, and as many as free what was planned; of recomputed layers there are few, and large ones."""
+    moved = [line for lines in runs[name] for line in lines if line["planned_host"]]
+    assert min(line["host"] / line["planned_host"] for line in moved) > 0.97
+    assert statistics.median(line["host"] / line["planned_host"] for line in moved) < 1.1
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_plans_had_every_level_alone_and_beside_others_and_copies(runs, name):
+    seen = {again for lines in runs[name] for line in lines for again in line["recompute"]}
+    assert {f"4 {level}" for level in LEVELS} <= seen
+    assert any("+" in again for again in seen)
+    assert len({line["share"] for lines in runs[name] for line in lines}) > BATCHES
