@@ -1,4 +1,5 @@
-"""The command line, ``megatron-epp COMMAND``: plan, check, simulate, compare, advise, show, profile, rehearse, prepare, train, doctor.
+"""The command line: ``megatron-epp plan | check | simulate | compare | advise | show | profile | rehearse | prepare | train |
+doctor``.
 
 All but `profile`, `rehearse`, `prepare` and `train` run without torch, Megatron or a GPU. Exit codes: 0 done; 1 `check` found
 violations, or `doctor` a problem; 2 an error.

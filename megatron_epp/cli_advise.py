@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_fixed(parser)
     out = parser.add_argument_group("output")
     out.add_argument("--show", type=count, default=5, metavar="N", help="layouts in the table (default: %(default)s)")
-    out.add_argument("--all", action="store_true", help="say why of every layout, not only of the nearest")
+    out.add_argument("--all", action="store_true", help="say of every layout why it loses, not only of the nearest")
     out.add_argument("--json", action="store_true", help="print everything as JSON")
     out.add_argument("-o", "--output", metavar="FILE", help="write the best as a recipe for `megatron-epp train -c FILE`")
 

@@ -26,9 +26,7 @@ def candidates(question: Question) -> tuple[list[Layout], list[Refusal]]:
         for context in _sizes(question, "context", _powers(question.devices // tensor)):
             heads = int(question.flags["num_attention_heads"])
             if heads % (tensor * context):
-                refused.setdefault(
-                    f"TP {tensor} CP {context}", f"{heads} attention heads cannot be shared by {tensor * context}"
-                )
+                refused.setdefault("TP x CP", f"{heads} attention heads cannot be shared by {tensor * context} ranks")
                 continue
             for pipeline in _sizes(question, "pipeline", _divisors(question.devices // (tensor * context))):
                 ranks = tensor * context * pipeline
@@ -77,7 +75,7 @@ def _layout_refusal(question: Question, layout: Layout) -> tuple[str, str] | Non
     """The size that rules a layout out, and why."""
     num_layers, batch = int(question.flags["num_layers"]), len(question.lengths)
     if layout.pipeline > num_layers:
-        return f"PP {layout.pipeline}", f"there are {num_layers} layers only"
+        return f"PP above {num_layers}", f"there are {num_layers} layers only"
     if batch % layout.data:
         return f"DP {layout.data}", f"a global batch of {batch} does not divide over {layout.data} replicas"
     return None

@@ -16,8 +16,8 @@ from megatron_epp.planner.matched import plan_matched
 from megatron_epp.report.facts import busy_us
 from megatron_epp.schedule import InfeasibleError, Plan
 
-PLAIN = ("1f1b-packed", "1f1b-padded")
-"""Planners of Megatron's own 1F1B."""
+PLAIN = (("1f1b-padded", 1), *(("1f1b-packed", rows) for rows in (1, 2, 4, 8)))
+"""Megatron's own 1F1B: planners, and how many contexts long a microbatch may be."""
 _EXCHANGES = 8
 """Between replicas, judged by estimates, before their shares are planned."""
 _PLANNED = 4
@@ -91,10 +91,18 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Megatron's 1F1B at a layout: its planner and the time of a step."""
+    """Megatron's 1F1B at a layout.
+
+    Attributes:
+        layout: with one stage on each rank.
+        planner: that made it.
+        contexts: that a microbatch may be long.
+        step_us: time of a step.
+    """
 
     layout: Layout
     planner: str
+    contexts: int
     step_us: float
 
 
@@ -187,16 +195,16 @@ def plain(question: Question, layout: Layout, shares: Sequence[Share]) -> Plain 
     work_us = sequence_work(question.problem(layout, question.lengths), costs)
     dealt = [by_count(len(question.lengths), replica, layout.data) for replica in range(layout.data)]
     heaviest = max(dealt, key=lambda share: sum(work_us[at] for at in share))
-    for planner in PLAIN:
+    for planner, contexts in PLAIN:
         for share in dict.fromkeys((heaviest, tuple(sorted(shares[0])))):
             problem = question.problem(layout, tuple(question.lengths[at] for at in share))
             try:
-                made = plan(problem, costs, Options(planner=planner, context=question.context))
+                made = plan(problem, costs, Options(planner=planner, context=contexts * question.context))
             except InfeasibleError:
                 continue
             step_us = made.predicted.makespan_us + question.reduction_us(layout)
             if best is None or step_us < best.step_us:
-                best = Plain(layout, planner, step_us)
+                best = Plain(layout, planner, contexts, step_us)
     return best
 
 
@@ -218,7 +226,7 @@ def _parts(question: Question, layout: Layout, made: Plan, mean: float) -> Parts
         compute_us=mean * (busy - recompute_us - exchange_us),
         exchange_us=mean * exchange_us,
         recompute_us=mean * recompute_us,
-        bubble_us=mean * (makespan_us - busy),
+        bubble_us=mean * max(0.0, makespan_us - busy),
         waiting_us=(1 - mean) * makespan_us,
         reduction_us=question.reduction_us(layout),
     )

@@ -52,8 +52,8 @@ class Question:
     def rates(self, layout: Layout) -> Rates:
         """Of the cluster, with the links that the layout's ranks have.
 
-        Tensor-parallel ranks are neighbours, then context-parallel ones, then replicas, then stages, as Megatron numbers them. Of
-        what goes between ranks of two nodes all goes at the rate of the link between nodes.
+        Tensor-parallel ranks are neighbours, then context-parallel ones, then replicas, then stages, as Megatron numbers them.
+        Stages are taken to be on nodes of their own, unless there is one node only.
         """
         rates, node = self.cluster.rates, self.cluster.devices_per_node
         if self.devices <= node:

@@ -16,7 +16,9 @@ def why_slower(question: Question, entry: Entry, best: Entry) -> str:
     slower = entry.parts.step_us / best.parts.step_us
     name = max((part.name for part in fields(Parts)), key=lambda name: _excess_us(entry, best, name))
     about = "" if entry.is_exact else "about "
-    head = f"{about}{slower:.2f}x the time" if slower > 1 + CLOSE else "as good within 2 %"
+    if slower <= 1 + CLOSE:
+        return f"as good within {CLOSE * 100:.0f} %"
+    head = f"{about}{slower:.2f}x the time"
     if _excess_us(entry, best, name) <= CLOSE * best.parts.step_us:
         return head
     share, of_best = (f"{_share(one, name):.0%}".replace("%", " %") for one in (entry, best))

@@ -16,6 +16,8 @@ _SIZES = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
+_WIDTH = 112
+"""Of a line of flags."""
 _OURS_TO_SAY = """\
 # Sizes are those that `megatron-epp advise` found best for {lengths}, in batches of {batch}.
 # Learning rate, iterations and folders are examples: set your own.
@@ -24,11 +26,7 @@ _OURS_TO_SAY = """\
 
 def megatron_settings(question: Question, layout: Layout) -> dict[str, Any]:
     """Megatron's flags for the layout and the batch, with underscores."""
-    return layout.settings | _batch_settings(question)
-
-
-def _batch_settings(question: Question) -> dict[str, Any]:
-    return {
+    return layout.settings | {
         "micro_batch_size": 1,
         "global_batch_size": len(question.lengths),
         "seq_length": question.context,
@@ -49,8 +47,12 @@ def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
 def flags_text(question: Question, layout: Layout) -> str:
     """As a command line takes them, over several lines."""
     ours = {f"epp_{name}": value for name, value in epp_settings(question, layout).items()}
-    groups = (layout.settings, _batch_settings(question), {"epp": True} | ours)
-    lines = [shlex.join(word for name, value in group.items() for word in _flag(name, value)) for group in groups]
+    lines = [""]
+    for name, value in (megatron_settings(question, layout) | {"epp": True} | ours).items():
+        flag = shlex.join(_flag(name, value))
+        if len(lines[-1]) + len(flag) > _WIDTH:
+            lines.append("")
+        lines[-1] = " ".join(filter(None, (lines[-1], flag)))
     return " \\\n".join(lines)
 
 

@@ -8,15 +8,15 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_epp.advice.judge import Entry, Refusal, gib
-from megatron_epp.advice.reasons import why_slower
-from megatron_epp.advice.search import TIE, Advice
+from megatron_epp.advice.reasons import CLOSE, why_slower
+from megatron_epp.advice.search import TIE, WORTH, Advice
 from megatron_epp.planner import UNLIMITED_BYTES
 from megatron_epp.report.table import format_us, table
 
 _WIDTH = 128
 _LINES = 6
 """Reasons of a kind that are printed where not all are asked for."""
-_FILLS = {"1f1b-packed": "packed to the context", "1f1b-padded": "padded to the context"}
+_FILLS = {"1f1b-packed": "packed", "1f1b-padded": "padded"}
 
 
 def as_text(advice: Advice, show: int, everything: bool) -> str:
@@ -29,14 +29,19 @@ def as_text(advice: Advice, show: int, everything: bool) -> str:
         fits + f"{sum(one.layout is not None for one in advice.refused)} do not fit.",
         "\n".join(_table(advice, show)),
         _wrapped(
-            f"Times are of the slowest replica, with {format_us(best.parts.reduction_us)} of the best step's to reduce gradients "
-            "and gather weights, of which training may hide a part. Waiting is for the slowest replica. Memory is the plan's peak."
+            f"Shares are of a step. In the best, {format_us(best.parts.reduction_us)} go to reducing gradients and gathering "
+            "weights, of which training may hide a part. Waiting is for the slowest replica."
         ),
         _wrapped(_plain_text(advice)),
     ]
     limit = None if everything else _LINES
-    slower = [(entry.layout.name, why_slower(question, entry, best)) for entry in (*advice.best[1:], *advice.slower)]
-    parts.append("\n".join(_listed("Slower:", slower, limit)))
+    others = [entry for entry in (*advice.best, *advice.slower) if entry is not best]
+    slower = [entry for entry in others if entry.parts.step_us > (1 + CLOSE) * best.parts.step_us]
+    if len(slower) < len(others):
+        parts.append(_close_text(advice, len(others) - len(slower)))
+    if slower:
+        lines = [(entry.layout.name, why_slower(question, entry, best)) for entry in slower]
+        parts.append("\n".join(_listed("Slower:", lines, limit)))
     unfit = [one for one in advice.refused if one.layout is not None]
     ruled_out = [one for one in advice.refused if one.layout is None]
     for title, refused in (("Do not fit, the nearest first:", unfit), ("Ruled out:", ruled_out)):
@@ -92,13 +97,23 @@ def _plain_text(advice: Advice) -> str:
     if advice.plain is None:
         return "Plain 1F1B, packed or padded, fits in no layout of one stage per rank."
     plain, best_us = advice.plain, advice.best[0].parts.step_us
-    where = f"plain 1F1B, {_FILLS[plain.planner]}, is at its best with {plain.layout.name}"
+    length = "the context" if plain.contexts == 1 else f"{plain.contexts} times the context"
+    where = f"plain 1F1B, {_FILLS[plain.planner]} to {length}, is at its best with {plain.layout.name}"
     rate = f"{advice.tokens_per_s(plain.step_us):,.0f} tokens/s"
     share = f"{best_us / plain.step_us:.0%}".replace("%", " %")
     alone = " Without a pipeline that is plain gradient accumulation." if plain.layout.pipeline == 1 else ""
     if advice.plain_is_as_good:
         return f"Plain 1F1B is as good (within {TIE * 100:.0f} %): {where}: {rate}, {share} of the best above.{alone}"
     return f"Elastic plans pay: {where}: {rate}, {share} of the best above.{alone}"
+
+
+def _close_text(advice: Advice, count: int) -> str:
+    """Of those as good as the first, which may even be faster."""
+    best = advice.best[0]
+    text = f"{count} others are as good within {CLOSE * 100:.0f} %."
+    if min(entry.parts.step_us for entry in advice.best) < best.parts.step_us:
+        text += f" The first is the plainest with its sizes: more stages or unequal layers gain less than {WORTH * 100:.0f} %."
+    return _wrapped(text)
 
 
 def _listed(title: str, lines: list[tuple[str, str]], limit: int | None) -> Iterator[str]:
@@ -128,6 +143,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         else {
             "layout": asdict(plain.layout),
             "planner": plain.planner,
+            "contexts": plain.contexts,
             "step_us": plain.step_us,
             "tokens_per_s": advice.tokens_per_s(plain.step_us),
             "is_as_good": advice.plain_is_as_good,

@@ -9,6 +9,7 @@ from megatron_epp.advice.candidates import candidates, variants
 from megatron_epp.advice.judge import Entry, Plain, Refusal, exactly, gib, misfit, plain, roughly, shares_by_work
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
+from megatron_epp.cost.library import even_layers
 from megatron_epp.planner.balance import Share
 from megatron_epp.schedule import InfeasibleError
 
@@ -20,7 +21,8 @@ TIE = 0.03
 """Megatron's own 1F1B is as good where it takes no longer than this share more."""
 WORTH = 0.01
 """What several stages on a rank, or unequal layers, must gain to go before the same sizes without."""
-_HALVINGS = 12
+_NEAR = 8
+"""Refused layouts among which the nearest to fitting is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,15 @@ def _speed(entry: Entry) -> tuple[float, Layout]:
 
 
 def _plainest_first(entries: list[Entry]) -> list[Entry]:
-    """The fastest first; of the same sizes the plainer where the other hardly gains."""
-
-    def key(entry: Entry) -> tuple[float, Layout]:
-        is_plain = entry.layout.virtual == 1 and len(set(entry.layout.layers)) == 1
-        return entry.parts.step_us * (1 if is_plain else 1 + WORTH), entry.layout
-
-    return sorted(entries, key=key)
+    """The fastest first, or before it the plain layout of the same sizes where that takes hardly longer."""
+    ranked = sorted(entries, key=_speed)
+    fastest = ranked[0]
+    for entry in ranked:
+        has_its_sizes = replace(fastest.layout, virtual=1, placement="looped", layers=entry.layout.layers) == entry.layout
+        is_even = entry.layout.layers == even_layers(sum(entry.layout.layers), entry.layout.pipeline)
+        if has_its_sizes and is_even and entry.parts.step_us <= (1 + WORTH) * fastest.parts.step_us:
+            return [entry, *(other for other in ranked if other is not entry)]
+    return ranked
 
 
 def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsError:
@@ -150,24 +154,40 @@ def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsErro
     if not tight:
         lines = "; ".join(f"{one.name}: {one.why}" for one in refused[:3])
         return NothingFitsError(f"no layout of {question.devices} devices can run. {lines}")
-    nearest = tight[0]
-    raised = -(-nearest.needed_bytes // 2**30)
-    changes = [f"--memory-cap-gb {raised}"] if nearest.needed_bytes else []
-    shorter = question
-    for _ in range(0 if nearest.is_static else _HALVINGS):
-        shorter = replace(shorter, context=shorter.context // 2)
-        shorter = replace(shorter, lengths=tuple(min(length, shorter.context) for length in question.lengths))
-        assert nearest.layout is not None
-        if shorter.context and misfit(shorter, nearest.layout) is None:
-            changes.append(f"--context {shorter.context}")
-            break
+    needs = [(_least_cap(question, one.layout), one) for one in tight[:_NEAR] if one.layout is not None]
+    cap, nearest = min(needs, key=lambda each: (each[0], each[1].name))
+    assert nearest.layout is not None
+    gb, device_gb = -(-cap // 2**30), question.cluster.device_memory_gb
+    changes = [f"--memory-cap-gb {gb}"] if device_gb is None or gb <= device_gb else []
+    if (context := _context_that_fits(question, nearest.layout)) is not None:
+        changes.append(f"--context {context}")
     if (devices := _enough_devices(question)) is not None:
         changes.append(f"--devices {devices}")
     return NothingFitsError(
         f"nothing fits {gib(question.cap_bytes)} per device on {question.devices} devices. Nearest is {nearest.name}: "
-        f"{nearest.why}.\nAny of these would do: {', or '.join(changes) or 'a larger device'}",
-        nearest.needed_bytes,
+        f"{nearest.why}.\nAny of these would do: {', or '.join(changes) or f'devices of {gb} GiB or more'}",
+        cap,
     )
+
+
+def _least_cap(question: Question, layout: Layout) -> int:
+    """Bytes that would do for a layout."""
+    while (refusal := misfit(question, layout)) is not None:
+        question = replace(question, cap_bytes=max(refusal.needed_bytes, question.cap_bytes + 1))
+    return question.cap_bytes
+
+
+def _context_that_fits(question: Question, layout: Layout) -> int | None:
+    """The context halved as often as it takes, at the layout that is nearest to fitting."""
+    context = question.context
+    while (context := context // 2) >= layout.tensor * layout.context:
+        shorter = replace(question, context=context, lengths=tuple(min(length, context) for length in question.lengths))
+        refusal = misfit(shorter, layout)
+        if refusal is None:
+            return context
+        if refusal.is_static:
+            return None
+    return None
 
 
 def _enough_devices(question: Question) -> int | None:
