@@ -16,6 +16,8 @@ from megatron_epp.report.table import format_us, table
 _WIDTH = 128
 _LINES = 6
 """Reasons of a kind that are printed where not all are asked for."""
+_NEAR = 0.1
+"""How much longer plain 1F1B may take and still be said to come close."""
 _FILLS = {"1f1b-packed": "packed", "1f1b-padded": "padded"}
 
 
@@ -104,7 +106,8 @@ def _plain_text(advice: Advice) -> str:
     alone = " Without a pipeline that is plain gradient accumulation." if plain.layout.pipeline == 1 else ""
     if advice.plain_is_as_good:
         return f"Plain 1F1B is as good (within {TIE * 100:.0f} %): {where}: {rate}, {share} of the best above.{alone}"
-    return f"Elastic plans pay: {where}: {rate}, {share} of the best above.{alone}"
+    head = "Plain 1F1B comes close" if plain.step_us < (1 + _NEAR) * best_us else "Elastic plans pay"
+    return f"{head}: {where}: {rate}, {share} of the best above.{alone}"
 
 
 def _close_text(advice: Advice, count: int) -> str:

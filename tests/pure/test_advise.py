@@ -90,7 +90,7 @@ def test_equal_questions_get_equal_advice(tight):
 
 
 def test_of_equal_lengths_in_ample_memory_plain_1f1b_is_as_good():
-    advice = advise(replace(question([2048] * 64), context=2048))
+    advice = advise(replace(question([8192] * 64), context=8192))
     assert advice.plain_is_as_good
     assert "Plain 1F1B is as good" in as_text(advice, 3, everything=False)
 
