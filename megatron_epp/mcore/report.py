@@ -23,9 +23,10 @@ from megatron_epp.mcore.session import Session
 from megatron_epp.planner.balance import imbalance
 from megatron_epp.report.facts import host_peak_bytes, offload_share, recompute_share
 from megatron_epp.report.measured import Event, Measured
+from megatron_epp.report.trace import save_trace
 from megatron_epp.runtime.offload import Offload
 from megatron_epp.runtime.saved import SavedTensors
-from megatron_epp.runtime.shortage import Usage, device_usage
+from megatron_epp.runtime.shortage import Usage, device_peak, device_usage
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.schedule import Action, Plan
 from megatron_epp.schedule.serialize import digest, save
@@ -101,6 +102,7 @@ class IterationReport:
             "events": self.recorder.events(),
             "wait_us": self.recorder.wait_us,
             "peak": self.saved.peak_bytes if self.saved is not None else None,
+            "device_peak": device_peak(),
             "host_peak": 0 if self.offload is None else self.offload.host_peak_bytes,
             "loss": None if loss is None else loss.tolist(),
             "elapsed_us": elapsed_us,
@@ -147,6 +149,7 @@ class IterationReport:
         if self.session.args.epp_oom_retry:
             line["oom_retries"] = self.session.retries
         line |= {"replicas": self.session.replicas, "imbalance": imbalance(planned_us)}
+        line |= {"device_peak_bytes": [entry["device_peak"] for entry in everyone]}
         line |= {"host_peak_bytes": [entry["host_peak"] for entry in everyone]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 
@@ -161,12 +164,13 @@ class IterationReport:
         args = self.session.args
         folder = Path(args.epp_report_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        traced = args.epp_trace_iteration or []
+        traced = args.epp_trace or []
         if measured is not None and self.batch.plan is not None and self.iteration in traced:
             number = f"-{self.iteration}" if len(traced) > 1 else ""
             save(self.batch.plan, folder / f"plan{number}.json")
             measured.save(folder / f"measured{number}.json")
-            logger.info("wrote the plan and the times of iteration %d to %s", self.iteration, folder)
+            save_trace(self.batch.plan, folder / f"trace{number}.json", measured)
+            logger.info("wrote the plan, the times and a trace (ui.perfetto.dev) of iteration %d to %s", self.iteration, folder)
         with open(folder / LINES, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 
