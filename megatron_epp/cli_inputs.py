@@ -19,7 +19,7 @@ from megatron_epp.cost.library import (
     shape_of,
     shipped,
 )
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem
 from megatron_epp.schedule.errors import EppError
 
 _MODEL: dict[str, Any] = {
@@ -286,6 +286,13 @@ def count(text: str) -> int:
     if not (text.isdecimal() and len(text) < 16 and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
     return int(text)
+
+
+def planner(text: str) -> str:
+    """A planner's name, as argparse reads it."""
+    if ":" not in text and text not in PLANNERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(sorted(PLANNERS))}, and no module:function")
+    return text
 
 
 def _whole(text: str) -> int:

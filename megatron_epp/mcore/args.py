@@ -32,8 +32,10 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--epp-planner",
         default="greedy",
-        help="Who makes the plans (default: greedy). milp: greedy, while beside training a solver works on small batches for "
-        "when their lengths come again; which plan runs depends on timing, so a resumed run repeats losses only to rounding.",
+        metavar="NAME",
+        help="Who makes the plans (default: greedy): a planner that `megatron-epp compare` lists, or module:function for "
+        "one of your own. milp: greedy, while beside training a solver works on small batches for when their lengths come "
+        "again; which plan runs depends on timing, so a resumed run repeats losses only to rounding.",
     )
     add(
         "--epp-plan-budget-ms",
