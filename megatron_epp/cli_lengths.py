@@ -20,7 +20,7 @@ LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, 
 _DRAWN = 512
 SOURCES = (
     "tokens of every sequence: a file with one number per line (commas and spaces will do), a Megatron .idx file, - for "
-    f"stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those ({_DRAWN} without --batch-size)"
+    f"stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those"
 )
 """What `read_lengths` takes, as help says it."""
 
@@ -35,7 +35,7 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
         action="append" if several else "store",
         required=True,
         metavar="FILE|N,N,...",
-        help=f"{SOURCES}{repeat}",
+        help=f"{SOURCES} ({_DRAWN} without --batch-size){repeat}",
     )
     batch.add_argument(
         "--context", type=_whole, metavar="N", help="longer sequences are cut to this many tokens (default: none)"

@@ -113,7 +113,7 @@ def _plain_text(advice: Advice) -> str:
 def _close_text(advice: Advice, count: int) -> str:
     """Of those as good as the first, which may even be faster."""
     best = advice.best[0]
-    text = f"{count} others are as good within {CLOSE * 100:.0f} %."
+    text = f"{count} {'other is' if count == 1 else 'others are'} as good within {CLOSE * 100:.0f} %."
     if min(entry.parts.step_us for entry in advice.best) < best.parts.step_us:
         text += f" The first is the plainest with its sizes: more stages or unequal layers gain less than {WORTH * 100:.0f} %."
     return _wrapped(text)
