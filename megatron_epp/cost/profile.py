@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from megatron_epp.cost.memory import Static
 from megatron_epp.cost.stage import Level, Line, PipelineCosts, StageCosts, level_from
 from megatron_epp.schedule import LEVELS, EppError
 
@@ -83,13 +84,16 @@ class Profile:
     host_us_per_byte: float = math.inf
     origin: dict[str, Any] = field(default_factory=dict, compare=False)
 
-    def costs(self, layers_per_stage: Sequence[int], *, state_bytes_per_parameter: float = 18.0) -> PipelineCosts:
+    def costs(
+        self, layers_per_stage: Sequence[int], *, state_bytes_per_parameter: float = 18.0, weight_bytes: float = 2.0
+    ) -> PipelineCosts:
         """Costs of a pipeline of this model. The first stage embeds; the last has the head.
 
         Args:
             layers_per_stage: layers of each stage.
             state_bytes_per_parameter: weight, gradient and optimizer state; 18 is bf16 Adam with fp32 gradients and master
                 weights and nothing sharded. With a distributed optimizer over d replicas it is 6 + 12 / d.
+            weight_bytes: of these, the weight's own.
 
         Raises:
             EppError: a stage of fewer than no layers, or no stage.
@@ -100,7 +104,7 @@ class Profile:
         return PipelineCosts(
             name=self.name,
             stages=tuple(
-                self._stage(layers, stage == 0, stage == last, state_bytes_per_parameter)
+                self._stage(layers, stage == 0, stage == last, (state_bytes_per_parameter, weight_bytes))
                 for stage, layers in enumerate(layers_per_stage)
             ),
             hidden_bytes_per_token=self.hidden_bytes_per_token,
@@ -110,7 +114,7 @@ class Profile:
             host_us_per_byte=self.host_us_per_byte,
         )
 
-    def _stage(self, layers: int, first: bool, last: bool, state_bytes: float) -> StageCosts:
+    def _stage(self, layers: int, first: bool, last: bool, bytes_each: tuple[float, float]) -> StageCosts:
         extras = [part for part, there in ((self.embedding, first), (self.head, last)) if there]
         parameters = layers * self.layer.parameters + sum(part.parameters for part in extras)
         return StageCosts(
@@ -130,7 +134,7 @@ class Profile:
             kv_bytes_per_token=self.kv_bytes_per_token,
             weight_bytes_per_token=self.layer.weight_bytes_per_token,
             extra_weight_bytes_per_token=sum(part.weight_bytes_per_token for part in extras),
-            static_bytes=int(parameters * state_bytes),
+            static=Static.of(parameters, *bytes_each),
             workspace_bytes=sum(part.workspace_bytes for part in extras),
         )
 

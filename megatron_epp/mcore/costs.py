@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_profile
+from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, Static, analytic_profile, on_device
 from megatron_epp.cost.library import find, load_costs, shape_of
 from megatron_epp.mcore.host_probe import measure_host_link, measure_offloadable_share
 from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
@@ -93,7 +93,7 @@ def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
     if stage.block_loss is not None:
         base = _by_blocks(base, stage.block_loss.workspace_bytes)
-    costs = replace(measure_bytes(stage, base), static_bytes=_static_bytes(args, stage))
+    costs = replace(measure_bytes(stage, base), static=_static(args, stage))
     return _with_wide_gradients(costs) if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16) else costs
 
 
@@ -178,18 +178,23 @@ def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgett
     return [choose(found[i]) for i in range(len(links.ranks))]
 
 
-def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
-    """Weights, fp32 gradients and Adam's state of this rank; what the distributed optimizer shards is divided."""
+def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
+    """Weights, their gradients' buffers and Adam's state of this rank; what the distributed optimizer shards is divided."""
     low_precision = args.bf16 or args.fp16
-    fixed, sharded = (2 if low_precision else 4) + 4, 12 if low_precision else 8
-    num_bytes = 0.0
+    weight, gradient = (2 if low_precision else 4), (4 if args.accumulate_allreduce_grads_in_fp32 or not low_precision else 2)
+    sharded, optimizer, count = 12 if low_precision else 8, 0.0, 0
     for parameter in stage.model.parameters():
         is_shared = getattr(parameter, "allreduce", True)  # not so where expert-parallel ranks have experts of their own
         holders = (
             args.data_parallel_size * args.context_parallel_size if is_shared else mpu.get_expert_data_parallel_world_size()
         )
-        num_bytes += parameter.numel() * (fixed + sharded / (holders if args.use_distributed_optimizer else 1))
-    return int(num_bytes)
+        count += parameter.numel()
+        optimizer += parameter.numel() * sharded / (holders if args.use_distributed_optimizer else 1)
+    return Static(weights=count * weight, gradients=count * gradient, optimizer=int(optimizer))
+
+
+def _on_device(args: argparse.Namespace, costs: PipelineCosts, mine: Mapping[int, MegatronStage], links: Links) -> None:
+    ...
 
 
 @contextmanager
