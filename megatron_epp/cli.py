@@ -1,4 +1,4 @@
-"""The command line: ``megatron-epp plan | check | simulate | compare | show | profile | rehearse | prepare | train | doctor``.
+"""The command line: one function per command; ``megatron-epp --help`` lists them.
 
 All but `profile`, `rehearse`, `prepare` and `train` run without torch, Megatron or a GPU. Exit codes: 0 done; 1 `check` found
 violations, or `doctor` a problem; 2 an error.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megatron_epp
-from megatron_epp import cli_doctor, cli_profile, cli_rehearse, cli_train
+from megatron_epp import cli_doctor, cli_memory, cli_profile, cli_rehearse, cli_train
 from megatron_epp.cli_compare import compare
 from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, problem_of
 from megatron_epp.cli_progress import progress
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {megatron_epp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_plan(commands)
+    _add_memory(commands)
     _add_check(commands)
     _add_simulate(commands)
     _add_compare(commands)
@@ -105,6 +106,11 @@ def _add_plan(commands: Commands) -> None:
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     _add_width(parser)
+
+
+def _add_memory(commands: Commands) -> None:
+    purpose = "say what memory a batch takes on every rank, of what and when, and what else would fit"
+    cli_memory.add_arguments(_command(commands, "memory", cli_memory.run, purpose, cli_memory.EXAMPLE))
 
 
 def _add_check(commands: Commands) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any, Literal
 
 from megatron_epp.cli_lengths import add_batch, lengths_of
-from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile
+from megatron_epp.cost import ModelShape, PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import (
     RATES,
@@ -19,6 +20,7 @@ from megatron_epp.cost.library import (
     shape_of,
     shipped,
 )
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.schedule.errors import EppError
 
@@ -67,6 +69,14 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="what one rank may hold, in 2^30 bytes, weights and optimizer included "
         "(default: 90%% of the --cluster's device memory; no cap without)",
+    )
+    pipeline.add_argument(
+        "--fragmentation-share",
+        "--epp-fragmentation-share",
+        type=_share,
+        metavar="SHARE",
+        help="of what chunks hold, what to allow for gaps between an allocator's blocks, 0 to 1 (default: 0.05, with "
+        "--rates cpu 0)",
     )
     _count(pipeline, "--chunk-tokens", "--epp-chunk-tokens", help="most tokens of a chunk (default: no limit)")
     _count(pipeline, "--slices", "--epp-slices", help="slices of the longest sequence (default: the planner chooses)")
@@ -205,16 +215,42 @@ def costs_of(args: argparse.Namespace, longest: int) -> PipelineCosts:
     Raises:
         EppError: a file cannot be read, a flag does not fit the model, or the layers do not make the stages.
     """
+    flags = flags_of(args)
     if args.costs is None:
-        shape = shape_of(flags_of(args) | {"seq_length": args.context or longest})
+        shape = shape_of(flags | {"seq_length": args.context or longest})
         profile = analytic_profile(shape, _rates(args))
     else:
-        stored = load_costs(args.costs)
+        shape, stored = None, load_costs(args.costs)
         if isinstance(stored, PipelineCosts):
-            return stored
+            share = args.fragmentation_share
+            return stored if share is None else replace(stored, fragmentation_share=share)
         profile = stored
-    num_layers = flags_of(args)["num_layers"] if args.costs is None or args.layers or args.model else profile.num_layers
-    return profile.costs(_layers(args, profile, num_layers), state_bytes_per_parameter=6 + 12 / args.data_parallel)
+    num_layers = flags["num_layers"] if args.costs is None or args.layers or args.model else profile.num_layers
+    weight_bytes = 2 if flags.get("bf16") or flags.get("fp16") else 4
+    adam_bytes = 12 if weight_bytes == 2 else 8  # a copy of the weights in fp32, where they are not
+    costs = profile.costs(
+        _layers(args, profile, num_layers),
+        state_bytes_per_parameter=weight_bytes + 4 + adam_bytes / args.data_parallel,
+        weight_bytes=weight_bytes,
+    )
+    share = _fragmentation_share(args)
+    return on_device(costs, share, buffers=None if shape is None else _gradient_buffers(shape, args.stages))
+
+
+def _fragmentation_share(args: argparse.Namespace) -> float:
+    if args.fragmentation_share is not None:
+        return float(args.fragmentation_share)
+    return 0.0 if args.rates == "cpu" else FRAGMENTATION_SHARE
+
+
+def _gradient_buffers(shape: ModelShape, num_stages: int) -> list[int]:
+    """Of every stage the largest weight's gradient. A loss by blocks has that of its weight among its own bytes."""
+    vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
+    sizes = [shape.largest_layer_weight] * num_stages
+    sizes[0] = max(sizes[0], vocabulary)
+    if not shape.loss_block_tokens:
+        sizes[-1] = max(sizes[-1], vocabulary)
+    return [int(size * shape.bytes_per_value) for size in sizes]
 
 
 def _layers(args: argparse.Namespace, profile: Profile, num_layers: int) -> tuple[int, ...]:
@@ -287,6 +323,16 @@ def _whole(text: str) -> int:
 
 def _blocks(text: str) -> str | int:
     return text if text == AUTO else _whole(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share, 0 to 1")
+    return value
 
 
 def _positive_number(text: str) -> float:

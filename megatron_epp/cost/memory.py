@@ -28,7 +28,7 @@ DYNAMIC = (LAYERS, *LEVEL_ITEMS.values(), INPUTS, HEAD, CACHE, CACHE_GRADIENT, R
 FRAGMENTATION_SHARE = 0.05
 """Of what chunks hold, on a GPU, where nobody says: a caching allocator's blocks are larger than what lies in them."""
 _MESSAGES_PER_NEIGHBOUR = 2
-"""While a pass runs: one in either direction. One arrives ahead of its use; one has not left, or is made or used by the pass."""
+"""While a pass runs: one that it uses or makes, and one that arrives ahead of its use or has not left yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,9 @@ class Static:
         ends = [min(state_bytes, weight_bytes), min(state_bytes, weight_bytes + gradient_bytes), state_bytes]
         weights, both, everything = (int(parameters * end) for end in ends)
         return Static(weights=weights, gradients=both - weights, optimizer=everything - both)
+
+
+NO_STATIC = Static()
 
 
 def on_device(

@@ -15,7 +15,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, WORKING, Static
+from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, NO_STATIC, WORKING, Static
 from megatron_epp.cost.work import ChunkWork, IntColumn
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
 
@@ -111,7 +111,7 @@ class StageCosts:
     kv_bytes_per_token: float
     weight_bytes_per_token: float = 0.0
     extra_weight_bytes_per_token: float = 0.0
-    static: Static = Static()
+    static: Static = NO_STATIC
     workspace_bytes: int = 0
     working_bytes_per_token: float = 0.0
     message_bytes_per_token: float = 0.0
@@ -212,7 +212,7 @@ class PipelineCosts:
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
         """Kept from forward to backward, the cache of a sliced sequence's keys and values apart."""
         parts = self._kept_per_token(stage, work, recompute)
-        return self._whole_bytes(sum(per_token for _, per_token in parts) * work.tokens)
+        return self._whole_bytes(sum((more for _, more in parts), 0.0 * work.tokens) * work.tokens)
 
     def activation_items(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> dict[str, IntColumn]:
         """What `activation_bytes` are for: they are its sum."""
@@ -229,7 +229,7 @@ class PipelineCosts:
         in_cache = np.where(work.sliced, costs.kv_bytes_per_token, 0.0)
         yield LAYERS, (costs.num_layers - recompute.num_layers) * (costs.layer_bytes_per_token - in_cache)
         for name, count, level in self._levels(stage, recompute):
-            yield LEVEL_ITEMS[name], count * (level.bytes_per_token - (in_cache if name == "mlp" else 0.0))
+            yield LEVEL_ITEMS[name], count * (level.bytes_per_token - (in_cache if name == "mlp" else 0.0 * in_cache))
         everywhere = np.ones(len(work.tokens))
         yield INPUTS, (costs.extra_bytes_per_token - costs.head_bytes_per_token) * everywhere
         yield HEAD, costs.head_bytes_per_token * everywhere

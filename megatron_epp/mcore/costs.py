@@ -19,6 +19,7 @@ from megatron.core import mpu
 
 from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, Static, analytic_profile, on_device
 from megatron_epp.cost.library import find, load_costs, shape_of
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.host_probe import measure_host_link, measure_offloadable_share
 from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
 from megatron_epp.mcore.snapshot import Snapshot
@@ -69,7 +70,8 @@ def pipeline_costs(
     name = "measured" if args.epp_costs == "measure" else base.name
     latency_us, us_per_byte, _ = link
     messages = {"message_latency_us": latency_us, "message_us_per_byte": us_per_byte}
-    costs = _of_first(replace(base, stages=costs_of, name=name, **messages, **_slowest(hosts)))
+    costs = replace(base, stages=costs_of, name=name, **messages, **_slowest(hosts))
+    costs = _of_first(_beside(args, costs, placement))
     if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
         os.makedirs(args.save, exist_ok=True)
         Path(args.save, FILE_NAME).write_text(costs.to_json())
@@ -190,11 +192,22 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
         )
         count += parameter.numel()
         optimizer += parameter.numel() * sharded / (holders if args.use_distributed_optimizer else 1)
-    return Static(weights=count * weight, gradients=count * gradient, optimizer=int(optimizer))
+    buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
+    return Static(weights=count * weight, gradients=count * gradient, optimizer=int(optimizer), buffers=buffers)
 
 
-def _on_device(args: argparse.Namespace, costs: PipelineCosts, mine: Mapping[int, MegatronStage], links: Links) -> None:
-    ...
+def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
+    """The largest gradient that autograd makes before it is added to its buffer. Fused layers make none."""
+    inside = {id(weight) for weight in stage.decoder.parameters()} if args.gradient_accumulation_fusion else set()
+    return max((weight.nbytes for weight in stage.model.parameters() if id(weight) not in inside), default=0)
+
+
+def _beside(args: argparse.Namespace, costs: PipelineCosts, placement: Sequence[int]) -> PipelineCosts:
+    """With what there is beside what autograd keeps. On a CPU nothing else is measured, so nothing else is planned."""
+    share = args.epp_fragmentation_share
+    if torch.cuda.is_initialized():
+        return on_device(costs, FRAGMENTATION_SHARE if share is None else share, neighbours=_neighbours(placement))
+    return costs if share is None else replace(costs, fragmentation_share=share)
 
 
 @contextmanager

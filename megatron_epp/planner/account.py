@@ -35,8 +35,8 @@ def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Ac
         tuple(static_items(own, work, costs) for own in placed),
         {action: takes for action, (takes, _) in pairs.items()},
         {action: gives for action, (_, gives) in pairs.items()},
+        item.DYNAMIC,
         costs.fragmentation_share,
-        item.FRAGMENTATION,
     )
 
 

@@ -42,16 +42,22 @@ class Account:
         static: held throughout, by rank.
         takes, gives: what every step takes when it starts and gives back when it ends. Their sums are the step's
             `alloc_bytes` and `free_bytes`; an item that a step turns into another may be below zero.
-        loss_share: of what comes and goes, the share that is an allowance for what an allocator loses.
-        loss_item: what that is called.
+        order: names of what comes and goes, as reports list them. The last is what an allocator loses.
+        loss_share: that, as a share of all else that comes and goes; it is in every other item until it is told apart here.
     """
 
     timeline: Timeline
     static: tuple[Items, ...]
     takes: Mapping[Action, Items]
     gives: Mapping[Action, Items]
+    order: tuple[str, ...]
     loss_share: float = 0.0
-    loss_item: str = ""
+
+    @property
+    def items(self) -> list[str]:
+        """Names of all items that any rank ever has, as reports list them."""
+        there = {name for rank in range(len(self.static)) for moment in self.moments(rank) for name in moment.items}
+        return [name for name in (*self.static[0], *self.order) if name in there]
 
     def moments(self, rank: int) -> list[Moment]:
         """What a rank holds, from the start on, whenever that changes; the sums are those of `Timeline.live_bytes`."""
@@ -84,7 +90,7 @@ class Account:
         return list(alive)
 
     def _shown(self, rank: int, live: Counter[str]) -> dict[str, int]:
-        own = {name: round(size / (1 + self.loss_share)) for name, size in live.items()}
-        if self.loss_share:
-            own[self.loss_item] = sum(live.values()) - sum(own.values())
+        *names, lost = self.order
+        own = {name: round(live[name] / (1 + self.loss_share)) for name in names}
+        own[lost] = live.total() - sum(own.values())
         return {name: size for name, size in (*self.static[rank].items(), *own.items()) if size}
