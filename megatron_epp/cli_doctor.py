@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_epp import allocator
 from megatron_epp.cli_profile import cpu_name
 from megatron_epp.cli_progress import progress
 from megatron_epp.cost.library import load_costs
@@ -273,13 +274,13 @@ def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
-    allocator = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in environment), None)
-    if allocator is not None and "expandable_segments:True" in environment[allocator]:
-        yield Finding(allocator, OK, environment[allocator])
+    version = _version(_TORCH.distributions) or "0.0"
+    name, found = allocator.setting(environment, version) or (allocator.variables(version)[0], "not set")
+    if not has_gpu or allocator.segments_expand(environment, version):
+        yield Finding(name, OK, found)
     else:
-        found = "not set" if allocator is None else environment[allocator]
-        todo = "export PYTORCH_ALLOC_CONF=expandable_segments:True: chunks differ in size, and fixed segments leave gaps"
-        yield Finding("PYTORCH_ALLOC_CONF", WARNING if has_gpu else OK, found, todo if has_gpu else "")
+        name, why = allocator.variables(version)[0], "chunks differ in size, and fixed segments leave gaps"
+        yield Finding(name, WARNING, found, f"export {name}={allocator.EXPANDABLE}: {why}")
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if connections == "1" or not has_gpu:
         yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", OK, connections or "not set")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 WORTH_EXPLAINING = 0.05
-LEVERS = """\"All levers\": weight gradients as actions of their own, and offload to the host (`--split-weight --offload`). The
-planner plans with them on request; training runs such plans where the runtime supports them."""
+LEVERS = """\"All levers\": weight gradients as actions of their own, and offload to the host (`--split-weight --offload`)."""
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -51,8 +50,7 @@ def _speed(rows: list[dict[str, Any]]) -> str:
 SMALL = """## Against the oracle
 
 Random cases of up to 8 chunks under tight caps (chunks times stages at most {most_chunks_times_stages}); the oracle stopped
-after {time_limit_s:.0f} s each. Plain: order and recompute; besides these, weight gradients of their own, copies to the host,
-or both."""
+after {time_limit_s:.0f} s each. Plain: order and recompute of whole layers; besides these, weight gradients of their own."""
 
 
 def _small(found: dict[str, Any]) -> str:

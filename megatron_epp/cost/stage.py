@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, NO_STATIC, WORKING, Static
 from megatron_epp.cost.work import ChunkWork, IntColumn
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
+from megatron_epp.schedule.size_class import size_classes
 
 SCHEMA = "megatron-epp/costs"
 VERSION = 1
@@ -249,9 +250,11 @@ class PipelineCosts:
         return self._whole_bytes(per_token * work.tokens)
 
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Keys and values of the whole sequence a chunk holds a slice of, all layers. Their gradient takes the same again."""
+        """Keys and values of the whole sequence a chunk holds a slice of, all layers, in buffers of the sizes there are. Their
+        gradient takes no more again.
+        """
         costs = self.stages[stage]
-        return self._whole_bytes(costs.num_layers * costs.kv_bytes_per_token * work.cache_tokens)
+        return self._whole_bytes(costs.num_layers * costs.kv_bytes_per_token * size_classes(work.cache_tokens))
 
     def backward_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]:
         """What a chunk holds, at two points of its backward, of its activations and of keys' and values' gradient.

@@ -25,7 +25,7 @@ from megatron_epp.report.facts import host_peak_bytes, offload_share, recompute_
 from megatron_epp.report.measured import Event, Measured
 from megatron_epp.runtime.offload import Offload
 from megatron_epp.runtime.saved import SavedTensors
-from megatron_epp.runtime.shortage import Usage, device_usage
+from megatron_epp.runtime.shortage import Usage, device_peak, device_usage
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.schedule import Action, Plan
 from megatron_epp.schedule.serialize import digest, save
@@ -101,6 +101,7 @@ class IterationReport:
             "events": self.recorder.events(),
             "wait_us": self.recorder.wait_us,
             "peak": self.saved.peak_bytes if self.saved is not None else None,
+            "device_peak": device_peak(),
             "host_peak": 0 if self.offload is None else self.offload.host_peak_bytes,
             "loss": None if loss is None else loss.tolist(),
             "elapsed_us": elapsed_us,
@@ -147,6 +148,7 @@ class IterationReport:
         if self.session.args.epp_oom_retry:
             line["oom_retries"] = self.session.retries
         line |= {"replicas": self.session.replicas, "imbalance": imbalance(planned_us)}
+        line |= {"device_peak_bytes": [entry["device_peak"] for entry in everyone]}
         line |= {"host_peak_bytes": [entry["host_peak"] for entry in everyone]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 

@@ -30,6 +30,9 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
         found["epp/measured peak host memory (GiB)"] = max(line["host_peak_bytes"]) / _GIB
     if line["replicas"] > 1:
         found["epp/planned imbalance of replicas"] = line["imbalance"]
+    if devices := [peak for peak in line["device_peak_bytes"] if peak is not None]:
+        for name, peaks in zip(("allocated", "reserved"), zip(*devices, strict=True), strict=True):
+            found[f"epp/{name} peak so far (GiB)"] = max(peaks) / _GIB
     if "oom_retries" in line:
         found["epp/retries after running out of memory"] = line["oom_retries"]
     return found | {

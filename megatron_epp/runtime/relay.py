@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.schedule import EppError
+from megatron_epp.schedule.size_class import size_class
 
 
 class RelayError(EppError):
@@ -58,7 +59,7 @@ class SliceView:
 
 @dataclass(slots=True)
 class _Entry:
-    """Cache of one sequence in one layer: ``[capacity, kv_heads, channels]`` each."""
+    """Cache of one sequence in one layer: ``[size class of its capacity, kv_heads, channels]`` each."""
 
     k: Tensor
     v: Tensor
@@ -106,7 +107,8 @@ class KVRelay:
         """
         entry = self._entries.get((layer, view.sequence))
         if entry is None and view.start == 0:
-            entry = _Entry(k.new_empty((view.capacity, *k.shape[1:])), v.new_empty((view.capacity, *v.shape[1:])))
+            rows = size_class(view.capacity)
+            entry = _Entry(k.new_empty((rows, *k.shape[1:])), v.new_empty((rows, *v.shape[1:])))
             self._entries[layer, view.sequence] = entry
             self.num_bytes += entry.num_bytes
         filled = 0 if entry is None else entry.filled

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from megatron_epp import allocator
 from megatron_epp.schedule import Action, EppError, Op, Plan, simulate
 
 LEAST_SHARE = 0.05
@@ -61,6 +62,13 @@ def device_usage(static_bytes: int) -> Usage | None:
     return Usage(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
 
 
+def device_peak() -> Usage | None:
+    """As above, but the most that either has been so far; None without a GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    return Usage(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+
+
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """An action that found no memory.
@@ -108,20 +116,14 @@ class ShortagePolicy:
     def _advice(self, plan: Plan, action: Action, error: Exception, usage: Usage | None, lower: int | None) -> list[str]:
         """The two flags most likely to help, by the signs there are."""
         found = list(error.advice) if isinstance(error, ShortageError) else []
-        if _has_gaps(usage) and not segments_expand(os.environ):
-            found.append("PYTORCH_ALLOC_CONF=expandable_segments:True")
+        if _has_gaps(usage) and not allocator.segments_expand(os.environ, torch.__version__):
+            found.append(f"{allocator.variables(torch.__version__)[0]}={allocator.EXPANDABLE}")
         if self.recompute_is_fixed:
             found.append("--epp-recompute auto")
         if lower is not None:
             found.append(f"--epp-memory-cap-gb {lower / 2**30:.4g}")
         found.append(f"--epp-chunk-tokens {max(1, plan.padded_tokens(action.chunk) // 2)}")
         return [*found, "more stages (--pipeline-model-parallel-size)"][:2]
-
-
-def segments_expand(environment: Mapping[str, str]) -> bool:
-    """Whether torch's allocator grows its segments, under the variable's name of today or of before torch 2.9."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments:True" in environment.get(name, "") for name in names)
 
 
 def _has_gaps(usage: Usage | None) -> bool:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_epp.runtime.attention import chunk_attention
 from megatron_epp.runtime.context import ChunkContext, chunk_layouts
 from megatron_epp.runtime.relay import KVRelay
+from megatron_epp.schedule.size_class import size_class
 
 QUERY_HEADS, KV_HEADS, CHANNELS, SCALE = 4, 2, 4, 0.4
 RECOMPUTE = {
@@ -87,7 +88,7 @@ class ChunkedLayer:
     def cache_bytes(self):
         """Keys and values of every sliced sequence and of what shares the chunk of its tail."""
         firsts = [x.view for x in self.contexts if x.view is not None and x.view.start == 0]
-        return sum(self.layers * 2 * view.capacity * KV_HEADS * CHANNELS * 8 for view in firsts)
+        return sum(self.layers * 2 * size_class(view.capacity) * KV_HEADS * CHANNELS * 8 for view in firsts)
 
 
 def _of(layout, relay):

@@ -11,6 +11,7 @@ from megatron_epp.runtime.attention import chunk_attention
 from megatron_epp.runtime.context import chunk_layouts
 from megatron_epp.runtime.relay import KVRelay, RelayError, SliceView
 from megatron_epp.runtime.saved import SavedTensors
+from megatron_epp.schedule.size_class import size_class
 
 CASES = {
     "split": ((23,), slices(0, 0, 9, 16, 22, 23), 1),
@@ -97,7 +98,8 @@ def test_any_segmentation_gives_the_gradients_of_whole_sequences(data):
 
 def test_bytes_follow_the_cache_from_the_first_slice_and_its_gradients_from_the_last_slices_backward():
     layer = ChunkedLayer((13, 4), [[(0, 0, 7)], [(0, 7, 11)], [(0, 11, 13), (1, 0, 4)]], layers=3)
-    cache = 3 * 2 * 17 * KV_HEADS * CHANNELS * 8
+    gradient = 3 * 2 * 17 * KV_HEADS * CHANNELS * 8
+    cache = 3 * 2 * size_class(17) * KV_HEADS * CHANNELS * 8
     assert layer.cache_bytes() == cache
     seen = []
     for c in range(3):
@@ -106,7 +108,7 @@ def test_bytes_follow_the_cache_from_the_first_slice_and_its_gradients_from_the_
     for c in reversed(range(3)):
         layer.backward(c)
         seen.append(layer.relay.num_bytes)
-    assert seen == [cache, cache, cache, 2 * cache, 2 * cache, 0]
+    assert seen == [cache, cache, cache, cache + gradient, cache + gradient, 0]
 
 
 def test_without_backward_the_last_slice_frees_the_cache():

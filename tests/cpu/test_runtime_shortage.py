@@ -22,7 +22,7 @@ from shortage_runs import run_short, try_twice
 
 from megatron_epp.runtime.drain import blank
 from megatron_epp.runtime.host import HostMemoryError
-from megatron_epp.runtime.shortage import LEAST_SHARE, ShortagePolicy, Usage, segments_expand
+from megatron_epp.runtime.shortage import LEAST_SHARE, ShortagePolicy, Usage
 from megatron_epp.schedule import Action, Op, PlanError, simulate
 
 
@@ -171,12 +171,6 @@ def test_other_pools_bring_their_own_words_and_flags_and_end_the_run():
     assert "\nthe host gives no more than 3 GB\n" in shortage.text
     assert shortage.cap_bytes is None
     assert advice(error)[0] == "--some-flag 3"
-
-
-def test_expandable_segments_are_seen_under_both_names():
-    assert segments_expand({"PYTORCH_ALLOC_CONF": "backend:native,expandable_segments:True"})
-    assert segments_expand({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-    assert not segments_expand({"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
 
 
 def test_planned_bytes_are_those_of_the_plans_own_account():

@@ -22,6 +22,7 @@ LINE = {
     "bubble_fraction": {"planned": 0.1, "measured": 0.2},
     "planned_peak_activation_bytes": [2**30, 2**29],
     "peak_activation_bytes": [None, None],
+    "device_peak_bytes": [None, None],
     "planning_us": 12000.0,
     "plan_wait_us": 300.0,
     "replicas": 1,
@@ -72,6 +73,14 @@ def test_both_writers_get_the_same_figures_under_epp(both):
 def test_a_measured_peak_is_written_where_there_is_one(both):
     writers.write(LINE | {"peak_activation_bytes": [2**28, 2**29]})
     assert both[0].seen["epp/measured peak activations (GiB)", 7] == 0.5
+
+
+def test_what_the_device_reserves_is_beside_what_is_allocated_of_it(both):
+    writers.write(LINE)
+    assert not any("reserved" in name for name, _ in both[0].seen)
+    writers.write(LINE | {"device_peak_bytes": [(3 * 2**30, 4 * 2**30), (2**30, 5 * 2**30)]})
+    assert both[0].seen["epp/allocated peak so far (GiB)", 7] == 3.0
+    assert both[0].seen["epp/reserved peak so far (GiB)", 7] == 5.0
 
 
 def test_without_writers_nothing_happens(monkeypatch):

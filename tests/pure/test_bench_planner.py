@@ -101,9 +101,9 @@ def test_what_the_oracle_found_is_not_asked_again(tmp_path, monkeypatch):
     pytest.importorskip("scipy", reason="the oracle needs scipy: pip install 'megatron-epp[milp]'")
     asked, store = [], tmp_path / "small.json"
     monkeypatch.setattr(planner_small, "oracle", lambda *case, **more: asked.append(case) or oracle(*case, **more))
-    first = planner_small.small(2, 20.0, 8, ["plain", "copies"], 1, store)
+    first = planner_small.small(2, 20.0, 8, ["plain", "weights"], 1, store)
     assert len(asked) == 4
-    assert planner_small.small(2, 20.0, 8, ["plain", "copies"], 1, store) == first
+    assert planner_small.small(2, 20.0, 8, ["plain", "weights"], 1, store) == first
     assert len(asked) == 4
     planner_small.small(3, 20.0, 8, ["plain"], 1, store)
     assert len(asked) == 5

@@ -103,6 +103,12 @@ def test_settings_that_cost_memory_or_stop_megatron_are_told_with_what_to_export
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in found["CUDA_DEVICE_MAX_CONNECTIONS"].todo
 
 
+def test_the_allocator_is_told_under_the_name_that_this_torch_reads(machine):
+    before = machine(FULL | {"torch": "2.8.0+cu128"}, SET)  # which ignores the new name
+    assert "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in before["PYTORCH_CUDA_ALLOC_CONF"].todo
+    assert machine(FULL, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})["PYTORCH_CUDA_ALLOC_CONF"].status == OK
+
+
 def test_a_library_that_breaks_while_it_is_looked_at_is_a_problem_not_a_crash(machine, monkeypatch):
     machine(FULL, SET)
 

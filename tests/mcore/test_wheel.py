@@ -1,0 +1,91 @@
+"""An installed wheel is all a user needs: everything it ships is there, and it plans and trains far from the source tree."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import megatron_epp
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_epp", "configs", "patches")
+SHIPPED = {"configs": (".yaml", ".json"), "patches": (".patch", ".md")}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy: building leaves files behind, and finds those of builds before."""
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source)
+    succeeds([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", built, source], source)
+    (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The folder of the commands of an environment that has the wheel, and of this one the packages but not the source tree."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel]
+    succeeds(pip, folder)
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    others = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    (site / "packages_of_this_environment.pth").write_text("".join(f"{path}\n" for path in others))
+    return folder / "bin"
+
+
+def succeeds(command, folder, timeout_s=180):
+    """What a command says. It runs in `folder` and knows no source tree."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    return done.stdout
+
+
+def test_the_wheel_has_every_module_every_shipped_file_and_the_one_version(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    wanted = {path.relative_to(ROOT) for path in (ROOT / "megatron_epp").rglob("*.py")}
+    for folder, suffixes in SHIPPED.items():
+        files = (path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
+        wanted |= {Path("megatron_epp") / path.relative_to(ROOT) for path in files}
+    assert {str(path) for path in wanted} <= names
+    assert "megatron_epp/py.typed" in names
+    assert wheel.name.startswith(f"megatron_epp-{megatron_epp.__version__}-")
+
+
+def test_commands_run_from_anywhere(installed, tmp_path):
+    where = "import megatron_epp; print(megatron_epp.__file__)"
+    assert Path(succeeds([installed / "python", "-c", where], tmp_path).strip()).is_relative_to(installed.parent)
+    command = installed / "megatron-epp"
+    assert succeeds([command, "--version"], tmp_path) == f"megatron-epp {megatron_epp.__version__}\n"
+    batch = ["--lengths", "131072,9000,800,90,70000", "--model", "llama3-8b", "--cluster", "h100x8", "--stages", "8"]
+    assert "planner greedy, costs analytic:h100x8" in succeeds([command, "plan", *batch, "-o", "plan.json"], tmp_path)
+    assert succeeds([command, "check", "plan.json"], tmp_path)
+
+
+def test_it_trains_a_recipe(installed, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number, words in enumerate((900, 20, 300, 5, 60, 450)):
+        (tmp_path / "texts" / f"{number}.txt").write_text("word " * words)
+    command = installed / "megatron-epp"
+    succeeds([command, "prepare", "--input", "texts", "--output-prefix", "documents/text"], tmp_path)
+    train = [command, "train", "-c", "recipes/tiny-cpu", "train_iters=2", "data_path=documents/text"]
+    assert "megatron_epp.mcore.pretrain_gpt" in succeeds([*train, "--dry-run"], tmp_path)
+    said = succeeds(train, tmp_path)
+    assert "iteration        2/       2" in said
