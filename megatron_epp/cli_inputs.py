@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from megatron_epp.cli_lengths import add_batch, lengths_of
-from megatron_epp.cost import ModelShape, PipelineCosts, Profile, Rates, analytic_profile, on_device
+from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import (
     RATES,
@@ -217,40 +217,23 @@ def costs_of(args: argparse.Namespace, longest: int) -> PipelineCosts:
     """
     flags = flags_of(args)
     if args.costs is None:
-        shape = shape_of(flags | {"seq_length": args.context or longest})
-        profile = analytic_profile(shape, _rates(args))
+        profile = analytic_profile(shape_of(flags | {"seq_length": args.context or longest}), _rates(args))
     else:
-        shape, stored = None, load_costs(args.costs)
+        stored = load_costs(args.costs)
         if isinstance(stored, PipelineCosts):
             share = args.fragmentation_share
             return stored if share is None else replace(stored, fragmentation_share=share)
         profile = stored
     num_layers = flags["num_layers"] if args.costs is None or args.layers or args.model else profile.num_layers
-    weight_bytes = 2 if flags.get("bf16") or flags.get("fp16") else 4
-    adam_bytes = 12 if weight_bytes == 2 else 8  # a copy of the weights in fp32, where they are not
-    costs = profile.costs(
-        _layers(args, profile, num_layers),
-        state_bytes_per_parameter=weight_bytes + 4 + adam_bytes / args.data_parallel,
-        weight_bytes=weight_bytes,
-    )
-    share = _fragmentation_share(args)
-    return on_device(costs, share, buffers=None if shape is None else _gradient_buffers(shape, args.stages))
+    layers = _layers(args, profile, num_layers)
+    costs = profile.costs(layers, state_bytes_per_parameter=profile.adam_bytes(args.data_parallel))
+    return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(args.stages))
 
 
 def _fragmentation_share(args: argparse.Namespace) -> float:
     if args.fragmentation_share is not None:
         return float(args.fragmentation_share)
     return 0.0 if args.rates == "cpu" else FRAGMENTATION_SHARE
-
-
-def _gradient_buffers(shape: ModelShape, num_stages: int) -> list[int]:
-    """Of every stage the largest weight's gradient. A loss by blocks has that of its weight among its own bytes."""
-    vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
-    sizes = [shape.largest_layer_weight] * num_stages
-    sizes[0] = max(sizes[0], vocabulary)
-    if not shape.loss_block_tokens:
-        sizes[-1] = max(sizes[-1], vocabulary)
-    return [int(size * shape.bytes_per_value) for size in sizes]
 
 
 def _layers(args: argparse.Namespace, profile: Profile, num_layers: int) -> tuple[int, ...]:
