@@ -15,10 +15,10 @@ from pathlib import Path
 import megatron_epp
 from megatron_epp import cli_doctor, cli_memory, cli_profile, cli_rehearse, cli_train
 from megatron_epp.cli_compare import compare
-from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, problem_of
+from megatron_epp.cli_inputs import PLANNER_NAMES, add_planner, add_problem, costs_of, count, options_of, planner, problem_of
 from megatron_epp.cli_progress import progress
 from megatron_epp.mcore import prepare
-from megatron_epp.planner import PLANNERS, plan
+from megatron_epp.planner import plan
 from megatron_epp.report.compare import against
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.measured import Measured
@@ -101,9 +101,7 @@ def _add_plan(commands: Commands) -> None:
         commands, "plan", _plan, "make a plan for a batch of sequence lengths and print its summary", _PLAN_EXAMPLE
     )
     add_problem(parser)
-    parser.add_argument(
-        "--planner", "--epp-planner", choices=sorted(PLANNERS), default="greedy", help="who plans (%(default)s)"
-    )
+    add_planner(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     _add_width(parser)
 
@@ -121,7 +119,7 @@ def _add_check(commands: Commands) -> None:
 
 def _add_simulate(commands: Commands) -> None:
     parser = _command(commands, "simulate", _simulate, "simulate a plan and print when its ranks work and what they hold")
-    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("plan", metavar="PLAN.json", help="what `megatron-epp plan -o` or a training run wrote")
 
 
 def _add_compare(commands: Commands) -> None:
@@ -129,13 +127,17 @@ def _add_compare(commands: Commands) -> None:
     add_problem(parser, several_batches=True)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON, a row per batch and planner")
     parser.add_argument(
-        "--planner", action="append", choices=sorted(PLANNERS), help="a planner to compare; repeat it for more (default: all)"
+        "--planner",
+        action="append",
+        type=planner,
+        metavar="NAME",
+        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more (default: all that are here)",
     )
 
 
 def _add_show(commands: Commands) -> None:
     parser = _command(commands, "show", _show, "show a plan, and a run of it, as text, picture or trace")
-    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("plan", metavar="PLAN.json", help="what `megatron-epp plan -o` or a training run wrote")
     parser.add_argument("--measured", metavar="FILE", help="a run of this plan, as the training run wrote it, to lay beside it")
     parser.add_argument(
         "-o",

@@ -21,7 +21,7 @@ from megatron_epp.cost.library import (
     shipped,
 )
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem
 from megatron_epp.schedule.errors import EppError
 
 _MODEL: dict[str, Any] = {
@@ -36,6 +36,7 @@ _MODEL: dict[str, Any] = {
     "bf16": True,
 }
 """Without --model: as Llama 3 8B, so that planning needs no YAML."""
+PLANNER_NAMES = f"{', '.join(sorted(PLANNERS))}, or module:function"
 _HEADROOM = 0.9
 """Share of a device's memory that a plan may fill where no cap is given."""
 
@@ -49,6 +50,14 @@ def add_problem(parser: argparse.ArgumentParser, several_batches: bool = False) 
     add_batch(parser, several_batches)
     _add_pipeline(parser)
     _add_costs(parser)
+
+
+def add_planner(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names who plans."""
+    names = "--planner", "--epp-planner"
+    parser.add_argument(
+        *names, type=planner, metavar="NAME", default="greedy", help=f"who plans: {PLANNER_NAMES} (default: greedy)"
+    )
 
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
@@ -296,6 +305,13 @@ def count(text: str) -> int:
     if not (text.isdecimal() and len(text) < 16 and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
     return int(text)
+
+
+def planner(text: str) -> str:
+    """A planner's name, as argparse reads it."""
+    if ":" not in text and text not in PLANNERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(sorted(PLANNERS))}, and no module:function")
+    return text
 
 
 def _whole(text: str) -> int:

@@ -10,9 +10,9 @@ from argparse import Namespace
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_epp.cli_inputs import add_problem, costs_of, flags_of, options_of, problem_of
+from megatron_epp.cli_inputs import add_planner, add_problem, costs_of, flags_of, options_of, problem_of
 from megatron_epp.cli_progress import progress
-from megatron_epp.planner import PLANNERS, Options, Problem, plan
+from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.account import account_of
 from megatron_epp.planner.limits import Limit, Limits, Reach
 from megatron_epp.report.memory import curves, figures, peak_lines, peak_table
@@ -35,9 +35,7 @@ _NO_MEGATRON = "Megatron's own estimate: Megatron is not installed here"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     add_problem(parser)
-    parser.add_argument(
-        "--planner", "--epp-planner", choices=sorted(PLANNERS), default="greedy", help="who plans (%(default)s)"
-    )
+    add_planner(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="also draw it over time: .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--quick", action="store_true", help="do not look for what else would fit")

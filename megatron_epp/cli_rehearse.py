@@ -29,7 +29,7 @@ _LONGEST_US = 60e6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("plan", metavar="PLAN.json", help="what `megatron-epp plan -o` or a training run wrote")
     parser.add_argument(
         "--time-scale",
         type=float,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -48,13 +49,15 @@ def planned(problem: Problem, costs: PipelineCosts, cap: int, options: Options) 
         return None
 
 
-def least_cap(problem: Problem, costs: PipelineCosts, options: Options, most: int) -> int:
-    """The smallest cap that a plan fits, to within 64 MiB."""
-    low, high = 0, most
-    while high - low > GIB // 16:
-        middle = (low + high) // 2
-        low, high = (low, middle) if planned(problem, costs, middle, options) else (middle, high)
-    return high
+def least_cap(problem: Problem, costs: PipelineCosts, options: Options) -> int:
+    """The smallest cap that a plan fits, as the planner names it when none does."""
+    try:
+        plan(replace(problem, cap_bytes=(1,) * problem.num_stages), costs, options)
+    except InfeasibleError as error:
+        named = re.search(r"is (\d+) bytes", str(error))
+        assert named is not None
+        return int(named[1])
+    raise AssertionError("a plan fits one byte")
 
 
 def figures(made: Plan | None) -> dict[str, float] | None:
@@ -79,7 +82,7 @@ def row(case: Case) -> dict[str, Any]:
     free = planned(problem, costs, UNLIMITED_BYTES, Options())
     assert free is not None
     most = max(free.predicted.peak_bytes)
-    least = least_cap(problem, costs, VARIANTS[BASE], most)
+    least = least_cap(problem, costs, VARIANTS[BASE])
     caps = {str(share): int(least + share * (most - least)) for share in TIGHTNESS}
     return {
         "name": f"{case.lengths_like} {case.context // 1024}K, {case.stages} x {case.shape.ranks} ranks, {case.model}",
@@ -95,17 +98,12 @@ def row(case: Case) -> dict[str, Any]:
 
 
 def longest(case: Case, options: Options) -> int:
-    """Tokens of the longest sequence that fits the case's own cap by itself, to within a sixteenth."""
-    low, high = 0, LONGEST
-    tokens, step = 1 << 13, 2.0
-    while step > 1.06:
-        if tokens < high and planned(replace(case.problem, lengths=(tokens,)), case.costs, case.cap_gb << 30, options):
-            low = tokens
-        else:
-            high, step = tokens, step**0.5
-        tokens = int(max(low, 1 << 12) * step)
-        if low >= LONGEST // 2:
-            break
+    """Tokens of the longest sequence that fits the case's own cap by itself: powers of two, then two steps between them."""
+    low = 0
+    for step in (2.0, 2**0.5, 2**0.25):
+        tokens = int(max(low * step, 1 << 13))
+        while tokens < LONGEST and planned(replace(case.problem, lengths=(tokens,)), case.costs, case.cap_gb << 30, options):
+            low, tokens = tokens, int(tokens * step)
     return low
 
 

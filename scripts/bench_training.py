@@ -83,7 +83,7 @@ def bench_skewed(ranks: int, seq_length: int, batch: int, iterations: int, round
     layers = base["num_layers"] // ranks
     probe = train(FOLDER / "probe", ranks, base | {"epp_schedule": "packed", "train_iters": 3, "epp_measure_memory": True})
     cap_bytes = int(share * max(probe.peak_activation_bytes))
-    traced = train(FOLDER / "probe", ranks, base | {"train_iters": 3, "epp_trace_iteration": 1})
+    traced = train(FOLDER / "probe", ranks, base | {"train_iters": 3, "epp_trace": 1})
     del traced
     static_bytes = max(json.loads((FOLDER / "probe" / "plan.json").read_text())["static_bytes"])
     variants, peaks = {}, {}

@@ -139,7 +139,7 @@ def median(values: Iterable[float]) -> float:
 
 def part(folder: Path, ranks: int, settings: dict[str, Any], iterations: int, costs: str) -> tuple[dict[str, Any], list[Any]]:
     """One setting: a run for times with `costs`, and one for memory with the same. Returns the peaks' figures and traces."""
-    every = {"epp_trace_iteration": list(range(1, iterations + 2))}  # one more than there are: with a single one, no numbers
+    every = {"epp_trace": list(range(1, iterations + 2))}  # one more than there are: with a single one, no numbers
     train(folder, ranks, settings | every | {"epp_costs": costs, "save": folder, "save_interval": iterations + 1})
     kept = str(folder / COSTS) if costs == "measure" else costs
     run = train(folder / "memory", ranks, settings | {"epp_costs": kept, "epp_measure_memory": True})

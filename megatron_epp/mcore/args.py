@@ -32,8 +32,10 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add(
         "--epp-planner",
         default="greedy",
-        help="Who makes the plans (default: greedy). milp: greedy, while beside training a solver works on small batches for "
-        "when their lengths come again; which plan runs depends on timing, so a resumed run repeats losses only to rounding.",
+        metavar="NAME",
+        help="Who makes the plans (default: greedy): a planner that `megatron-epp compare` lists, or module:function for "
+        "one of your own. milp: greedy, while beside training a solver works on small batches for when their lengths come "
+        "again; which plan runs depends on timing, so a resumed run repeats losses only to rounding.",
     )
     add(
         "--epp-plan-budget-ms",
@@ -137,12 +139,13 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     add("--epp-report-dir", metavar="DIR", help="Write each iteration's planned and measured figures here.")
     add(
-        "--epp-trace-iteration",
+        "--epp-trace",
         type=int,
         nargs="+",
         metavar="I",
-        help="Write the plan and the measured times of every action of iteration I to --epp-report-dir, as plan.json and "
-        "measured.json; of several as plan-I.json and measured-I.json.",
+        help="Write iteration I to --epp-report-dir: plan.json, measured.json with the times of every action, copy and wait, "
+        "and trace.json for ui.perfetto.dev, measured beside planned, a track for each stream; of several iterations as "
+        "plan-I.json and so on.",
     )
     add("--epp-measure-memory", action="store_true", help="Count the bytes autograd keeps, per rank. Costs a little time.")
     add("--epp-allow-unknown-megatron", action="store_true", help="Patch a Megatron whose code is not known to work.")
@@ -304,7 +307,7 @@ def _check_values(args: argparse.Namespace) -> None:
         ("chunk_tokens", 1),
         ("slices", 1),
         ("lookahead", 1),
-        ("trace_iteration", 1),
+        ("trace", 1),
         ("plan_budget_ms", 1),
     ):
         given = getattr(args, f"epp_{name}")
@@ -341,5 +344,5 @@ def _check_values(args: argparse.Namespace) -> None:
             f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {args.epp_wait_limit_seconds:g}: the run "
             "would end while it plans"
         )
-    if args.epp_trace_iteration is not None and args.epp_report_dir is None:
-        raise ArgumentError("--epp-trace-iteration needs --epp-report-dir to write to")
+    if args.epp_trace is not None and args.epp_report_dir is None:
+        raise ArgumentError("--epp-trace needs --epp-report-dir to write to")

@@ -78,8 +78,9 @@ def _again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """Run once now and once in backward. Tensors among the arguments are kept as autograd keeps its own."""
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in kwargs.items() if name not in names}
+    num_args = len(args)
 
-    def call(*values: Any) -> Any:
-        return run(*values[: len(args)], **others, **dict(zip(names, values[len(args) :], strict=True)))
+    def call(*values: Any) -> Any:  # holds no tensor: autograd does
+        return run(*values[:num_args], **others, **dict(zip(names, values[num_args:], strict=True)))
 
     return checkpoint(call, False, *args, *(kwargs[name] for name in names))

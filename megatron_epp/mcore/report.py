@@ -21,8 +21,9 @@ from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import writers
 from megatron_epp.mcore.session import Session
 from megatron_epp.planner.balance import imbalance
-from megatron_epp.report.facts import host_peak_bytes, offload_share, recompute_share
+from megatron_epp.report.facts import copies_us, host_peak_bytes, offload_share, recompute_share
 from megatron_epp.report.measured import Event, Measured
+from megatron_epp.report.trace import save_trace
 from megatron_epp.runtime.offload import Offload
 from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.shortage import Usage, device_peak, device_usage
@@ -163,12 +164,13 @@ class IterationReport:
         args = self.session.args
         folder = Path(args.epp_report_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        traced = args.epp_trace_iteration or []
+        traced = args.epp_trace or []
         if measured is not None and self.batch.plan is not None and self.iteration in traced:
             number = f"-{self.iteration}" if len(traced) > 1 else ""
             save(self.batch.plan, folder / f"plan{number}.json")
             measured.save(folder / f"measured{number}.json")
-            logger.info("wrote the plan and the times of iteration %d to %s", self.iteration, folder)
+            save_trace(self.batch.plan, folder / f"trace{number}.json", measured)
+            logger.info("wrote the plan, the times and a trace (ui.perfetto.dev) of iteration %d to %s", self.iteration, folder)
         with open(folder / LINES, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 
@@ -188,6 +190,8 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
             peak - static for peak, static in zip(plan.predicted.peak_bytes, plan.static_bytes, strict=True)
         ],
         "recompute_share": recompute_share(plan),
+        "recompute_us": sum(map(sum, plan.recompute_us)),
+        "copies_us": copies_us(plan),
         "offload_share": offload_share(plan),
         "planned_host_peak_bytes": host_peak_bytes(plan),
         "padding_share": 1 - plan.num_tokens / padded,

@@ -100,9 +100,11 @@ class Session:
         if self.args.epp_oom_retry:
             self._all_ranks = new_group(tuple(range(dist.get_world_size())), backend="gloo")
         if self.args.epp_schedule == "elastic":
+            _, _, device = next(iter(self.stages.values())).message(1)
+            with self.watchdog.watch(lambda: f"rank {self.rank} waits for its neighbours (--epp-wait-limit-seconds)"):
+                self.links.meet(device)
             self._learn_costs(self.links)
             if self.args.epp_offload == "on":
-                _, _, device = next(iter(self.stages.values())).message(1)
                 self.host = HostMemory(device, host_cap_bytes(self.args))
 
     def _learn_costs(self, links: Links) -> None:

@@ -23,9 +23,10 @@ from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import SliceView
 from megatron_epp.runtime.weights import Kept
-from megatron_epp.schedule import Chunk, Segment
+from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute, Segment
 
 _REPEATS = 8
+_LEVEL_REPEATS = 3
 _ALIVE = 4
 """Cases between forward and backward."""
 _GPU_FACTOR = 2
@@ -37,7 +38,8 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
     """Fit the stage's lines to whole, packed and sliced sequences; what is not the layers' own goes to the stage's extras.
 
     A kernel's time is not quite a line in tokens and pairs, so what is measured is what batches are made of: slices all
-    along a sequence of the context length.
+    along a sequence of the context length. What a level of recompute runs again is what its backward takes longer; a layer that
+    recomputes whole runs its forward.
 
     Args:
         stage: to run.
@@ -52,6 +54,12 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         return fit_line(points, pairs).line
 
     layers = max(1, stage.num_layers)
+
+    def again(level: str) -> Line:
+        found = _medians(stage, cases, Recompute(**{level: stage.num_layers}), _LEVEL_REPEATS)
+        longer = [max(0.0, after.layers_backward - t.layers_backward) for after, t in zip(found, times, strict=True)]
+        return fit_line([Point(c.tokens, 0, us) for c, us in zip(cases, longer, strict=True)], False).line.scaled(1 / layers)
+
     if stage.weights is not None:
         costs = replace(
             costs,
@@ -62,6 +70,8 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         costs,
         forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
         backward=fit(lambda t: t.layers_backward, True).scaled(1 / layers),
+        linear=None if costs.linear is None else replace(costs.linear, again=again("linear")),
+        mlp=None if costs.mlp is None else replace(costs.mlp, again=again("mlp")),
         extra_forward=fit(lambda t: t.forward - t.layers_forward, False),
         extra_backward=fit(lambda t: t.backward - t.layers_backward, False),
     )
@@ -127,34 +137,36 @@ class _Alive:
     output: Tensor | None
 
 
-def _medians(stage: MegatronStage, cases: Sequence[Case]) -> list[Times]:
+def _medians(
+    stage: MegatronStage, cases: Sequence[Case], recompute: Recompute = NO_RECOMPUTE, repeats: int = _REPEATS
+) -> list[Times]:
     """Of several rounds, so that drift of the machine's speed hits all cases alike; after one that warms up.
 
     Every round has an order of its own, the same on all ranks: what ran before a case decides what it finds in the caches.
     """
     seen: list[list[Times]] = [[] for _ in cases]
-    for number in range(_REPEATS + 1):
+    for number in range(repeats + 1):
         order = list(range(len(cases)))
         Random(number).shuffle(order)
-        for at, took in zip(order, _round(stage, [cases[at] for at in order]), strict=True):
+        for at, took in zip(order, _round(stage, [cases[at] for at in order], recompute), strict=True):
             seen[at].append(took)
     return [Times(*map(statistics.median, zip(*some[1:], strict=True))) for some in seen]
 
 
-def _round(stage: MegatronStage, cases: Sequence[Case]) -> list[Times]:
+def _round(stage: MegatronStage, cases: Sequence[Case], recompute: Recompute) -> list[Times]:
     """Time all cases once, with a few alive at a time as in a pipeline: so what backward needs is no longer in the caches, and
     memory comes and goes as it does in training. The first few run once more ahead, so that they find memory too.
     """
     times: list[Times] = []
     alive: deque[_Alive] = deque()
     for number, case in enumerate([*cases[:_ALIVE], *cases]):
-        alive.append(_begin(stage, number, case))
+        alive.append(_begin(stage, number, case, recompute))
         if len(alive) > _ALIVE:
             times.append(_end(stage, alive.popleft()))
     return [*times, *(_end(stage, one) for one in alive)][_ALIVE:]
 
 
-def _begin(stage: MegatronStage, number: int, case: Case) -> _Alive:
+def _begin(stage: MegatronStage, number: int, case: Case, recompute: Recompute) -> _Alive:
     view = case.view(number)
     if view is not None:
         _fill(stage, view)
@@ -162,7 +174,7 @@ def _begin(stage: MegatronStage, number: int, case: Case) -> _Alive:
     handles = _clock_layers(stage.decoder, clock.note)
     try:
         clock.note("forward")
-        hidden, output, context = forward(stage, case.chunk(number), view)
+        hidden, output, context = forward(stage, case.chunk(number), view, recompute)
         clock.note("forward end")
     finally:
         for handle in handles:

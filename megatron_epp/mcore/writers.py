@@ -41,6 +41,8 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
         "epp/chunks": line["chunks"],
         "epp/recompute share": line["recompute_share"],
         "epp/padding share": line["padding_share"],
+        "epp/waiting for messages (ms)": max(line["wait_us"]) / _MS,
+        "epp/tokens": line["tokens"],
     }
 
 
@@ -64,7 +66,13 @@ def log(line: dict[str, Any]) -> None:
         f"chunks: {line['chunks']}",
         f"peak activations (GiB): {_peaks(line)}",
         f"planning (ms): {line['planning_us'] / _MS:.1f}, waiting for it: {line['plan_wait_us'] / _MS:.1f}",
+        f"waiting for messages (ms): {max(line['wait_us']) / _MS:.1f}",
+        f"recompute: {line['recompute_share']:.1%} ({line['recompute_us'] / _MS:.1f} ms)",
+        f"padding: {line['padding_share']:.1%}",
+        f"tokens: {line['tokens']:,}",
     ]
+    if line["offload_share"] > 0:
+        parts.append(f"offload: {line['offload_share']:.1%} ({line['copies_us'] / _MS:.1f} ms beside compute)")
     if line["replicas"] > 1:
         parts.append(f"imbalance of {line['replicas']} replicas: {line['imbalance']:.1%} planned")
     if line.get("oom_retries"):

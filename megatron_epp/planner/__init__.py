@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ from megatron_epp.schedule import Plan, PlanError
 __all__ = ["PLANNERS", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "for_table", "plan"]
 
 PLANNERS: dict[str, Planner] = {**OUR_PLANNERS, **BASELINES, "milp": milp}
-"""Every planner, by the name `--epp-planner` takes."""
+"""Every planner, by the name `--epp-planner` takes. It takes ``module:function`` too, for one that is not here."""
 
 
 def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan:  # noqa: B008 - frozen
@@ -37,14 +38,28 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
         InfeasibleError: nothing fits the caps; the message names the smallest cap that would do and the flags to change.
         PlanError: the arguments make no sense, or (a bug) the plan does not pass `check`.
     """
-    if options.planner not in PLANNERS:
-        raise PlanError(f"no planner {options.planner!r}; there are {', '.join(sorted(PLANNERS))} (--epp-planner)")
+    planner = _planner(options.planner)
     validate(problem, costs, options)
-    planner = PLANNERS[options.planner]
     if planner is greedy and options.budget_ms:
         return Anytime(costs, options).plan(problem)
     with _uncollected():
         return build_plan(problem, costs, options, planner(problem, costs, options))
+
+
+def _planner(name: str) -> Planner:
+    """By its name in `PLANNERS`, or imported as ``module:function``, which works in every process that finds the module."""
+    if name in PLANNERS:
+        return PLANNERS[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise PlanError(
+            f"no planner {name!r}; there are {', '.join(sorted(PLANNERS))} (--epp-planner), or give module:function"
+        )
+    try:
+        planner: Planner = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"--epp-planner {name}: {error}; give module:function, the module where PYTHONPATH finds it") from error
+    return planner
 
 
 @contextmanager

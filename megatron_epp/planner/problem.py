@@ -57,7 +57,7 @@ class Options:
         recompute: "auto" recomputes as much as the memory caps ask for; a number recomputes that many layers of every stage.
         recompute_levels: "all" chooses among the levels of `Recompute` that the costs know, where `recompute` is "auto";
             "whole" leaves it at whole layers.
-        planner: a name in `PLANNERS`.
+        planner: a name in `PLANNERS`, or ``module:function``.
         split_weight: run weight gradients as actions of their own (W) where the costs tell them apart.
         offload: copy activations to the host and back where the costs have a link.
         steps: of the local search that follows; each tries one change. Equal numbers give equal plans on every machine.

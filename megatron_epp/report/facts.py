@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.plan import Plan
+from megatron_epp.schedule.recompute import NO_RECOMPUTE, Recompute
 
 
 def busy_us(plan: Plan, rank: int) -> float:
@@ -30,6 +31,22 @@ def recompute_share(plan: Plan) -> float:
     """Share of all ranks' compute time that is recompute, 0 to 1."""
     total_us = sum(busy_us(plan, rank) for rank in range(plan.num_ranks))
     return sum(map(sum, plan.recompute_us)) / total_us if total_us else 0.0
+
+
+def recompute_counts(plan: Plan) -> Recompute:
+    """Layers that recompute at each level, counted over stages and chunks."""
+    found = [recompute for row in plan.recompute for recompute in row]
+    return Recompute(*map(sum, zip(*found, strict=True))) if found else NO_RECOMPUTE
+
+
+def copies_us(plan: Plan) -> float:
+    """Time of all ranks' copies to and from the host, which run beside compute."""
+    return sum(copy.time_us for copies in plan.copies for copy in copies)
+
+
+def offloaded_bytes(plan: Plan) -> int:
+    """What all ranks copy to the host."""
+    return sum(copy.free_bytes for copies in plan.copies for copy in copies)
 
 
 def recompute_in_backward(plan: Plan) -> dict[Action, float]:

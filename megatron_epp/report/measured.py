@@ -46,7 +46,7 @@ class Measured:
     Attributes:
         plan_digest: digest of the plan that was run.
         ranks: the events of each rank in order of start. Compute actions (F, B, W, R) feed the pictures; copies (O, L) and
-            messages may be there too.
+            waits for messages (under the name of the receive) may be there too.
     """
 
     plan_digest: str

@@ -32,8 +32,24 @@ def headline(plan: Plan) -> list[str]:
         f"makespan {format_us(predicted.makespan_us)} ({above:.1%} above the lower bound), "
         f"bubble {predicted.bubble_fraction:.1%}, recompute {facts.recompute_share(plan):.1%}, "
         f"peak {format_bytes(peak)} of {format_cap(cap)}",
+        *_levers(plan),
         *(f"note: {note}" for note in plan.notes),
     ]
+
+
+def _levers(plan: Plan) -> list[str]:
+    """What recompute and offload cost; nothing where neither is used."""
+    counts, copied = facts.recompute_counts(plan), facts.offloaded_bytes(plan)
+    parts = []
+    if counts.num_layers:
+        passes = sum(plan.num_layers) * len(plan.chunks)
+        took = format_us(sum(map(sum, plan.recompute_us)))
+        parts.append(f"recompute takes {took} of all ranks' time: {counts} of {passes:,} layer passes")
+    if copied:
+        parts.append(
+            f"offload copies {format_bytes(copied)} away and back in {format_us(facts.copies_us(plan))} beside compute"
+        )
+    return ["; ".join(parts)] if parts else []
 
 
 def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) -> list[str]:

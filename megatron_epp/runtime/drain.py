@@ -62,13 +62,13 @@ class DrainedOffload:
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def out(self, owner: Owner, share: float) -> None:
+    def out(self, owner: Owner, share: float, timed: AbstractContextManager[None] | None = None) -> None:
         """Nothing leaves."""
 
     def free(self, owner: Owner) -> None:
         """As above."""
 
-    def back(self, owner: Owner) -> None:
+    def back(self, owner: Owner, timed: AbstractContextManager[None] | None = None) -> None:
         """As above."""
 
     def before_backward(self, owner: Owner) -> None:

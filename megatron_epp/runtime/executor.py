@@ -244,13 +244,13 @@ class Executor:
 
     def _offload(self, action: Action) -> None:
         _, stage, chunk = action
-        self._mover.out((stage, chunk), self.plan.offload_share[stage][chunk])
+        self._mover.out((stage, chunk), self.plan.offload_share[stage][chunk], self.recorder.action(action))
 
     def _free(self, action: Action) -> None:
         self._mover.free((action.stage, action.chunk))
 
     def _load(self, action: Action) -> None:
-        self._mover.back((action.stage, action.chunk))
+        self._mover.back((action.stage, action.chunk), self.recorder.action(action))
 
     def _send_activation(self, action: Action) -> None:
         _, stage, chunk = action
@@ -302,7 +302,7 @@ class Executor:
         here = self._progress.host
         assert here is not None  # an action runs
         self._progress.reach(here._replace(receiving=True))
-        with self.recorder.waiting():
+        with self.recorder.waiting(key):
             self._received[key] = self._arriving.pop(key).wait()
         self._progress.reach(here)
         return self._received[key]

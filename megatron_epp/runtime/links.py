@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,35 @@ class Receive:
     def wait(self) -> Tensor:
         self.work.wait()
         return self.buffer
+
+
+class Way(NamedTuple):
+    """From one pipeline rank to another, on the communicator for activations or for gradients."""
+
+    sender: int
+    receiver: int
+    gradient: bool
+
+
+def ways(num_ranks: int, both_ways: bool) -> list[Way]:
+    """All that messages of a pipeline may go, pair by pair.
+
+    Two ranks that meet in this order never wait in a circle: of all pairs that still wait, the first one's ranks have both got
+    to it.
+
+    Args:
+        num_ranks: of the pipeline.
+        both_ways: ranks have several stages: activations travel to lower ranks too, from the last to the first as well.
+    """
+    pairs = [(low, low + 1) for low in range(num_ranks - 1)]
+    if both_ways and num_ranks > 2:
+        pairs.append((0, num_ranks - 1))
+    found = []
+    for low, high in pairs:
+        found += [Way(low, high, False), Way(high, low, True)]
+        if both_ways:
+            found += [Way(high, low, False), Way(low, high, True)]
+    return found
 
 
 @dataclass(slots=True)
@@ -78,6 +108,28 @@ class Links:
             reports=new_group(pipeline, backend="gloo"),
             control=new_group(control, backend="gloo"),
         )
+
+    def meet(self, device: torch.device) -> None:
+        """Send a tiny message every way that messages will go. All ranks of the pipeline must call this at the same point.
+
+        On NCCL the first message between two ranks on a communicator keeps both waiting for each other. Inside a plan, where
+        first messages come in every rank's own order, ranks could wait in a circle; here they come in one order for all.
+
+        Args:
+            device: where messages will be.
+
+        Raises:
+            EppError: another rank's message came.
+        """
+        for way in ways(len(self.ranks), self.activations_down is not self.activations):
+            group = self._group(way.gradient, up=way.receiver > way.sender)
+            if self.position == way.sender:
+                dist.send(torch.full((1,), way.sender, device=device), self.ranks[way.receiver], group=group)
+            elif self.position == way.receiver:
+                heard = torch.full((1,), -1, device=device)
+                dist.recv(heard, self.ranks[way.sender], group=group)
+                if heard.item() != way.sender:
+                    raise EppError(f"pipeline rank {self.position} expects rank {way.sender} and hears {heard.item()}")
 
     def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
         """Start sending to pipeline rank `peer`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,9 @@ from torch import Tensor
 from megatron_epp.runtime.host import HostMemory, pair_up
 from megatron_epp.runtime.saved import Owner, SavedTensors, Storage
 from megatron_epp.schedule import EppError
+
+Timed = AbstractContextManager[None]
+"""Stands around the copies of one action, on their stream."""
 
 
 @dataclass(slots=True)
@@ -45,7 +48,7 @@ class Offload:
         """Around the forward of a chunk."""
         return self._saved.of(owner)
 
-    def out(self, owner: Owner, share: float) -> None:
+    def out(self, owner: Owner, share: float, timed: Timed = nullcontext()) -> None:  # noqa: B008 - holds nothing
         """Copy a share of the bytes kept of a chunk. They stay on the device until `free`.
 
         What others hold too stays out of it, for that would free nothing: parameters, messages on their way, what several
@@ -54,7 +57,7 @@ class Offload:
         kept = self._saved.pop(owner)
         chosen = choose([storage for storage in kept if storage.owner and storage.is_ours], share * _size(kept))
         pages = self._host.take([storage.num_bytes for storage in chosen])
-        with self._host.copying():
+        with self._host.copying(), timed:
             for device, host in pair_up([_place(storage) for storage in chosen], pages):
                 host.copy_(device, non_blocking=True)
             self._moved[owner] = _Moved(chosen, pages, self._host.mark())
@@ -68,13 +71,13 @@ class Offload:
         for storage in moved.storages:
             self._saved.take_away(storage)
 
-    def back(self, owner: Owner) -> None:
+    def back(self, owner: Owner, timed: Timed = nullcontext()) -> None:  # noqa: B008 - holds nothing
         """Begin to copy all of it back."""
         moved = self._moved[owner]
         for storage in moved.storages:
             place = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._host.device)
             self._saved.bring_back(storage, place.untyped_storage())
-        with self._host.copying():
+        with self._host.copying(), timed:
             for on_device, at_host in pair_up([_place(storage) for storage in moved.storages], moved.pages):
                 on_device.copy_(at_host, non_blocking=True)
             moved.mark = self._host.mark()

@@ -15,10 +15,11 @@ from megatron_epp.schedule import Action
 
 @dataclass(slots=True)
 class Recorder:
-    """Times of the actions of one rank in one iteration, in microseconds from its start.
+    """Times of one rank's actions in one iteration, in microseconds from its start: of compute, of copies, and of the waits for
+    messages, each under the name of its receive.
 
-    On a GPU the times are the device's (events on the current stream), elsewhere the clock's; there the processor time of the
-    thread is taken too, which falls behind where other programs take the core.
+    On a GPU the times are the device's (events on the current stream), and every action is an NVTX range; elsewhere they are
+    the clock's, and the processor time of the thread is taken too, which falls behind where other programs take the core.
     """
 
     enabled: bool = True
@@ -47,28 +48,42 @@ class Recorder:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Time one compute action."""
-        if not self.enabled:
+        """Time one action on the current stream, and name it for profilers of the device."""
+        with _named(action):
+            if not self.enabled:
+                yield
+                return
+            start, cpu_s = self._mark(), time.thread_time()
             yield
-            return
-        start, cpu_s = self._mark(), time.thread_time()
-        yield
-        cpu_us = (time.thread_time() - cpu_s) * 1e6
-        end = self._mark()
-        self._marks.append((action, start, end, cpu_us if isinstance(end, float) else None))
+            cpu_us = (time.thread_time() - cpu_s) * 1e6
+            end = self._mark()
+            self._marks.append((action, start, end, cpu_us if isinstance(end, float) else None))
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Add to the time the host waited for messages. On a GPU it does not wait: the device does, inside its actions."""
+    def waiting(self, receive: Action) -> Iterator[None]:
+        """Time the wait for a message. `wait_us` grows by what the host waited: nothing on a GPU, where the device waits."""
         start = time.perf_counter()
-        yield
+        with self.action(receive):
+            yield
         self.wait_us += (time.perf_counter() - start) * 1e6
 
     def events(self) -> tuple[tuple[str, float, float, float | None], ...]:
-        """``(action, start_us, end_us, cpu_us)`` in execution order. On a GPU this waits for the device; `cpu_us` is None."""
-        if self._marks and not isinstance(self._marks[-1][2], float):
-            self._marks[-1][2].synchronize()
+        """``(action, start_us, end_us, cpu_us)`` in order of start. On a GPU this waits for the device; `cpu_us` is None."""
+        for _, _, end, _ in self._marks:
+            if not isinstance(end, float):
+                end.synchronize()
         origin = self._origin
-        return tuple(
-            (str(a), self._elapsed_us(origin, s), self._elapsed_us(origin, e), cpu_us) for a, s, e, cpu_us in self._marks
-        )
+        found = [(str(a), self._elapsed_us(origin, s), self._elapsed_us(origin, e), cpu_us) for a, s, e, cpu_us in self._marks]
+        return tuple(sorted(found, key=lambda event: event[1]))
+
+
+@contextmanager
+def _named(action: Action) -> Iterator[None]:
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    torch.cuda.nvtx.range_push(str(action))
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()

@@ -1,6 +1,7 @@
 """What ranks run in the tests of links."""
 
 import torch
+import torch.distributed as dist
 
 from megatron_epp.runtime.links import Links
 
@@ -60,3 +61,30 @@ def each_way(rank, links):
     received = [receive.wait().item() for receive in receives]
     made.finish_sends()
     return len(set(groups)), received
+
+
+def meet(rank, links, several_stages):
+    """Who was told what at the start-up of a pipeline, as ``(kind, from, to)``, and that links work afterwards."""
+    seen = []
+    made = Links.create(links.ranks, links.ranks, both_ways=several_stages)
+    send, receive = dist.send, dist.recv
+
+    def noted_send(tensor, to, group):
+        seen.append(("sent", tensor.tolist(), to, _name(made, group)))
+        send(tensor, to, group=group)
+
+    def noted_receive(tensor, source, group):
+        receive(tensor, source, group=group)
+        seen.append(("heard", tensor.tolist(), source, _name(made, group)))
+
+    dist.send, dist.recv = noted_send, noted_receive
+    try:
+        made.meet(torch.device("cpu"))
+    finally:
+        dist.send, dist.recv = send, receive
+    return seen, both_ways(rank, made)
+
+
+def _name(links, group):
+    names = ("activations", "gradients", "activations_down", "gradients_up")
+    return next(name for name in names if getattr(links, name) is group)

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
-from link_runs import both_ways, cross_talk, each_way, groups, strided_and_released
+from link_runs import both_ways, cross_talk, each_way, groups, meet, strided_and_released
 from rank_processes import Ranks
+from runtime_plans import looped, planned, v_shape
+
+from megatron_epp.runtime.links import ways
+from megatron_epp.schedule import Op, simulate
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +38,38 @@ def test_every_communicator_spans_the_pipeline(ranks):
 
 def test_activations_that_travel_both_ways_have_a_communicator_each_way(ranks):
     assert ranks.run(each_way) == [(4, [1.0, 11.0]), (4, [0.0, 10.0])]
+
+
+def test_at_start_up_every_way_is_used_once_in_one_order(ranks):
+    (first, after), (second, _) = ranks.run(meet, False)
+    assert first == [("sent", [0], 1, "activations"), ("heard", [1], 1, "gradients")]
+    assert second == [("heard", [0], 0, "activations"), ("sent", [1], 0, "gradients")]
+    assert after == 1.0
+
+
+def test_where_ranks_have_several_stages_all_communicators_are_used(ranks):
+    (first, _), (second, _) = ranks.run(meet, True)
+    names = ["activations", "gradients", "activations_down", "gradients_up"]
+    assert [name for *_, name in first] == [name for *_, name in second] == names
+    assert [kind for kind, *_ in first] == ["sent", "heard", "heard", "sent"]
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
+def test_ranks_that_block_until_their_peer_is_there_all_get_through(num_ranks, both_ways):
+    """As NCCL's do at a first message: a rank goes on only when both are at the same meeting."""
+    todo = {rank: [way for way in ways(num_ranks, both_ways) if rank in way[:2]] for rank in range(num_ranks)}
+    while any(todo.values()):
+        heads = {rank: todo[rank][0] for rank in todo if todo[rank]}
+        met = [way for way in heads.values() if all(heads.get(rank) == way for rank in way[:2])]
+        assert met, f"ranks wait in a circle: {heads}"
+        for rank in met[0][:2]:
+            todo[rank].pop(0)
+
+
+@pytest.mark.parametrize("plan", [planned((30, 4, 9), (1,) * 4), v_shape(), looped()])
+def test_every_message_of_a_plan_goes_a_way_that_was_used(plan):
+    several = plan.num_stages > plan.num_ranks
+    used = {(way.sender, way.receiver, way.gradient) for way in ways(plan.num_ranks, several)}
+    for message in simulate(plan).messages():
+        assert (message.src_rank, message.dst_rank, message.action.op is Op.SEND_B) in used

@@ -3,12 +3,18 @@
 import itertools
 
 import pytest
+import torch
 from plain_stage import PlainStage, batch_of, build_part
-from runtime_plans import one_rank
+from runtime_plans import offloading, one_rank
 
+from megatron_epp.report.measured import Event, Measured
+from megatron_epp.report.trace import trace
 from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.host import HostMemory
+from megatron_epp.runtime.offload import Offload
+from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.schedule import Action, Op
+from megatron_epp.schedule import Action, Op, digest
 
 
 def run(recorder):
@@ -49,10 +55,37 @@ def test_waiting_adds_up():
     recorder.begin()
     waits = []
     for _ in range(2):
-        with recorder.waiting():
+        with recorder.waiting(Action(Op.RECV_F, 0, 0)):
             sum(range(1000))
         waits.append(recorder.wait_us)
     assert 0.0 < waits[0] < waits[1]
+
+
+def test_copies_are_recorded_between_their_forward_and_their_backward_and_drawn_on_a_track_of_their_own():
+    plan, recorder = offloading(one_rank(), 1.0), Recorder()
+    with SavedTensors() as saved:
+        offload = Offload(saved, HostMemory(torch.device("cpu"), 1 << 30))
+        stage = PlainStage(build_part(plan.num_layers, 0), batch_of(plan))
+        Executor(plan, 0, {0: stage}, recorder=recorder, offload=offload).run()
+    events = recorder.events()
+    at = {name: start for name, start, _, _ in events}
+    for chunk in range(len(plan.chunks)):
+        assert at[f"0F{chunk}"] < at[f"0O{chunk}"] < at[f"0L{chunk}"] < at[f"0B{chunk}"]
+    measured = Measured(digest(plan), (tuple(Event(Action.parse(name), *times) for name, *times in events),))
+    drawn = trace(plan, measured)["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in drawn if event["name"] == "thread_name"}
+    tracks = {(names[event["tid"]], event["name"]) for event in drawn if event["ph"] == "X"}
+    assert {("planned copy", "0O0"), ("measured copy", "0O0"), ("measured compute", "0F0")} <= tracks
+
+
+def test_waits_for_messages_are_recorded_under_their_receives():
+    recorder = Recorder()
+    recorder.begin()
+    with recorder.action(Action(Op.F, 1, 0)):
+        pass
+    with recorder.waiting(Action(Op.RECV_B, 1, 0)):
+        pass
+    assert [name for name, *_ in recorder.events()] == ["1F0", "1RECV_B0"]
 
 
 def test_an_action_that_fails_leaves_no_event():

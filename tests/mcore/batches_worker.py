@@ -100,6 +100,7 @@ def of_batches(executor):
                         "planned_host": host_peak_bytes(plan)[self.rank],
                         "host": offload.host_peak_bytes,
                         "share": offload_share(plan),
+                        "offloadable": costs.offloadable_share,
                         "recompute": sorted({str(again) for row in plan.recompute for again in row}),
                     }
                 )

@@ -11,7 +11,7 @@ COMMON = shlex.split(
     f"--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
     f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 "
     "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1000 --attention-dropout 0 --hidden-dropout 0 "
-    "--calculate-per-token-loss --epp --epp-measure-memory --epp-trace-iteration 1"
+    "--calculate-per-token-loss --epp --epp-measure-memory --epp-trace 1"
 )
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "

@@ -60,3 +60,8 @@ def test_the_plans_had_every_level_alone_and_beside_others_and_copies(runs, name
     assert {f"4 {level}" for level in LEVELS} <= seen
     assert any("+" in again for again in seen)
     assert len({line["share"] for lines in runs[name] for line in lines}) > BATCHES
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nobody_but_autograd_holds_what_chunks_keep(runs, name):
+    assert {line["offloadable"] for lines in runs[name] for line in lines} == {1}

@@ -14,6 +14,10 @@ from megatron_epp.schedule import EppError
         (["--epp-plan-budget-ms", "9", "--epp-planner", "milp"], "--epp-plan-budget-ms is for --epp-planner greedy, not milp"),
         (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
         (["--epp-recompute", "1", "--epp-planner", "milp"], "leave --epp-recompute at auto"),
+        (["--epp-offload", "--epp-planner", "milp"], "--epp-offload is for --epp-planner greedy, not milp"),
+        (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
+        (["--epp-host-memory-gb", "4"], "--epp-host-memory-gb is for --epp-offload"),
+        (["--epp-offload", "--epp-host-memory-gb", "0"], "--epp-host-memory-gb is 0.0; it must be positive"),
         (["--epp-plan-budget-ms", "2000", "--epp-wait-limit-seconds", "2"], "2000 is not below --epp-wait-limit-seconds 2"),
     ],
 )
@@ -23,7 +27,15 @@ def test_what_cannot_be_is_refused(given, says):
 
 
 @pytest.mark.parametrize(
-    "given", [[], ["--epp-planner", "milp"], ["--epp-plan-budget-ms", "500"], ["--epp-loss-block-tokens", "0"]]
+    "given",
+    [
+        [],
+        ["--epp-planner", "milp"],
+        ["--epp-plan-budget-ms", "500"],
+        ["--epp-loss-block-tokens", "0"],
+        ["--epp-offload", "off", "--epp-planner", "milp"],
+        ["--epp-offload", "--epp-host-memory-gb", "4", "--epp-recompute-levels", "whole"],
+    ],
 )
 def test_others_are_not(given):
     prepare_epp_args(arguments(*given))

@@ -35,8 +35,8 @@ def test_a_recipe_parses_with_elastic_plans_on(parser, recipe):
 
 
 def test_switches_values_and_lists_reach_megatron_as_given(parser):
-    args = parsed(parser, "recipes/tiny-cpu", "data_path=[a, b]", "swiglu=false", "epp.trace_iteration=[2, 3]", "lr=2e-4")
-    assert (args.data_path, args.swiglu, args.epp_trace_iteration, args.lr) == (["a", "b"], False, [2, 3], 2e-4)
+    args = parsed(parser, "recipes/tiny-cpu", "data_path=[a, b]", "swiglu=false", "epp.trace=[2, 3]", "lr=2e-4")
+    assert (args.data_path, args.swiglu, args.epp_trace, args.lr) == (["a", "b"], False, [2, 3], 2e-4)
 
 
 @pytest.mark.parametrize(

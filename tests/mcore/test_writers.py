@@ -33,6 +33,10 @@ LINE = {
     "planned_host_peak_bytes": [2**29, 0],
     "host_peak_bytes": [2**28, 0],
     "padding_share": 0.0,
+    "recompute_us": 500.0,
+    "copies_us": 100.0,
+    "wait_us": [400.0, 700.0],
+    "tokens": 1234,
 }
 
 FLAGS = Namespace(tensor_model_parallel_size=1, context_parallel_size=1, sequence_parallel=False)

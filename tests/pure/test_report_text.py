@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from report_plans import measured_run, predicted, sliced_plan
+from report_plans import measured_run, predicted, sliced_plan, with_offload
 
 from megatron_epp.report.compare import against, comparison
 from megatron_epp.report.facts import bubble_fraction, recompute_in_backward, recompute_share
@@ -15,6 +15,7 @@ from megatron_epp.schedule.serialize import digest
 SMALL = """\
 6 sequences of 500 to 2,000 tokens, 4,500 in all, in 4 chunks (1 split, 1 hybrid, 2 batched)
 makespan 19.54 ms (33.6% above the lower bound), bubble 25.2%, recompute 7.7%, peak 4.42 MiB of 16.00 MiB
+recompute takes 2.25 ms of all ranks' time: 8 whole of 32 layer passes
 
 chunk  kind     tokens  segments
     0  split     1,000  0[0:1000]
@@ -63,6 +64,13 @@ def test_a_rank_with_more_work_than_the_others_is_named_with_what_to_do():
     text = summary(predicted(replace(plan, ranks=(plan.ranks[0], slow))))
     assert "rank 1 computes 1.20 times as long" in text
     assert "--layers-per-stage balanced" in text
+
+
+def test_what_offload_moves_is_told_where_there_is_any():
+    plan = sliced_plan(recompute=0)
+    assert "recompute takes" not in summary(plan)
+    assert "offload copies" not in summary(plan)
+    assert "offload copies 1000.00 KiB away and back in 100.0 us beside compute" in summary(with_offload(plan, 0))
 
 
 def test_recompute_is_a_share_of_compute_and_of_its_backward():

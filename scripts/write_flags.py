@@ -1,0 +1,81 @@
+"""Writes docs/flags.md from the parsers themselves: `python scripts/write_flags.py`. A test checks that the file is current."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_epp import cli
+from megatron_epp.mcore.args import add_epp_args
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+HEAD = """\
+<!-- Written by scripts/write_flags.py. Change the help texts of the parsers, then run it again. -->
+
+# Flags
+
+Training takes Megatron's own flags and those of the first table; in YAML they stand under `epp:` without the prefix
+(`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). What a plan cannot honour of Megatron's flags is in
+[supported.md](supported.md).
+"""
+Row = tuple[str, str, str]
+TITLES: tuple[Row, Row] = (("flag", "default", "what it does"), ("---", "---", "---"))
+
+
+def document() -> str:
+    """The whole file."""
+    training = add_epp_args(argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False))
+    parts = [HEAD, "## Training\n", table(rows_of(training))]
+    above: dict[Row, str] = {}
+    for name, parser in commands().items():
+        rows = rows_of(parser)
+        parts += [f"## megatron-epp {name}\n", f"{parser.description}\n", table([row for row in rows if row not in above])]
+        if again := [row[0] for row in rows if row in above]:
+            before = next(iter(above[row] for row in rows if row in above))
+            parts.append(f"And, as `megatron-epp {before}` does: {'; '.join(again)}.\n")
+        above |= {row: name for row in rows if row not in above}
+    return "\n".join(parts)
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command."""
+    (action,) = (action for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+def table(rows: Iterable[Row]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (*TITLES, *rows))
+
+
+def rows_of(parser: argparse.ArgumentParser) -> list[Row]:
+    """A row per flag."""
+    shown = (action for action in parser._actions if not isinstance(action, argparse._HelpAction))
+    return [row_of(action, parser) for action in shown if action.help != argparse.SUPPRESS]
+
+
+def row_of(action: argparse.Action, parser: argparse.ArgumentParser) -> Row:
+    value = parser._get_formatter()._format_args(action, action.dest.upper()) if action.nargs != 0 else ""
+    names = action.option_strings or [""]
+    spelled = ", ".join(code(f"{name} {value if name == names[-1] else ''}".strip()) for name in names)
+    required = " (required)" if action.required and action.option_strings else ""
+    unsaid = action.default is None or action.default is False or not action.option_strings  # then the help says what happens
+    help_text = (action.help or "") % {**vars(action), "prog": parser.prog}
+    return spelled + required, "" if unsaid else code(words(action.default)), escaped(help_text)
+
+
+def words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else str(value)
+
+
+def code(text: str) -> str:
+    return f"`{escaped(text)}`"
+
+
+def escaped(text: str) -> str:
+    """A bar ends a cell, even inside of code."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    TARGET.write_text(document(), encoding="utf-8")

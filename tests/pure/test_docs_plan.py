@@ -1,0 +1,40 @@
+"""The plan that the documentation reads is read there as it is: its text, its fields, and what is said of a fault in it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.report.text import summary
+from megatron_epp.schedule import Action, check, load, report
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "reading-a-plan.md").read_text()
+FILE = DOCS / "examples" / "plan.json"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return load(FILE)
+
+
+def test_it_is_sound_and_prints_as_shown(plan):
+    assert not check(plan)
+    assert f"```text\n{summary(plan)}\n```\n" in PAGE
+
+
+def test_every_field_of_the_file_is_explained():
+    table = PAGE.partition("| field |")[2]
+    explained = {name for cells in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", cells)}
+    assert explained == set(json.loads(FILE.read_text()))
+
+
+def test_a_fault_is_reported_as_shown(plan):
+    steps = list(plan.ranks[0])
+    at = {step.action: position for position, step in enumerate(steps)}
+    one, other = (at[Action.parse(text)] for text in ("0B1", "0B0"))
+    steps[one], steps[other] = steps[other], steps[one]
+    broken = replace(plan, ranks=(tuple(steps), *plan.ranks[1:]))
+    assert f"```text\n{report(broken, check(broken))}```\n" in PAGE
