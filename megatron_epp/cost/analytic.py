@@ -40,6 +40,7 @@ class Rates:
         exchange_bytes: per second among the ranks that share a layer.
         host_latency_us: of a copy between device and host.
         host_bytes: per second between device and host, either way; 0 where there is no such link.
+        host_sharing: ranks that share that link. They copy at the same times, so each gets its part of it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Rates:
     exchange_bytes: float = math.inf
     host_latency_us: float = 0.0
     host_bytes: float = 0.0
+    host_sharing: float = 1.0
 
 
 H100 = Rates(
@@ -127,7 +129,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         message_latency_us=rates.message_latency_us,
         message_us_per_byte=MICROSECONDS / rates.message_bytes,
         host_latency_us=rates.host_latency_us,
-        host_us_per_byte=MICROSECONDS / rates.host_bytes if rates.host_bytes else math.inf,
+        host_us_per_byte=MICROSECONDS * rates.host_sharing / rates.host_bytes if rates.host_bytes else math.inf,
     )
 
 

@@ -34,10 +34,13 @@ class Rung:
     layer_us: TimeColumn
 
 
-def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str]) -> list[Rung]:
+def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_order: bool = False) -> list[Rung]:
     """The rungs of every chunk on one stage: from each level on, to the one that gives up bytes at the least price.
 
     With one level there is one rung, whatever it costs.
+
+    Args:
+        in_order: the levels one after the other as given, the same for all chunks; each must give up more than the one before.
     """
     layers = max(1, costs.num_layers[stage])
     kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
@@ -47,8 +50,9 @@ def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str]) -> 
         saved.append(np.maximum(np.minimum(kept - costs.activation_bytes(stage, work, one), kept // layers), 0))
         took_us.append(costs.recompute_us(stage, work, one))
     places = np.array([LEVELS.index(name) for name in levels])
-    if len(levels) == 1:
-        return [Rung(np.full(len(kept), places[0]), saved[0], took_us[0])]
+    if len(levels) == 1 or in_order:
+        more, longer_us = np.diff(saved, axis=0, prepend=0), np.diff(took_us, axis=0, prepend=0.0)
+        return [Rung(np.full(len(kept), place), *rung) for place, *rung in zip(places, more, longer_us, strict=True)]
     at_saved, at_us = np.zeros(len(kept), dtype=np.int64), np.zeros(len(kept))
     rungs = []
     for _ in levels:

@@ -21,7 +21,7 @@ from megatron_epp.planner.common_recompute import fit_alike
 from megatron_epp.planner.evaluate import Layers, makespan_us
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.order import Order, Schedule
-from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
 from megatron_epp.planner.search import CHUNKS_PER_STAGE, FIRST, HALF, LEAST, LISTED, MOST_CHUNKS, PATIENCE, SECOND
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.trials import infeasible
@@ -29,6 +29,8 @@ from megatron_epp.planner.weight import split_weights
 from megatron_epp.schedule import InfeasibleError, Plan, PlanError
 from megatron_epp.schedule.check_matched import check_matched
 
+ALIKE = ("linear", "whole")
+"""Levels of recompute that all replicas' chunks climb in this order, so that equal steps are equal recompute."""
 _TIMES = ("forward_us", "backward_us", "weight_us", "hops")
 
 
@@ -77,6 +79,8 @@ class _Joint:
     def __init__(self, problems: tuple[Problem, ...], costs: Costs, options: Options) -> None:
         self.problems, self.costs, self.options = problems, costs, options
         self.chunkers = [Chunker.of(problem, costs, options.chunk_tokens) for problem in problems]
+        known = options.levels(costs)
+        self.levels = ALIKE if set(ALIKE) <= set(known) else WHOLE
         self.best: _Best | None = None
         self.least_cap = 0
 
@@ -117,7 +121,8 @@ class _Joint:
         """Whether one of the schedules is faster than all before."""
         if aligned is None:
             return False
-        tables = in_step([tabulate(*each, self.costs) for each in zip(aligned.chunks, self.problems, strict=True)])
+        every = zip(aligned.chunks, self.problems, strict=True)
+        tables = in_step([tabulate(*each, self.costs, self.levels, in_order=True) for each in every])
         before = self.best
         for schedule in schedules:
             if isinstance(schedule, Listing):

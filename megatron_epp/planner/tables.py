@@ -135,7 +135,9 @@ class Tables:
         return [[whole - weight for whole, weight in zip(*row, strict=True)] for row in rows]
 
 
-def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs, levels: Sequence[str] = WHOLE) -> Tables:
+def tabulate(
+    chunks: Sequence[Chunk], problem: Problem, costs: Costs, levels: Sequence[str] = WHOLE, in_order: bool = False
+) -> Tables:
     """Evaluate the costs of every stage and chunk. Stages with equal costs share their rows, which nobody changes.
 
     A sliced sequence's keys and values are allocated by the forward of its first slice, their gradient by the backward of its
@@ -168,7 +170,9 @@ def tabulate(chunks: Sequence[Chunk], problem: Problem, costs: Costs, levels: Se
         host_latency_us=costs.host_us(0),
         host_us_per_byte=_host_us_per_byte(costs),
         offloadable_share=costs.offloadable_share,
-        rungs=_rungs({stage: ladder(stage, work, costs, levels) if trains else [_no_rung(work)] for stage in distinct}, alike),
+        rungs=_rungs(
+            {stage: ladder(stage, work, costs, levels, in_order) if trains else [_no_rung(work)] for stage in distinct}, alike
+        ),
         **sizes,
     )
 

@@ -2,6 +2,8 @@
 
 import shlex
 
+from megatron_epp.cost import ModelShape
+
 LENGTHS = (500, 37, 12, 260, 90, 5, 150, 21, 420, 60, 8, 33, 310, 14, 75, 110, 44, 3, 230, 18, 66, 9, 130, 27)
 VOCABULARY = 95
 ITERATIONS = 3
@@ -12,6 +14,9 @@ COMMON = shlex.split(
     f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 "
     "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1000 --attention-dropout 0 --hidden-dropout 0 "
     "--calculate-per-token-loss --epp --epp-measure-memory --epp-trace 1"
+)
+SHAPE = ModelShape(
+    num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=VOCABULARY, bytes_per_value=4
 )
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -24,6 +29,9 @@ TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
 CAPPED = "capped"
 FREE = "three slices"
 BLOCKS = "three slices, loss by blocks"
+OFFLOADED = "offloaded"
+FAST_HOST = "FAST_HOST"
+"""Stands for a file: costs of a machine that computes slowly and copies fast."""
 TOKENS_SHARED = "one stage on two ranks that share tokens and have the same keys"
 
 PIPELINES = {
@@ -49,5 +57,6 @@ PIPELINES = {
         FREE: f"{LLAMA} --epp-slices 3",
         "all recompute": f"{LLAMA} --epp-slices 7 --epp-recompute 2",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.006",
+        OFFLOADED: f"{LLAMA} --epp-memory-cap-gb 0.0045 --epp-offload --epp-costs {FAST_HOST}",
     },
 }

@@ -3,10 +3,12 @@
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from memory_cases import COMMON, PIPELINES
+from memory_cases import COMMON, FAST_HOST, PIPELINES, SHAPE
 
+from megatron_epp.cost import CPU, analytic_profile
 from megatron_epp.mcore import entry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -18,9 +20,12 @@ def main() -> None:
     entry.prepare()
     ranks = int(os.environ["WORLD_SIZE"])
     reports = Path(os.environ["MEMORY_REPORTS"])
+    reports.mkdir(exist_ok=True)
+    fast = reports / f"fast{os.environ['RANK']}.json"
+    fast.write_text(analytic_profile(SHAPE, replace(CPU, host_latency_us=0.0, host_bytes=1e12, linear_flops=1e9)).to_json())
     base = [*COMMON, "--pipeline-model-parallel-size", str(ranks), "--data-path", os.environ["MEMORY_DATA"]]
     for name, flags in PIPELINES[ranks].items():
-        train([*base, *shlex.split(flags), "--epp-report-dir", str(reports / name)])
+        train([*base, *shlex.split(flags.replace(FAST_HOST, str(fast))), "--epp-report-dir", str(reports / name)])
 
 
 if __name__ == "__main__":

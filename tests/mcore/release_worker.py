@@ -38,4 +38,8 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     code = parity.main(["--cases", str(folder / "cases.json"), "--iterations", "2", "--json"])
     options_worker.main(folder, ("hybrid stock", "hybrid elastic"))
+    import levels_worker
+
+    (place := folder / "levels").mkdir()
+    levels_worker.main(place, ["dropout"])
     sys.exit(code)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from launch import launch
-from memory_cases import BLOCKS, CAPPED, FREE, ITERATIONS, LENGTHS, PIPELINES, TOKENS_SHARED, VOCABULARY
+from memory_cases import BLOCKS, CAPPED, FREE, ITERATIONS, LENGTHS, OFFLOADED, PIPELINES, TOKENS_SHARED, VOCABULARY
 from synthetic_documents import documents_of, write_pair
 
 from megatron_epp.schedule import Plan
@@ -91,3 +91,13 @@ def test_a_loss_by_blocks_takes_less_of_the_last_stage_its_workspace_included(re
     for with_blocks, without in zip(blocks.pairs()[1::2], whole.pairs()[1::2], strict=True):
         print(f"\nlast stage: {with_blocks[1]} bytes with blocks and {workspace} while one is computed, {without[1]} without")
         assert workspace + max(with_blocks) < min(without)
+
+
+def test_a_cap_holds_by_offload_and_the_host_has_what_was_planned(report_of: Callable[[int, str], Report]) -> None:
+    report = report_of(4, OFFLOADED)
+    keys = ("planned_host_peak_bytes", "host_peak_bytes")
+    hosts = [pair for line in report.iterations for pair in zip(*(line[key] for key in keys), strict=True)]
+    caps, static = report.plan.cap_bytes * ITERATIONS, report.plan.static_bytes * ITERATIONS
+    assert all(base + peak <= cap for (_, peak), base, cap in zip(report.pairs(), static, caps, strict=True))
+    assert max(line["offload_share"] for line in report.iterations) > 0.1
+    assert all(0.97 <= measured / planned <= 1.03 for planned, measured in hosts if planned)

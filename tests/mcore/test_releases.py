@@ -34,7 +34,7 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     finished = run([sys.executable, WORKER, tmp_path], environment, timeout_s=300)
     assert finished.returncode == 0, finished.output[-5000:]
-    found, figures, hybrid = (json.loads(line) for line in finished.output.splitlines() if line.startswith("{"))
+    found, figures, hybrid, levels = (json.loads(line) for line in finished.output.splitlines() if line.startswith("{"))
     assert found["version"] == wanted
     assert found["path"] == str(tmp_path / "megatron" / "training")
     assert found["unknown"] == []
@@ -44,6 +44,7 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     assert figures["cases"]["sliced"]["parameters"]["num_tensors"] > 0
     losses = [hybrid[f"hybrid {schedule}"]["losses"] for schedule in ("stock", "elastic")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert [name for facts in levels["dropout"] for name, differing in facts["differ"].items() if differing] == []
 
 
 def test_every_release_tested_is_in_the_supported_range_and_the_newest_is_recommended() -> None:

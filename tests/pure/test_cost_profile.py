@@ -21,6 +21,7 @@ from megatron_epp.cost import (
     work_of,
 )
 from megatron_epp.cost.fit import Point, fit_line, fit_profile
+from megatron_epp.cost.library import load_cluster
 from megatron_epp.schedule import Chunk, EppError, Segment
 
 SHAPE = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
@@ -200,3 +201,9 @@ def test_a_measured_link_takes_the_place_of_the_formula():
     profile = fit_profile(points, SHAPE, CPU, "here", {})
     assert (profile.message_latency_us, profile.message_us_per_byte) == pytest.approx((100, 0.25))
     assert "message" not in profile.origin["by_formula"]
+
+
+def test_ranks_that_share_a_link_to_the_host_get_their_part_of_it():
+    alone, shared = (analytic_profile(SHAPE, replace(H100, host_sharing=ranks)) for ranks in (1, 2))
+    assert shared.host_us_per_byte == 2 * alone.host_us_per_byte
+    assert load_cluster("a100x8").rates.host_sharing == 2

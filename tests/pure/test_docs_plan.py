@@ -22,7 +22,7 @@ def plan():
 
 def test_it_is_sound_and_prints_as_shown(plan):
     assert not check(plan)
-    assert f"```text\n{summary(plan)}\n```\n" in PAGE
+    assert f"```text\n{summary(plan)}\n```\n" in PAGE, f"the page shows another text: megatron-epp show {FILE}"
 
 
 def test_every_field_of_the_file_is_explained():
