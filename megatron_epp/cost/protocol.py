@@ -46,6 +46,11 @@ class Costs(Protocol):
         """For every stage the first one with the same costs, often that of all but the first and the last."""
         ...
 
+    @property
+    def fragmentation_share(self) -> float:
+        """Of what chunks hold, what an allocator loses: all sizes but static ones are larger by it."""
+        ...
+
     def forward_line(self, stage: int) -> Line:
         """The forward as a line in tokens and pairs: what chunks are balanced by."""
         ...
@@ -71,6 +76,10 @@ class Costs(Protocol):
         """Kept from forward to backward, the cache of a sliced sequence's keys and values apart."""
         ...
 
+    def activation_items(self, stage: int, work: ChunkWork, recompute: Recompute) -> dict[str, IntColumn]:
+        """What `activation_bytes` are for: they are its sum."""
+        ...
+
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Held from the end of B to the end of W where the two are split."""
         ...
@@ -83,12 +92,24 @@ class Costs(Protocol):
         """At the first layer that a backward comes to, bytes above those held when it starts; at the last, bytes in all."""
         ...
 
+    def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Of `activation_bytes`, what the last stage's backward lets go before it reaches the layers."""
+        ...
+
     def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """What a forward without backward (evaluation) holds while it runs."""
         ...
 
+    def static_items(self, stage: int) -> dict[str, int]:
+        """What `static_bytes` are for: they are its sum."""
+        ...
+
     def static_bytes(self, stage: int) -> int:
         """Held throughout: weights, gradients, optimizer."""
+        ...
+
+    def pass_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
+        """There only while a pass runs, beside what is kept and what recompute makes again."""
         ...
 
     def message_us(self, work: ChunkWork) -> TimeColumn:
