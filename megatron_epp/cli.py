@@ -1,5 +1,4 @@
-"""The command line: ``megatron-epp plan | check | simulate | compare | advise | show | profile | rehearse | prepare | train |
-doctor``.
+"""The command line: one function per command; ``megatron-epp --help`` lists them.
 
 All but `profile`, `rehearse`, `prepare` and `train` run without torch, Megatron or a GPU. Exit codes: 0 done; 1 `check` found
 violations, or `doctor` a problem; 2 an error.
@@ -14,12 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megatron_epp
-from megatron_epp import cli_advise, cli_doctor, cli_profile, cli_rehearse, cli_train
+from megatron_epp import cli_advise, cli_doctor, cli_memory, cli_profile, cli_rehearse, cli_train
 from megatron_epp.cli_compare import compare
-from megatron_epp.cli_inputs import add_problem, costs_of, count, options_of, planner, problem_of
+from megatron_epp.cli_inputs import PLANNER_NAMES, add_planner, add_problem, costs_of, count, options_of, planner, problem_of
 from megatron_epp.cli_progress import progress
 from megatron_epp.mcore import prepare
-from megatron_epp.planner import PLANNERS, plan
+from megatron_epp.planner import plan
 from megatron_epp.report.compare import against
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.measured import Measured
@@ -38,7 +37,6 @@ type Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 type Run = Callable[[argparse.Namespace], int]
 
 _PROGRAM = "megatron-epp"
-_PLANNERS = f"{', '.join(sorted(PLANNERS))}, or module:function"
 _PICTURES = (".png", ".svg", ".pdf")
 
 _PLAN_EXAMPLE = """\
@@ -77,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {megatron_epp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_plan(commands)
+    _add_memory(commands)
     _add_check(commands)
     _add_simulate(commands)
     _add_compare(commands)
@@ -103,16 +102,14 @@ def _add_plan(commands: Commands) -> None:
         commands, "plan", _plan, "make a plan for a batch of sequence lengths and print its summary", _PLAN_EXAMPLE
     )
     add_problem(parser)
-    parser.add_argument(
-        "--planner",
-        "--epp-planner",
-        type=planner,
-        metavar="NAME",
-        default="greedy",
-        help=f"who plans: {_PLANNERS} (%(default)s)",
-    )
+    add_planner(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     _add_width(parser)
+
+
+def _add_memory(commands: Commands) -> None:
+    purpose = "say what memory a batch takes on every rank, of what and when, and what else would fit"
+    cli_memory.add_arguments(_command(commands, "memory", cli_memory.run, purpose, cli_memory.EXAMPLE))
 
 
 def _add_check(commands: Commands) -> None:
@@ -135,7 +132,7 @@ def _add_compare(commands: Commands) -> None:
         action="append",
         type=planner,
         metavar="NAME",
-        help=f"a planner to compare, {_PLANNERS}; repeat it for more (default: all that are here)",
+        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more (default: all that are here)",
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any, Literal
 
 from megatron_epp.cli_lengths import add_batch, lengths_of
-from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile
+from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import (
     RATES,
@@ -19,6 +20,7 @@ from megatron_epp.cost.library import (
     shape_of,
     shipped,
 )
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem
 from megatron_epp.schedule.errors import EppError
 
@@ -34,6 +36,7 @@ _MODEL: dict[str, Any] = {
     "bf16": True,
 }
 """Without --model: as Llama 3 8B, so that planning needs no YAML."""
+PLANNER_NAMES = f"{', '.join(sorted(PLANNERS))}, or module:function"
 _HEADROOM = 0.9
 """Share of a device's memory that a plan may fill where no cap is given."""
 
@@ -47,6 +50,14 @@ def add_problem(parser: argparse.ArgumentParser, several_batches: bool = False) 
     add_batch(parser, several_batches)
     _add_pipeline(parser)
     _add_costs(parser)
+
+
+def add_planner(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names who plans."""
+    names = "--planner", "--epp-planner"
+    parser.add_argument(
+        *names, type=planner, metavar="NAME", default="greedy", help=f"who plans: {PLANNER_NAMES} (default: greedy)"
+    )
 
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +78,14 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="what one rank may hold, in 2^30 bytes, weights and optimizer included "
         "(default: 90%% of the --cluster's device memory; no cap without)",
+    )
+    pipeline.add_argument(
+        "--fragmentation-share",
+        "--epp-fragmentation-share",
+        type=_share,
+        metavar="SHARE",
+        help="of what chunks hold, what to allow for gaps between an allocator's blocks, 0 to 1 (default: 0.05, with "
+        "--rates cpu 0)",
     )
     _count(pipeline, "--chunk-tokens", "--epp-chunk-tokens", help="most tokens of a chunk (default: no limit)")
     _count(pipeline, "--slices", "--epp-slices", help="slices of the longest sequence (default: the planner chooses)")
@@ -214,16 +233,25 @@ def costs_of(args: argparse.Namespace, longest: int) -> PipelineCosts:
     Raises:
         EppError: a file cannot be read, a flag does not fit the model, or the layers do not make the stages.
     """
+    flags = flags_of(args)
     if args.costs is None:
-        shape = shape_of(flags_of(args) | {"seq_length": args.context or longest})
-        profile = analytic_profile(shape, _rates(args))
+        profile = analytic_profile(shape_of(flags | {"seq_length": args.context or longest}), _rates(args))
     else:
         stored = load_costs(args.costs)
         if isinstance(stored, PipelineCosts):
-            return stored
+            share = args.fragmentation_share
+            return stored if share is None else replace(stored, fragmentation_share=share)
         profile = stored
-    num_layers = flags_of(args)["num_layers"] if args.costs is None or args.layers or args.model else profile.num_layers
-    return profile.costs(_layers(args, profile, num_layers), state_bytes_per_parameter=6 + 12 / args.data_parallel)
+    num_layers = flags["num_layers"] if args.costs is None or args.layers or args.model else profile.num_layers
+    layers = _layers(args, profile, num_layers)
+    costs = profile.costs(layers, state_bytes_per_parameter=profile.adam_bytes(args.data_parallel))
+    return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(args.stages))
+
+
+def _fragmentation_share(args: argparse.Namespace) -> float:
+    if args.fragmentation_share is not None:
+        return float(args.fragmentation_share)
+    return 0.0 if args.rates == "cpu" else FRAGMENTATION_SHARE
 
 
 def _layers(args: argparse.Namespace, profile: Profile, num_layers: int) -> tuple[int, ...]:
@@ -303,6 +331,16 @@ def _whole(text: str) -> int:
 
 def _blocks(text: str) -> str | int:
     return text if text == AUTO else _whole(text)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share, 0 to 1")
+    return value
 
 
 def positive_number(text: str) -> float:

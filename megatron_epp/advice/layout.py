@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 
@@ -44,6 +44,12 @@ class Layout:
             lap, rank = divmod(stage, self.pipeline)
             ranks.append(self.pipeline - 1 - rank if self.placement == "v" and lap % 2 else rank)
         return tuple(ranks)
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Of every stage, how many of the one before and the one after are on other ranks."""
+        apart = [0, *(int(here != there) for here, there in pairwise(self.rank_of)), 0]
+        return tuple(before + after for before, after in pairwise(apart))
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:

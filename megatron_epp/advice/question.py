@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_epp.advice.layout import Layout
-from megatron_epp.cost import ModelShape, PipelineCosts, Profile, Rates, analytic_profile
+from megatron_epp.cost import ModelShape, PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
 from megatron_epp.planner import Options, Problem
@@ -43,6 +43,10 @@ class Question:
     def tokens(self) -> int:
         return sum(self.lengths)
 
+    @property
+    def bytes_per_value(self) -> int:
+        return 2 if self.flags.get("bf16") or self.flags.get("fp16") else 4
+
     def shape(self, layout: Layout) -> ModelShape:
         """Raises `EppError`: the heads cannot be shared so."""
         return shape_of(
@@ -69,8 +73,15 @@ class Question:
         return analytic_profile(self.shape(layout), self.rates(layout))
 
     def costs(self, layout: Layout) -> PipelineCosts:
-        """Of every stage of the layout."""
-        return _costs(self.profile(layout), self.shape(layout), layout)
+        """Of every stage of the layout, with what a device holds beside what autograd keeps.
+
+        The optimizer's state is shared by all ranks that hold the same weights; experts' are held by fewer.
+        """
+        profile, shape = self.profile(layout), self.shape(layout)
+        holders, share = layout.context * layout.data, shape.expert_parameters_on_rank / shape.layer_parameters_on_rank
+        state_bytes = (1 - share) * profile.adam_bytes(holders) + share * profile.adam_bytes(holders // layout.expert)
+        costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes)
+        return on_device(costs, neighbours=layout.neighbours, buffers=profile.gradient_buffers(layout.num_stages))
 
     def problem(self, layout: Layout, lengths: tuple[int, ...]) -> Problem:
         """One iteration of one replica."""
@@ -89,31 +100,25 @@ class Question:
 
         The slowest rank's, with nothing of it hidden behind compute. A ring over nodes uses every member's link.
         """
-        shape, rates, node = self.shape(layout), self.cluster.rates, self.cluster.devices_per_node
-        holders = layout.context * layout.data
-        experts = shape.expert_parameters_on_rank
+        shape, holders = self.shape(layout), layout.context * layout.data
         layers = [0] * layout.pipeline
         for rank, count in zip(layout.rank_of, layout.layers, strict=True):
             layers[rank] += count
-        slowest_us = 0.0
+        experts, slowest_us = shape.expert_parameters_on_rank, 0.0
         for rank, count in enumerate(layers):
             ends = (rank == layout.rank_of[0]) + (rank == layout.rank_of[-1])
             dense = count * (shape.layer_parameters_on_rank - experts) + ends * shape.vocabulary_parameters / layout.tensor
-            moved_s = 0.0
-            for parameters, group in ((dense, holders), (count * experts, holders // layout.expert)):
-                members = max(1, min(group, node // (layout.tensor * (1 if group == holders else layout.expert))))
-                fits = group <= members
-                rate = rates.exchange_bytes if fits else min(rates.exchange_bytes, members * rates.message_bytes)
-                moved_s += parameters * (REDUCED_BYTES + shape.bytes_per_value) * (1 - 1 / group) / rate
-            slowest_us = max(slowest_us, MICROSECONDS * moved_s)
+            dense_us = self._ring_us(dense, holders, layout.tensor)
+            expert_us = self._ring_us(count * experts, holders // layout.expert, layout.tensor * layout.expert)
+            slowest_us = max(slowest_us, dense_us + expert_us)
         return slowest_us
 
-
-def _costs(profile: Profile, shape: ModelShape, layout: Layout) -> PipelineCosts:
-    """With the optimizer's state shared by all ranks that hold the same weights, experts' by fewer."""
-    holders = layout.context * layout.data
-    fixed = shape.bytes_per_value + REDUCED_BYTES
-    sharded = 12 if shape.bytes_per_value < 4 else 8
-    share = shape.expert_parameters_on_rank / shape.layer_parameters_on_rank
-    state = fixed + sharded * ((1 - share) / holders + share / (holders // layout.expert))
-    return profile.costs(layout.layers, state_bytes_per_parameter=state)
+    def _ring_us(self, parameters: float, group: int, apart: int) -> float:
+        """For a group of ranks with so many parameters each, that are `apart` from each other in a node."""
+        rates, node = self.cluster.rates, self.cluster.devices_per_node
+        in_node = max(1, min(group, node // apart))
+        rate = rates.exchange_bytes
+        if group > in_node:
+            rate = min(rate, in_node * rates.message_bytes)
+        moved_bytes = parameters * (REDUCED_BYTES + self.bytes_per_value) * (1 - 1 / group)
+        return MICROSECONDS * moved_bytes / rate

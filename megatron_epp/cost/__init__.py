@@ -1,6 +1,7 @@
 """Time and memory of every action: the cost model, and where its coefficients come from."""
 
 from megatron_epp.cost.analytic import CPU, H100, Rates, analytic_costs, analytic_profile
+from megatron_epp.cost.memory import Static, on_device
 from megatron_epp.cost.profile import Part, Profile
 from megatron_epp.cost.protocol import Costs
 from megatron_epp.cost.shape import ModelShape
@@ -20,8 +21,10 @@ __all__ = [
     "Profile",
     "Rates",
     "StageCosts",
+    "Static",
     "analytic_costs",
     "analytic_profile",
     "causal_pairs",
+    "on_device",
     "work_of",
 ]

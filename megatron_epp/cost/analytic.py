@@ -113,18 +113,24 @@ def analytic_costs(
 
 
 def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
-    """Costs of the model's parts by formula."""
+    """Costs of the model's parts by formula, for any number of stages (`Profile.costs`).
+
+    Args:
+        shape: of the model.
+        rates: of the machine.
+    """
     copy = Line(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
     return Profile(
         name=f"analytic:{rates.name}",
         num_layers=shape.num_layers,
         layer=_layer(shape, rates),
-        embedding=Part(forward=copy, backward=copy, parameters=vocabulary),
+        embedding=Part(forward=copy, backward=copy, parameters=vocabulary, largest_weight=vocabulary),
         head=_head(shape, rates),
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         hidden_bytes_per_token=shape.hidden_bytes_per_token,
+        weight_bytes=shape.bytes_per_value,
         message_latency_us=rates.message_latency_us,
         message_us_per_byte=MICROSECONDS / rates.message_bytes,
         host_latency_us=rates.host_latency_us,
@@ -153,6 +159,7 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
         bytes_per_token=shape.layer_bytes_per_token,
         weight_bytes_per_token=shape.weight_bytes_per_token,
         parameters=shape.layer_parameters_on_rank,
+        largest_weight=shape.largest_layer_weight,
     )
 
 
@@ -169,7 +176,8 @@ def _mlp_again(shape: ModelShape, rates: Rates) -> Line:
 def _head(shape: ModelShape, rates: Rates) -> Part:
     """Final norm, logits and loss; they keep the norm's two tensors and fp32 probabilities.
 
-    By blocks the probabilities are not kept, backward has the product that makes the logits too, and none of it is put off.
+    By blocks the probabilities are not kept, backward has the product that makes the logits too, none of it is put off, and the
+    weight's gradient is among the workspace.
     """
     logits, norm = 4.0 * shape.vocab_size / shape.ranks, 2 * shape.hidden_bytes_per_token
     linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
@@ -192,6 +200,7 @@ def _head(shape: ModelShape, rates: Rates) -> Part:
         bytes_per_token=logits + norm,
         weight_bytes_per_token=shape.vocab_size * shape.bytes_per_value / shape.ranks + shape.hidden_bytes_per_token,
         parameters=parameters,
+        largest_weight=parameters,
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from megatron_epp.cost.memory import Static
 from megatron_epp.cost.stage import Level, Line, PipelineCosts, StageCosts, level_from
 from megatron_epp.schedule import LEVELS, EppError
 
@@ -39,6 +40,8 @@ class Part:
         bytes_per_token: kept from forward to backward.
         weight_bytes_per_token: what the weight gradient needs, kept from B to W where the two are split.
         parameters: on one rank.
+        largest_weight: of these, those of the largest weight whose gradient is a tensor before it is added to the others; 0
+            where nobody knows.
         workspace_bytes: there only while a pass runs, whatever its tokens.
     """
 
@@ -50,6 +53,7 @@ class Part:
     bytes_per_token: float = 0.0
     weight_bytes_per_token: float = 0.0
     parameters: float = 0.0
+    largest_weight: float = 0.0
     workspace_bytes: int = 0
 
 
@@ -64,6 +68,7 @@ class Profile:
         recomputed_layer_bytes_per_token: kept by a layer that recomputes whole: its input.
         kv_bytes_per_token: keys and values of one layer.
         hidden_bytes_per_token: the residual stream, which is what a message carries.
+        weight_bytes: of a weight as the model computes with it.
         message_latency_us, message_us_per_byte: of the link between stages.
         host_latency_us, host_us_per_byte: of a copy between device and host, either way; infinite where there is no link.
         origin: machine, versions, date, shape, residuals.
@@ -77,6 +82,7 @@ class Profile:
     recomputed_layer_bytes_per_token: float
     kv_bytes_per_token: float
     hidden_bytes_per_token: float
+    weight_bytes: float = 2.0
     message_latency_us: float = 0.0
     message_us_per_byte: float = 0.0
     host_latency_us: float = 0.0
@@ -130,9 +136,22 @@ class Profile:
             kv_bytes_per_token=self.kv_bytes_per_token,
             weight_bytes_per_token=self.layer.weight_bytes_per_token,
             extra_weight_bytes_per_token=sum(part.weight_bytes_per_token for part in extras),
-            static_bytes=int(parameters * state_bytes),
+            static=Static.of(parameters, state_bytes, self.weight_bytes),
             workspace_bytes=sum(part.workspace_bytes for part in extras),
         )
+
+    def adam_bytes(self, replicas: int = 1) -> float:
+        """What a parameter takes with its gradient and Adam's state, which replicas share: its moments, and where the weight is
+        not fp32 a copy that is.
+        """
+        return self.weight_bytes + 4 + (12 if self.weight_bytes < 4 else 8) / replicas
+
+    def gradient_buffers(self, num_stages: int) -> list[int]:
+        """Bytes of the largest weight's gradient, of every stage."""
+        sizes = [self.layer.largest_weight] * num_stages
+        sizes[0] = max(sizes[0], self.embedding.largest_weight)
+        sizes[-1] = max(sizes[-1], self.head.largest_weight)
+        return [int(size * self.weight_bytes) for size in sizes]
 
     def to_json(self) -> str:
         """Canonical JSON; `from_json` gives an equal object. No link to the host is written as null."""

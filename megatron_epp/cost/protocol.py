@@ -10,16 +10,22 @@ from megatron_epp.schedule import Recompute
 
 
 class Costs(Protocol):
-    """Times in microseconds and sizes in bytes, per stage, as columns over the chunks of `work`.
+    """Times in microseconds and sizes in bytes, per stage, as columns with one entry per chunk of `work`.
 
     Recompute is linear in the number of layers at each level: `recompute_us` and `activation_bytes` change by the same amount
     with each.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """For the plan's record."""
+        ...
+
     @property
-    def num_layers(self) -> tuple[int, ...]: ...
+    def num_layers(self) -> tuple[int, ...]:
+        """Transformer layers of every stage."""
+        ...
+
     @property
     def splits_weight(self) -> bool:
         """The weight gradient has a time of its own, so that W can be an action of its own."""
@@ -40,28 +46,76 @@ class Costs(Protocol):
         """For every stage the first one with the same costs, often that of all but the first and the last."""
         ...
 
+    @property
+    def fragmentation_share(self) -> float:
+        """Of what chunks hold, what an allocator loses: all sizes but static ones are larger by it."""
+        ...
+
     def forward_line(self, stage: int) -> Line:
         """The forward as a line in tokens and pairs: what chunks are balanced by."""
         ...
 
-    def backward_line(self, stage: int) -> Line: ...
+    def backward_line(self, stage: int) -> Line:
+        """The same of the backward, weight gradient included, recompute not."""
+        ...
+
     def forward_us(self, stage: int, work: ChunkWork) -> TimeColumn: ...
-    def backward_us(self, stage: int, work: ChunkWork) -> TimeColumn: ...
+    def backward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
+        """Weight gradient included, recompute not."""
+        ...
+
     def weight_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """A part of `backward_us`: where W is split off, B takes the rest."""
         ...
 
-    def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn: ...
-    def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute) -> IntColumn: ...
+    def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
+        """What recompute adds to the backward."""
+        ...
+
+    def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute) -> IntColumn:
+        """Kept from forward to backward, the cache of a sliced sequence's keys and values apart."""
+        ...
+
+    def activation_items(self, stage: int, work: ChunkWork, recompute: Recompute) -> dict[str, IntColumn]:
+        """What `activation_bytes` are for: they are its sum."""
+        ...
+
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Held from the end of B to the end of W where the two are split."""
         ...
 
-    def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn: ...
-    def backward_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]: ...
-    def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn: ...
-    def static_bytes(self, stage: int) -> int: ...
-    def message_us(self, work: ChunkWork) -> TimeColumn: ...
+    def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Keys and values, in all layers, of the whole sequence that a chunk holds a slice of; 0 where it holds none."""
+        ...
+
+    def backward_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]:
+        """At the first layer that a backward comes to, bytes above those held when it starts; at the last, bytes in all."""
+        ...
+
+    def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Of `activation_bytes`, what the last stage's backward lets go before it reaches the layers."""
+        ...
+
+    def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """What a forward without backward (evaluation) holds while it runs."""
+        ...
+
+    def static_items(self, stage: int) -> dict[str, int]:
+        """What `static_bytes` are for: they are its sum."""
+        ...
+
+    def static_bytes(self, stage: int) -> int:
+        """Held throughout: weights, gradients, optimizer."""
+        ...
+
+    def pass_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
+        """There only while a pass runs, beside what is kept and what recompute makes again."""
+        ...
+
+    def message_us(self, work: ChunkWork) -> TimeColumn:
+        """The message that carries a chunk's activation, or its gradient, between neighbouring stages."""
+        ...
+
     def host_us(self, num_bytes: float) -> float:
         """One copy between device and host, either way; infinite where there is no link."""
         ...

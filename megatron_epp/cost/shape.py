@@ -121,6 +121,13 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
+    def largest_layer_weight(self) -> float:
+        """Parameters of the largest weight matrix of a layer on one rank: into the MLP or an expert, or into attention."""
+        into_mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_mlp else 1)
+        into_attention = self.hidden_size * (self.query_width + 2 * self.kv_width)
+        return max(into_mlp, into_attention) / self.tensor_parallel
+
+    @property
     def hidden_bytes_per_token(self) -> float:
         """The residual stream of one token on one rank."""
         shared = self.tensor_parallel if self.sequence_parallel else 1

@@ -15,6 +15,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, NO_STATIC, WORKING, Static
 from megatron_epp.cost.work import ChunkWork, IntColumn
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.schedule.size_class import size_classes
@@ -89,8 +90,10 @@ class StageCosts:
         kv_bytes_per_token: K and V of one layer.
         weight_bytes_per_token: what a layer's W still needs after its B: inputs and output gradients of the linear layers.
         extra_weight_bytes_per_token: the same of the stage's extras.
-        static_bytes: weights, gradients, optimizer state.
+        static: weights, gradients, optimizer state.
         workspace_bytes: there only while a pass runs, whatever its tokens: a block's logits.
+        working_bytes_per_token: there only while a pass runs, of the layer it is at: gradients, workspace of its kernels.
+        message_bytes_per_token: of what is on its way to and from other ranks while a pass runs.
     """
 
     num_layers: int
@@ -109,8 +112,15 @@ class StageCosts:
     kv_bytes_per_token: float
     weight_bytes_per_token: float = 0.0
     extra_weight_bytes_per_token: float = 0.0
-    static_bytes: int = 0
+    static: Static = NO_STATIC
     workspace_bytes: int = 0
+    working_bytes_per_token: float = 0.0
+    message_bytes_per_token: float = 0.0
+
+    @property
+    def static_bytes(self) -> int:
+        """Weights, gradients, optimizer state."""
+        return self.static.num_bytes
 
     def level(self, name: str) -> Level | None:
         """A level of recompute by its name in `Recompute`; None where its costs are not known."""
@@ -147,6 +157,7 @@ class PipelineCosts:
         host_latency_us: fixed time of a copy between device and host, either way.
         host_us_per_byte: time per byte; infinite where nothing can be offloaded.
         offloadable_share: most of a chunk's activation bytes that may leave the device.
+        fragmentation_share: of what chunks hold, what an allocator loses between its blocks. It is in every size but `static`.
     """
 
     name: str
@@ -157,6 +168,7 @@ class PipelineCosts:
     host_latency_us: float = 0.0
     host_us_per_byte: float = math.inf
     offloadable_share: float = 1.0
+    fragmentation_share: float = 0.0
 
     @property
     def num_layers(self) -> tuple[int, ...]:
@@ -200,13 +212,28 @@ class PipelineCosts:
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
         """Kept from forward to backward, the cache of a sliced sequence's keys and values apart."""
+        parts = self._kept_per_token(stage, work, recompute)
+        return self._whole_bytes(sum((more for _, more in parts), 0.0 * work.tokens) * work.tokens)
+
+    def activation_items(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> dict[str, IntColumn]:
+        """What `activation_bytes` are for: they are its sum."""
+        items: dict[str, IntColumn] = {}
+        per_token, before = 0.0 * work.tokens, np.zeros(len(work.tokens), dtype=np.int64)
+        for name, more in self._kept_per_token(stage, work, recompute):
+            per_token = per_token + more
+            after = self._whole_bytes(per_token * work.tokens)
+            items[name], before = after - before, after
+        return items
+
+    def _kept_per_token(self, stage: int, work: ChunkWork, recompute: Recompute) -> Iterator[tuple[str, TimeColumn]]:
         costs = self.stages[stage]
         in_cache = np.where(work.sliced, costs.kv_bytes_per_token, 0.0)
-        plain = costs.layer_bytes_per_token - in_cache
-        per_token = (costs.num_layers - recompute.num_layers) * plain + costs.extra_bytes_per_token
+        yield LAYERS, (costs.num_layers - recompute.num_layers) * (costs.layer_bytes_per_token - in_cache)
         for name, count, level in self._levels(stage, recompute):
-            per_token = per_token + count * (level.bytes_per_token - (in_cache if name == "mlp" else 0.0))
-        return _whole_bytes(per_token * work.tokens)
+            yield LEVEL_ITEMS[name], count * (level.bytes_per_token - (in_cache if name == "mlp" else 0.0 * in_cache))
+        everywhere = np.ones(len(work.tokens))
+        yield INPUTS, (costs.extra_bytes_per_token - costs.head_bytes_per_token) * everywhere
+        yield HEAD, costs.head_bytes_per_token * everywhere
 
     def _levels(self, stage: int, recompute: Recompute) -> Iterator[tuple[str, int, Level]]:
         for name, count in zip(LEVELS, recompute, strict=True):
@@ -220,14 +247,14 @@ class PipelineCosts:
         """Held from the end of B to the end of W where the two are split."""
         costs = self.stages[stage]
         per_token = costs.num_layers * costs.weight_bytes_per_token + costs.extra_weight_bytes_per_token
-        return _whole_bytes(per_token * work.tokens)
+        return self._whole_bytes(per_token * work.tokens)
 
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Keys and values of the whole sequence a chunk holds a slice of, all layers, in buffers of the sizes there are. Their
         gradient takes no more again.
         """
         costs = self.stages[stage]
-        return _whole_bytes(costs.num_layers * costs.kv_bytes_per_token * size_classes(work.cache_tokens))
+        return self._whole_bytes(costs.num_layers * costs.kv_bytes_per_token * size_classes(work.cache_tokens))
 
     def backward_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]:
         """What a chunk holds, at two points of its backward, of its activations and of keys' and values' gradient.
@@ -245,18 +272,35 @@ class PipelineCosts:
         costs = self.stages[stage]
         gradient = np.where(work.last, self.cache_bytes(stage, work), 0)
         plain = costs.layer_bytes_per_token - np.where(work.sliced, costs.kv_bytes_per_token, 0.0)
-        first = -(-gradient // max(1, costs.num_layers)) - np.floor(costs.head_bytes_per_token * work.tokens).astype(np.int64)
+        first = -(-gradient // max(1, costs.num_layers)) - self.head_bytes(stage, work)
         rest = costs.extra_bytes_per_token - costs.head_bytes_per_token
-        return first, gradient + _whole_bytes((plain + rest) * work.tokens)
+        return first, gradient + self._whole_bytes((plain + rest) * work.tokens)
+
+    def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """What a backward lets go before it reaches the layers."""
+        return -self._whole_bytes(-self.stages[stage].head_bytes_per_token * work.tokens)
 
     def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """What a forward without backward (evaluation) holds while it runs: one layer's activations and the stage's extras."""
         costs = self.stages[stage]
-        return _whole_bytes((costs.layer_bytes_per_token + costs.extra_bytes_per_token) * work.tokens)
+        return self._whole_bytes((costs.layer_bytes_per_token + costs.extra_bytes_per_token) * work.tokens)
+
+    def static_items(self, stage: int) -> dict[str, int]:
+        """Held throughout, by item, and the workspace as if it were: a pass of the last stage holds most when it computes the
+        loss.
+        """
+        costs = self.stages[stage]
+        return costs.static.items() | {LOSS_BLOCK: costs.workspace_bytes}
 
     def static_bytes(self, stage: int) -> int:
-        """Held throughout, and the workspace as if it were: a pass of the last stage holds most when it computes the loss."""
-        return self.stages[stage].static_bytes + self.stages[stage].workspace_bytes
+        """The sum of `static_items`."""
+        return sum(self.static_items(stage).values())
+
+    def pass_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
+        """What there is only while a pass of a chunk runs, beside what is kept and what recompute makes again."""
+        costs = self.stages[stage]
+        per_token = {WORKING: costs.working_bytes_per_token, MESSAGES: costs.message_bytes_per_token}
+        return {name: self._whole_bytes(size * work.tokens) for name, size in per_token.items()}
 
     def message_us(self, work: ChunkWork) -> TimeColumn:
         """Time of the message that carries a chunk's activation, or its gradient, between neighbouring stages."""
@@ -267,6 +311,9 @@ class PipelineCosts:
         if math.isinf(self.host_us_per_byte):
             return math.inf
         return self.host_latency_us + self.host_us_per_byte * num_bytes
+
+    def _whole_bytes(self, amount: TimeColumn) -> IntColumn:
+        return np.ceil(amount * (1.0 + self.fragmentation_share)).astype(np.int64)
 
     def to_json(self) -> str:
         """Canonical JSON; `from_json` gives an equal object. No link to the host is written as null."""
@@ -291,15 +338,14 @@ class PipelineCosts:
 
 
 def _stage_from(body: dict[str, Any]) -> StageCosts:
+    static = Static(**body.pop("static", {}))
+    if "static_bytes" in body:  # from before they were told apart
+        static = Static(weights=body.pop("static_bytes"))
     levels = {name: level_from(body[name]) for name in LEVELS if isinstance(body.get(name), dict)}
     lines = {name: Line(**value) for name, value in body.items() if isinstance(value, dict) and name not in levels}
-    return StageCosts(**body | lines | levels)
+    return StageCosts(static=static, **body | lines | levels)
 
 
 def level_from(body: dict[str, Any]) -> Level:
     """Read what `asdict` made of a level."""
     return Level(Line(**body["again"]), body["bytes_per_token"])
-
-
-def _whole_bytes(amount: TimeColumn) -> IntColumn:
-    return np.ceil(amount).astype(np.int64)

@@ -51,6 +51,12 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="GB",
         help="Memory one rank may hold, weights and optimizer included. Default: 90%% of the device's; none on CPU.",
     )
+    add(
+        "--epp-fragmentation-share",
+        type=float,
+        metavar="SHARE",
+        help="Of what chunks hold, what plans allow for gaps between an allocator's blocks. Default: 0.05 on GPUs, 0 on CPU.",
+    )
     add("--epp-chunk-tokens", type=int, metavar="N", help="Most tokens in one chunk. Default: chosen per batch.")
     add("--epp-slices", type=int, metavar="K", help="Slices of the longest sequence. Default: chosen per batch.")
     add(

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
-from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, analytic_profile
+from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, Static, analytic_profile, on_device
 from megatron_epp.cost.library import find, load_costs, shape_of
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.host_probe import measure_host_link, measure_offloadable_share
 from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
 from megatron_epp.mcore.snapshot import Snapshot
@@ -69,7 +70,8 @@ def pipeline_costs(
     name = "measured" if args.epp_costs == "measure" else base.name
     latency_us, us_per_byte, _ = link
     messages = {"message_latency_us": latency_us, "message_us_per_byte": us_per_byte}
-    costs = _of_first(replace(base, stages=costs_of, name=name, **messages, **_slowest(hosts)))
+    costs = replace(base, stages=costs_of, name=name, **messages, **_slowest(hosts))
+    costs = _of_first(_beside(args, costs, placement))
     if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
         os.makedirs(args.save, exist_ok=True)
         Path(args.save, FILE_NAME).write_text(costs.to_json())
@@ -93,7 +95,7 @@ def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
     if stage.block_loss is not None:
         base = _by_blocks(base, stage.block_loss.workspace_bytes)
-    costs = replace(measure_bytes(stage, base), static_bytes=_static_bytes(args, stage))
+    costs = replace(measure_bytes(stage, base), static=_static(args, stage))
     return _with_wide_gradients(costs) if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16) else costs
 
 
@@ -178,18 +180,34 @@ def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgett
     return [choose(found[i]) for i in range(len(links.ranks))]
 
 
-def _static_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
-    """Weights, fp32 gradients and Adam's state of this rank; what the distributed optimizer shards is divided."""
+def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
+    """Weights, their gradients' buffers and Adam's state of this rank; what the distributed optimizer shards is divided."""
     low_precision = args.bf16 or args.fp16
-    fixed, sharded = (2 if low_precision else 4) + 4, 12 if low_precision else 8
-    num_bytes = 0.0
+    weight, gradient = (2 if low_precision else 4), (4 if args.accumulate_allreduce_grads_in_fp32 or not low_precision else 2)
+    sharded, optimizer, count = 12 if low_precision else 8, 0.0, 0
     for parameter in stage.model.parameters():
         is_shared = getattr(parameter, "allreduce", True)  # not so where expert-parallel ranks have experts of their own
         holders = (
             args.data_parallel_size * args.context_parallel_size if is_shared else mpu.get_expert_data_parallel_world_size()
         )
-        num_bytes += parameter.numel() * (fixed + sharded / (holders if args.use_distributed_optimizer else 1))
-    return int(num_bytes)
+        count += parameter.numel()
+        optimizer += parameter.numel() * sharded / (holders if args.use_distributed_optimizer else 1)
+    buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
+    return Static(weights=count * weight, gradients=count * gradient, optimizer=int(optimizer), buffers=buffers)
+
+
+def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
+    """The largest gradient that autograd makes before it is added to its buffer. Fused layers make none."""
+    inside = {id(weight) for weight in stage.decoder.parameters()} if args.gradient_accumulation_fusion else set()
+    return max((weight.nbytes for weight in stage.model.parameters() if id(weight) not in inside), default=0)
+
+
+def _beside(args: argparse.Namespace, costs: PipelineCosts, placement: Sequence[int]) -> PipelineCosts:
+    """With what there is beside what autograd keeps. On a CPU nothing else is measured, so nothing else is planned."""
+    share = args.epp_fragmentation_share
+    if torch.cuda.is_initialized():
+        return on_device(costs, FRAGMENTATION_SHARE if share is None else share, neighbours=_neighbours(placement))
+    return costs if share is None else replace(costs, fragmentation_share=share)
 
 
 @contextmanager

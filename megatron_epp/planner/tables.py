@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -51,7 +52,7 @@ class Tables:
         backward_net: what a backward leaves behind, without the activations it frees: gradients of keys and values, opened or
             closed.
         weight_bytes: of what the backward keeps for a weight gradient that is split off.
-        static: bytes of each rank held throughout.
+        static: bytes of each rank held throughout, and what the pass that takes most needs while it runs, as if it were.
         rank_of: the rank of each stage.
         stages_of: the stages of each rank.
         host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
@@ -163,7 +164,7 @@ def tabulate(
         weight_us=times(lambda stage: costs.weight_us(stage, work)) if trains else [],
         message_us=message_us,
         hops=[message_us if here != there else [0.0] * len(chunks) for here, there in pairwise(placement)],
-        static=tuple(sum(costs.static_bytes(stage) for stage in own) for own in stages_of),
+        static=tuple(sum(static_items(own, work, costs).values()) for own in stages_of),
         rank_of=placement,
         stages_of=stages_of,
         host_latency_us=costs.host_us(0),
@@ -174,6 +175,15 @@ def tabulate(
         ),
         **sizes,
     )
+
+
+def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[str, int]:
+    """What a rank with these stages holds throughout, and room for the largest pass; passes run one at a time."""
+    items: Counter[str] = Counter()
+    for stage in stages:
+        items.update(costs.static_items(stage))
+    passes = [{name: int(row.max(initial=0)) for name, row in costs.pass_items(stage, work).items()} for stage in stages]
+    return dict(items) | max(passes, key=lambda one: sum(one.values()))
 
 
 def _rungs(found: dict[int, list[Rung]], alike: Sequence[int]) -> tuple[RungRows, ...]:

@@ -49,7 +49,7 @@ def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> 
         EppError: matplotlib is not installed.
         PlanError: the order deadlocks, or the measurement is of another plan.
     """
-    figure_class, canvas_class = _matplotlib()
+    figure_class, canvas_class = matplotlib_classes()
     timeline = simulate(plan)
     rows = [("planned", planned_boxes(timeline), timeline.makespan_us, timeline.bubble_fraction)]
     if measured is not None:
@@ -81,7 +81,8 @@ def save_gantt(plan: Plan, path: str | Path, measured: Measured | None = None) -
     gantt(plan, measured).savefig(path)
 
 
-def _matplotlib() -> tuple[Any, Any]:
+def matplotlib_classes() -> tuple[Any, Any]:
+    """Matplotlib's figure and canvas. Raises `EppError` where it is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from planner_cases import problem
 
-from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static
 from megatron_epp.planner import Decisions, Options, Problem
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.memory import peaks_bytes
@@ -38,7 +38,7 @@ def tiny_case(seed: int) -> tuple[tuple[Chunk, ...], Problem, PipelineCosts]:
             recomputed_layer_bytes_per_token=draw.randint(0, 6),
             extra_bytes_per_token=draw.randint(0, 4),
             kv_bytes_per_token=draw.randint(0, 3),
-            static_bytes=draw.randint(0, 50),
+            static=Static(weights=draw.randint(0, 50)),
         )
         for _ in range(2)
     )

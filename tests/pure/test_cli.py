@@ -1,5 +1,6 @@
 """The command line, called in-process."""
 
+import argparse
 import io
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 from report_plans import measured_run
 
 from megatron_epp.cli import main
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.cli_inputs import add_problem, costs_of
 from megatron_epp.planner import PLANNERS
 from megatron_epp.schedule.check import check
 from megatron_epp.schedule.serialize import digest, load, save
@@ -87,17 +88,13 @@ def test_flags_go_by_megatrons_names_too(capsys):
 
 
 def test_a_cost_profile_replaces_the_formulas(tmp_path, capsys):
-    widths = {"hidden_size": 128, "ffn_hidden_size": 512, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 512}
-    shape = ModelShape(num_layers=4, bytes_per_value=4, **widths)
-    (tmp_path / "costs.json").write_text(analytic_costs(shape, CPU, [2, 2]).to_json())
+    parser = argparse.ArgumentParser()
+    add_problem(parser)
+    (tmp_path / "costs.json").write_text(costs_of(parser.parse_args(BATCH), 4096).to_json())
     assert main(["plan", *BATCH]) == 0
     first = capsys.readouterr().out
-    assert (
-        main(
-            ["plan", "--lengths", "4096,300,200,100", "--stages", "2", "--slices", "4", "--costs", str(tmp_path / "costs.json")]
-        )
-        == 0
-    )
+    alone = ["--lengths", "4096,300,200,100", "--stages", "2", "--slices", "4", "--costs", str(tmp_path / "costs.json")]
+    assert main(["plan", *alone]) == 0
     assert capsys.readouterr().out == first
 
 

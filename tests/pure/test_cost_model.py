@@ -13,6 +13,7 @@ from megatron_epp.cost import (
     ModelShape,
     PipelineCosts,
     StageCosts,
+    Static,
     analytic_costs,
     causal_pairs,
     work_of,
@@ -35,7 +36,7 @@ STAGE = StageCosts(
     extra_bytes_per_token=5.0,
     head_bytes_per_token=2.0,
     kv_bytes_per_token=16.0,
-    static_bytes=1000,
+    static=Static(weights=1000),
 )
 COSTS = PipelineCosts("by hand", (STAGE,), hidden_bytes_per_token=4.0, message_latency_us=7.0, message_us_per_byte=0.5)
 

@@ -8,7 +8,7 @@ import random
 import pytest
 from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
-from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts
+from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import elastic_1f1b
@@ -46,7 +46,7 @@ def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
         kv_bytes_per_token=(kv := draw.randint(0, 6)),
         linear=Level(Line(0.5, draw.random()), draw.randint(0, layer)),
         mlp=Level(Line(0.3, draw.random()), draw.randint(kv, layer)),
-        static_bytes=draw.randint(0, 50),
+        static=Static(weights=draw.randint(0, 50)),
         head_bytes_per_token=draw.randint(0, extra),
     )
     return PipelineCosts("small", (stage,) * stages, 0.0)

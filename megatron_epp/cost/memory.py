@@ -1,0 +1,106 @@
+"""What the bytes of a rank are for: names of the items, what a stage holds throughout, and what a device takes on top."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_epp.cost.stage import PipelineCosts
+
+LAYERS = "layers that keep everything"
+LEVEL_ITEMS = {name: f"layers that recompute ({name})" for name in ("whole", "linear", "mlp")}
+INPUTS = "stage inputs, embeddings"
+HEAD = "logits and loss"
+CACHE = "keys and values of slices"
+CACHE_GRADIENT = "gradients of keys and values"
+RECOMPUTED = "layer being recomputed"
+WEIGHT_INPUTS = "kept for weight gradients"
+FRAGMENTATION = "fragmentation allowance"
+LOSS_BLOCK = "block of the loss"
+WORKING = "layer that runs: gradients, workspace"
+MESSAGES = "messages in flight"
+
+DYNAMIC = (LAYERS, *LEVEL_ITEMS.values(), INPUTS, HEAD, CACHE, CACHE_GRADIENT, RECOMPUTED, WEIGHT_INPUTS, FRAGMENTATION)
+"""Items that come and go with chunks, in the order in which reports list them."""
+
+FRAGMENTATION_SHARE = 0.05
+"""Of what chunks hold, on a GPU, where nobody says: a caching allocator's blocks are larger than what lies in them."""
+_MESSAGES_PER_NEIGHBOUR = 2
+"""While a pass runs: one that it uses or makes, and one that arrives ahead of its use or has not left yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Static:
+    """What a stage holds throughout, in bytes.
+
+    Attributes:
+        weights: as the model computes with them. In files from before they were told apart: everything.
+        gradients: the buffers they are added up in, out of which data-parallel ranks reduce them.
+        optimizer: its states and its copy of the weights.
+        buffers: the largest weight's gradient before it is added to its buffer.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.items().values())
+
+    def items(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @staticmethod
+    def of(parameters: float, state_bytes: float, weight_bytes: float = 2.0, gradient_bytes: float = 4.0) -> Static:
+        """Of so many parameters.
+
+        Args:
+            parameters: on the rank.
+            state_bytes: of each, in all.
+            weight_bytes, gradient_bytes: of these; the rest is the optimizer's.
+        """
+        ends = [min(state_bytes, weight_bytes), min(state_bytes, weight_bytes + gradient_bytes), state_bytes]
+        weights, both, everything = (int(parameters * end) for end in ends)
+        return Static(weights=weights, gradients=both - weights, optimizer=everything - both)
+
+
+NO_STATIC = Static()
+
+
+def on_device(
+    costs: PipelineCosts,
+    fragmentation_share: float | None = FRAGMENTATION_SHARE,
+    *,
+    neighbours: Sequence[int] | None = None,
+    buffers: Sequence[int] | None = None,
+) -> PipelineCosts:
+    """The costs with what a device holds beside what autograd keeps.
+
+    A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
+    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size.
+
+    Args:
+        costs: that count what is kept, and nothing else.
+        fragmentation_share: of what chunks hold, that is lost between the blocks of an allocator; None as in the costs.
+        neighbours: of every stage, those on other ranks; None where every stage is on a rank of its own.
+        buffers: of every stage, see `Static`; None as in the costs.
+    """
+    last = len(costs.stages) - 1
+    sides = [(s > 0) + (s < last) for s in range(last + 1)] if neighbours is None else neighbours
+    stages = []
+    for number, (stage, count) in enumerate(zip(costs.stages, sides, strict=True)):
+        static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
+        stages.append(
+            replace(
+                stage,
+                static=static,
+                working_bytes_per_token=stage.layer_bytes_per_token if stage.num_layers else 0.0,
+                message_bytes_per_token=count * _MESSAGES_PER_NEIGHBOUR * costs.hidden_bytes_per_token,
+            )
+        )
+    share = costs.fragmentation_share if fragmentation_share is None else fragmentation_share
+    return replace(costs, stages=tuple(stages), fragmentation_share=share)

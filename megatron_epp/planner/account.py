@@ -1,0 +1,119 @@
+"""A plan's bytes by what they are for: the steps that `assemble` writes, taken apart.
+
+Sizes are rounded as a whole, so the byte or two that items lack, or have too many, are the layers'.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from megatron_epp.cost import ChunkWork, Costs, work_of
+from megatron_epp.cost import memory as item
+from megatron_epp.planner.tables import static_items
+from megatron_epp.schedule import Action, Op, Plan, Recompute, simulate
+from megatron_epp.schedule.account import Account, Items
+from megatron_epp.schedule.plan import AnyStep
+from megatron_epp.schedule.simulate import Timeline
+
+
+def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Account:
+    """Take a plan apart.
+
+    Args:
+        plan: made with `costs`.
+        costs: time and memory of every stage.
+        timeline: of the plan; None to simulate it.
+    """
+    work = work_of(plan.chunks, plan.lengths, plan.token_multiple)
+    placed = [[stage for stage, on in enumerate(plan.placement) if on == rank] for rank in range(plan.num_ranks)]
+    stages = [_Stage(plan, costs, stage, work) for stage in range(plan.num_stages)]
+    steps = [step for _, rows in plan.tables for row in rows for step in row]
+    pairs = {step.action: stages[step.action.stage].pair(step) for step in steps}
+    return Account(
+        timeline or simulate(plan),
+        tuple(static_items(own, work, costs) for own in placed),
+        {action: takes for action, (takes, _) in pairs.items()},
+        {action: gives for action, (_, gives) in pairs.items()},
+        item.DYNAMIC,
+        costs.fragmentation_share,
+    )
+
+
+class _Stage:
+    """What the steps of one stage take and give back, by item."""
+
+    def __init__(self, plan: Plan, costs: Costs, stage: int, work: ChunkWork) -> None:
+        self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
+        cache = costs.cache_bytes(stage, work)
+        self.opened, self.closed = (cache * work.first).tolist(), (cache * work.last).tolist()
+        self.head: list[int] = costs.head_bytes(stage, work).tolist()
+        self.at_last: list[int] = costs.backward_bytes(stage, work)[1].tolist()
+        self.stays: list[int] = costs.weight_bytes(stage, work).tolist()
+        steps = {step.action: step for step in plan.ranks[plan.placement[stage]]}
+        self.split = {action.chunk for action in steps if action.op is Op.W and action.stage == stage}
+        columns = {r: costs.activation_items(stage, work, r) for r in set(self.recompute)}
+        self.kept = []
+        for c, r in enumerate(self.recompute):
+            items = {name: int(row[c]) for name, row in columns[r].items()}
+            if plan.forward_only:
+                items = {item.HEAD: self.head[c]}
+            whole = steps[Action(Op.F, stage, c)].alloc_bytes - self.opened[c]
+            self.kept.append(_filled(items, whole, _busiest(items, r)))
+
+    def pair(self, step: AnyStep) -> tuple[Items, Items]:
+        """What a step takes when it starts, and what it gives back when it ends."""
+        op, _, c = step.action
+        if op is Op.F:
+            gives = {item.CACHE: self.closed[c], **self.kept[c]} if self.plan.forward_only else {}
+            return {**self.kept[c], item.CACHE: self.opened[c]}, gives
+        if op is Op.B:
+            return self._backward(step, c)
+        if op is Op.W:
+            return {}, {item.WEIGHT_INPUTS: step.free_bytes}
+        moved = _moved(self.kept[c], step.free_bytes or step.alloc_bytes)
+        return ({}, moved) if op is Op.O else (moved, {})
+
+    def _backward(self, step: AnyStep, c: int) -> tuple[Items, Items]:
+        stays = self.stays[c] if c in self.split else 0
+        beside = max(0, stays - sum(self.kept[c].values()))
+        takes = self._risen(c, step.alloc_bytes - beside)
+        takes[item.WEIGHT_INPUTS] = beside
+        left = Counter({item.CACHE: -self.opened[c], item.CACHE_GRADIENT: self.closed[c] - self.opened[c]})
+        left.subtract(self.kept[c])
+        left[item.WEIGHT_INPUTS] += stays
+        gives = Counter(takes)
+        gives.subtract(left)
+        return takes, gives
+
+    def _risen(self, c: int, risen: int) -> dict[str, int]:
+        """What a backward holds, where it holds most, above what is live when it starts: see `Costs.backward_bytes`."""
+        kept, recompute = self.kept[c], self.recompute[c]
+        if risen <= 0:
+            return {item.HEAD: risen}
+        if risen == self.at_last[c] - sum(kept.values()):
+            takes = {name: -size for name, size in kept.items() if name != item.INPUTS}
+            takes[item.CACHE_GRADIENT] = self.closed[c]
+            return _filled(takes, risen, item.RECOMPUTED if recompute.num_layers else item.LAYERS)
+        takes = {item.CACHE_GRADIENT: -(-self.closed[c] // max(1, self.num_layers)), item.HEAD: -kept.get(item.HEAD, 0)}
+        return _filled(takes, risen, item.RECOMPUTED if recompute.num_layers == self.num_layers else item.HEAD)
+
+
+def _busiest(items: Mapping[str, int], recompute: Recompute) -> str:
+    """The item of layers that takes what rounding leaves."""
+    return item.LAYERS if not recompute.num_layers else max(item.LEVEL_ITEMS.values(), key=lambda name: items.get(name, 0))
+
+
+def _filled(items: dict[str, int], num_bytes: int, name: str) -> dict[str, int]:
+    """The items, made to add up to so many bytes by one of them."""
+    return items | {name: items.get(name, 0) + num_bytes - sum(items.values())}
+
+
+def _moved(kept: Items, num_bytes: int) -> dict[str, int]:
+    """So many of the kept bytes, each item by its share."""
+    whole, before, part, moved = sum(kept.values()), 0, 0, {}
+    for name, size in kept.items():
+        part += size
+        after = part * num_bytes // max(1, whole)
+        moved[name], before = after - before, after
+    return moved

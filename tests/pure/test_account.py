@@ -1,0 +1,122 @@
+"""The account of a plan's memory: its items are the bytes that the planner, `check` and `simulate` count, and no others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from planner_cases import problem
+
+from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, on_device
+from megatron_epp.cost import memory as item
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.account import account_of
+from megatron_epp.schedule import InfeasibleError, Op, Plan
+from megatron_epp.schedule.account import Account
+
+SEEDS = range(12)
+
+
+def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
+    def stage(last: bool) -> StageCosts:
+        layer, extra, kv = draw.uniform(20, 90), draw.uniform(0, 20), draw.uniform(0, 9)
+        return StageCosts(
+            num_layers=draw.randint(1, 4),
+            forward=Line(1.0, draw.random()),
+            backward=Line(1.0, 2 * draw.random() + 0.5),
+            weight=Line(0.0, 0.2),
+            layer_bytes_per_token=layer,
+            recomputed_layer_bytes_per_token=draw.uniform(1, 9),
+            linear=Level(Line(0.5, draw.random()), draw.uniform(9, layer)),
+            mlp=Level(Line(0.3, draw.random()), draw.uniform(kv, layer)),
+            extra_bytes_per_token=extra,
+            head_bytes_per_token=extra / 2 if last else 0.0,
+            kv_bytes_per_token=kv,
+            weight_bytes_per_token=draw.uniform(0, 90),
+            static=Static(weights=draw.randint(0, 99), gradients=draw.randint(0, 99), optimizer=draw.randint(0, 99)),
+            workspace_bytes=draw.randint(0, 999) if last else 0,
+        )
+
+    bare = PipelineCosts(
+        "random", tuple(stage(s == stages - 1) for s in range(stages)), draw.uniform(1, 9), 1.0, 0.01, 1.0, 0.005
+    )
+    return on_device(bare, draw.choice([0.0, 0.07]), buffers=[draw.randint(0, 99)] * stages)
+
+
+def random_account(seed: int) -> Account:
+    """Of a plan that is as its costs allow, capped so that something has to give in most of them."""
+    draw = random.Random(seed)
+    stages = draw.randint(1, 3)
+    costs = random_costs(draw, stages)
+    lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 5))] + [draw.randint(200, 900)]
+    options = Options(offload=seed % 3 == 0, split_weight=seed % 3 == 1)
+    forward_only = seed == 11
+    made = plan(problem(lengths, stages, forward_only=forward_only), costs, options)
+    for share in () if forward_only else (0.4, 0.6, 0.8):
+        static, peak = max(made.static_bytes), max(made.predicted.peak_bytes)
+        try:
+            made = plan(problem(lengths, stages, int(static + share * (peak - static))), costs, options)
+            break
+        except InfeasibleError:
+            continue
+    return account_of(made, costs)
+
+
+def steps(made: Plan):
+    return [step for _, rows in made.tables for row in rows for step in row]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_items_of_every_step_add_up_to_what_it_takes_and_gives_back(seed: int):
+    account = random_account(seed)
+    for step in steps(account.timeline.plan):
+        assert sum(account.takes[step.action].values()) == step.alloc_bytes, step
+        assert sum(account.gives[step.action].values()) == step.free_bytes, step
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_at_every_moment_the_items_are_the_live_bytes_and_none_is_owed(seed: int):
+    account = random_account(seed)
+    for rank, static in enumerate(account.timeline.plan.static_bytes):
+        moments = account.moments(rank)
+        assert [(moment.time_us, moment.num_bytes) for moment in moments] == account.timeline.live_bytes(rank)
+        assert account.peak(rank).num_bytes == account.timeline.peak_bytes[rank]
+        assert sum(account.static[rank].values()) == static
+        assert min(size for moment in moments for size in moment.items.values()) > -4 * len(item.DYNAMIC)  # of rounding
+        assert sum(moments[-1].items.values()) == static
+
+
+def test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_something():
+    accounts = [random_account(seed) for seed in SEEDS]
+    seen = {name for account in accounts for name in account.items}
+    expected = {*item.DYNAMIC, item.WORKING, item.MESSAGES, item.LOSS_BLOCK, "weights", "gradients", "optimizer", "buffers"}
+    assert seen == expected
+    ops = {step.action.op for account in accounts for step in steps(account.timeline.plan)}
+    assert ops == {Op.F, Op.B, Op.W, Op.O, Op.L}
+
+
+def test_static_bytes_are_their_items():
+    static = Static.of(1000.5, 6 + 12 / 8)
+    assert (static.weights, static.gradients, static.optimizer) == (2001, 4002, 1500)
+    assert static.num_bytes == int(1000.5 * 7.5)
+    assert Static.of(10, 3.0) == Static(weights=20, gradients=10)
+
+
+def test_what_fragments_is_a_share_of_what_comes_and_goes():
+    draw = random.Random(1)
+    costs = on_device(random_costs(draw, 2), 0.25)
+    made = account_of(plan(problem((300, 20), 2), costs), costs)
+    moment = made.peak(0)
+    passing = {name: size for name, size in moment.items.items() if name in item.DYNAMIC}
+    assert passing[item.FRAGMENTATION] == pytest.approx(sum(passing.values()) / 5, abs=10)
+
+
+def test_a_pass_needs_room_for_its_messages_and_for_the_layer_that_runs():
+    stage = StageCosts(
+        num_layers=1, forward=Line(), backward=Line(), layer_bytes_per_token=10, recomputed_layer_bytes_per_token=1,
+        kv_bytes_per_token=0,
+    )  # fmt: skip
+    bare = PipelineCosts("three", (stage,) * 3, hidden_bytes_per_token=2.0)
+    made = plan(problem((7, 50, 3), 3), on_device(bare, 0.0), Options(planner="1f1b"))
+    assert made.static_bytes == (50 * (10 + 2 * 2), 50 * (10 + 4 * 2), 50 * (10 + 2 * 2))
+    assert plan(problem((7, 50, 3), 3), bare, Options(planner="1f1b")).static_bytes == (0, 0, 0)

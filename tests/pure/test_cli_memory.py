@@ -1,0 +1,101 @@
+"""The command `memory`: what it prints of a batch, and what it says that fits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+
+from megatron_epp.cli import main
+from megatron_epp.planner.limits import Limit, Reach
+from megatron_epp.schedule.serialize import load
+
+MODEL = shlex.split("--stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3 --no-megatron")
+BATCH = ["--lengths", "8192,700,300", *MODEL]
+
+
+@pytest.fixture
+def report(capsys):
+    def said(*argv: str) -> str:
+        assert main(["memory", *BATCH, *argv]) == 0
+        return capsys.readouterr().out
+
+    return said
+
+
+def row_of(text: str, name: str) -> list[str]:
+    """What stands in the lines' columns behind a name."""
+    found = next(line for line in text.splitlines() if line.startswith(f"{name}  "))
+    return found.removeprefix(name).split()
+
+
+def test_the_peaks_are_those_of_the_same_plan(report, tmp_path, capsys):
+    made_at = tmp_path / "plan.json"
+    assert main(["plan", *BATCH[:-1], "--memory-gb", "0.2", "-o", str(made_at)]) == 0
+    capsys.readouterr()
+    made, text = load(made_at), report("--memory-gb", "0.2", "--quick")
+    assert row_of(text, "peak") == [f"{peak / 2**20:.2f}" for peak in made.predicted.peak_bytes]
+    assert row_of(text, "held throughout") == [f"{static / 2**20:.2f}" for static in made.static_bytes]
+    assert row_of(text, "headroom") == [f"{(made.cap_bytes[0] - p) / 2**20:.2f}" for p in made.predicted.peak_bytes]
+
+
+def test_the_columns_add_up_and_every_rank_has_a_curve(report):
+    text = report("--quick")
+    body = text.split("\n\n")[1].splitlines()
+    rules = [number for number, line in enumerate(body) if line.startswith("---")]
+    for rank in (0, 1):
+        cells = [float(line[30:].split()[rank]) for line in body[1 : rules[0]] if len(line[30:].split()) == 2]
+        held, peak = (float(row_of(text, name)[rank]) for name in ("held throughout", "peak"))
+        assert 0 < sum(cells) <= held + 0.1 <= peak
+    assert len(re.findall(r"^rank \d +[▁▂▃▄▅▆▇█]{40,} ", text, re.MULTILINE)) == 2
+    assert len(re.findall(r"^rank \d peaks while \d[FB]\d+ runs and keeps chunks", text, re.MULTILINE)) == 2
+
+
+def test_json_has_every_figure(report):
+    found = json.loads(report("--json", "--offload"))
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
+        assert sum(rank["peak"].values()) == rank["peak_bytes"] == rank["cap_bytes"] - rank["headroom_bytes"]
+        assert max(num_bytes for _, num_bytes in rank["live_bytes"]) == rank["peak_bytes"]
+    assert set(found["limits"]) == {"without offload", "with offload"}
+    smallest = found["limits"]["without offload"]["smallest_cap_bytes"]
+    assert 0 < smallest["value"] <= max(rank["peak_bytes"] for rank in found["ranks"]) + smallest["step"]
+
+
+def test_a_batch_that_does_not_fit_is_shown_with_the_smallest_cap_that_does(report):
+    text = report("--memory-gb", "0.02")
+    assert text.startswith("no plan fits a memory cap of")
+    (smallest,) = row_of(text, "smallest cap for this batch (--memory-gb)")
+    assert float(row_of(text, "cap")[0]) / 1024 == pytest.approx(float(smallest), abs=2e-4)
+    assert main(["plan", *BATCH[:-1], "--memory-gb", smallest]) == 0
+    assert main(["plan", *BATCH[:-1], "--memory-gb", str(0.99 * float(smallest))]) == 2
+
+
+def test_what_was_not_looked_further_for_says_or_more(report, monkeypatch):
+    def reach(self):
+        cap, made = self.cap()
+        return Reach(Limit(4096, 128), Limit(None, 1), Limit(48), cap, made)
+
+    monkeypatch.setattr("megatron_epp.planner.limits.Limits.reach", reach)
+    text = report("--memory-gb", "0.2")
+    assert row_of(text, "longest sequence, alone") == ["4,096", "tokens"]
+    assert row_of(text, "longest sequence, beside the others of the batch") == ["none", "fits"]
+    assert row_of(text, "most sequences of such lengths") == ["48", "sequences", "or", "more"]
+
+
+def test_without_a_cap_it_says_how_to_give_one(report):
+    assert "Without a cap (--memory-gb" in report()
+
+
+def test_a_picture_is_drawn(report, tmp_path):
+    report("--quick", "-o", str(tmp_path / "memory.png"))
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_megatron_one_line_says_so(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron_epp.mcore.estimate", None)
+    assert main(["memory", *BATCH[:-1], "--quick"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("Megatron's own estimate: Megatron is not installed here")
