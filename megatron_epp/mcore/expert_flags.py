@@ -50,6 +50,6 @@ def _check_expert_parallel(args: argparse.Namespace, ranks: int) -> None:
         )
     if args.epp_offload == "on":
         raise EppError(
-            f"with --expert-model-parallel-size {ranks} replicas are planned together, and such plans copy nothing to the host: "
-            "leave --epp-offload out"
+            f"with --expert-model-parallel-size {ranks} replicas are planned together, and such plans copy nothing to the "
+            "host: leave --epp-offload out"
         )
