@@ -26,7 +26,7 @@ def candidates(question: Question) -> tuple[list[Layout], list[Refusal]]:
         for context in _sizes(question, "context", _powers(question.devices // tensor)):
             heads = int(question.flags["num_attention_heads"])
             if heads % (tensor * context):
-                refused.setdefault("TP x CP", f"{heads} attention heads cannot be shared by {tensor * context} ranks")
+                refused.setdefault("TP x CP", f"{tensor * context} ranks cannot share attention heads ({heads})")
                 continue
             for pipeline in _sizes(question, "pipeline", _divisors(question.devices // (tensor * context))):
                 ranks = tensor * context * pipeline
@@ -65,9 +65,9 @@ def _tensor_refusal(question: Question, tensor: int) -> tuple[str, str] | None:
     if tensor > node:
         return f"TP above {node}", f"the exchanges of every layer would leave a node of {node} devices"
     if heads % tensor:
-        return f"TP {tensor}", f"{heads} attention heads cannot be shared by {tensor} ranks"
+        return f"TP {tensor}", f"{tensor} ranks cannot share attention heads ({heads})"
     if question.flags.get("group_query_attention") and groups and groups % tensor:
-        return f"TP {tensor}", f"{groups} key and value heads cannot be shared by {tensor} ranks"
+        return f"TP {tensor}", f"{tensor} ranks cannot share key and value heads ({groups})"
     return None
 
 

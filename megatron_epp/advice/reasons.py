@@ -9,6 +9,8 @@ from megatron_epp.advice.question import Question
 
 CLOSE = 0.02
 """A layout that takes no longer than this share more is said to be as good."""
+_NOTICED = 0.005
+"""Of the best step: what a part must take longer to be named."""
 
 
 def why_slower(question: Question, entry: Entry, best: Entry) -> str:
@@ -19,7 +21,7 @@ def why_slower(question: Question, entry: Entry, best: Entry) -> str:
     if slower <= 1 + CLOSE:
         return f"as good within {CLOSE * 100:.0f} %"
     head = f"{about}{slower:.2f}x the time"
-    if _excess_us(entry, best, name) <= CLOSE * best.parts.step_us:
+    if _excess_us(entry, best, name) <= _NOTICED * best.parts.step_us:
         return head
     share, of_best = (f"{_share(one, name):.0%}".replace("%", " %") for one in (entry, best))
     return f"{head}: {_words(question, entry, name)} {share} of a step (best: {of_best}){_cause(question, entry, name)}"

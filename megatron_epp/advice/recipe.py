@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import Any
 
@@ -16,6 +17,14 @@ _SIZES = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
+_EXAMPLES = {
+    "train_iters": 1000,
+    "lr": 1e-4,
+    "min_lr": 1e-5,
+    "lr_decay_style": "cosine",
+    "clip_grad": 1.0,
+    "eval_iters": 0,
+}
 _WIDTH = 112
 """Of a line of flags."""
 _OURS_TO_SAY = """\
@@ -65,19 +74,23 @@ def recipe_text(question: Question, layout: Layout, model: str | None, lengths: 
     """
     import yaml  # type: ignore[import-untyped,unused-ignore]
 
-    node, sizes = question.cluster.devices_per_node, megatron_settings(question, layout)
-    nodes, processes = max(1, question.devices // node), min(node, question.devices)
-    name = f"advised-{question.devices}"
-    flags = {} if model is not None else without_sizes(question.flags)
-    example = {"train_iters": 1000, "lr": 1e-4, "min_lr": 1e-5, "lr_decay_style": "cosine", "clip_grad": 1.0, "eval_iters": 0}
+    node = question.cluster.devices_per_node
+    nodes, has_tokenizer = max(1, question.devices // node), "tokenizer_type" in question.flags
+    launch = {"name": f"advised-{question.devices}", "nodes": f"${{NNODES:{nodes}}}"}
     body: dict[str, Any] = {
-        "include": ["base", *([] if model is None else [f"models/{model}"]), "data/documents"],
+        "include": ["base", *([] if model is None else [f"models/{model}"]), *([] if has_tokenizer else ["data/documents"])],
         "cluster": question.cluster.name,
-        "launch": {"name": name, "nodes": f"${{NNODES:{nodes}}}", "processes_per_node": processes}
-        | ({"master_port": "${MASTER_PORT:29500}"} if nodes > 1 else {}),
-        "megatron": {**example, **{key: value for key, value in flags.items() if key not in sizes}, **sizes},
+        "launch": launch | {"processes_per_node": min(node, question.devices)},
+        "megatron": _EXAMPLES | ({} if model is not None else without_sizes(question.flags)),
         "epp": epp_settings(question, layout),
     }
+    if nodes > 1:
+        body["launch"]["master_port"] = "${MASTER_PORT:29500}"
+    if has_tokenizer:
+        body["megatron"]["data_path"] = "${DATA_PATH:documents/text}"
+    if math.isinf(question.cluster.rates.exchange_bytes):  # no links between devices: ranks are processes of one host
+        body["megatron"]["distributed_backend"] = "gloo"
+    body["megatron"] |= megatron_settings(question, layout)
     batch = f"{len(question.lengths)} sequences of up to {question.context:,} tokens"
     text: str = yaml.safe_dump(body, sort_keys=False, allow_unicode=True)
     return _OURS_TO_SAY.format(lengths=lengths, batch=batch) + text

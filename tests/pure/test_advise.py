@@ -113,12 +113,12 @@ def test_sizes_that_cannot_be_are_ruled_out_by_name():
     layouts, refused = candidates(question(SKEWED[:30], devices=16))
     why = {one.name: one.why for one in refused}
     assert "leave a node of 2" in why["TP above 2"]
-    assert "8 attention heads" in why["TP x CP"]
+    assert "16 ranks cannot share attention heads (8)" in why["TP x CP"]
     assert "8 layers" in why["PP above 8"]
     assert "batch of 30 does not divide over 4" in why["DP 4"]
     assert {layout.data for layout in layouts} == {1, 2}
     layouts, refused = candidates(Question(MODEL, load_cluster("h100x8"), 8, UNLIMITED_BYTES, SKEWED, CONTEXT))
-    assert "2 key and value heads" in {one.name: one.why for one in refused}["TP 4"]
+    assert "key and value heads (2)" in {one.name: one.why for one in refused}["TP 4"]
     assert max(layout.tensor for layout in layouts) == 2
 
 
