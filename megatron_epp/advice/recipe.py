@@ -29,8 +29,9 @@ _WIDTH = 112
 """Of a line of flags."""
 _OURS_TO_SAY = """\
 # Sizes are those that `megatron-epp advise` found best for {lengths}, in batches of {batch}.
-# Learning rate, iterations and folders are examples: set your own.
+# Learning rate, iterations and folders are examples: set your own.{defaults}
 """
+_DEFAULTS = " The model has Megatron's defaults where nothing is said."
 
 
 def megatron_settings(question: Question, layout: Layout) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def recipe_text(question: Question, layout: Layout, model: str | None, lengths: 
     body["megatron"] |= megatron_settings(question, layout)
     batch = f"{len(question.lengths)} sequences of up to {question.context:,} tokens"
     text: str = yaml.safe_dump(body, sort_keys=False, allow_unicode=True)
-    return _OURS_TO_SAY.format(lengths=lengths, batch=batch) + text
+    return _OURS_TO_SAY.format(lengths=lengths, batch=batch, defaults="" if model is not None else _DEFAULTS) + text
 
 
 def without_sizes(flags: dict[str, Any]) -> dict[str, Any]:
