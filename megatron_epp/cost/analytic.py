@@ -113,7 +113,12 @@ def analytic_costs(
 
 
 def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
-    """Costs of the model's parts by formula."""
+    """Costs of the model's parts by formula, for any number of stages (`Profile.costs`).
+
+    Args:
+        shape: of the model.
+        rates: of the machine.
+    """
     copy = Line(0.0, MICROSECONDS * 2 * shape.hidden_bytes_per_token / rates.memory_bytes)
     vocabulary = shape.vocabulary_parameters / shape.tensor_parallel
     return Profile(

@@ -49,6 +49,9 @@ def work_of(chunks: Sequence[Chunk], lengths: Sequence[int], token_multiple: int
         chunks: the chunk table.
         lengths: tokens of every sequence of the batch.
         token_multiple: chunks are padded to a multiple of this.
+
+    Returns:
+        columns with one entry per chunk.
     """
     tokens = [chunk.padded_tokens(token_multiple) for chunk in chunks]
     pairs = [sum(causal_pairs(start, end) for _, start, end in chunk.segments) for chunk in chunks]

@@ -36,7 +36,8 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
 
     Raises:
         InfeasibleError: nothing fits the caps; the message names the smallest cap that would do and the flags to change.
-        PlanError: the arguments make no sense, or (a bug) the plan does not pass `check`.
+        PlanError: the arguments make no sense, there is no such planner, or (a bug in it) its plan does not pass `check`; then
+            the message is the report.
     """
     planner = _planner(options.planner)
     validate(problem, costs, options)

@@ -200,7 +200,15 @@ def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) 
 
 
 def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """The best order and recompute found for a given chunk table, in forward order. Raises `InfeasibleError`."""
+    """The best order and recompute found for a given chunk table.
+
+    Args:
+        chunks: the table in forward order: slices of a sequence stand together, ascending.
+        problem, costs, options: as `plan` takes them; what `options` says of slicing and packing is ignored.
+
+    Raises:
+        InfeasibleError: nothing that was tried fits the caps.
+    """
     trials = Trials(problem, costs, options)
     search_stairs(trials, chunks)
     return finished(trials.result(), problem, costs, options)

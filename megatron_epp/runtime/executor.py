@@ -147,7 +147,12 @@ class Executor:
             raise RunError(f"a plan over {plan.num_ranks} ranks needs links")
 
     def run(self) -> None:
-        """Execute every action of this rank in order. Raises `RunError` naming the action that failed."""
+        """Execute every action of this rank in order; gradients are with the stages then. Once only.
+
+        Raises:
+            ShortageRunError: an action found no memory, and `on_shortage` does not survive it.
+            RunError: another action failed. Either names the action, the rank and, this one, the grid.
+        """
         self.recorder.begin()
         try:
             with torch.set_grad_enabled(not self.plan.forward_only), self._watch():

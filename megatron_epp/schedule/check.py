@@ -22,6 +22,9 @@ def check(plan: Plan) -> list[Violation]:
     2. every token is in exactly one chunk, and every action is there once, on its rank;
     3. the order is possible: no action before one it needs, no cycle across ranks, no crossed messages;
     4. memory: nothing freed twice, early or never, and no rank above its cap.
+
+    Returns:
+        every violation of the first layer that has any, each with rank, position and reason. It raises nothing.
     """
     return examine(plan)[0]
 

@@ -87,6 +87,7 @@ class Plan:
         costs: name or path of the cost profile.
         planner: who made it.
         seed: of the planner's search.
+        notes: lines for people.
     """
 
     lengths: tuple[int, ...]

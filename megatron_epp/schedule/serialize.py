@@ -72,7 +72,7 @@ def unpack(message: bytes) -> Plan:
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan; the file is there whole or not at all."""
+    """Write a plan; the file is there whole or not at all. Raises `PlanError`, which names the file."""
     target = Path(path)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:

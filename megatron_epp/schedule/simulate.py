@@ -154,6 +154,9 @@ def simulate(plan: Plan) -> Timeline:
     A step starts when its rank is free and everything it needs is done and its message has arrived, in the order of its
     rank's list; offloads and loads run one at a time per rank beside compute.
 
+    Returns:
+        start and end of every step in microseconds and the live bytes over time, per rank.
+
     Raises:
         PlanError: an action is missing or doubled, or the order deadlocks; then the first action each blocked rank stops at
             is named with the one it waits for.

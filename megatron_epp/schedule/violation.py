@@ -41,7 +41,12 @@ class Violation:
 
 
 def report(plan: Plan, violations: Sequence[Violation]) -> str:
-    """The grid with an arrow under each fault. Long rows are cut to the neighbourhood of the fault."""
+    """The grid with an arrow under each fault. Long rows are cut to the neighbourhood of the fault.
+
+    Args:
+        plan: what was checked.
+        violations: what `check` found; none gives one line that says that the plan is sound.
+    """
     if not violations:
         return f"sound: {plan.num_ranks} ranks, {plan.num_stages} stages, {len(plan.chunks)} chunks\n"
     lines = [f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"]
