@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_epp import cli
-from megatron_epp.mcore.args import add_epp_args
+from megatron_epp.mcore.args import _CONFLICTS, add_epp_args
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """\
@@ -16,17 +16,22 @@ HEAD = """\
 # Flags
 
 Training takes Megatron's own flags and those of the first table; in YAML they stand under `epp:` without the prefix
-(`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`). What a plan cannot honour of Megatron's flags is in
-[supported.md](supported.md).
+(`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`).
+"""
+REFUSED = """\
+## Megatron's flags that --epp refuses
+
+All that are given are named at once, with the advice. More depends on several flags together: see [supported.md](supported.md).
 """
 Row = tuple[str, str, str]
-TITLES: tuple[Row, Row] = (("flag", "default", "what it does"), ("---", "---", "---"))
+TITLES = "flag", "default", "what it does"
 
 
 def document() -> str:
     """The whole file."""
     training = add_epp_args(argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False))
-    parts = [HEAD, "## Training\n", table(rows_of(training))]
+    refused = [(code(one.flag), allowed(one.allowed), one.advice) for one in _CONFLICTS]
+    parts = [HEAD, "## Training\n", table(rows_of(training)), REFUSED, table(refused, ("flag", "but for", "advice"))]
     above: dict[Row, str] = {}
     for name, parser in commands().items():
         rows = rows_of(parser)
@@ -44,8 +49,14 @@ def commands() -> dict[str, argparse.ArgumentParser]:
     return dict(action.choices)
 
 
-def table(rows: Iterable[Row]) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in (*TITLES, *rows))
+def table(rows: Iterable[Row], titles: Row = TITLES) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ("---",) * 3, *rows))
+
+
+def allowed(values: Iterable[object]) -> str:
+    """What a flag may be; nothing where it may only be left out."""
+    said = (value for value in values if value is not None and value is not False and value != [])
+    return ", ".join(code(words(value)) for value in said)
 
 
 def rows_of(parser: argparse.ArgumentParser) -> list[Row]:
