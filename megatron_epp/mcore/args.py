@@ -318,6 +318,9 @@ def _check_values(args: argparse.Namespace) -> None:
         value = getattr(args, f"epp_{name}")
         if value is not None and value <= 0:
             raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be positive")
+    share = args.epp_fragmentation_share
+    if share is not None and not 0 <= share <= 1:
+        raise ArgumentError(f"--epp-fragmentation-share is {share}; it must be a share, 0 to 1")
     multiple = token_multiple(args)
     needed = multiple * (args.epp_slices or 1)
     if args.seq_length is not None and args.seq_length < needed:

@@ -52,7 +52,8 @@ def pipeline_costs(
     source = _stored(args)
     stored = None if source is None else load_costs(str(source))
     if isinstance(stored, PipelineCosts):
-        return _of_first(_check(stored, str(source), len(placement)))
+        share = stored.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
+        return _of_first(replace(_check(stored, str(source), len(placement)), fragmentation_share=share))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     base = profile.costs(_by_stage({number: stage.num_layers for number, stage in stages.items()}, links))
     link, offloads = Link(base.message_latency_us, base.message_us_per_byte), args.epp_offload == "on"

@@ -20,6 +20,7 @@ from megatron.training import training
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import writers
 from megatron_epp.mcore.session import Session
+from megatron_epp.planner.account import account_of
 from megatron_epp.planner.balance import imbalance
 from megatron_epp.report.facts import copies_us, host_peak_bytes, offload_share, recompute_share
 from megatron_epp.report.measured import Event, Measured
@@ -156,9 +157,17 @@ class IterationReport:
     def _log(self, line: dict[str, Any]) -> None:
         args = self.session.args
         if self.iteration % args.log_interval == 0:
+            self._log_memory()
             writers.log(line)
         if self.iteration % args.tensorboard_log_interval == 0:
             writers.write(line)
+
+    def _log_memory(self) -> None:
+        """Once per run, ahead of the first iteration's line: what the planned peaks are made of."""
+        session, plan = self.session, self.batch.plan
+        if plan is not None and session.costs is not None and not session.memory_is_told:
+            session.memory_is_told = True
+            writers.log_memory(account_of(plan, session.costs), self.iteration)
 
     def _write(self, line: dict[str, Any], measured: Measured | None) -> None:
         args = self.session.args

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
+from megatron_epp.cost import PipelineCosts
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore import fingerprints, patching
 from megatron_epp.mcore.adopt import check_adopted
@@ -62,12 +63,16 @@ class Session:
         self.stages: dict[int, MegatronStage] = {}
         """This rank's, by their number in the pipeline; empty before `attach`."""
         self.links: Links | None = None
+        self.costs: PipelineCosts | None = None
+        """Of the pipeline; None before `attach` and where nothing is planned."""
         self.host: HostMemory | None = None
         """Where activations are offloaded to; None without --epp-offload."""
         self.plan_wait_us = 0.0
         """How long the last batch was waited for."""
         self.retries = 0
         """How many iterations have run a second time, below lower caps (`lower_caps`)."""
+        self.memory_is_told = False
+        """Whether the log has said what the planned peaks are made of."""
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
         self._can_plan = threading.Event()
@@ -108,7 +113,7 @@ class Session:
                 self.host = HostMemory(device, host_cap_bytes(self.args))
 
     def _learn_costs(self, links: Links) -> None:
-        costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of)
+        costs = self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of)
         caps = gathered(self._cap_bytes(), links, min)
         if self.plans:
             assert self._planning_ranks is not None

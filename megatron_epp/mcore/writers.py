@@ -7,6 +7,9 @@ from typing import Any
 from megatron.training import global_vars
 from megatron.training.utils import print_rank_last
 
+from megatron_epp.report.memory import main_items
+from megatron_epp.schedule.account import Account
+
 _MS, _GIB = 1e3, 2**30
 
 
@@ -78,6 +81,17 @@ def log(line: dict[str, Any]) -> None:
     if line.get("oom_retries"):
         parts.append(f"retries after running out of memory: {line['oom_retries']}")
     print_rank_last(" | ".join(parts))
+
+
+def log_memory(account: Account, iteration: int) -> None:
+    """One line, on the last rank: the planned peaks, and what the highest is made of."""
+    peaks = [account.peak(rank) for rank in range(len(account.static))]
+    highest = max(range(len(peaks)), key=lambda rank: peaks[rank].num_bytes)
+    sizes = " ".join(f"{peak.num_bytes / _GIB:.3g}" for peak in peaks)
+    print_rank_last(
+        f"epp memory planned for iteration {iteration} | peak per pipeline rank (GiB): {sizes} | "
+        f"rank {highest}: {main_items(peaks[highest].items)}"
+    )
 
 
 def _peaks(line: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from megatron_epp.schedule import EppError
     [
         (["--epp-plan-budget-ms", "0"], "--epp-plan-budget-ms is 0; it must be at least 1"),
         (["--epp-plan-budget-ms", "9", "--epp-planner", "milp"], "--epp-plan-budget-ms is for --epp-planner greedy, not milp"),
+        (["--epp-fragmentation-share", "5"], "--epp-fragmentation-share is 5.0; it must be a share, 0 to 1"),
         (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
         (["--epp-recompute", "1", "--epp-planner", "milp"], "leave --epp-recompute at auto"),
         (["--epp-offload", "--epp-planner", "milp"], "--epp-offload is for --epp-planner greedy, not milp"),

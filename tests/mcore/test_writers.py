@@ -9,9 +9,11 @@ from megatron.training import global_vars
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.mcore import session, writers
-from megatron_epp.planner import Options
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.account import account_of
 from megatron_epp.planner.background import BackgroundPlanner
 from megatron_epp.planner.worker import WorkerError
+from megatron_epp.report.memory import main_items
 from megatron_epp.runtime.shortage import Shortage
 from megatron_epp.schedule import InfeasibleError
 from megatron_epp.schedule.serialize import unpack
@@ -98,6 +100,18 @@ def test_the_log_line_has_planned_beside_measured(capsys):
     line = capsys.readouterr().out
     assert "epp iteration 7 | makespan (ms): 2.0 planned, 2.5 measured" in line
     assert "planning (ms): 12.0" in line
+
+
+def test_the_planned_peaks_are_told_with_what_the_highest_is_made_of(capsys):
+    shape = ModelShape(num_layers=2, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=512)
+    costs = analytic_costs(shape, CPU, [1, 1])
+    account = account_of(plan(Problem((9000, 200), (0, 1), (UNLIMITED_BYTES,) * 2), costs), costs)
+    writers.log_memory(account, 3)
+    line = capsys.readouterr().out
+    peaks = [peak / 2**30 for peak in account.timeline.peak_bytes]
+    assert f"epp memory planned for iteration 3 | peak per pipeline rank (GiB): {peaks[0]:.3g} {peaks[1]:.3g} | rank" in line
+    assert main_items(account.peak(peaks.index(max(peaks))).items) in line
+    assert "layers that keep everything" in line
 
 
 def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both, capsys):

@@ -1,0 +1,34 @@
+"""Megatron's own estimate of memory, asked with the flags of a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_epp.cli import main
+from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.mcore.estimate import estimate
+
+
+@pytest.mark.parametrize(("model", "stages"), [("llama3-8b", 4), ("llama3-70b", 8), ("mixtral-8x7b", 4)])
+def test_weights_gradients_and_optimizer_are_as_we_count_them(model: str, stages: int):
+    flags = load_flags(model)
+    profile = analytic_profile(shape_of(flags), H100)
+    ours = profile.costs([flags["num_layers"] // stages] * stages, state_bytes_per_parameter=profile.adam_bytes(2))
+    assert estimate(flags, stages, 2, (4096, 100))["state_bytes"] == pytest.approx(ours.stages[0].static_bytes, rel=1e-3)
+
+
+def test_activations_grow_with_the_longest_sequence_alone():
+    flags = load_flags("llama3-8b")
+    short, long, more = (estimate(flags, 4, 1, lengths) for lengths in ((1000,) * 4, (2000, 1, 1, 1), (2000,) * 9))
+    assert long["activation_bytes"] == pytest.approx(2 * short["activation_bytes"])
+    assert more["activation_bytes"] == long["activation_bytes"]
+    assert (more["microbatches"], more["tokens"]) == (9, 2000)
+
+
+def test_the_command_shows_it_beside_the_plan(capsys):
+    argv = ["--lengths", "900,100", "--model", "tiny-gpt", "--stages", "2", "--quick"]
+    assert main(["memory", *argv]) == 0
+    out = capsys.readouterr().out
+    assert "Megatron's estimate" in out
+    assert "It knows no slices" in out
