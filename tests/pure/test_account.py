@@ -123,7 +123,7 @@ def test_a_pass_needs_room_for_its_messages_and_for_the_layer_that_runs():
 
 
 def by_hand(recompute: int) -> tuple[int, dict[str, int]]:
-    """A sequence of 10 tokens in two slices, on one stage of three layers: tokens of the last slice, what its backward takes."""
+    """Ten tokens in two slices, on one stage of three layers: tokens of the last slice, and what its backward takes."""
     stage = StageCosts(
         num_layers=3,
         forward=Line(10.0, 1.0),
