@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megatron_epp
-from megatron_epp import cli_doctor, cli_memory, cli_profile, cli_rehearse, cli_train
+from megatron_epp import cli_advise, cli_doctor, cli_memory, cli_profile, cli_rehearse, cli_train
 from megatron_epp.cli_compare import compare
 from megatron_epp.cli_inputs import PLANNER_NAMES, add_planner, add_problem, costs_of, count, options_of, planner, problem_of
 from megatron_epp.cli_progress import progress
@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_simulate(commands)
     _add_compare(commands)
+    _add_advise(commands)
     _add_show(commands)
     _add_profile(commands)
     _add_rehearse(commands)
@@ -133,6 +134,11 @@ def _add_compare(commands: Commands) -> None:
         metavar="NAME",
         help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more (default: all that are here)",
     )
+
+
+def _add_advise(commands: Commands) -> None:
+    purpose = "search parallel sizes for a model, a cluster and lengths, and say why the others lose"
+    cli_advise.add_arguments(_command(commands, "advise", cli_advise.run, purpose, cli_advise.EXAMPLE))
 
 
 def _add_show(commands: Commands) -> None:

@@ -74,7 +74,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--memory-cap-gb",
         "--memory-gb",
         "--epp-memory-cap-gb",
-        type=_positive_number,
+        type=positive_number,
         metavar="GB",
         help="what one rank may hold, in 2^30 bytes, weights and optimizer included "
         "(default: 90%% of the --cluster's device memory; no cap without)",
@@ -143,6 +143,15 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(costs: argparse._ArgumentGroup) -> None:
+    """Add the flags that make a model's shape, and those that say which ranks share it."""
+    add_shape(costs)
+    _count(costs, "--tensor-parallel", "--tensor-model-parallel-size", help="ranks that share a layer (default: 1)")
+    costs.add_argument("--sequence-parallel", action="store_true", help="they share the tokens between matrix products too")
+    _count(costs, "--context-parallel", "--context-parallel-size", help="ranks that share the tokens (default: 1)")
+    _count(costs, "--expert-parallel", "--expert-model-parallel-size", help="ranks that share the experts (default: 1)")
+
+
+def add_shape(costs: argparse._ArgumentGroup) -> None:
     """Add the flags that make a model's shape."""
     costs.add_argument(
         "--model", metavar="NAME|FILE", help=f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))}"
@@ -157,10 +166,6 @@ def add_model(costs: argparse._ArgumentGroup) -> None:
     _count(costs, "--experts", "--num-experts", help="experts per layer (default: none)")
     _count(costs, "--experts-per-token", "--moe-router-topk", help="experts a token passes (default: 2)")
     _count(costs, "--bytes-per-value", help="of activations: 2 for bf16, 4 for fp32 (default: 2)")
-    _count(costs, "--tensor-parallel", "--tensor-model-parallel-size", help="ranks that share a layer (default: 1)")
-    costs.add_argument("--sequence-parallel", action="store_true", help="they share the tokens between matrix products too")
-    _count(costs, "--context-parallel", "--context-parallel-size", help="ranks that share the tokens (default: 1)")
-    _count(costs, "--expert-parallel", "--expert-model-parallel-size", help="ranks that share the experts (default: 1)")
     costs.add_argument(
         "--loss-block-tokens",
         "--epp-loss-block-tokens",
@@ -181,10 +186,7 @@ def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None)
     Raises:
         EppError: the lengths, or the cluster's file, are not what they should be.
     """
-    cap_gb = args.memory_cap_gb
-    if cap_gb is None and (cluster := _cluster(args)) is not None and cluster.device_memory_gb is not None:
-        cap_gb = _HEADROOM * cluster.device_memory_gb
-    cap_bytes = UNLIMITED_BYTES if cap_gb is None else int(cap_gb * 2**30)
+    cap_bytes = cap_of(args.memory_cap_gb, _cluster(args))
     return Problem(
         lengths=lengths_of(args) if lengths is None else lengths,
         placement=tuple(range(args.stages)),
@@ -192,6 +194,13 @@ def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None)
         token_multiple=args.token_multiple,
         forward_only=args.forward_only,
     )
+
+
+def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
+    """Bytes that a rank may hold: as given, or most of the cluster's device memory."""
+    if given_gb is None and cluster is not None and cluster.device_memory_gb is not None:
+        given_gb = _HEADROOM * cluster.device_memory_gb
+    return UNLIMITED_BYTES if given_gb is None else int(given_gb * 2**30)
 
 
 def options_of(args: argparse.Namespace, planner: str) -> Options:
@@ -334,7 +343,8 @@ def _share(text: str) -> float:
     return value
 
 
-def _positive_number(text: str) -> float:
+def positive_number(text: str) -> float:
+    """A number above 0, as argparse reads it."""
     try:
         value = float(text)
     except ValueError:

@@ -10,10 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_epp import sequence_lengths
 from megatron_epp.schedule.errors import EppError
 
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
+LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
+"""Lengths to draw where there is no file."""
+_DRAWN = 512
+SOURCES = (
+    "tokens of every sequence: a file with one number per line (commas and spaces will do), a Megatron .idx file, - for "
+    f"stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those"
+)
+"""What `read_lengths` takes, as help says it."""
 
 
 def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
@@ -26,8 +35,7 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
         action="append" if several else "store",
         required=True,
         metavar="FILE|N,N,...",
-        help="tokens of every sequence: a file with one number per line (commas and spaces will do), a Megatron .idx file, "
-        f"- for stdin, or the numbers themselves{repeat}",
+        help=f"{SOURCES} ({_DRAWN} without --batch-size){repeat}",
     )
     batch.add_argument(
         "--context", type=_whole, metavar="N", help="longer sequences are cut to this many tokens (default: none)"
@@ -49,14 +57,15 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
 
 def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
     """The one batch. Raises `EppError`."""
-    return _cut(_read(args.lengths), args.context)[: args.batch_size]
+    return _cut(read_lengths(args.lengths, args.batch_size), args.context)[: args.batch_size]
 
 
 def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
     """Name and lengths of every batch. Raises `EppError`."""
     batches = []
     for source in args.lengths:
-        lengths, size = _cut(_read(source), args.context), args.batch_size
+        size = args.batch_size
+        lengths = _cut(read_lengths(source, size and size * args.batches), args.context)
         if size is None:
             batches.append((source, lengths))
             continue
@@ -66,7 +75,19 @@ def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
     return batches
 
 
-def _read(source: str) -> tuple[int, ...]:
+def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[int, ...]:
+    """Lengths that ``--lengths`` names.
+
+    Args:
+        source: a file, - for stdin, numbers, or a name in `LIKE`; a file of that name wins.
+        count: of lengths to draw where it is a name; None for a batch of common size.
+        seed: of the draw.
+
+    Raises:
+        EppError: it is none of these, or holds no lengths.
+    """
+    if source in LIKE and not Path(source).is_file():
+        return tuple(LIKE[source](count or _DRAWN, seed).tolist())
     if re.fullmatch(r"[\d,\s]+", source):
         return _numbers(source, f"--lengths {source}")
     if source == "-":
@@ -74,7 +95,9 @@ def _read(source: str) -> tuple[int, ...]:
     path = Path(source)
     if not path.is_file():
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
-        raise EppError(f"--lengths {source}: there is no such file, and {wrong!r} is not a number of tokens")
+        raise EppError(
+            f"--lengths {source}: there is no such file, and {wrong!r} is not a number of tokens, nor one of {', '.join(LIKE)}"
+        )
     if path.suffix == ".idx":
         return _index(path)
     return _numbers(path.read_text(encoding="utf-8", errors="replace"), f"--lengths {source}")

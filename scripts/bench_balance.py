@@ -20,9 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import sequence_lengths
 from planner_suite import Case
 
+from megatron_epp import sequence_lengths
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.balance import Division, by_count, divide, sequence_work
 from megatron_epp.planner.estimate import estimate_us

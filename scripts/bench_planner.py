@@ -24,13 +24,13 @@ from planner_report import markdown
 from planner_runs import BATCHES, RunCase, run_row
 from planner_small import LEVERS, small
 from planner_suite import OURS, RIVALS, Case, all_cases, row, sampled_cases
-from sequence_lengths import wikipedia
 
 from megatron_epp.cost import H100, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.baselines.fixed import FIXED
 from megatron_epp.schedule import InfeasibleError
+from megatron_epp.sequence_lengths import wikipedia
 
 FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_planner"
 TIE = 0.005

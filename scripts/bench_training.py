@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sequence_lengths import wikipedia
 from training_runs import ROOT, Run, machine, pipeline_size, tiny_gpt, train, write_documents
+
+from megatron_epp.sequence_lengths import wikipedia
 
 FOLDER = ROOT / "runs" / "bench_training"
 

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import sequence_lengths
 from planner_suite import ALL_LEVERS, OURS, SEQUENCES, Case, facts, where_the_time_goes
 
+from megatron_epp import sequence_lengths
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.baselines.fixed import FIXED, fixed_run

@@ -10,8 +10,8 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import sequence_lengths
 
+from megatron_epp import sequence_lengths
 from megatron_epp.cost import ModelShape, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.planner import Options, Problem, plan

@@ -24,15 +24,25 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 """Where shipped files are: inside an installed package, or beside the package in a checkout."""
 _VOCABULARY_MULTIPLE = 128
+DEVICES_PER_NODE = 8
+"""Where a cluster file does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A kind of machine. device_memory_gb: of one device, in 2^30 bytes; None where it sets no cap."""
+    """A kind of machine.
+
+    Attributes:
+        name: of its file.
+        rates: of one device, and of the links between devices.
+        device_memory_gb: of one device, in 2^30 bytes; None where it sets no cap.
+        devices_per_node: that reach each other at `rates.exchange_bytes`; all others do at `rates.message_bytes`.
+    """
 
     name: str
     rates: Rates
     device_memory_gb: float | None
+    devices_per_node: int = DEVICES_PER_NODE
 
 
 def shipped(kind: str) -> list[str]:
@@ -67,14 +77,18 @@ def load_cluster(name: str) -> Cluster:
     path = find("clusters", name)
     entries = _mapping(path)
     base, memory = entries.pop("rates", "h100"), entries.pop("device_memory_gb", None)
+    node = entries.pop("devices_per_node", DEVICES_PER_NODE)
     if base not in RATES:
         raise EppError(f"{path}: rates {base!r}; give one of {', '.join(RATES)}")
+    if not isinstance(node, int) or node < 1:
+        raise EppError(f"{path}: devices_per_node is {node!r}; it must be a whole number from 1")
     known = {field.name for field in fields(Rates)} - {"name"}
     if unknown := sorted(set(entries) - known):
-        raise EppError(f"{path}: unknown {', '.join(unknown)}; there are device_memory_gb, rates, {', '.join(sorted(known))}")
+        there = ", ".join(("device_memory_gb", "devices_per_node", "rates", *sorted(known)))
+        raise EppError(f"{path}: unknown {', '.join(unknown)}; there are {there}")
     numbers = {key: _number(path, key, value) for key, value in entries.items()}
     rates = replace(RATES[base], name=path.stem, **numbers)
-    return Cluster(path.stem, rates, None if memory is None else _number(path, "device_memory_gb", memory))
+    return Cluster(path.stem, rates, None if memory is None else _number(path, "device_memory_gb", memory), node)
 
 
 def load_costs(name: str) -> Profile | PipelineCosts:

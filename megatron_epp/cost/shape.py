@@ -106,7 +106,14 @@ class ModelShape:
     def layer_parameters_on_rank(self) -> float:
         """Those that one rank holds of a layer."""
         experts = 0 if self.num_experts is None else self.num_experts * self.mlp_parameters
-        return (self.layer_parameters - experts + experts / self.expert_parallel) / self.tensor_parallel
+        return (self.layer_parameters - experts) / self.tensor_parallel + self.expert_parameters_on_rank
+
+    @property
+    def expert_parameters_on_rank(self) -> float:
+        """Of these, the experts'."""
+        if self.num_experts is None:
+            return 0.0
+        return self.num_experts * self.mlp_parameters / (self.expert_parallel * self.tensor_parallel)
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -184,6 +191,11 @@ class ModelShape:
         tensor, expert = (1 - 1 / n for n in (self.tensor_parallel, self.expert_parallel))
         residual = self.hidden_size * self.bytes_per_value / self.context_parallel
         return 2 * tensor * residual + expert * self.routed_bytes_per_token
+
+    @property
+    def tensor_exchanged_bytes_per_token(self) -> float:
+        """What of `exchanged_bytes_per_token` goes between tensor-parallel ranks."""
+        return 4 * (1 - 1 / self.tensor_parallel) * self.hidden_size * self.bytes_per_value / self.context_parallel
 
     @property
     def exchanged_bytes_per_token(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_epp.cost import Costs
+from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.order import elastic_1f1b
@@ -12,6 +13,7 @@ from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search import FEW, FIRST, LEAST, LISTED
 from megatron_epp.planner.trials import Trials
 from megatron_epp.planner.unsliced import plainly
+from megatron_epp.schedule import Plan
 
 CHUNKS_PER_RANK = (12, 6, 3, 24)
 """Grains from coarse to fine, a middling one first."""
@@ -26,6 +28,15 @@ def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
         PlanError: the arguments make no sense.
         InfeasibleError: this plan fits no cap; another may.
     """
+    return _few(problem, costs, options).best_us
+
+
+def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
+    """The plan whose makespan `estimate_us` gives. Raises what it raises."""
+    return build_plan(problem, costs, options, _few(problem, costs, options).result())
+
+
+def _few(problem: Problem, costs: Costs, options: Options) -> Trials:
     validate(problem, costs, options)
     chunker = Chunker.of(problem, costs, options.chunk_tokens)
     grains = [chunker.grain(chunks=count * problem.num_ranks) for count in CHUNKS_PER_RANK]
@@ -40,4 +51,4 @@ def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
     for table in tables if trials.best is None else ():
         trials.better(table, LEAST if straight else (Listing(0),))
     trials.result()
-    return trials.best_us
+    return trials

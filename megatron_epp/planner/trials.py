@@ -104,5 +104,6 @@ def infeasible(problem: Problem, least_cap: int) -> InfeasibleError:
     return InfeasibleError(
         f"no plan fits a memory cap of {min(problem.cap_bytes)} bytes per rank: the least that would do is "
         f"{least_cap} bytes ({gib:.2f} GiB).\n"
-        f"Raise --epp-memory-cap-gb to {gib:.2f}, or lower --epp-chunk-tokens or --seq-length."
+        f"Raise --epp-memory-cap-gb to {gib:.2f}, or lower --epp-chunk-tokens or --seq-length.",
+        least_cap,
     )

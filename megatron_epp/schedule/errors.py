@@ -10,4 +10,12 @@ class PlanError(EppError):
 
 
 class InfeasibleError(EppError):
-    """No plan fits the limits. The message names the smallest limit that would do, or the flag to change."""
+    """No plan fits the limits. The message names the smallest limit that would do, or the flag to change.
+
+    Attributes:
+        least_cap_bytes: the smallest memory cap that would do; 0 where the limit is another.
+    """
+
+    def __init__(self, message: str, least_cap_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_cap_bytes = least_cap_bytes

@@ -5,7 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_epp.advice.layout import Layout
+from megatron_epp.advice.question import Question
+from megatron_epp.advice.recipe import recipe_text
+from megatron_epp.cost.library import load_cluster, load_flags
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.settings import SettingsError, load_settings
 from megatron_epp.mcore import flags
@@ -32,6 +38,35 @@ def test_a_recipe_parses_with_elastic_plans_on(parser, recipe):
     assert args.epp_memory_cap_gb == settings["epp"].get("memory_cap_gb")
     assert args.save == args.load, "a run that is started again goes on"
     assert not args.finetune
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, 2, 4, 1, layers=(9, 9, 8, 6)),
+        Layout(1, 1, 2, 8, virtual=2, placement="v", layers=(8, 8, 8, 8)),
+        Layout(1, 1, 2, 2, virtual=2, placement="v", layers=(9, 8, 8, 7)),
+        Layout(4, 1, 1, 4, layers=(32,)),
+    ],
+    ids=lambda layout: layout.name,
+)
+@pytest.mark.parametrize("model", ["llama3-8b", None], ids=["shipped model", "own model"])
+def test_a_recipe_of_advice_parses_and_has_the_layers_of_its_stages(parser, layout, model, tmp_path):
+    asked = Question(load_flags("llama3-8b"), load_cluster("h100x8"), layout.devices, 72 << 30, (300,) * 64, 8192)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(recipe_text(asked, layout, model, "300"))
+    args = parsed(parser, recipe)
+    assert args.epp
+    assert args.num_layers == 32
+    assert args.tensor_model_parallel_size == layout.tensor
+    assert args.sequence_parallel == (layout.tensor > 1)
+    assert args.epp_placement == layout.placement
+    if args.pipeline_model_parallel_layout is None:
+        assert len(set(layout.layers)) == 1
+        assert (args.num_virtual_stages_per_pipeline_rank or 1) == layout.virtual
+    else:
+        stages = PipelineParallelLayerLayout.parse_str_to_list(args.pipeline_model_parallel_layout)
+        assert tuple(stage.count(LayerType.decoder) for stage in stages) == layout.layers
 
 
 def test_switches_values_and_lists_reach_megatron_as_given(parser):

@@ -78,7 +78,8 @@ class Contest:
         raise InfeasibleError(
             f"no plan of {self.options.planner!r} fits a memory cap of {min(self.problem.cap_bytes)} bytes per rank: the least "
             f"that would do is {self.needed_bytes} bytes ({gib:.2f} GiB).\n"
-            f"Raise --epp-memory-cap-gb to {gib:.2f}, lower --seq-length, or use --epp-planner greedy."
+            f"Raise --epp-memory-cap-gb to {gib:.2f}, lower --seq-length, or use --epp-planner greedy.",
+            self.needed_bytes,
         )
 
 

@@ -1,8 +1,13 @@
-"""Lengths of sequences as corpora have them, drawn deterministically: what the benchmarks run on."""
+"""Lengths of sequences as corpora have them, drawn deterministically: for benchmarks and for advice without data at hand."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
+
+Lengths = NDArray[np.integer[Any]]
 
 # Quantiles of the token counts of 250,000 Wikipedia articles (mean 1,009): most are short, a few are very long.
 WIKIPEDIA = (
@@ -12,32 +17,32 @@ WIKIPEDIA = (
 )  # fmt: skip
 
 
-def wikipedia(count: int, seed: int) -> np.ndarray:
+def wikipedia(count: int, seed: int) -> Lengths:
     """From the quantile table, log-linear between its points."""
     shares, lengths = zip(*WIKIPEDIA, strict=True)
     return np.exp(np.interp(np.random.RandomState(seed).rand(count), shares, np.log(lengths))).astype(int)
 
 
-def code(count: int, seed: int) -> np.ndarray:
+def code(count: int, seed: int) -> Lengths:
     """Like repositories: a log-normal body of files (median 2,000) and one in twenty a Pareto tail from 16,384 up."""
     draw = np.random.RandomState(seed)
     body, tail = 2000 * np.exp(1.3 * draw.randn(count)), 16384 * (1 + draw.pareto(0.8, count))
     return np.where(draw.rand(count) < 0.95, body, tail).clip(1, 1 << 24).astype(int)
 
 
-def chat(count: int, seed: int) -> np.ndarray:
+def chat(count: int, seed: int) -> Lengths:
     """Bimodal: short dialogues (median 600), and one in sixteen with long documents in it (median 60,000)."""
     draw = np.random.RandomState(seed)
     short, long = 600 * np.exp(0.6 * draw.randn(count)), 60000 * np.exp(1.0 * draw.randn(count))
     return np.where(draw.rand(count) < 15 / 16, short, long).clip(1, 1 << 24).astype(int)
 
 
-def equal(count: int, seed: int, tokens: int = 8192) -> np.ndarray:
+def equal(count: int, seed: int, tokens: int = 8192) -> Lengths:
     """All the same."""
     return np.full(count, tokens)
 
 
-def whale(count: int, seed: int) -> np.ndarray:
+def whale(count: int, seed: int) -> Lengths:
     """One of a million tokens beside tiny ones."""
     lengths = np.random.RandomState(seed).randint(20, 400, count)
     lengths[0] = 1 << 20

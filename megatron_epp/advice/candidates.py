@@ -1,0 +1,129 @@
+"""The layouts worth a look, and what is ruled out before any planning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_epp.advice.judge import Refusal
+from megatron_epp.advice.layout import Layout
+from megatron_epp.advice.question import Question
+from megatron_epp.schedule import EppError
+
+
+def candidates(question: Question) -> tuple[list[Layout], list[Refusal]]:
+    """All layouts with one stage on each rank and even layers, and the sizes that were refused.
+
+    Tensor- and context-parallel sizes are powers of two. Tensor parallelism stays inside a node; the pipeline takes any divisor
+    of the devices.
+    """
+    layouts: list[Layout] = []
+    refused: dict[str, str] = {}
+    for tensor in _sizes(question, "tensor", _powers(question.devices)):
+        if why := _tensor_refusal(question, tensor):
+            refused.setdefault(*why)
+            continue
+        for context in _sizes(question, "context", _powers(question.devices // tensor)):
+            heads = int(question.flags["num_attention_heads"])
+            if heads % (tensor * context):
+                refused.setdefault("TP x CP", f"{tensor * context} ranks cannot share attention heads ({heads})")
+                continue
+            for pipeline in _sizes(question, "pipeline", _divisors(question.devices // (tensor * context))):
+                ranks = tensor * context * pipeline
+                if question.devices % ranks:
+                    continue
+                layout = Layout(tensor, context, pipeline, question.devices // ranks)
+                if named := _layout_refusal(question, layout):
+                    refused.setdefault(*named)
+                    continue
+                layouts += _with_experts(question, replace(layout, layers=question.layers(layout, "even")))
+    return layouts, [Refusal(name, why) for name, why in refused.items()]
+
+
+def variants(question: Question, layout: Layout) -> Iterator[Layout]:
+    """The same parallel sizes with layers balanced, and with two stages on every rank, looped and there and back."""
+    if layout.pipeline < 2:
+        return
+    stages = _sizes(question, "virtual", [1, 2])
+    if 1 in stages:
+        balanced = question.layers(layout, "balanced")
+        if balanced != layout.layers and min(balanced) > 0:
+            yield replace(layout, layers=balanced)
+    num_layers = int(question.flags["num_layers"])
+    for virtual in stages:
+        if virtual == 1 or layout.pipeline * virtual > num_layers:
+            continue
+        for placement in ("looped", "v"):
+            several = replace(layout, virtual=virtual, placement=placement)
+            yield replace(several, layers=question.layers(several, "even"))
+
+
+def _tensor_refusal(question: Question, tensor: int) -> tuple[str, str] | None:
+    """The size that rules tensor parallelism out, and why."""
+    node, groups = question.cluster.devices_per_node, question.flags.get("num_query_groups")
+    heads = int(question.flags["num_attention_heads"])
+    if tensor > node:
+        return f"TP above {node}", f"the exchanges of every layer would leave a node of {node} devices"
+    if heads % tensor:
+        return f"TP {tensor}", f"{tensor} ranks cannot share attention heads ({heads})"
+    if question.flags.get("group_query_attention") and groups and groups % tensor:
+        return f"TP {tensor}", f"{tensor} ranks cannot share key and value heads ({groups})"
+    return None
+
+
+def _layout_refusal(question: Question, layout: Layout) -> tuple[str, str] | None:
+    """The size that rules a layout out, and why."""
+    num_layers, batch = int(question.flags["num_layers"]), len(question.lengths)
+    if layout.pipeline > num_layers:
+        return f"PP above {num_layers}", f"there are {num_layers} layers only"
+    if batch % layout.data:
+        return f"DP {layout.data}", f"a global batch of {batch} does not divide over {layout.data} replicas"
+    return None
+
+
+def _with_experts(question: Question, layout: Layout) -> list[Layout]:
+    """With every expert-parallel size that shares experts among ranks of one node."""
+    experts = question.flags.get("num_experts")
+    if not experts:
+        return [layout]
+    room = min(question.cluster.devices_per_node // layout.tensor, layout.context * layout.data)
+    sizes = _sizes(question, "expert", [size for size in _powers(room) if experts % size == 0])
+    holders = layout.context * layout.data
+    return [replace(layout, expert=size) for size in sizes if holders % size == 0 and _in_whole_teams(layout, size)]
+
+
+def _in_whole_teams(layout: Layout, expert: int) -> bool:
+    """Context-parallel ranks share experts among themselves, or all of them with those of other replicas."""
+    return layout.context % expert == 0 or (expert % layout.context == 0 and layout.data % (expert // layout.context) == 0)
+
+
+def _sizes(question: Question, name: str, usual: list[int]) -> list[int]:
+    return [question.fixed[name]] if name in question.fixed else usual
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(max(1, most).bit_length())]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def check_devices(question: Question) -> None:
+    """Raise `EppError` where the devices make no whole nodes, or fixed sizes do not divide them."""
+    node, devices = question.cluster.devices_per_node, question.devices
+    if devices > node and devices % node:
+        less = devices // node * node
+        raise EppError(
+            f"--devices {devices} are no whole nodes of {node} ({question.cluster.name}): give {less} or {less + node}, or a "
+            "cluster file with another devices_per_node"
+        )
+    ranks = 1
+    for name in ("tensor", "context", "pipeline"):
+        ranks *= question.fixed.get(name, 1)
+    if devices % ranks:
+        sizes = " x ".join(f"--{name}-parallel {question.fixed[name]}" for name in question.fixed if name in _FIXABLE)
+        raise EppError(f"--devices {devices} do not divide by {sizes}: a replica takes {ranks}, so give a multiple of {ranks}")
+
+
+_FIXABLE = ("tensor", "context", "pipeline")

@@ -1,0 +1,237 @@
+"""What a layout takes: whether it fits, and the parts of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megatron_epp.advice.layout import Layout
+from megatron_epp.advice.question import Question
+from megatron_epp.cost import Costs
+from megatron_epp.cost.analytic import MICROSECONDS
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.balance import Share, by_count, divide, sequence_work
+from megatron_epp.planner.estimate import estimate_us, rough_plan
+from megatron_epp.planner.matched import plan_matched
+from megatron_epp.report.facts import busy_us
+from megatron_epp.schedule import InfeasibleError, Plan
+
+PLAIN = (("1f1b-padded", 1), *(("1f1b-packed", rows) for rows in (1, 2, 4, 8)))
+"""Megatron's own 1F1B: planners, and how many contexts long a microbatch may be."""
+_EXCHANGES = 8
+"""Between replicas, judged by estimates, before their shares are planned."""
+_PLANNED = 4
+"""Replicas of a layout that are planned at most, those that are estimated to take longest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Where the time of a step goes, in microseconds, on the mean over all devices.
+
+    Attributes:
+        compute_us: work with nothing done twice, exchanges apart.
+        exchange_us: between the ranks that share a layer.
+        recompute_us: of what backward runs again.
+        bubble_us: in which ranks of a pipeline wait for each other.
+        waiting_us: in which replicas wait for the slowest.
+        reduction_us: of gradients, and gathering of weights.
+    """
+
+    compute_us: float
+    exchange_us: float
+    recompute_us: float
+    bubble_us: float
+    waiting_us: float
+    reduction_us: float
+
+    @property
+    def step_us(self) -> float:
+        return float(sum(getattr(self, part.name) for part in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A layout that fits.
+
+    Attributes:
+        layout: that was judged.
+        parts: of its step.
+        plan: of its slowest replica.
+        is_exact: as training would plan; a few plans were tried, otherwise.
+    """
+
+    layout: Layout
+    parts: Parts
+    plan: Plan
+    is_exact: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.plan.predicted.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What cannot run.
+
+    Attributes:
+        name: of a layout, or of a size that all of several have.
+        why: in words, with numbers.
+        needed_bytes: of memory that would do; 0 where memory is not the reason.
+        layout: where it is one.
+        is_static: weights and optimizer alone are too large.
+    """
+
+    name: str
+    why: str
+    needed_bytes: int = 0
+    layout: Layout | None = None
+    is_static: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Megatron's 1F1B at a layout.
+
+    Attributes:
+        layout: with one stage on each rank.
+        planner: that made it.
+        contexts: that a microbatch may be long.
+        step_us: time of a step.
+    """
+
+    layout: Layout
+    planner: str
+    contexts: int
+    step_us: float
+
+
+def misfit(question: Question, layout: Layout) -> Refusal | None:
+    """Why weights and optimizer, or a sequence as long as the context, do not fit; None where they do."""
+    costs, cap = question.costs(layout), question.cap_bytes
+    static = [0] * layout.pipeline
+    for stage, rank in enumerate(layout.rank_of):
+        static[rank] += costs.static_bytes(stage)
+    if max(static) > cap:
+        why = f"weights and optimizer alone need {gib(max(static))} of {gib(cap)}"
+        return Refusal(layout.name, why, max(static), layout, is_static=True)
+    problem = question.problem(layout, (question.context,))
+    try:
+        about_us(question, layout, costs, problem.lengths)
+    except InfeasibleError as error:
+        needed = error.least_cap_bytes
+        why = f"a sequence of {question.context:,} tokens needs {gib(needed)} of {gib(cap)}, "
+        return Refusal(layout.name, why + f"{gib(max(static))} of it for weights and optimizer", needed, layout)
+    return None
+
+
+def about_us(question: Question, layout: Layout, costs: Costs, lengths: tuple[int, ...]) -> float:
+    """An estimate, or where that does not fit a plan. Raises `InfeasibleError`."""
+    problem = question.problem(layout, lengths)
+    try:
+        return estimate_us(problem, costs, question.options)
+    except InfeasibleError:
+        return plan(problem, costs, question.options).predicted.makespan_us
+
+
+def shares_by_work(question: Question, layout: Layout) -> tuple[Share, ...]:
+    """The batch shared out by work alone, the most laden replica first. It depends on little but the number of replicas."""
+    problem, costs = question.problem(layout, question.lengths), question.costs(layout)
+    work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
+    alone = tuple((replica,) for replica in range(layout.data))
+    shares = divide(problem, costs, alone, lambda team: sum(work_us[length] for length in team[0]), tries=0).shares
+    loads = [sum(work_us[question.lengths[at]] for at in share) for share in shares]
+    return tuple(shares[r] for r in sorted(range(layout.data), key=lambda r: (-loads[r], r)))
+
+
+def roughly(question: Question, layout: Layout, shares: Sequence[Share]) -> Entry:
+    """Judge by a rough plan of the most laden replica, which comes first. Raises `InfeasibleError`."""
+    costs = question.costs(layout)
+    problem = question.problem(layout, tuple(question.lengths[at] for at in shares[0]))
+    try:
+        made = rough_plan(problem, costs, question.options)
+    except InfeasibleError:
+        made = plan(problem, costs, question.options)
+    work_us = sequence_work(question.problem(layout, question.lengths), costs)
+    loads = [sum(work_us[at] for at in share) for share in shares]
+    mean = sum(loads) / len(loads) / max(loads)
+    return Entry(layout, _parts(question, layout, made, mean), made, is_exact=False)
+
+
+def exactly(question: Question, layout: Layout) -> Entry:
+    """Judge by the plans that training would run. Raises `InfeasibleError`."""
+    costs = question.costs(layout)
+    problem = question.problem(layout, question.lengths)
+    division = divide(
+        problem,
+        costs,
+        layout.teams,
+        lambda team: max(about_us(question, layout, costs, lengths) for lengths in team),
+        _EXCHANGES,
+    )
+    times_us = division.makespan_us
+    slowest: Plan | None = None
+    for team in sorted(layout.teams, key=lambda team: (-times_us[team[0]], team))[:_PLANNED]:
+        if slowest is not None and times_us[team[0]] <= slowest.predicted.makespan_us:
+            break
+        batches = [tuple(question.lengths[at] for at in division.shares[replica]) for replica in team]
+        problems = [question.problem(layout, lengths) for lengths in batches]
+        if len(problems) > 1:
+            plans = plan_matched(problems, costs, question.options)
+        else:
+            plans = (plan(problems[0], costs, question.options),)
+        slowest = max((*([slowest] if slowest else []), *plans), key=lambda made: made.predicted.makespan_us)
+    assert slowest is not None  # there is always one
+    mean = sum(times_us) / len(times_us) / max(times_us)
+    return Entry(layout, _parts(question, layout, slowest, mean), slowest, is_exact=True)
+
+
+def plain(question: Question, layout: Layout, shares: Sequence[Share]) -> Plain | None:
+    """Megatron's 1F1B with the better of its ways to fill microbatches; None where neither fits.
+
+    Kinder than the original: of sharing out the batch by count and by work, which Megatron does not do, the better counts.
+    """
+    costs, best = question.costs(layout), None
+    work_us = sequence_work(question.problem(layout, question.lengths), costs)
+    dealt = [by_count(len(question.lengths), replica, layout.data) for replica in range(layout.data)]
+    heaviest = max(dealt, key=lambda share: sum(work_us[at] for at in share))
+    for planner, contexts in PLAIN:
+        for share in dict.fromkeys((heaviest, tuple(sorted(shares[0])))):
+            problem = question.problem(layout, tuple(question.lengths[at] for at in share))
+            try:
+                made = plan(problem, costs, Options(planner=planner, context=contexts * question.context))
+            except InfeasibleError:
+                continue
+            step_us = made.predicted.makespan_us + question.reduction_us(layout)
+            if best is None or step_us < best.step_us:
+                best = Plain(layout, planner, contexts, step_us)
+    return best
+
+
+def _parts(question: Question, layout: Layout, made: Plan, mean: float) -> Parts:
+    """Parts of a step.
+
+    Args:
+        made: of the slowest replica.
+        mean: time of all replicas on the mean, over that of the slowest.
+    """
+    shape, rates, ranks = question.shape(layout), question.rates(layout), made.num_ranks
+    makespan_us = made.predicted.makespan_us
+    busy = sum(busy_us(made, rank) for rank in range(ranks)) / ranks
+    recompute_us = sum(map(sum, made.recompute_us)) / ranks
+    passes = 2 * shape.num_layers / layout.pipeline
+    moved_bytes = sum(made.lengths) * shape.exchanged_bytes_per_token * passes
+    exchange_us = min(busy - recompute_us, MICROSECONDS * moved_bytes / rates.exchange_bytes)
+    return Parts(
+        compute_us=mean * (busy - recompute_us - exchange_us),
+        exchange_us=mean * exchange_us,
+        recompute_us=mean * recompute_us,
+        bubble_us=mean * max(0.0, makespan_us - busy),
+        waiting_us=(1 - mean) * makespan_us,
+        reduction_us=question.reduction_us(layout),
+    )
+
+
+def gib(num_bytes: float) -> str:
+    """``71.5 GiB``."""
+    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -1,0 +1,99 @@
+"""A layout: the parallel sizes of a run, the stages of a rank and the layers of a stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """How a model and a batch are spread over devices.
+
+    Attributes:
+        tensor, context, pipeline, data: parallel sizes; their product is the number of devices.
+        expert: ranks that share experts; they are among the context- and data-parallel ones.
+        virtual: stages on each rank.
+        placement: of the stages where a rank has several, as ``--epp-placement`` takes it.
+        layers: of every stage, in the model's order.
+    """
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    expert: int = 1
+    virtual: int = 1
+    placement: Literal["looped", "v"] = "looped"
+    layers: tuple[int, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.virtual
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The pipeline rank of every stage."""
+        ranks = []
+        for stage in range(self.num_stages):
+            lap, rank = divmod(stage, self.pipeline)
+            ranks.append(self.pipeline - 1 - rank if self.placement == "v" and lap % 2 else rank)
+        return tuple(ranks)
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Of every stage, how many of the one before and the one after are on other ranks."""
+        apart = [0, *(int(here != there) for here, there in pairwise(self.rank_of)), 0]
+        return tuple(before + after for before, after in pairwise(apart))
+
+    @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """Replicas that share experts: context-parallel ranks do so first."""
+        size = max(1, self.expert // self.context)
+        return tuple(tuple(range(first, first + size)) for first in range(0, self.data, size))
+
+    @property
+    def name(self) -> str:
+        """``TP 2 CP 1 PP 4 DP 8``, and what is not usual about it."""
+        words = [f"TP {self.tensor} CP {self.context} PP {self.pipeline} DP {self.data}"]
+        words += [f"EP {self.expert}"] * (self.expert > 1)
+        words += [f"VPP {self.virtual} {self.placement}"] * (self.virtual > 1)
+        words += [f"layers {self.layers_text}"] * (len(set(self.layers)) > 1)
+        return " ".join(words)
+
+    @property
+    def layers_text(self) -> str:
+        """``4x8``, or ``9 2x8 7``."""
+        runs = [(len(list(same)), count) for count, same in groupby(self.layers)]
+        return " ".join(f"{times}x{count}" if times > 1 else str(count) for times, count in runs)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Megatron's flags for it, with underscores."""
+        flags: dict[str, Any] = {
+            "tensor_model_parallel_size": self.tensor,
+            "sequence_parallel": self.tensor > 1,
+            "context_parallel_size": self.context,
+            "pipeline_model_parallel_size": self.pipeline,
+        }
+        if self.expert > 1:
+            flags["expert_model_parallel_size"] = self.expert
+        if len(set(self.layers)) > 1:
+            flags["pipeline_model_parallel_layout"] = self._stages_text()
+        elif self.virtual > 1:
+            flags["num_virtual_stages_per_pipeline_rank"] = self.virtual
+        return flags | {"use_distributed_optimizer": True}
+
+    def _stages_text(self) -> str:
+        """``Et*7|t*8|t*7L``: embedding, layers and loss of every stage, as Megatron writes it."""
+        last = len(self.layers) - 1
+        stages = []
+        for stage, count in enumerate(self.layers):
+            layers = f"t*{count}" if count > 1 else "t" * count
+            stages.append("E" * (stage == 0) + layers + "L" * (stage == last))
+        return "|".join(stages)

@@ -1,0 +1,109 @@
+"""A layout as flags to paste, and as a recipe for ``megatron-epp train -c``."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import Any
+
+from megatron_epp.advice.layout import Layout
+from megatron_epp.advice.question import Question
+from megatron_epp.planner import UNLIMITED_BYTES
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
+_EXAMPLES = {
+    "train_iters": 1000,
+    "lr": 1e-4,
+    "min_lr": 1e-5,
+    "lr_decay_style": "cosine",
+    "clip_grad": 1.0,
+    "eval_iters": 0,
+}
+_WIDTH = 112
+"""Of a line of flags."""
+_OURS_TO_SAY = """\
+# Sizes are those that `megatron-epp advise` found best for {lengths}, in batches of {batch}.
+# Learning rate, iterations and folders are examples: set your own.{defaults}
+"""
+_DEFAULTS = " The model has Megatron's defaults where nothing is said."
+
+
+def megatron_settings(question: Question, layout: Layout) -> dict[str, Any]:
+    """Megatron's flags for the layout and the batch, with underscores."""
+    return layout.settings | {
+        "micro_batch_size": 1,
+        "global_batch_size": len(question.lengths),
+        "seq_length": question.context,
+        "max_position_embeddings": question.context,
+    }
+
+
+def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
+    """Those of this package, without the prefix."""
+    ours: dict[str, Any] = {}
+    if question.cap_bytes < UNLIMITED_BYTES:
+        ours["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
+    if layout.virtual > 1 and layout.placement == "v":
+        ours["placement"] = "v"
+    return ours
+
+
+def flags_text(question: Question, layout: Layout) -> str:
+    """As a command line takes them, over several lines."""
+    ours = {f"epp_{name}": value for name, value in epp_settings(question, layout).items()}
+    lines = [""]
+    for name, value in (megatron_settings(question, layout) | {"epp": True} | ours).items():
+        flag = shlex.join(_flag(name, value))
+        if len(lines[-1]) + len(flag) > _WIDTH:
+            lines.append("")
+        lines[-1] = " ".join(filter(None, (lines[-1], flag)))
+    return " \\\n".join(lines)
+
+
+def recipe_text(question: Question, layout: Layout, model: str | None, lengths: str) -> str:
+    """A recipe in YAML.
+
+    Args:
+        model: the name of a shipped model; None writes its flags out.
+        lengths: where they came from.
+    """
+    import yaml  # type: ignore[import-untyped,unused-ignore]
+
+    node = question.cluster.devices_per_node
+    nodes, has_tokenizer = max(1, question.devices // node), "tokenizer_type" in question.flags
+    launch = {"name": f"advised-{question.devices}", "nodes": f"${{NNODES:{nodes}}}"}
+    body: dict[str, Any] = {
+        "include": ["base", *([] if model is None else [f"models/{model}"]), *([] if has_tokenizer else ["data/documents"])],
+        "cluster": question.cluster.name,
+        "launch": launch | {"processes_per_node": min(node, question.devices)},
+        "megatron": _EXAMPLES | ({} if model is not None else without_sizes(question.flags)),
+        "epp": epp_settings(question, layout),
+    }
+    if nodes > 1:
+        body["launch"]["master_port"] = "${MASTER_PORT:29500}"
+    if has_tokenizer:
+        body["megatron"]["data_path"] = "${DATA_PATH:documents/text}"
+    if math.isinf(question.cluster.rates.exchange_bytes):  # no links between devices: ranks are processes of one host
+        body["megatron"]["distributed_backend"] = "gloo"
+    body["megatron"] |= megatron_settings(question, layout)
+    batch = f"{len(question.lengths)} sequences of up to {question.context:,} tokens"
+    text: str = yaml.safe_dump(body, sort_keys=False, allow_unicode=True)
+    return _OURS_TO_SAY.format(lengths=lengths, batch=batch, defaults="" if model is not None else _DEFAULTS) + text
+
+
+def without_sizes(flags: dict[str, Any]) -> dict[str, Any]:
+    """A model's flags but for the parallel sizes."""
+    return {name: value for name, value in flags.items() if name not in _SIZES}
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [option] if value else []
+    return [option, str(value)]

@@ -1,0 +1,170 @@
+"""Advice as text and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megatron_epp.advice.judge import Entry, Refusal, gib
+from megatron_epp.advice.reasons import CLOSE, why_slower
+from megatron_epp.advice.search import TIE, WORTH, Advice
+from megatron_epp.planner import UNLIMITED_BYTES
+from megatron_epp.report.table import format_us, table
+
+_WIDTH = 128
+_LINES = 6
+"""Reasons of a kind that are printed where not all are asked for."""
+_NEAR = 0.1
+"""How much longer plain 1F1B may take and still be said to come close."""
+_FILLS = {"1f1b-packed": "packed", "1f1b-padded": "padded"}
+
+
+def as_text(advice: Advice, show: int, everything: bool) -> str:
+    """What was asked, the best few, whether plain 1F1B is as good, and why the others lose."""
+    best, question = advice.best[0], advice.question
+    tried = len(advice.best) + len(advice.slower)
+    fits = f"{tried} layouts fit, {len(advice.best)} of them were planned as training would plan them; "
+    parts = [
+        _asked(advice),
+        fits + f"{sum(one.layout is not None for one in advice.refused)} do not fit.",
+        "\n".join(_table(advice, show)),
+        _wrapped(
+            f"Shares are of a step. In the best, {format_us(best.parts.reduction_us)} go to reducing gradients and gathering "
+            "weights, of which training may hide a part. Waiting is for the slowest replica."
+        ),
+        _wrapped(_plain_text(advice)),
+    ]
+    limit = None if everything else _LINES
+    others = [entry for entry in (*advice.best, *advice.slower) if entry is not best]
+    slower = [entry for entry in others if entry.parts.step_us > (1 + CLOSE) * best.parts.step_us]
+    if len(slower) < len(others):
+        parts.append(_close_text(advice, len(others) - len(slower)))
+    if slower:
+        lines = [(entry.layout.name, why_slower(question, entry, best)) for entry in slower]
+        parts.append("\n".join(_listed("Slower:", lines, limit)))
+    unfit = [one for one in advice.refused if one.layout is not None]
+    ruled_out = [one for one in advice.refused if one.layout is None]
+    for title, refused in (("Do not fit, the nearest first:", unfit), ("Ruled out:", ruled_out)):
+        if refused:
+            parts.append("\n".join(_listed(title, [(one.name, one.why) for one in refused], limit)))
+    return "\n\n".join(parts)
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, _WIDTH, break_on_hyphens=False))
+
+
+def _asked(advice: Advice) -> str:
+    """Machine and batch."""
+    question = advice.question
+    node, lengths = question.cluster.devices_per_node, question.lengths
+    nodes = f", nodes of {node}" if question.devices > node else ""
+    cap = "no memory cap" if question.cap_bytes >= UNLIMITED_BYTES else f"at most {gib(question.cap_bytes)} each"
+    return _wrapped(
+        f"{question.devices} devices of {question.cluster.name}{nodes}, {cap}. A batch of {len(lengths):,} sequences, "
+        f"{question.tokens:,} tokens, of up to {max(lengths):,} tokens; one of {question.context:,} fits too."
+    )
+
+
+def _table(advice: Advice, show: int) -> list[str]:
+    several = any(entry.layout.virtual > 1 for entry in advice.best[:show])
+    experts = any(entry.layout.expert > 1 for entry in advice.best[:show])
+    header = ["TP", "CP", "PP", "DP", *["EP"] * experts, *["VPP"] * several, "layers", "tokens/s", "per device", "step"]
+    header += ["bubble", "recompute", "exchange", "waiting", "reduce", "peak memory"]
+    rows = []
+    for entry in advice.best[:show]:
+        layout, parts = entry.layout, entry.parts
+        sizes = [layout.tensor, layout.context, layout.pipeline, layout.data, *[layout.expert] * experts]
+        stages = f"{layout.virtual} {layout.placement}" if layout.virtual > 1 else "1"
+        rate = advice.tokens_per_s(parts.step_us)
+        shares = (parts.bubble_us, parts.recompute_us, parts.exchange_us, parts.waiting_us, parts.reduction_us)
+        rows.append(
+            [
+                *map(str, sizes),
+                *[stages] * several,
+                layout.layers_text,
+                f"{rate:,.0f}",
+                f"{rate / layout.devices:,.0f}",
+                format_us(parts.step_us),
+                *(f"{share / parts.step_us:.1%}" for share in shares),
+                gib(entry.peak_bytes),
+            ]
+        )
+    return table(header, rows, left=())
+
+
+def _plain_text(advice: Advice) -> str:
+    if advice.plain is None:
+        return "Plain 1F1B, packed or padded, fits in no layout of one stage per rank."
+    plain, best_us = advice.plain, advice.best[0].parts.step_us
+    length = "the context" if plain.contexts == 1 else f"{plain.contexts} times the context"
+    where = f"plain 1F1B, {_FILLS[plain.planner]} to {length}, is at its best with {plain.layout.name}"
+    rate = f"{advice.tokens_per_s(plain.step_us):,.0f} tokens/s"
+    share = f"{best_us / plain.step_us:.0%}".replace("%", " %")
+    alone = " Without a pipeline that is plain gradient accumulation." if plain.layout.pipeline == 1 else ""
+    if advice.plain_is_as_good:
+        return f"Plain 1F1B is as good (within {TIE * 100:.0f} %): {where}: {rate}, {share} of the best above.{alone}"
+    head = "Plain 1F1B comes close" if plain.step_us < (1 + _NEAR) * best_us else "Elastic plans pay"
+    return f"{head}: {where}: {rate}, {share} of the best above.{alone}"
+
+
+def _close_text(advice: Advice, count: int) -> str:
+    """Of those as good as the first, which may even be faster."""
+    best = advice.best[0]
+    text = f"{count} {'other is' if count == 1 else 'others are'} as good within {CLOSE * 100:.0f} %."
+    if min(entry.parts.step_us for entry in advice.best) < best.parts.step_us:
+        text += f" The first is the plainest with its sizes: more stages or unequal layers gain less than {WORTH * 100:.0f} %."
+    return _wrapped(text)
+
+
+def _listed(title: str, lines: list[tuple[str, str]], limit: int | None) -> Iterator[str]:
+    yield title
+    for name, why in lines[:limit]:
+        yield f"  {name}: {why}"
+    if limit is not None and len(lines) > limit:
+        yield f"  and {len(lines) - limit} more (--all lists them)"
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """Every figure, with units in the names."""
+    best, question = advice.best[0], advice.question
+    plain = advice.plain
+    return {
+        "devices": question.devices,
+        "cluster": question.cluster.name,
+        "cap_bytes": question.cap_bytes,
+        "context": question.context,
+        "sequences": len(question.lengths),
+        "tokens": question.tokens,
+        "best": [_row(advice, entry, best) for entry in advice.best],
+        "slower": [_row(advice, entry, best) for entry in advice.slower],
+        "refused": [_refused(one) for one in advice.refused],
+        "plain_1f1b": None
+        if plain is None
+        else {
+            "layout": asdict(plain.layout),
+            "planner": plain.planner,
+            "contexts": plain.contexts,
+            "step_us": plain.step_us,
+            "tokens_per_s": advice.tokens_per_s(plain.step_us),
+            "is_as_good": advice.plain_is_as_good,
+        },
+    }
+
+
+def _row(advice: Advice, entry: Entry, best: Entry) -> dict[str, Any]:
+    return {
+        "layout": asdict(entry.layout),
+        "is_exact": entry.is_exact,
+        "tokens_per_s": advice.tokens_per_s(entry.parts.step_us),
+        "step_us": entry.parts.step_us,
+        "parts": asdict(entry.parts),
+        "peak_bytes": entry.peak_bytes,
+        "why": "" if entry is best else why_slower(advice.question, entry, best),
+    }
+
+
+def _refused(one: Refusal) -> dict[str, Any]:
+    return {"name": one.name, "why": one.why, "needed_bytes": one.needed_bytes}

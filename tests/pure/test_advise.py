@@ -1,0 +1,215 @@
+"""Advice on parallel sizes, for a small model on a few devices."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from planner_cases import web_lengths
+
+from megatron_epp.advice.candidates import candidates
+from megatron_epp.advice.judge import gib, misfit
+from megatron_epp.advice.layout import Layout
+from megatron_epp.advice.question import Question
+from megatron_epp.advice.report import as_json, as_text
+from megatron_epp.advice.search import NothingFitsError, advise
+from megatron_epp.cli import main
+from megatron_epp.cost import H100
+from megatron_epp.cost.library import Cluster, load_cluster
+from megatron_epp.launch.command import Launch, world_of
+from megatron_epp.launch.settings import load_settings
+from megatron_epp.planner import UNLIMITED_BYTES, plan
+from megatron_epp.schedule import InfeasibleError
+from megatron_epp.schedule.check import check
+
+MODEL = {
+    "num_layers": 8,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 8192,
+    "num_attention_heads": 8,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "vocab_size": 8192,
+    "swiglu": True,
+    "bf16": True,
+}
+NODES_OF_TWO = Cluster("nodes-of-two", H100, None, 2)
+CONTEXT = 32768
+SKEWED = (CONTEXT, *web_lengths(31, 1, CONTEXT))
+SMALL = ["--layers", "8", "--hidden", "512", "--ffn", "1024", "--heads", "8", "--kv-heads", "2", "--vocab", "4096"]
+
+
+def question(lengths=SKEWED, cap_bytes=UNLIMITED_BYTES, devices=4, **rest) -> Question:
+    return Question(MODEL, NODES_OF_TWO, devices, cap_bytes, tuple(lengths), CONTEXT, **rest)
+
+
+def fits(asked: Question) -> bool:
+    return any(misfit(asked, layout) is None for layout in candidates(asked)[0])
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """In memory that rules some layouts out."""
+    return advise(question(cap_bytes=5 << 30))
+
+
+def test_what_is_advised_fits_memory_and_uses_all_devices(tight):
+    assert len(tight.best) > 3
+    for entry in tight.best:
+        layout = entry.layout
+        assert entry.peak_bytes <= 5 << 30
+        assert check(entry.plan) == []
+        assert layout.tensor * layout.context * layout.pipeline * layout.data == 4
+        assert sum(entry.plan.num_layers) == 8
+        assert misfit(tight.question, layout) is None
+
+
+def test_the_best_comes_first_and_its_parts_are_its_step(tight):
+    best = tight.best[0]
+    assert all(best.parts.step_us <= 1.01 * entry.parts.step_us for entry in tight.best)
+    for entry in tight.best:
+        assert entry.parts.step_us == pytest.approx(entry.plan.predicted.makespan_us + entry.parts.reduction_us)
+
+
+def test_a_layout_that_does_not_fit_is_named_with_what_it_needs(tight):
+    unfit = [one for one in tight.refused if one.layout is not None]
+    assert unfit
+    text = as_text(tight, 5, everything=True)
+    for one in unfit:
+        assert one.needed_bytes > 5 << 30
+        assert f"{one.name}: {one.why}" in text
+        assert f"needs {gib(one.needed_bytes)} of 5.0 GiB" in one.why.replace("need ", "needs ")
+        costs = tight.question.costs(one.layout)
+        with pytest.raises(InfeasibleError):
+            plan(tight.question.problem(one.layout, (CONTEXT,)), costs, tight.question.options)
+        if not one.is_static:
+            assert misfit(replace(tight.question, cap_bytes=one.needed_bytes), one.layout) is None
+
+
+def test_equal_questions_get_equal_advice(tight):
+    assert as_json(advise(tight.question)) == as_json(tight)
+
+
+def test_of_equal_lengths_in_ample_memory_plain_1f1b_is_as_good():
+    advice = advise(replace(question([8192] * 64), context=8192))
+    assert advice.plain_is_as_good
+    assert "Plain 1F1B is as good" in as_text(advice, 3, everything=False)
+
+
+def test_of_skewed_lengths_in_a_pipeline_elastic_plans_pay():
+    advice = advise(question(fixed={"pipeline": 4}))
+    assert advice.plain is not None
+    assert not advice.plain_is_as_good
+    assert "Elastic plans pay" in as_text(advice, 3, everything=False)
+
+
+def test_every_reason_holds_the_figure_that_it_names(tight):
+    best = tight.best[0]
+    for row in as_json(tight)["slower"]:
+        ratio = row["step_us"] / best.parts.step_us
+        assert row["why"].startswith(f"about {ratio:.2f}x" if ratio > 1.02 else "as good")
+
+
+def test_sizes_that_cannot_be_are_ruled_out_by_name():
+    layouts, refused = candidates(question(SKEWED[:30], devices=16))
+    why = {one.name: one.why for one in refused}
+    assert "leave a node of 2" in why["TP above 2"]
+    assert "16 ranks cannot share attention heads (8)" in why["TP x CP"]
+    assert "8 layers" in why["PP above 8"]
+    assert "batch of 30 does not divide over 4" in why["DP 4"]
+    assert {layout.data for layout in layouts} == {1, 2}
+    layouts, refused = candidates(Question(MODEL, load_cluster("h100x8"), 8, UNLIMITED_BYTES, SKEWED, CONTEXT))
+    assert "key and value heads (2)" in {one.name: one.why for one in refused}["TP 4"]
+    assert max(layout.tensor for layout in layouts) == 2
+
+
+def test_fixed_sizes_are_not_searched():
+    layouts, _ = candidates(question(fixed={"tensor": 2, "pipeline": 2}))
+    assert {(layout.tensor, layout.pipeline) for layout in layouts} == {(2, 2)}
+
+
+def test_experts_are_shared_inside_a_node():
+    experts = MODEL | {"num_experts": 4, "moe_router_topk": 2}
+    layouts, _ = candidates(replace(question(), flags=experts))
+    assert {layout.expert for layout in layouts} == {1, 2}
+    assert all(layout.expert == 1 for layout in layouts if layout.tensor == 2)
+    shared = next(layout for layout in layouts if layout.expert == 2 and layout.context == 1 and layout.data == 4)
+    assert shared.teams == ((0, 1), (2, 3))
+
+
+def test_ranks_on_several_nodes_exchange_slower():
+    asked = question()
+    inside, across = (asked.rates(Layout(1, context, 1, 1, layers=(8,))).exchange_bytes for context in (2, 4))
+    assert inside == H100.exchange_bytes
+    assert H100.message_bytes < across < inside
+    assert asked.rates(Layout(2, 1, 2, 1, layers=(4, 4))).exchange_bytes == H100.exchange_bytes
+
+
+def test_what_holds_weights_alone_reduces_nothing_and_more_parameters_take_longer():
+    asked = question()
+    assert asked.reduction_us(Layout(2, 1, 2, 1, layers=(4, 4))) == 0
+    halves, uneven = (asked.reduction_us(Layout(1, 1, 2, 2, layers=layers)) for layers in ((4, 4), (6, 2)))
+    assert 0 < halves < uneven
+
+
+def test_where_nothing_fits_each_change_that_is_named_would_do():
+    asked = question(cap_bytes=3 << 30)
+    with pytest.raises(NothingFitsError, match=r"nothing fits 3.0 GiB per device on 4 devices") as failure:
+        advise(asked)
+    changes = dict(change.removeprefix("--").split() for change in str(failure.value).split("would do: ")[1].split(", or "))
+    assert set(changes) == {"memory-cap-gb", "context", "devices"}
+    assert fits(replace(asked, cap_bytes=int(changes["memory-cap-gb"]) << 30))
+    assert fits(replace(asked, devices=int(changes["devices"])))
+    shorter = int(changes["context"])
+    assert fits(replace(asked, context=shorter, lengths=tuple(min(n, shorter) for n in SKEWED)))
+    assert not fits(replace(asked, cap_bytes=int(changes["memory-cap-gb"]) - 1 << 30))
+
+
+def test_a_layout_says_its_flags():
+    uneven = Layout(1, 1, 2, 1, layers=(5, 3))
+    assert uneven.settings["pipeline_model_parallel_layout"] == "Et*5|t*3L"
+    there_and_back = Layout(2, 1, 2, 1, virtual=2, placement="v", layers=(2, 2, 2, 2))
+    assert there_and_back.rank_of == (0, 1, 1, 0)
+    assert there_and_back.settings["num_virtual_stages_per_pipeline_rank"] == 2
+    assert there_and_back.settings["sequence_parallel"] is True
+
+
+def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    command = ["advise", *SMALL, "--devices", "2", "--lengths", "900,300,4000", "--global-batch-size", "8"]
+    assert main([*command, "-o", str(recipe)]) == 0
+    printed = capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]["layout"]
+    settings = load_settings([recipe])
+    flags, launch = settings["megatron"], Launch.of(settings)
+    assert launch.nodes * launch.processes_per_node == 2
+    assert world_of(flags) * best["data"] == 2
+    assert flags["hidden_size"] == 512
+    assert flags["global_batch_size"] == 8
+    assert flags["seq_length"] == 4000
+    assert settings["epp"]["memory_cap_gb"] == 72
+    for name in ("tensor", "context", "pipeline"):
+        long = f"{name}_model_parallel_size" if name != "context" else "context_parallel_size"
+        assert flags[long] == best[name]
+        assert f"--{long.replace('_', '-')} {best[name]}" in printed
+
+
+def test_a_shipped_model_is_included_by_name(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    argv = ["--model", "llama3-8b", "--devices", "8", "--lengths", "8192", "--global-batch-size", "8", "--tensor-parallel", "4"]
+    assert main(["advise", *argv, "-o", str(recipe)]) == 0
+    assert "models/llama3-8b" in recipe.read_text()
+    assert load_settings([recipe])["megatron"]["num_layers"] == 32
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--devices", "12"], "--devices 12 are no whole nodes of 8 (h100x8): give 8 or 16"),
+        (["--devices", "8", "--tensor-parallel", "3"], "give a multiple of 3"),
+        (["--devices", "8", "--expert-parallel", "2"], "a model with --experts"),
+    ],
+)
+def test_impossible_questions_are_refused(flags, message, capsys):
+    assert main(["advise", *SMALL, "--lengths", "900", *flags]) == 2
+    assert message in capsys.readouterr().err
