@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,10 @@ from quickstart import corpus
 from training_runs import ROOT, Run, machine, tiny_gpt, train
 from truth_report import markdown
 
-from megatron_epp.cost import PipelineCosts, Profile
-from megatron_epp.planner import Decisions, Options, Problem
-from megatron_epp.planner.assemble import build_plan
+from megatron_epp.cost import PipelineCosts, Profile, work_of
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.measured_error import Comparison, compare
-from megatron_epp.schedule import Plan
-from megatron_epp.schedule.serialize import load
+from megatron_epp.schedule import Messages, Op, Plan, Step, load, simulate
 
 FOLDER = ROOT / "runs" / "bench_truth"
 COSTS = "epp_costs.json"
@@ -48,11 +46,18 @@ def traces(folder: Path, iterations: int) -> list[tuple[Plan, Measured]]:
 
 def makespan_with(plan: Plan, costs: PipelineCosts) -> float:
     """What the same plan would be predicted to take with other costs."""
-    made = Decisions(
-        plan.chunks, tuple(map(plan.actions, range(plan.num_ranks))), [[again.whole for again in row] for row in plan.recompute]
-    )
-    asked = Problem(plan.lengths, plan.placement, plan.cap_bytes, plan.token_multiple)
-    return build_plan(asked, costs, Options(planner=plan.planner), made).predicted.makespan_us
+    work = work_of(plan.chunks, plan.lengths, plan.token_multiple)
+
+    def timed(step: Step) -> Step:
+        op, stage, c = step.action
+        if op is Op.F:
+            return step._replace(time_us=float(costs.forward_us(stage, work)[c]))
+        again_us = costs.recompute_us(stage, work, plan.recompute[stage][c])
+        return step._replace(time_us=float((costs.backward_us(stage, work) + again_us)[c]))
+
+    message_us = (tuple(costs.message_us(work).tolist()),) * (plan.num_stages - 1)
+    ranks = tuple(tuple(map(timed, steps)) for steps in plan.ranks)
+    return simulate(replace(plan, ranks=ranks, messages=Messages(message_us, message_us))).makespan_us
 
 
 def compare_times(runs: Sequence[tuple[Plan, Measured]], after: PipelineCosts, parts: Profile) -> dict[str, Any]:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
+from megatron_epp.schedule import LEVELS
+
 if TYPE_CHECKING:
     from megatron_epp.cost.stage import PipelineCosts
 
 LAYERS = "layers that keep everything"
-LEVEL_ITEMS = {name: f"layers that recompute ({name})" for name in ("whole", "linear", "mlp")}
+LEVEL_ITEMS = {name: f"layers that recompute ({name})" for name in LEVELS}
 INPUTS = "stage inputs, embeddings"
 HEAD = "logits and loss"
 CACHE = "keys and values of slices"

@@ -120,3 +120,37 @@ def test_a_pass_needs_room_for_its_messages_and_for_the_layer_that_runs():
     made = plan(problem((7, 50, 3), 3), on_device(bare, 0.0), Options(planner="1f1b"))
     assert made.static_bytes == (50 * (10 + 2 * 2), 50 * (10 + 4 * 2), 50 * (10 + 2 * 2))
     assert plan(problem((7, 50, 3), 3), bare, Options(planner="1f1b")).static_bytes == (0, 0, 0)
+
+
+def by_hand(recompute: int) -> tuple[int, dict[str, int]]:
+    """Ten tokens in two slices, on one stage of three layers: tokens of the last slice, and what its backward takes."""
+    stage = StageCosts(
+        num_layers=3,
+        forward=Line(10.0, 1.0),
+        backward=Line(20.0, 2.0),
+        layer_bytes_per_token=100.0,
+        recomputed_layer_bytes_per_token=8.0,
+        extra_bytes_per_token=5.0,
+        head_bytes_per_token=2.0,
+        kv_bytes_per_token=16.0,
+    )
+    costs = PipelineCosts("by hand", (stage,), hidden_bytes_per_token=4.0)
+    made = plan(problem((10,), 1), costs, Options(slices=2, recompute=recompute))
+    backward = next(step.action for step in made.ranks[0] if step.action.op is Op.B)
+    takes = account_of(made, costs).takes[backward]
+    return made.chunks[backward.chunk].num_tokens, {name: size for name, size in takes.items() if size}
+
+
+def test_a_backward_that_recomputes_holds_most_at_its_last_layer():
+    tokens, takes = by_hand(recompute=3)
+    assert takes == {
+        item.CACHE_GRADIENT: 3 * 16 * 10,
+        item.RECOMPUTED: tokens * (100 - 16),
+        item.LEVEL_ITEMS["whole"]: -tokens * 3 * 8,
+        item.HEAD: -tokens * 2,
+    }
+
+
+def test_a_backward_that_does_not_holds_most_at_its_first_where_the_head_has_given_way():
+    tokens, takes = by_hand(recompute=0)
+    assert takes == {item.CACHE_GRADIENT: 16 * 10, item.HEAD: -tokens * 2}

@@ -1,0 +1,45 @@
+"""What costs of a run say of bytes that autograd does not keep: nothing on a CPU, where nothing else is measured."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.mcore import costs as costs_of_runs
+
+SHAPE = ModelShape(num_layers=3, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+COSTS = analytic_costs(SHAPE, CPU, [1, 1, 1])
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+
+def test_on_a_cpu_the_costs_stay_as_they_are_but_for_a_share_that_was_given():
+    assert costs_of_runs._beside(Namespace(epp_fragmentation_share=None), COSTS, (0, 1, 2)) == COSTS
+    given = costs_of_runs._beside(Namespace(epp_fragmentation_share=0.1), COSTS, (0, 1, 2))
+    assert given.fragmentation_share == 0.1
+    assert given.stages == COSTS.stages
+
+
+def test_on_a_gpu_passes_take_room_and_stages_that_share_a_rank_send_nothing_to_each_other(on_gpu):
+    found = costs_of_runs._beside(Namespace(epp_fragmentation_share=None), COSTS, (0, 1, 1))
+    assert found.fragmentation_share == FRAGMENTATION_SHARE
+    messages = [stage.message_bytes_per_token / COSTS.hidden_bytes_per_token for stage in found.stages]
+    assert messages == [2, 2, 0]
+    assert [stage.working_bytes_per_token for stage in found.stages] == [s.layer_bytes_per_token for s in COSTS.stages]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_largest_gradient_is_that_of_a_layer_that_does_not_add_it_itself(fused: bool):
+    decoder = torch.nn.Linear(30, 40, bias=False)
+    model = torch.nn.ModuleList([torch.nn.Embedding(10, 8), decoder])
+    stage = SimpleNamespace(model=model, decoder=decoder)
+    found = costs_of_runs._largest_gradient_bytes(Namespace(gradient_accumulation_fusion=fused), stage)
+    assert found == 4 * (10 * 8 if fused else 30 * 40)
