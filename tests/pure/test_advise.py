@@ -85,6 +85,13 @@ def test_a_layout_that_does_not_fit_is_named_with_what_it_needs(tight):
             assert misfit(replace(tight.question, cap_bytes=one.needed_bytes), one.layout) is None
 
 
+def test_a_sequence_as_long_as_the_context_must_fit_though_the_batch_has_none(tight):
+    short = advise(replace(tight.question, lengths=(512,) * 32))
+    named = {one.layout for one in short.refused}
+    assert {one.layout for one in tight.refused} <= named
+    assert not named & {entry.layout for entry in (*short.best, *short.slower)}
+
+
 def test_equal_questions_get_equal_advice(tight):
     assert as_json(advise(tight.question)) == as_json(tight)
 
