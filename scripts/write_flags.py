@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_epp import cli
-from megatron_epp.mcore.args import _CONFLICTS, add_epp_args
+from megatron_epp.mcore.args import _CONFLICTS
+from megatron_epp.mcore.parser import add_epp_args
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """\

@@ -23,7 +23,7 @@ def revert() -> None:
 
 
 def _add_flags(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_epp.mcore.args import add_epp_args
+    from megatron_epp.mcore.parser import add_epp_args
 
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:

@@ -12,9 +12,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from megatron_epp.mcore.args import add_epp_args
 from megatron_epp.mcore.core_attention import RelayAttention
 from megatron_epp.mcore.layer_spec import relayed
+from megatron_epp.mcore.parser import add_epp_args
 from megatron_epp.mcore.schedule import forward_backward_elastic
 
 
