@@ -49,6 +49,7 @@ def add_problem(parser: argparse.ArgumentParser, several_batches: bool = False) 
     """
     add_batch(parser, several_batches)
     _add_pipeline(parser)
+    _add_memory(parser)
     _add_costs(parser)
 
 
@@ -70,51 +71,11 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="even|balanced|N,N,...",
         help="balanced: fewer where the vocabulary's work comes on top (default: even)",
     )
-    pipeline.add_argument(
-        "--memory-cap-gb",
-        "--memory-gb",
-        "--epp-memory-cap-gb",
-        type=positive_number,
-        metavar="GB",
-        help="what one rank may hold, in 2^30 bytes, weights and optimizer included "
-        "(default: 90%% of the --cluster's device memory; no cap without)",
-    )
-    pipeline.add_argument(
-        "--fragmentation-share",
-        "--epp-fragmentation-share",
-        type=_share,
-        metavar="SHARE",
-        help="of what chunks hold, what to allow for gaps between an allocator's blocks, 0 to 1 (default: 0.05, with "
-        "--rates cpu 0)",
-    )
     _count(pipeline, "--chunk-tokens", "--epp-chunk-tokens", help="most tokens of a chunk (default: no limit)")
     _count(pipeline, "--slices", "--epp-slices", help="slices of the longest sequence (default: the planner chooses)")
-    pipeline.add_argument(
-        "--recompute",
-        "--epp-recompute",
-        default="auto",
-        metavar="auto|N",
-        help="layers per stage that recompute in backward: as few as the cap allows, or a number (default: auto)",
-    )
     _count(pipeline, "--token-multiple", default=1, help="pad chunks to a multiple of this many tokens (default: 1)")
     pipeline.add_argument(
-        "--recompute-levels",
-        "--epp-recompute-levels",
-        choices=["whole", "all"],
-        default="all",
-        help="what a layer may recompute: itself whole, or also all but core attention, or MLP and norms (default: all)",
-    )
-    pipeline.add_argument(
         "--split-weight", "--epp-split-weight-gradient", action="store_true", help="weight gradients as actions of their own"
-    )
-    pipeline.add_argument(
-        "--offload",
-        "--epp-offload",
-        nargs="?",
-        choices=["on", "off"],
-        const="on",
-        default="off",
-        help="copy activations to the host and back where that is faster than recompute (default: off)",
     )
     pipeline.add_argument("--steps", type=_whole, default=0, metavar="N", help="of local search (default: 0)")
     _count(
@@ -125,6 +86,50 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "machine, unlike with --steps (default: none)",
     )
     pipeline.add_argument("--seed", type=int, default=0, metavar="S", help="of the planner's search (default: 0)")
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    memory = parser.add_argument_group("memory")
+    memory.add_argument(
+        "--memory-cap-gb",
+        "--memory-gb",
+        "--epp-memory-cap-gb",
+        type=positive_number,
+        metavar="GB",
+        help="what one rank may hold, in 2^30 bytes, weights and optimizer included "
+        "(default: 90%% of the --cluster's device memory; no cap without)",
+    )
+    memory.add_argument(
+        "--fragmentation-share",
+        "--epp-fragmentation-share",
+        type=_share,
+        metavar="SHARE",
+        help="of what chunks hold, what to allow for gaps between an allocator's blocks, 0 to 1 (default: 0.05, with "
+        "--rates cpu 0)",
+    )
+    memory.add_argument(
+        "--recompute",
+        "--epp-recompute",
+        default="auto",
+        metavar="auto|N",
+        help="layers per stage that recompute in backward: as few as the cap allows, or a number (default: auto)",
+    )
+    memory.add_argument(
+        "--recompute-levels",
+        "--epp-recompute-levels",
+        choices=["whole", "all"],
+        default="all",
+        help="what a layer may recompute: itself whole, or also all but core attention, or MLP and norms (default: all)",
+    )
+    memory.add_argument(
+        "--offload",
+        "--epp-offload",
+        nargs="?",
+        choices=["on", "off"],
+        const="on",
+        default="off",
+        help="copy activations to the host and back where that is faster than recompute (default: off)",
+    )
 
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from megatron_epp.cli_progress import progress
 from megatron_epp.launch.command import Launch, command_of, environment_of, folder_of, save_run, world_of
 from megatron_epp.launch.flags import argv_of
+from megatron_epp.launch.meet import meet
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
 
 EXAMPLE = """\
@@ -60,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     if launch.node_rank == 0:
         save_run(folder, settings, command, environment)
         print(f"settings, command and versions are in {folder}", file=sys.stderr, flush=True)
+    if launch.nodes > 1:
+        print(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s", file=sys.stderr, flush=True)
+        meet(launch.nodes, launch.node_rank, launch.master_addr, launch.master_port, launch.wait_seconds)
     os.execvpe(command[0], command, {**os.environ, **environment})
     return 0
 

@@ -7,6 +7,7 @@
 #
 # Knobs (environment):
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NPROC_PER_NODE   as torchrun's --nnodes and so on (1, 0, 127.0.0.1, any, one per GPU)
+#   WAIT_SECONDS                                                  how long nodes wait for each other to come up (300)
 #   EPP_SCRIPT                                                    a pretrain_gpt.py of your own, where flags are given (ours)
 # Uses the environment that `megatron-epp` is found in; without one it makes .venv.
 
@@ -26,7 +27,7 @@ fi
 case "${1:-}" in
 -c | --config) exec megatron-epp train "${dry_run[@]}" "$@" ;;
 '' | -h | --help)
-    sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
     ;;
 esac
@@ -46,4 +47,7 @@ command=(python -m torch.distributed.run "${where[@]}" "${script[@]}" "$@")
 printf '%q ' "${command[@]}"
 printf '\n'
 if [ "${#dry_run[@]}" -gt 0 ]; then exit 0; fi
+if [ "${NNODES:-1}" != 1 ]; then # so that a node that does not come up is named within minutes
+    python -m megatron_epp.launch.meet "$NNODES" "${NODE_RANK:-0}" "${MASTER_ADDR:-127.0.0.1}" "${MASTER_PORT:-29500}" "${WAIT_SECONDS:-300}"
+fi
 exec "${command[@]}"

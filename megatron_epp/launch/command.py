@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_epp
+from megatron_epp.launch.meet import WAIT_S
 from megatron_epp.launch.nearest import nearest
 from megatron_epp.launch.settings import Settings, SettingsError
 
@@ -32,6 +33,7 @@ class Launch:
         node_rank: of this one.
         processes_per_node: one for each GPU; None counts them, and without any starts what the parallel sizes ask for.
         master_addr, master_port: where the first node listens. Port 0 takes a free one, on a single node.
+        wait_seconds: how long nodes wait for each other to come up.
         script: a `pretrain_gpt.py` of one's own; None uses ours.
         folder: where the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
         name: of the run.
@@ -43,6 +45,7 @@ class Launch:
     processes_per_node: int | None = None
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    wait_seconds: int = WAIT_S
     script: str | None = None
     folder: str | None = None
     name: str = "train"
