@@ -21,9 +21,6 @@ CopyOrder = tuple[tuple[tuple[Action, Action | None], ...], ...]
 
 Schedule = Callable[[Sequence[Chunk], int, bool], Order]
 
-LONG = 8
-"""Slices of a sequence that is worth timing loads in."""
-
 
 def slice_groups(chunks: Sequence[Chunk]) -> list[range]:
     """Cut a table in forward order into runs that belong together: the slices of one sequence, or a single batched chunk."""
