@@ -134,6 +134,12 @@ def _add_compare(commands: Commands) -> None:
         metavar="NAME",
         help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more (default: all that are here)",
     )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="a picture of the plans of one batch below each other (.png, .svg, .pdf)",
+    )
 
 
 def _add_advise(commands: Commands) -> None:

@@ -15,6 +15,7 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.planner import PLANNERS, Problem, plan
 from megatron_epp.report.compare import comparison
 from megatron_epp.report.facts import recompute_share
+from megatron_epp.report.side_by_side import side_by_side
 from megatron_epp.schedule.errors import EppError
 from megatron_epp.schedule.plan import Plan
 
@@ -30,8 +31,14 @@ class Entry:
 
 
 def compare(args: argparse.Namespace) -> str:
-    """The table of all batches and planners, as text or with ``--json`` as JSON. Raises `EppError`."""
+    """The table of all batches and planners, as text or with ``--json`` as JSON; with ``--output`` a picture of one batch's.
+
+    Raises:
+        EppError: the arguments make no sense, or matplotlib is missing.
+    """
     batches = batches_of(args)
+    if args.output and len(batches) > 1:
+        raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
     costs = costs_of(args, max((max(lengths, default=0) for _, lengths in batches), default=0))
     names = list(dict.fromkeys(args.planner or sorted(PLANNERS)))
     total, tables = len(names) * len(batches), []
@@ -40,6 +47,8 @@ def compare(args: argparse.Namespace) -> str:
         for _, lengths in batches:
             for name in names:
                 made.append(_entry(args, problem_of(args, lengths), costs, name))
+    if args.output:
+        side_by_side([(one.planner, one.plan) for one in made if one.plan is not None]).savefig(args.output)
     for number, (name, lengths) in enumerate(batches):
         tables.append((name, lengths, made[number * len(names) : (number + 1) * len(names)]))
     if args.json:

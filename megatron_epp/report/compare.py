@@ -17,7 +17,7 @@ def comparison(plans: Sequence[tuple[str, Plan | None]]) -> str:
 
     Args:
         plans: name and plan, in the order to print; None where there is no plan, which the line says. Recompute is the share
-            of layer forwards that run twice, by tokens.
+            of all ranks' compute time.
     """
     if not plans:
         return "no plans to compare"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.report.gantt import matplotlib_classes
+from megatron_epp.report.lanes import matplotlib_classes
 from megatron_epp.report.table import byte_unit, format_cap
 from megatron_epp.schedule.account import Account
 

@@ -32,6 +32,11 @@ class Shades:
     def colour(self, action: Action) -> str:
         return tint(COLOURS[action.op], self._strength[action.chunk])
 
+    @staticmethod
+    def kinds() -> list[tuple[str, str]]:
+        """Colour and meaning of the two kinds of shades, in grey."""
+        return [(tint(_LEGEND_BASE, _BATCHED), "light: whole sequences"), (_LEGEND_BASE, "dark: slices of long sequences")]
+
     def legend(self) -> list[tuple[str, str]]:
         """Colour and meaning of the shades, in grey."""
         entries = [(tint(_LEGEND_BASE, _BATCHED), "light: whole sequences")] if self._has_batched else []

@@ -1,0 +1,118 @@
+"""Lanes of boxes, one per rank, as all pictures of plans and runs draw them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_epp.report.boxes import COMPUTE, COPY, Box
+from megatron_epp.report.facts import recompute_in_backward
+from megatron_epp.report.palette import COLOURS, OP_NAMES, Shades, text_colour
+from megatron_epp.schedule.action import Op
+from megatron_epp.schedule.errors import EppError
+from megatron_epp.schedule.plan import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_INCHES = 15.0
+DPI = 150
+_LANE = 0.84
+"""Height of a rank's lane; the lanes are 1 apart."""
+_COPY_LANE = 0.2
+_TEXT_POINTS = (8.0, 5.0)
+_MANY_SECONDS = 10
+"""Of an iteration whose time axis is in seconds."""
+_ROOMY_PIXELS = 10
+"""Average width of a box from which white edges between boxes do not pass for bubbles; numbers are written from there on."""
+
+
+def matplotlib_classes() -> tuple[Any, Any]:
+    """Matplotlib's figure and canvas. Raises `EppError` where it is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EppError('pictures need matplotlib; install it with: pip install "megatron-epp[viz]"') from error
+    return Figure, FigureCanvasAgg
+
+
+def lane_inches(num_ranks: int) -> float:
+    """Height of a lane where so many ranks are drawn."""
+    return min(0.45, max(0.26, 3.6 / num_ranks))
+
+
+def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], shades: Shades, longest_us: float) -> None:
+    """One collection of bars per rank and stream, chunk numbers where boxes are wide, recompute at the front of its backward.
+
+    Args:
+        axis: to draw on; its time is in ms.
+        plan: of the boxes.
+        boxes: planned or measured.
+        shades: the plan's.
+        longest_us: what the axis is wide.
+    """
+    recompute = recompute_in_backward(plan)
+    pixels_per_us = WIDTH_INCHES * DPI * 0.93 / longest_us
+    edge = 0.4 if pixels_per_us * sum(box.end_us - box.start_us for box in boxes) > _ROOMY_PIXELS * len(boxes) else 0.0
+    copies = any(box.stream == COPY for box in boxes)
+    lane = _LANE - (_COPY_LANE if copies else 0.0)
+    for rank in range(plan.num_ranks):
+        top = rank - _LANE / 2
+        compute = [box for box in boxes if box.rank == rank and box.stream == COMPUTE]
+        _bars(axis, compute, [shades.colour(box.action) for box in compute], (top, lane), f"rank {rank} {COMPUTE}", edge)
+        fronts = [_front(box, recompute[box.action]) for box in compute if box.action in recompute]
+        _bars(axis, fronts, [COLOURS[Op.R]] * len(fronts), (top, lane), f"rank {rank} recompute", edge)
+        covered = {front.action: front.end_us for front in fronts}
+        for box in compute if edge else ():
+            free = box._replace(start_us=covered.get(box.action, box.start_us))
+            _number(axis, plan, free, shades.colour(box.action), top + lane / 2, pixels_per_us)
+        if copies:
+            moved = [box for box in boxes if box.rank == rank and box.stream == COPY]
+            _bars(axis, moved, [COLOURS[box.action.op] for box in moved], (top + lane, _COPY_LANE), f"rank {rank} {COPY}", edge)
+    axis.set_ylim(plan.num_ranks - 0.45, -0.55)
+    axis.set_yticks(range(plan.num_ranks), [f"rank {rank}" for rank in range(plan.num_ranks)])
+    axis.tick_params(axis="y", length=0, labelsize=9)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _bars(axis: Axes, boxes: Sequence[Box], colours: Sequence[str], lane: tuple[float, float], label: str, edge: float) -> None:
+    spans = [(box.start_us / 1e3, (box.end_us - box.start_us) / 1e3) for box in boxes]
+    axis.broken_barh(spans, lane, facecolors=list(colours), edgecolor="white", linewidth=edge, label=f"_{label}")
+
+
+def _front(box: Box, share: float) -> Box:
+    return box._replace(end_us=box.start_us + share * (box.end_us - box.start_us))
+
+
+def _number(axis: Axes, plan: Plan, box: Box, colour: str, y: float, pixels_per_us: float) -> None:
+    """Write the chunk (and the stage, where a rank has several) in a box, as large as fits, or not at all."""
+    label = str(box.action.chunk) if plan.num_stages == plan.num_ranks else f"{box.action.stage}.{box.action.chunk}"
+    width_points = (box.end_us - box.start_us) * pixels_per_us * 72 / DPI
+    size = next((size for size in _TEXT_POINTS if width_points >= 0.68 * size * len(label)), None)
+    if size is not None:
+        middle_ms = (box.start_us + box.end_us) / 2e3
+        axis.text(middle_ms, y, label, ha="center", va="center", fontsize=size, color=text_colour(colour), clip_on=True)
+
+
+def label_time(axis: Axes, longest_us: float) -> None:
+    """Name the time axis: ms, or s where an iteration takes many."""
+    unit = "ms"
+    if longest_us >= _MANY_SECONDS * 1e6:
+        unit = "s"
+        axis.xaxis.set_major_formatter(lambda time_ms, _: f"{time_ms / 1e3:g}")
+    axis.set_xlabel(f"{unit} since the start of the iteration")
+
+
+def operations(figure: Figure, plans: Sequence[Plan], shades: Sequence[tuple[str, str]]) -> None:
+    """The legend below a picture: the operations that the plans have, then colour and meaning of shades."""
+    from matplotlib.patches import Patch
+
+    present = {step.action.op for plan in plans for _, table in plan.tables for steps in table for step in steps}
+    entries = [(COLOURS[op], name) for op, name in OP_NAMES.items() if op in present]
+    if any(map(recompute_in_backward, plans)):
+        entries.append((COLOURS[Op.R], "recompute inside a backward"))
+    handles = [Patch(facecolor=colour, label=name) for colour, name in (*entries, *shades)]
+    columns = len(handles) if len(handles) < 6 else 4
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
