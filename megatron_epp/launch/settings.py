@@ -48,10 +48,13 @@ def _loaded(path: Path, chain: tuple[Path, ...]) -> Any:
     if path in chain:
         loop = " -> ".join(str(one) for one in (*chain[chain.index(path) :], path))
         raise SettingsError(f"files include each other in a circle: {loop}; take one `include:` out")
-    body = _mapping(path)
+    body = read_yaml(path)
     if unknown := [key for key in body if key not in SECTIONS]:
         hint = nearest(unknown[0], SECTIONS)
         raise SettingsError(f"{path}: unknown section {unknown[0]!r}{hint}; there are {', '.join(SECTIONS)}")
+    for key, value in body.items():
+        if key not in ("include", "cluster") and value is not None and not isinstance(value, dict):
+            raise SettingsError(f"{path}: `{key}:` holds {value!r}; it must hold names with values")
     include = body.pop("include", None) or []
     merged = _omegaconf().create({})
     for name in [include] if isinstance(include, str) else include:
@@ -71,19 +74,23 @@ def _found(name: str, includer: Path | None) -> Path:
     raise SettingsError(f"there is no file {name}{asked}; shipped recipes are {', '.join(names) or 'none'}")
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The names and values of a file, its variables replaced from the environment.
+
+    Raises:
+        SettingsError: there is no such file, it is not YAML, or holds no names.
+    """
     import yaml  # type: ignore[import-untyped,unused-ignore]
 
     try:
-        body = yaml.safe_load(path.read_text(encoding="utf-8"))
+        body = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(body, dict):
-        raise SettingsError(f"{path} holds no sections; it may hold {', '.join(SECTIONS)}")
-    for key, value in body.items():
-        if key not in ("include", "cluster") and value is not None and not isinstance(value, dict):
-            raise SettingsError(f"{path}: `{key}:` holds {value!r}; it must hold names with values")
-    return {key: _substituted(value, path) for key, value in body.items()}
+        raise SettingsError(f"{path} holds no names with values")
+    return {str(key): _substituted(value, path) for key, value in body.items()}
 
 
 def _substituted(value: Any, path: Path | str) -> Any:

@@ -14,13 +14,8 @@ from megatron_epp.schedule.errors import EppError
 def prepare() -> None:
     """Make this machine and the installed Megatron ready to train, with or without `--epp`. Idempotent.
 
-    Call it before megatron is imported. Raises EppError if Megatron is missing or unknown, or its YAML would undo `--epp`.
+    Call it before megatron is imported. Raises EppError if Megatron is missing or unknown.
     """
-    if "--epp" in sys.argv and any(flag.split("=")[0] == "--yaml-cfg" for flag in sys.argv):
-        raise EppError(
-            "--yaml-cfg puts its file in the place of all flags, --epp among them, and checks none: give flags, or use "
-            "`megatron-epp train -c FILE` with Megatron's flags under `megatron:`"
-        )
     allow_unknown = "--epp-allow-unknown-megatron" in sys.argv  # needed long before the arguments are parsed
     compat.check_megatron(allow_unknown)
     if cpu.activate():

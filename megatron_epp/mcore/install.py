@@ -32,6 +32,12 @@ def _add_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_megatron_arguments
 
 
+def _read_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_epp.mcore.yaml_cfg import reading_yaml
+
+    return functools.wraps(original)(reading_yaml(original))
+
+
 def _check_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     from megatron_epp.mcore.args import prepare_epp_args
 
@@ -134,6 +140,9 @@ _OUR_ATTENTION = "with --epp, builds the model with our attention"
 
 PATCHES = (
     Patch("megatron.training.arguments:add_megatron_arguments", _add_flags, "adds the --epp flags", wraps=True),
+    Patch(
+        "megatron.training.arguments:parse_args", _read_yaml, "with --epp, takes the values of --yaml-cfg as flags", wraps=True
+    ),
     Patch("megatron.training.arguments:validate_args", _check_flags, "checks the --epp flags", wraps=True),
     Patch("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _adopt, _OUR_ATTENTION, wraps=True),
     Patch("megatron.core.models.mamba.mamba_model:MambaModel.__init__", _adopt, _OUR_ATTENTION, wraps=True, versions="<0.18"),

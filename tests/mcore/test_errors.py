@@ -42,10 +42,6 @@ def message(finished: Finished) -> str:
     return " ".join(lines[first : first + 2])
 
 
-def test_megatrons_yaml_is_refused_where_it_would_undo_elastic_plans(documents):
-    assert "--yaml-cfg puts its file in the place of all flags" in message(train(documents, "--yaml-cfg", "settings.yaml"))
-
-
 def test_every_flag_that_plans_cannot_honour_is_named(documents):
     text = message(train(documents, "--mtp-num-layers", 1, "--attention-dropout", 0.1, "--recompute-activations"))
     for flag in ("--mtp-num-layers 1", "--attention-dropout 0.1", "--recompute-activations"):

@@ -95,7 +95,11 @@ def test_a_misspelt_section_is_refused_with_the_nearest(write):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("megatron: [1, 2", "is not YAML"), ("just text", "holds no sections"), ("megatron: 3", "must hold names with values")],
+    [
+        ("megatron: [1, 2", "is not YAML"),
+        ("just text", "holds no names with values"),
+        ("megatron: 3", "must hold names with values"),
+    ],
 )
 def test_a_file_that_is_something_else_is_refused(write, text, words):
     assert words in refused([write("top.yaml", text)])

@@ -1,0 +1,109 @@
+"""Megatron's --yaml-cfg beside --epp: a file in Megatron's own layout means what the same flags mean, and trains."""
+
+import dataclasses
+import logging
+import re
+import sys
+
+import pytest
+import yaml
+from launch import TINY, launch
+from megatron.core.transformer import TransformerConfig
+from synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+from megatron_epp.mcore import flags, yaml_cfg
+from megatron_epp.schedule.errors import EppError
+
+FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
+MODEL = [flag for flag in TINY if flag != "--mock-data"]
+
+
+@pytest.fixture
+def parser():
+    return flags.megatron_parser()
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(settings):
+        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+        return str(tmp_path / "settings.yaml")
+
+    return write_file
+
+
+def in_megatrons_layout(args, usual):
+    """What is not as usual, as a file: fields of the model's config in a section of their own, everything else beside it."""
+    given = {key: value for key, value in vars(args).items() if value != getattr(usual, key)}
+    model = {key: given.pop(key) for key in list(given) if key in FIELDS}
+    return given | {"language_model": model}
+
+
+def test_a_file_means_what_its_flags_mean_and_flags_beside_it_win(parser, write):
+    usual, given = parser.parse_args([]), parser.parse_args([*map(str, MODEL), "--epp-slices", "3", "--data-path", "a", "b"])
+    path = write(in_megatrons_layout(given, usual))
+    yaml_cfg.take_defaults(parser, path)
+    read = parser.parse_args(["--yaml-cfg", path, "--lr", "0.5"])
+    assert vars(read) == vars(given) | {"lr": 0.5, "epp_yaml_cfg": path}
+    assert read.epp_lookahead == usual.epp_lookahead
+
+
+def test_fields_of_the_models_config_are_the_flags_they_stand_for(parser, write):
+    model = {
+        "activation_func": "swiglu", "gated_linear_unit": True, "add_bias_linear": False, "num_moe_experts": 8,
+        "num_query_groups": 2, "layernorm_epsilon": "1e-6", "init_method": "xavier_uniform", "persist_layer_norm": False,
+    }  # fmt: skip
+    yaml_cfg.take_defaults(parser, write({"language_model": model, "group_query_attention": False}))
+    args = parser.parse_args([])
+    assert (args.swiglu, args.add_bias_linear, args.num_experts, args.no_persist_layer_norm) == (True, False, 8, True)
+    assert (args.num_query_groups, args.group_query_attention) == (2, True)
+    assert args.layernorm_epsilon == 1e-6
+    assert args.init_method_xavier_uniform
+
+
+def test_keys_that_do_nothing_are_named_and_those_that_ask_for_nothing_are_not(parser, write, caplog):
+    usual = {"perform_initialization": TransformerConfig.perform_initialization, "grad_sync_func": None}
+    with caplog.at_level(logging.WARNING, logger="megatron_epp"):
+        yaml_cfg.take_defaults(parser, write({"clip_gard": 1.0, "model_parallel": usual}))
+    assert "do nothing: clip_gard (did you mean 'clip_grad'?)" in caplog.text
+    assert "perform_initialization" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_layers": "many"}, "argument --num-layers: invalid int value: 'many'"),
+        ({"position_embedding_type": "ropes"}, "invalid choice: 'ropes'"),
+        ({"swiglu": 3}, "swiglu is 3; --swiglu is a switch: give true or false"),
+        ({"num_layers": [1, 2]}, "--num-layers takes one value(s)"),
+        ({"megatron": {"num_layers": 2}}, "such files are for `megatron-epp train -c"),
+        ([1, 2], "holds no names with values"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line(parser, write, settings, words):
+    with pytest.raises(EppError) as error:
+        yaml_cfg.take_defaults(parser, write(settings))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_ours"), [(["--epp", "--yaml-cfg", "a"], True), (["--yaml-cfg=a"], False), (["--epp"], False)]
+)
+def test_megatron_reads_the_file_itself_where_plans_are_not_asked_for(monkeypatch, argv, is_ours):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *argv])
+    seen = []
+    yaml_cfg.reading_yaml(lambda extra, ignore: seen.append(extra))()
+    assert [extra is not None for extra in seen] == [is_ours]
+
+
+def test_it_trains_with_plans(parser, write, tmp_path):
+    prefix = write_pair(tmp_path / "text", documents_of(long_tailed_lengths(64, longest=33), vocab_size=127))
+    ours = ["--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0, "--train-iters", 2]
+    given = parser.parse_args([*map(str, (*MODEL, *ours))])
+    path = write(in_megatrons_layout(given, parser.parse_args([])))
+    by_file = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", "--yaml-cfg", path, "--epp")
+    by_flags = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", *MODEL, *ours, "--epp")
+    losses = [re.findall(r"lm loss: (\S+)", run.output) for run in (by_file, by_flags)]
+    assert len(losses[0]) == 2, by_file.output[-5000:]
+    assert losses[0] == losses[1]
