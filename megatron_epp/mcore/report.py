@@ -94,13 +94,16 @@ class IterationReport:
         """
         if not self.collects:
             return
+        events = self.recorder.events()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the host is ahead: the clock would miss what it has only issued
         elapsed_us, planned_us = (time.perf_counter() - self.start_s) * 1e6, None
         if loss is not None:
             loss = loss.detach().clone().double()
             dist.all_reduce(loss, group=mpu.get_data_parallel_group(with_context_parallel=True))
             planned_us = self._of_replicas(loss)
         mine = {
-            "events": self.recorder.events(),
+            "events": events,
             "wait_us": self.recorder.wait_us,
             "peak": self.saved.peak_bytes if self.saved is not None else None,
             "device_peak": device_peak(),
@@ -211,4 +214,7 @@ def count_tokens(batch: GlobalBatch) -> None:
     """Tell Megatron's throughput log the true lengths; it assumes `--seq-length` tokens per sequence otherwise."""
     count = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
     if count is not None:  # before 0.18 Megatron has no way to tell it
-        count(torch.tensor([0, *accumulate(batch.lengths)], dtype=torch.int64))
+        ends = torch.tensor([0, *accumulate(batch.lengths)], dtype=torch.int64)
+        if torch.cuda.is_initialized():  # Megatron adds up on the GPU, and would wait for a copy of ordinary memory
+            ends = ends.pin_memory().to("cuda", non_blocking=True)
+        count(ends)

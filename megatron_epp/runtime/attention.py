@@ -55,8 +55,11 @@ class _ChunkAttention(torch.autograd.Function):
 
 
 def _compact(x: Tensor) -> Tensor:
-    """Queries, keys and values are often views of one projection: saving any of them would keep all of it."""
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
+    """Queries, keys and values are often views of one projection: saving any of them would keep all of it. And some kernels see
+    addresses only, no strides.
+    """
+    dense = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if dense else x.clone(memory_format=torch.contiguous_format)
 
 
 def chunk_attention(

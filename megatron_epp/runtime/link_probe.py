@@ -38,6 +38,8 @@ def measure_link(gpus: bool) -> list[Point]:
 def _serve(rank: int, folder: str, gpus: bool, results: Any) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)  # or a barrier would meet on the first GPU, where both ranks would then be
     dist.init_process_group("nccl" if gpus else "gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=2)
     points = [Point(size, 0, _time_us(rank, torch.zeros(size, dtype=torch.uint8, device=device))) for size in _SIZES]
     if rank == 0:

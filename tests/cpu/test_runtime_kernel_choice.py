@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_epp.runtime import kernels
 from megatron_epp.runtime.kernels import (
@@ -136,15 +137,19 @@ def exact_flash_attn(calls):
 
 
 def exact_transformer_engine(calls):
-    """As Transformer Engine's fused attention, by its names of arguments, computed in exact blocks."""
+    """As Transformer Engine's fused attention, by its names of arguments in 2.15 and newer, computed in exact blocks. As there,
+    a forward draws from the generator it is given, or from torch's own.
+    """
     module = types.ModuleType("fused_attn")
     module.FusedAttnBackend = {"F16_arbitrary_seqlen": "arbitrary"}
+    module.TORCH_DType = {"kFloat32": torch.float32, "kBFloat16": torch.bfloat16}
 
     def fused_attn_fwd(
         is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, fused_attention_backend,
         cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0, qkv_layout="sbh3d",
-        attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1),
+        attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1), rng_gen=None,
     ):  # fmt: skip
+        torch.rand(1, generator=rng_gen)
         causal = attn_mask_type == "padding_causal_bottom_right" and qkv_layout == "thd_thd_thd"
         calls.append((cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), max_seqlen_q, max_seqlen_kv, causal, dropout))
         out, saved = EXACT.forward(q, k, v, TABLE, attn_scale)
@@ -163,6 +168,27 @@ def exact_transformer_engine(calls):
     return module
 
 
+def older_transformer_engine(calls):
+    """As above, by the names of 2.0 to 2.14: backward is told a type, and not where the diagonal is."""
+    module = exact_transformer_engine(calls)
+    newer = module.fused_attn_bwd
+
+    def fused_attn_bwd(
+        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, dqkv_dtype, aux_ctx_tensors,
+        fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
+        qkv_layout="sbh3d", attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1), deterministic=False,
+    ):  # fmt: skip
+        assert module.TORCH_DType[dqkv_dtype] == fake_dtype == q.dtype
+        formats = {"o_format": "thd", "do_format": "thd", "dqkv_layout": "thd_thd_thd", "bottom_right_diagonal": True}
+        return newer(
+            max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
+            fused_attention_backend, attn_scale=attn_scale, **formats,
+        )  # fmt: skip
+
+    module.fused_attn_bwd = fused_attn_bwd
+    return module
+
+
 TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
 
 
@@ -171,16 +197,55 @@ TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
     [
         (FLASH_ATTN, (flash, "_flash_attn"), exact_flash_attn),
         (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), exact_transformer_engine),
+        (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), older_transformer_engine),
     ],
-    ids=lambda value: getattr(value, "name", None),
+    ids=["flash-attn", "Transformer Engine", "Transformer Engine before 2.15"],
 )
 def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offsets(monkeypatch, kernel, where, play):
     calls = []
     module = play(calls)
     monkeypatch.setattr(*where, lambda: module)
     case = Case("cpu", torch.float32, 16, 4, 2)
+    before = torch.get_rng_state()
     assert kernels._apart(kernel, case) < 1e-6
+    assert torch.equal(torch.get_rng_state(), before), "hidden dropout would change with the number of attention calls"
     assert calls == [([0, 63, 64, 104], [0, 133, 134, 174], 63, 133, True, 0.0)]
+
+
+def test_flash_attn_is_recognised_where_its_functions_are_torch_operators(monkeypatch):
+    @torch.library.custom_op("played::_flash_attn_varlen_forward", mutates_args=(), device_types="cpu")
+    def forward(q: torch.Tensor, window_size_left: int = -1) -> torch.Tensor:
+        return q.clone()
+
+    module = types.ModuleType("flash_attn_interface")
+    module._flash_attn_varlen_forward = forward
+    monkeypatch.setattr(flash, "_flash_attn", lambda: module)
+    assert FLASH_ATTN.obstacle(ON_GPU) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
+    """Shapes and types only: tensors without memory."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    with FakeTensorMode():
+        q, k = (torch.empty(n, heads, 16, dtype=dtype, device="cuda") for n, heads in ((104, 4), (174, 2)))
+        out, saved = EXACT.forward(q, k, k, TABLE, 0.25)
+        found = EXACT.backward(out, q, k, k, out, saved, TABLE, 0.25)
+    assert [(x.shape, x.dtype, x.device.type) for x in found] == [(x.shape, dtype, "cuda") for x in (q, k, k)]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_torch_flash_attention_takes_the_arguments_it_is_given(monkeypatch, kv_heads):
+    """Shapes and types only; keys are a view of a larger cache."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    table = replace(TABLE)  # which keeps offsets on the devices it was used on
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, cache = (torch.empty(n, heads, 64, dtype=torch.bfloat16, device="cuda") for n, heads in ((104, 4), (256, kv_heads)))
+        k = cache[:174]
+        out, saved = TORCH_FLASH.forward(q, k, k, table, 0.125)
+        found = TORCH_FLASH.backward(out, q, k, k, out, saved, table, 0.125)
+    assert out.shape == q.shape
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, torch.bfloat16) for x in (q, k, k)]
 
 
 def test_the_proof_notices_a_mask_that_is_aligned_to_the_top_left():

@@ -60,10 +60,12 @@ def _attend_backward(
         )
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-    weights = torch.exp(scores - lse.unsqueeze(-1))
-    delta = (grad * out).sum(-1, keepdim=True)
-    d_scores = weights * (torch.matmul(grad, v.transpose(-1, -2)) - delta) * scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill_(hidden, float("-inf"))
+    weights = torch.exp(scores - lse.unsqueeze(-1))  # as wide as the log-sum-exp
+    delta = (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
+    d_scores = (weights * (torch.matmul(grad, v.transpose(-1, -2)) - delta) * scale).to(q.dtype)
+    weights = weights.to(q.dtype)
     return torch.matmul(d_scores, k), torch.matmul(d_scores.transpose(-1, -2), q), torch.matmul(weights.transpose(-1, -2), grad)
 
 

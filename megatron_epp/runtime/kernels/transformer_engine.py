@@ -29,9 +29,18 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
+@functools.cache
+def _generator(device: torch.device) -> torch.Generator:
+    """Of this kernel alone. A forward moves its generator even without dropout; torch's own would then give a layer that runs
+    again without its attention another hidden dropout than the first time.
+    """
+    return torch.Generator(device)
+
+
 def _options(function: Callable[..., Any], table: SegmentTable, q: Tensor, scale: float) -> dict[str, Any]:
     """Arguments that forward and backward share, as far as this release has them."""
     cu_q, cu_k = table.cu_seqlens(q.device)
+    types = {theirs: ours for ours, theirs in _fused().TORCH_DType.items()}
     wanted = {
         "max_seqlen_q": table.max_query,
         "max_seqlen_kv": table.max_key,
@@ -40,6 +49,8 @@ def _options(function: Callable[..., Any], table: SegmentTable, q: Tensor, scale
         "cu_seqlens_q_padded": cu_q,  # offsets: nothing lies between the segments
         "cu_seqlens_kv_padded": cu_k,
         "fake_dtype": q.dtype,
+        "dqkv_dtype": types[q.dtype],  # before 2.15, of backward
+        "rng_gen": _generator(q.device),
         "fused_attention_backend": _fused().FusedAttnBackend["F16_arbitrary_seqlen"],
         "attn_scale": scale,
         "dropout": 0.0,
