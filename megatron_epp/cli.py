@@ -1,7 +1,7 @@
 """The command line: one function per command; ``megatron-epp --help`` lists them.
 
-All but `profile`, `rehearse`, `prepare` and `train` run without torch, Megatron or a GPU. Exit codes: 0 done; 1 `check` found
-violations, or `doctor` a problem; 2 an error.
+All but `profile`, `rehearse`, `prepare`, `train` and `quickstart` run without torch, Megatron or a GPU. Exit codes: 0 done;
+1 `check` found violations, or `doctor` a problem; 2 an error; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import megatron_epp
-from megatron_epp import cli_advise, cli_doctor, cli_memory, cli_profile, cli_rehearse, cli_train
+from megatron_epp import cli_advise, cli_doctor, cli_memory, cli_profile, cli_quickstart, cli_rehearse, cli_train
 from megatron_epp.cli_compare import compare
 from megatron_epp.cli_inputs import PLANNER_NAMES, add_planner, add_problem, costs_of, count, options_of, planner, problem_of
 from megatron_epp.cli_progress import progress
@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print(f"\n{_PROGRAM}: interrupted", file=sys.stderr)
+        return 130
     except (EppError, OSError) as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
         return 2
@@ -85,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_rehearse(commands)
     _add_prepare(commands)
     _add_train(commands)
+    _add_quickstart(commands)
     _add_doctor(commands)
     return parser
 
@@ -181,6 +185,11 @@ def _add_prepare(commands: Commands) -> None:
 def _add_train(commands: Commands) -> None:
     purpose = "train from YAML settings with Megatron's own loop (needs torch and Megatron)"
     cli_train.add_arguments(_command(commands, "train", cli_train.run, purpose, cli_train.EXAMPLE))
+
+
+def _add_quickstart(commands: Commands) -> None:
+    purpose = "train a small GPT with Megatron's schedule and with elastic plans, and compare (needs torch and Megatron)"
+    cli_quickstart.add_arguments(_command(commands, "quickstart", cli_quickstart.run, purpose, cli_quickstart.EXAMPLE))
 
 
 def _add_doctor(commands: Commands) -> None:

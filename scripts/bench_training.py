@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from training_runs import ROOT, Run, machine, pipeline_size, tiny_gpt, train, write_documents
+from random_documents import write_documents
 
+from megatron_epp.launch.runs import Run, machine, pipeline_size, tiny_gpt, train
 from megatron_epp.sequence_lengths import wikipedia
 
-FOLDER = ROOT / "runs" / "bench_training"
+FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_training"
 
 
 def write_corpus(name: str, lengths: np.ndarray) -> str:

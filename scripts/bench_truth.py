@@ -23,16 +23,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quickstart import corpus
-from training_runs import ROOT, Run, machine, tiny_gpt, train
 from truth_report import markdown
 
+from megatron_epp.cli_quickstart import corpus
 from megatron_epp.cost import PipelineCosts, Profile, work_of
+from megatron_epp.launch.runs import Run, machine, tiny_gpt, train
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.measured_error import Comparison, compare
 from megatron_epp.schedule import Messages, Op, Plan, Step, load, simulate
 
-FOLDER = ROOT / "runs" / "bench_truth"
+FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_truth"
 COSTS = "epp_costs.json"
 WARM_UP = 1
 """Iterations at the start of a run that are left out."""
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--data-path", help="documents (default: the quickstart's)")
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, help="folder for report.json, report.md and the runs")
     a = parser.parse_args()
-    report = bench(a.output, a.pipeline, a.iterations, a.cap_share, a.data_path or corpus())
+    report = bench(a.output, a.pipeline, a.iterations, a.cap_share, a.data_path or corpus(FOLDER))
     (a.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (a.output / "report.md").write_text(markdown(report))
     say(markdown(report))

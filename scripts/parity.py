@@ -165,7 +165,7 @@ def compare_all(cases: dict[str, Case], setting: Setting, limit_s: float) -> dic
 def _trainings(cases: dict[str, Case], setting: Setting, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Per case the run with Megatron's schedule, often shared, and the run with plans."""
     from parity_worlds import Training
-    from training_runs import write_documents
+    from random_documents import write_documents
 
     common = common_flags(setting.iterations, setting.context, setting.batch, setting.validates)
     common += ["--data-path", write_documents(folder / "documents", setting.lengths, VOCABULARY)]

@@ -6,4 +6,4 @@ set -euo pipefail
 # shellcheck source=scripts/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-exec python scripts/quickstart.py "$@"
+exec megatron-epp quickstart "$@"

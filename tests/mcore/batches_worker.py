@@ -30,7 +30,7 @@ def main(folder: Path, names: list[str]) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from parity_cells import LENGTHS, MODELS, common_flags
     from parity_worlds import Training, load_megatron, train_all
-    from training_runs import write_documents
+    from random_documents import write_documents
 
     load_megatron()
     from megatron_epp.mcore import schedule

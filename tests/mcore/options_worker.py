@@ -57,7 +57,7 @@ def main(folder: Path, names: Collection[str] = ()) -> None:
     from parity_cells import LENGTHS, MODELS, VOCABULARY, common_flags
     from parity_runs import Run, contents
     from parity_worlds import Training, load_megatron, train_all
-    from training_runs import write_documents
+    from random_documents import write_documents
 
     load_megatron()
     import engine_stand_in  # these import Megatron, which has to be prepared

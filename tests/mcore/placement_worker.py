@@ -16,7 +16,7 @@ sys.path.insert(0, str(SCRIPTS))
 from parity_cells import CONTEXT, LENGTHS, VOCABULARY, Case, Cell, common_flags  # noqa: E402
 from parity_runs import Run  # noqa: E402
 from parity_worlds import Training, load_megatron, train_all  # noqa: E402
-from training_runs import write_documents  # noqa: E402
+from random_documents import write_documents  # noqa: E402
 
 ITERATIONS = 5
 TIED = "gpt2"

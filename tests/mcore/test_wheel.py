@@ -1,5 +1,6 @@
 """An installed wheel is all a user needs: everything it ships is there, and it plans and trains far from the source tree."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -79,13 +80,18 @@ def test_commands_run_from_anywhere(installed, tmp_path):
     assert succeeds([command, "check", "plan.json"], tmp_path)
 
 
-def test_it_trains_a_recipe(installed, tmp_path):
-    (tmp_path / "texts").mkdir()
-    for number, words in enumerate((900, 20, 300, 5, 60, 450)):
-        (tmp_path / "texts" / f"{number}.txt").write_text("word " * words)
-    command = installed / "megatron-epp"
-    succeeds([command, "prepare", "--input", "texts", "--output-prefix", "documents/text"], tmp_path)
-    train = [command, "train", "-c", "recipes/tiny-cpu", "train_iters=2", "data_path=documents/text"]
-    assert "megatron_epp.mcore.pretrain_gpt" in succeeds([*train, "--dry-run"], tmp_path)
-    said = succeeds(train, tmp_path)
-    assert "iteration        2/       2" in said
+def test_a_shipped_recipe_is_checked_against_megatrons_parser(installed, tmp_path):
+    said = succeeds([installed / "megatron-epp", "train", "-c", "recipes/tiny-cpu", "train_iters=2", "--dry-run"], tmp_path)
+    assert "megatron_epp.mcore.pretrain_gpt" in said
+
+
+def test_the_quickstart_trains_and_leaves_its_comparison(installed, tmp_path):
+    said = succeeds(
+        [installed / "megatron-epp", "quickstart", "--iterations", 2, "--context", 256, "-o", "here"], tmp_path, 600
+    )
+    assert "largest relative difference of the losses" in said
+    report = json.loads((tmp_path / "here" / "report.json").read_text())
+    assert report["losses"]["epp"] == pytest.approx(report["losses"]["stock"], rel=1e-5)
+    assert len(report["losses"]["epp"]) == 2
+    left = {path.name for path in (tmp_path / "here").iterdir() if path.is_file()}
+    assert left == {"report.json", "plan.json", "iteration.png", "trace.json"}

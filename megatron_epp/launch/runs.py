@@ -1,0 +1,131 @@
+"""Short training runs of a small GPT on this machine, and what they report. For the quickstart and the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cli_profile import cpu_name
+from megatron_epp.cost.library import load_flags
+from megatron_epp.launch.command import OURS
+from megatron_epp.schedule.errors import EppError
+
+_LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
+_REASON = re.compile(r"^(megatron_epp, rank \d+: .*|\S*(Error|Exception)\b.*)$", re.MULTILINE)
+_LIMIT_S = 3600.0
+
+
+class RunError(EppError):
+    """A training run did not end well. The message says why, as far as its log does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One finished training run.
+
+    Attributes:
+        lines: the figures of each iteration, as `--epp-report-dir` writes them.
+        iteration_ms: Megatron's own time of each iteration, optimizer included.
+    """
+
+    lines: tuple[dict[str, Any], ...]
+    iteration_ms: tuple[float, ...]
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.lines]
+
+    def tokens_per_second(self, skip: int = 2) -> float:
+        """Over all iterations but the first few: with the time of the second Megatron prints the mean of the first two.
+
+        Of a run that has no more iterations than that, the last one's.
+        """
+        skip = min(skip, len(self.lines) - 1)
+        return 1e3 * sum(int(line["tokens"]) for line in self.lines[skip:]) / sum(self.iteration_ms[skip:])
+
+    @property
+    def peak_activation_bytes(self) -> list[int]:
+        """Largest of all iterations, per pipeline rank."""
+        return [max(column) for column in zip(*(line["peak_activation_bytes"] for line in self.lines), strict=True)]
+
+
+def tiny_gpt(**changes: Any) -> dict[str, Any]:
+    """Megatron's flags of the shipped model ``tiny-gpt`` with changes; on a GPU in bf16 over NCCL."""
+    here = {"bf16": True, "distributed_backend": "nccl"} if _count_gpus() else {"distributed_backend": "gloo"}
+    return load_flags("tiny-gpt") | here | changes
+
+
+def pipeline_size(wanted: int) -> int:
+    """As wanted on CPU; no more than there are GPUs otherwise."""
+    return min(wanted, _count_gpus() or wanted)
+
+
+def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: float = _LIMIT_S) -> Run:
+    """Train with torchrun on this machine and read the figures.
+
+    Args:
+        folder: where the log and the figures go; figures of an earlier run are removed.
+        num_ranks: processes.
+        settings: flags, `--epp` ones included.
+
+    Raises:
+        RunError: the run failed, or takes longer than `timeout_s`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = folder / "iterations.jsonl"
+    figures.unlink(missing_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port", str(port)]
+    command += ["-m", OURS, *_flags_of(settings | {"epp": True, "epp_report_dir": folder})]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | os.environ
+    log = folder / "train.log"
+    with open(log, "w", encoding="utf-8") as output:
+        output.write(" ".join(command) + "\n")
+        output.flush()
+        try:
+            done = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise RunError(f"training has not ended after {timeout_s:.0f} s: see {log}") from None
+    text = log.read_text(encoding="utf-8", errors="replace")
+    if done.returncode != 0:
+        reason = _REASON.search(text)
+        raise RunError(f"training ended with exit code {done.returncode}, see {log}" + (f": {reason[0]}" if reason else ""))
+    times = {int(m[1]): float(m[2]) for m in _LINE.finditer(text)}
+    lines = tuple(json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines())
+    return Run(lines, tuple(times[line["iteration"]] for line in lines))
+
+
+def machine() -> str:
+    """This machine in a few words."""
+    import torch
+
+    return f"{_count_gpus()} x {torch.cuda.get_device_name()}" if _count_gpus() else cpu_name()
+
+
+def _flags_of(settings: dict[str, Any]) -> list[str]:
+    """``{"num_layers": 4, "swiglu": True}`` as ``["--num-layers", "4", "--swiglu"]``; False and None are left out."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if value is not True:
+            flags.extend(str(v) for v in (value if isinstance(value, list) else [value]))
+    return flags
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
