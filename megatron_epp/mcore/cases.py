@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_epp.cost import causal_pairs
-from megatron_epp.runtime.relay import SliceView
+from megatron_epp.runtime.slice_view import SliceView
 from megatron_epp.schedule import Chunk, Segment
 
 MULTIPLE = 64

@@ -18,9 +18,9 @@ from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.boundary import Arrival
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import Links
-from megatron_epp.runtime.relay import SliceView
 from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.segments import SegmentTable
+from megatron_epp.runtime.slice_view import SliceView
 from megatron_epp.runtime.weights import Kept, PutOff, WeightGradients
 from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute, Segment
 

@@ -112,7 +112,7 @@ def _run(
                 )
             links, recorder, watchdog = session.links, report.recorder, session.watchdog
             executor = Executor(
-                batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, on_shortage=policy
+                batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, policy, session.host
             )
             executor.run()
         return executor.shortage

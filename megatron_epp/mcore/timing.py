@@ -21,7 +21,7 @@ from megatron_epp.mcore.core_attention import RelayAttention
 from megatron_epp.mcore.probe import backward, by_place, forward
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.relay import SliceView
+from megatron_epp.runtime.slice_view import SliceView
 from megatron_epp.runtime.weights import Kept
 from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute, Segment
 

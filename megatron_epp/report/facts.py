@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from megatron_epp.schedule.action import Action, Op
+from megatron_epp.schedule.hosted import host_peaks
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.recompute import NO_RECOMPUTE, Recompute
+from megatron_epp.schedule.simulate import simulate
 
 
 def busy_us(plan: Plan, rank: int) -> float:
@@ -71,9 +71,10 @@ def offload_share(plan: Plan) -> float:
 
 
 def host_peak_bytes(plan: Plan) -> list[int]:
-    """Most bytes that each rank has at the host at one time: from the start of each offload to the end of its load."""
-    peaks = []
-    for steps in plan.copies or ((),) * plan.num_ranks:
-        away = accumulate(step.free_bytes - step.alloc_bytes for step in steps)
-        peaks.append(max(away, default=0))
-    return peaks
+    """Most bytes that each rank has at the host at one time."""
+    return list(host_peaks(simulate(plan))) if plan.hosted or any(plan.copies) else [0] * plan.num_ranks
+
+
+def hosted_bytes(plan: Plan) -> int:
+    """What all ranks have of keys, values and their gradient at the host."""
+    return sum(entry.cache_bytes + entry.gradient_bytes for entry in plan.hosted)

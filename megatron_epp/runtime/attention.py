@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron_epp.runtime import kernels
 from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.kernels.base import Saved
 from megatron_epp.runtime.ulysses import to_heads, to_tokens
 
 
@@ -26,32 +28,55 @@ class _ChunkAttention(torch.autograd.Function):
     ) -> Tensor:
         view = context.view
         q = _compact(q)
-        if view is None:
-            kept = seen = _compact(k), _compact(v)
-        else:
-            seen = context.relay.append(layer, view, k, v)
-            kept = _compact(k[view.num_cached :]), _compact(v[view.num_cached :])
         kernel = kernels.choose(q, k, preference)
-        if context.attended is None:
-            out, saved = kernel.forward(q, *seen, context.table, scale)
-        else:
-            out, saved = context.attended.once(lambda: kernel.forward(q, *seen, context.table, scale))
+        caches = None if view is None else context.relay.caches_of(view)
+        parts = 1 if caches is None else caches.parts(k.shape[1])
+        kept = (_compact(k), _compact(v)) if view is None else tuple(_compact(x[view.num_cached :]) for x in (k, v))
+
+        def attend() -> tuple[Tensor, Saved]:
+            outs, saved = [], []
+            for part in range(parts):
+                own = _heads(part, parts, q, *(kept if caches is None else (k, v)))
+                seen = own[1:] if caches is None or view is None else caches.append(layer, view, *own[1:], part)
+                out, more = kernel.forward(own[0], *seen, context.table, scale)
+                outs.append(out)
+                saved += more
+            return _joined(outs), tuple(saved)
+
+        out, saved = attend() if context.attended is None else context.attended.once(attend)
         ctx.save_for_backward(q, out, *kept, *saved)
-        ctx.context, ctx.layer, ctx.scale, ctx.kernel = context, layer, scale, kernel
-        if view is not None and view.is_tail and context.forward_only:
-            context.relay.release(layer, view)
+        ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.parts = context, layer, scale, kernel, parts
+        if caches is not None and view is not None and view.is_tail and context.forward_only:
+            caches.release(layer, view)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ChunkContext = ctx.context
-        view = context.view
+        view, parts, layer = context.view, ctx.parts, ctx.layer
+        caches = None if view is None else context.relay.caches_of(view)
         q, out, k, v, *saved = ctx.saved_tensors
-        seen = (k, v) if view is None else context.relay.keys_and_values(ctx.layer, view, k, v)
-        dq, dk, dv = ctx.kernel.backward(grad, q, *seen, out, tuple(saved), context.table, ctx.scale)
-        if view is not None:
-            dk, dv = context.relay.take_gradient(ctx.layer, view, dk, dv)
+        count = len(saved) // parts
+        grads: list[tuple[Tensor, ...]] = []
+        for part in reversed(range(parts)):
+            own_grad, own_q, own_out, *own = _heads(part, parts, grad, q, out, k, v)
+            seen = own if caches is None or view is None else caches.keys_and_values(layer, view, *own, part)
+            own_saved = tuple(saved[part * count : (part + 1) * count])
+            dq, dk, dv = ctx.kernel.backward(own_grad, own_q, *seen, own_out, own_saved, context.table, ctx.scale)
+            if caches is not None and view is not None:
+                dk, dv = caches.take_gradient(layer, view, dk, dv, part)
+            grads.insert(0, (dq, dk, dv))
+        dq, dk, dv = (_joined(each) for each in zip(*grads, strict=True))
         return dq, dk, dv, None, None, None, None
+
+
+def _heads(part: int, parts: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """A group of heads of each tensor, ``[tokens, heads, channels]``; all of them as they are where there is one group."""
+    return tensors if parts == 1 else tuple(x.chunk(parts, 1)[part].contiguous() for x in tensors)
+
+
+def _joined(groups: Sequence[Tensor]) -> Tensor:
+    return groups[0] if len(groups) == 1 else torch.cat(tuple(groups), 1)
 
 
 def _compact(x: Tensor) -> Tensor:

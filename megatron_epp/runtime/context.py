@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_epp.runtime.hold import Attended
-from megatron_epp.runtime.relay import KVRelay, SliceView
+from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.runtime.segments import SegmentTable
+from megatron_epp.runtime.slice_view import SliceView
 from megatron_epp.schedule import NO_RECOMPUTE, Plan, Recompute, Segment
 
 

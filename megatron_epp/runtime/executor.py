@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_epp.runtime.boundary import Arrival
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.drain import DrainedOffload, DrainedStage, blank
+from megatron_epp.runtime.host import HostMemory
 from megatron_epp.runtime.links import Links, Receive
 from megatron_epp.runtime.offload import Offload
 from megatron_epp.runtime.program import prepare
@@ -85,6 +86,7 @@ class Executor:
         recorder: where the times go.
         watchdog: ends the run when an action or a wait outlasts its limit.
         offload: moves activations; None where the plan moves none on this rank.
+        host: where the plan has keys and values of slices; None where it has none there on this rank.
         on_shortage: what to do when memory runs out.
 
     Raises:
@@ -101,8 +103,9 @@ class Executor:
         watchdog: Watchdog | None = None,
         offload: Offload | None = None,
         on_shortage: ShortagePolicy = ShortagePolicy(),  # noqa: B008 - frozen
+        host: HostMemory | None = None,
     ) -> None:
-        self.plan, self.rank, self.stages, self.links = plan, rank, stages, links
+        self.plan, self.rank, self.stages, self.links, self.host = plan, rank, stages, links, host
         self.offload: Offload | DrainedOffload | None = offload
         self.recorder = recorder or Recorder(enabled=False)
         self.watchdog, self.on_shortage = watchdog, on_shortage
@@ -138,6 +141,8 @@ class Executor:
         plan, rank = self.plan, self.rank
         if plan.copies and plan.copies[rank] and self.offload is None:
             raise RunError("the plan offloads activations (O and L actions), which this run does not: add --epp-offload")
+        if self.host is None and any(plan.placement[entry.stage] == rank for entry in plan.hosted):
+            raise RunError("the plan has keys and values at the host, which this run has not: add --epp-offload")
         if missing := sorted({a.op for a in plan.actions(rank)} - set(self._handlers)):
             raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions")
         placed = [stage for stage, where in enumerate(plan.placement) if where == rank]
@@ -154,6 +159,8 @@ class Executor:
             RunError: another action failed. Either names the action, the rank and, this one, the grid.
         """
         self.recorder.begin()
+        for number, stage in self.stages.items():
+            stage.relay.begin(self.plan.hosted_by(number), self.host)
         try:
             with torch.set_grad_enabled(not self.plan.forward_only), self._watch():
                 for position, action in enumerate(self._actions):
@@ -209,7 +216,7 @@ class Executor:
             hidden = arrival.enter(hidden)
         context = self._context(stage, chunk)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
-        with self.recorder.action(action), saving:
+        with self.recorder.action(action), saving, context.relay.running(context.view, False, 0, self.plan.forward_only):
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
@@ -228,7 +235,8 @@ class Executor:
         context, arrival, output = self._contexts[key], self._arrivals.get(key), self._outputs[key]
         if self.offload is not None:
             self.offload.before_backward(key)
-        with self._giving_gradients(action), self.recorder.action(action):
+        running = context.relay.running(context.view, True, context.recompute.whole)
+        with self._giving_gradients(action), self.recorder.action(action), running:
             self.stages[stage].backward(context, output, grad, key in self._split)
         self._received.pop(action._replace(op=Op.RECV_B), None)
         del self._contexts[key], self._outputs[key]

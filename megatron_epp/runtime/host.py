@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class HostMemory:
         needed = self.allocated_bytes + self._page_bytes
         if needed > self.cap_bytes:
             raise HostMemoryError(
-                f"offloaded activations need more than {self.allocated_bytes / 2**30:.3g} GB of host memory and "
+                f"what is offloaded needs more than {self.allocated_bytes / 2**30:.3g} GB of host memory and "
                 f"--epp-host-memory-gb allows {self.cap_bytes / 2**30:.3g} per rank",
                 ("a higher --epp-host-memory-gb", "a lower --epp-chunk-tokens"),
             )
@@ -92,21 +91,54 @@ class HostMemory:
         return page
 
 
+class Region:
+    """Bytes at the host, in pages, handed out range by range and given back all at once.
+
+    Attributes:
+        num_bytes: handed out.
+    """
+
+    def __init__(self, host: HostMemory) -> None:
+        self.num_bytes = 0
+        self._host = host
+        self._pages: list[Tensor] = []
+        self._end = 0
+
+    def reserve(self, num_bytes: int) -> int:
+        """Where the next so many bytes start. Raises `HostMemoryError`, and then has as many as before."""
+        start, room = self._end, sum(page.numel() for page in self._pages)
+        self._pages += self._host.take([max(0, start + num_bytes - room)])
+        self._end += _aligned(num_bytes)
+        self.num_bytes += num_bytes
+        return start
+
+    def pairs(self, start: int, device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes on the device, and those from so many on, cut into parts that belong together, ``(device, host)``."""
+        return _pairs(device, self._pages, start)
+
+    def give_back(self) -> None:
+        """Let others have all of it."""
+        self._host.give_back(self._pages)
+        self._pages, self._end, self.num_bytes = [], 0, 0
+
+
 def pair_up(storages: Sequence[torch.UntypedStorage], pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut memory on the device and pages into parts that belong together, ``(device, host)``, both of so many bytes."""
-    page_bytes = pages[0].numel() if pages else 0
     start = 0  # in all pages
     for storage in storages:
         device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        done = 0
-        for number in count(start // page_bytes):
-            inside = start + done - number * page_bytes
-            part = min(page_bytes - inside, device.numel() - done)
-            yield device[done : done + part], pages[number][inside : inside + part]
-            done += part
-            if done == device.numel():
-                break
+        yield from _pairs(device, pages, start)
         start += _aligned(device.numel())
+
+
+def _pairs(device: Tensor, pages: Sequence[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    page_bytes = pages[0].numel() if pages else 1
+    done = 0
+    while done < device.numel():
+        number, inside = divmod(start + done, page_bytes)
+        part = min(page_bytes - inside, device.numel() - done)
+        yield device[done : done + part], pages[number][inside : inside + part]
+        done += part
 
 
 def _aligned(num_bytes: int) -> int:

@@ -12,7 +12,7 @@ import queue
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ def _run(plan: Plan, rank: int, scale: float) -> tuple[Events, float]:
         _meet(plan, rank, links)
     start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
     dist.all_reduce(start, op=dist.ReduceOp.MAX)
-    executor = Executor(plan, rank, stages, links)
+    executor = Executor(replace(plan, hosted=()), rank, stages, links)  # what it takes to stream them is in the steps' times
     shared.origin_s = shared.free_s = float(start[0])
     _wait_until(shared.origin_s)
     executor.run()

@@ -7,54 +7,17 @@ because every later slice has run. Buffers are made once per sequence at its ful
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_epp.schedule import EppError
+from megatron_epp.runtime.host import HostMemory
+from megatron_epp.runtime.hosted import HostedCaches
+from megatron_epp.runtime.slice_view import RelayError, SliceView, check_backward, check_forward, no_cache
 from megatron_epp.schedule.size_class import size_class
-
-
-class RelayError(EppError):
-    """A slice met the cache in a state its plan rules out."""
-
-
-@dataclass(frozen=True, slots=True)
-class SliceView:
-    """One chunk's window on the cache of its sliced sequence.
-
-    The cache takes the slice, and of the sequence's last chunk everything: what shares that chunk lies behind the sequence's
-    end. What shares the chunk of an earlier slice lies *beside* the cache: behind the slice, where later slices write over it.
-
-    Attributes:
-        sequence: index of the sequence.
-        start: first token of the slice.
-        end: one past its last token.
-        length: tokens of the whole sequence.
-        capacity: tokens the buffer holds: every chunk of the sequence fits behind the start of its slice. Of a tail, those that
-            its chunk fills.
-    """
-
-    sequence: int
-    start: int
-    end: int
-    length: int
-    capacity: int
-
-    @property
-    def is_tail(self) -> bool:
-        return self.end == self.length
-
-    @property
-    def stop(self) -> int:
-        """One past the last place in the buffer that the chunk fills."""
-        return self.capacity if self.is_tail else self.end
-
-    @property
-    def num_cached(self) -> int:
-        """How many of the chunk's tokens, from its first, go to the buffer."""
-        return self.stop - self.start
 
 
 @dataclass(slots=True)
@@ -67,7 +30,7 @@ class _Entry:
     """Keys and values are there up to here."""
     dk: Tensor | None = None
     dv: Tensor | None = None
-    taken_from: int = 0
+    taken_from: int | None = None
     """Gradients have been handed out from here on."""
 
     @property
@@ -81,14 +44,53 @@ class KVRelay:
 
     Attributes:
         fp32_gradients: add up gradients of keys and values in fp32, whatever dtype the slices give them in.
+        hosted: the caches that are at the host between uses; None where there are none.
     """
 
     fp32_gradients: bool = False
+    hosted: HostedCaches | None = None
     _entries: dict[tuple[int, int], _Entry] = field(default_factory=dict)
-    num_bytes: int = 0
-    """Bytes of all caches and accumulators now."""
+    _resident_bytes: int = 0
 
-    def append(self, layer: int, view: SliceView, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all caches and accumulators on the device now."""
+        return self._resident_bytes + (0 if self.hosted is None else self.hosted.num_bytes)
+
+    def begin(self, hosted: Collection[int] = (), host: HostMemory | None = None) -> None:
+        """Start an iteration.
+
+        Args:
+            hosted: sequences whose caches are at the host between uses.
+            host: where.
+        """
+        self.hosted = HostedCaches(host, hosted, self.fp32_gradients) if host is not None and hosted else None
+
+    def caches_of(self, view: SliceView) -> KVRelay | HostedCaches:
+        """Where a slice's cache is. Attention goes to it group of heads by group of heads."""
+        return self.hosted if self.hosted is not None and view.sequence in self.hosted.sequences else self
+
+    def running(
+        self, view: SliceView | None, backward: bool, num_whole: int = 0, forward_only: bool = False
+    ) -> AbstractContextManager[None]:
+        """Around an action.
+
+        Args:
+            view: the chunk's slice, if it has one.
+            backward: whether it is a backward.
+            num_whole: layers, from the stage's first on, that run attention again in it.
+            forward_only: no backward follows.
+        """
+        if view is None or self.hosted is None or view.sequence not in self.hosted.sequences:
+            return nullcontext()
+        is_last = view.start == 0 if backward else forward_only and view.is_tail
+        return self.hosted.running(view, backward, num_whole, is_last)
+
+    def parts(self, kv_heads: int) -> int:
+        """Groups of heads that attention is to run by, one after the other: all at once."""
+        return 1
+
+    def append(self, layer: int, view: SliceView, k: Tensor, v: Tensor, part: int = 0) -> tuple[Tensor, Tensor]:
         """Store a chunk's keys and values and return all that its queries may see.
 
         A recomputed forward writes the same values to the same place, so it may run any number of times.
@@ -98,6 +100,7 @@ class KVRelay:
             view: the chunk's slice.
             k: ``[tokens, kv_heads, channels]``: the slice, then whatever shares its chunk.
             v: as `k`.
+            part: number of the group of heads, from 0.
 
         Returns:
             keys and values ``[keys, kv_heads, channels]``.
@@ -110,19 +113,18 @@ class KVRelay:
             rows = size_class(view.capacity)
             entry = _Entry(k.new_empty((rows, *k.shape[1:])), v.new_empty((rows, *v.shape[1:])))
             self._entries[layer, view.sequence] = entry
-            self.num_bytes += entry.num_bytes
-        filled = 0 if entry is None else entry.filled
-        if entry is None or filled < view.start:
-            raise RelayError(
-                f"{_where(layer, view)}: forward of the slice at token {view.start} finds the keys of {filled} tokens before it"
-            )
+            self._resident_bytes += entry.num_bytes
+        check_forward(layer, view, 0 if entry is None else entry.filled)
+        assert entry is not None  # checked
         count = view.num_cached
         entry.k[view.start : view.stop] = k[:count]
         entry.v[view.start : view.stop] = v[:count]
-        entry.filled = max(filled, view.stop)
+        entry.filled = max(entry.filled, view.stop)
         return self.keys_and_values(layer, view, k[count:], v[count:])
 
-    def keys_and_values(self, layer: int, view: SliceView, k_beside: Tensor, v_beside: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(
+        self, layer: int, view: SliceView, k_beside: Tensor, v_beside: Tensor, part: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """What `append` returned for a chunk.
 
         Later slices' forwards come later and their backwards came before, so nobody needs what lies behind the slice.
@@ -132,6 +134,7 @@ class KVRelay:
             view: the chunk's slice.
             k_beside: keys of the chunk that are not in the cache; often none.
             v_beside: as `k_beside`.
+            part: as for `append`.
         """
         entry = self._entry(layer, view)
         end = view.stop + k_beside.shape[0]
@@ -140,7 +143,7 @@ class KVRelay:
             entry.v[view.stop : end] = v_beside
         return entry.k[:end], entry.v[:end]
 
-    def take_gradient(self, layer: int, view: SliceView, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def take_gradient(self, layer: int, view: SliceView, dk: Tensor, dv: Tensor, part: int = 0) -> tuple[Tensor, Tensor]:
         """Add the gradient of everything a chunk's queries saw and return the part of the chunk's own tokens.
 
         After the sequence's first slice its cache is freed.
@@ -150,6 +153,7 @@ class KVRelay:
             view: the chunk's slice.
             dk: ``[keys, kv_heads, channels]``; of a tail it becomes the accumulator, so nobody else may hold it.
             dv: as `dk`.
+            part: as for `append`.
 
         Returns:
             ``[tokens, kv_heads, channels]`` of keys and of values, complete.
@@ -158,16 +162,10 @@ class KVRelay:
             RelayError: a later slice has not run backward, or this one has.
         """
         entry = self._entry(layer, view)
+        check_backward(layer, view, entry.taken_from)
         if entry.dk is None or entry.dv is None:
-            if not view.is_tail:
-                raise RelayError(f"{_where(layer, view)}: backward at token {view.start} precedes the last slice's")
             entry.dk, entry.dv = self._accumulator(dk), self._accumulator(dv)
-            self.num_bytes += entry.dk.nbytes + entry.dv.nbytes
-        elif entry.taken_from != view.end:
-            raise RelayError(
-                f"{_where(layer, view)}: backward of tokens {view.start} to {view.end} is not the next; "
-                f"slices have run backward down to token {entry.taken_from}"
-            )
+            self._resident_bytes += entry.dk.nbytes + entry.dv.nbytes
         else:
             entry.dk[: view.stop] += dk[: view.stop]
             entry.dv[: view.stop] += dv[: view.stop]
@@ -179,17 +177,21 @@ class KVRelay:
 
     def release(self, layer: int, view: SliceView) -> None:
         """Drop a sequence's cache: after its first slice's backward, or after its last forward where no backward follows."""
-        self.num_bytes -= self._entries.pop((layer, view.sequence)).num_bytes
+        self._resident_bytes -= self._entries.pop((layer, view.sequence)).num_bytes
 
     def clear(self) -> None:
         """Drop every cache."""
         self._entries.clear()
-        self.num_bytes = 0
+        self._resident_bytes = 0
+        if self.hosted is not None:
+            self.hosted.clear()
 
     def assert_empty(self) -> None:
         """Raise `RelayError` if a cache outlived its iteration."""
         if self._entries:
             raise RelayError(f"caches of (layer, sequence) {sorted(self._entries)} were never freed")
+        if self.hosted is not None:
+            self.hosted.assert_empty()
 
     def _accumulator(self, grad: Tensor) -> Tensor:
         return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self.fp32_gradients else grad
@@ -197,14 +199,10 @@ class KVRelay:
     def _entry(self, layer: int, view: SliceView) -> _Entry:
         entry = self._entries.get((layer, view.sequence))
         if entry is None:
-            raise RelayError(f"{_where(layer, view)}: backward of the slice at token {view.start} finds no cache")
+            raise no_cache(layer, view)
         return entry
 
 
 def _own(accumulated: Tensor, grad: Tensor, view: SliceView) -> Tensor:
     own, beside = accumulated[view.start : view.stop].to(grad.dtype), grad[view.stop :]
     return torch.cat([own, beside]) if beside.shape[0] else own
-
-
-def _where(layer: int, view: SliceView) -> str:
-    return f"layer {layer}, sequence {view.sequence}"

@@ -7,7 +7,7 @@ from megatron_epp.schedule.chunk import Chunk, Segment
 from megatron_epp.schedule.deps import deps
 from megatron_epp.schedule.errors import EppError, InfeasibleError, PlanError
 from megatron_epp.schedule.lowering import lower
-from megatron_epp.schedule.plan import Copy, Messages, Plan, Prediction, Step
+from megatron_epp.schedule.plan import Copy, Hosted, Messages, Plan, Prediction, Step
 from megatron_epp.schedule.recompute import LEVELS, NO_RECOMPUTE, Recompute
 from megatron_epp.schedule.serialize import digest, from_json, load, save, to_json
 from megatron_epp.schedule.simulate import MemoryEvent, Message, Timeline, simulate
@@ -20,6 +20,7 @@ __all__ = [
     "Chunk",
     "Copy",
     "EppError",
+    "Hosted",
     "InfeasibleError",
     "MemoryEvent",
     "Message",

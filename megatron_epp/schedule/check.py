@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_epp.schedule.check_actions import check_links, check_order, check_presence
 from megatron_epp.schedule.check_memory import check_memory
-from megatron_epp.schedule.check_tables import check_tables, check_tokens
+from megatron_epp.schedule.check_tables import check_hosted, check_tables, check_tokens
 from megatron_epp.schedule.graph import build_graph
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import Timeline, play, timeline_of
@@ -21,7 +21,7 @@ def check(plan: Plan) -> list[Violation]:
     1. tables have the right shapes and ranges;
     2. every token is in exactly one chunk, and every action is there once, on its rank;
     3. the order is possible: no action before one it needs, no cycle across ranks, no crossed messages;
-    4. memory: nothing freed twice, early or never, and no rank above its cap.
+    4. memory: nothing freed twice, early or never, and no rank above its cap, or with more at the host than it may have.
 
     Returns:
         every violation of the first layer that has any, each with rank, position and reason. It raises nothing.
@@ -34,6 +34,8 @@ def examine(plan: Plan) -> tuple[list[Violation], Timeline | None]:
     if faults := list(check_tables(plan)):
         return faults, None
     if faults := [*check_tokens(plan), *check_presence(plan)]:
+        return faults, None
+    if faults := list(check_hosted(plan)):
         return faults, None
     graph = build_graph(plan)
     played = play(graph)

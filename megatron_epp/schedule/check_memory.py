@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.chunk import slice_neighbours
+from megatron_epp.schedule.hosted import host_levels
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import Timeline
 from megatron_epp.schedule.violation import Violation
@@ -23,6 +24,7 @@ def check_memory(timeline: Timeline) -> Iterator[Violation]:
     for rank in range(plan.num_ranks):
         yield from _above_cap(timeline, rank)
         yield from _balance(timeline, rank, chains)
+        yield from _above_host_cap(timeline, rank)
 
 
 def _above_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
@@ -39,6 +41,15 @@ def _above_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
             )
             action = event.step.action
             yield Violation(rank, event.position, action, reason, action.op in (Op.O, Op.L))
+            return
+
+
+def _above_host_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
+    caps = timeline.plan.host_cap_bytes
+    for time_us, size in host_levels(timeline, rank) if caps else ():
+        if size > caps[rank]:
+            reason = f"{size} bytes at the host at {time_us:.1f} us, {size - caps[rank]} above the cap of {caps[rank]}"
+            yield Violation(rank, None, None, reason)
             return
 
 

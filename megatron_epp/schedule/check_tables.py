@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from megatron_epp.schedule.hosted import slices_of
 from megatron_epp.schedule.plan import AnyStep, Plan
 from megatron_epp.schedule.violation import Violation
 
@@ -46,6 +47,22 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
         yield from _coverage(sequence, plan.lengths[sequence], sorted(parts))
 
 
+def check_hosted(plan: Plan) -> Iterator[Violation]:
+    """What is at the host is of sequences that are cut, once on each stage."""
+    slices, seen = slices_of(plan), set()
+    for stage, sequence, *sizes in plan.hosted:
+        name = f"keys and values of sequence {sequence} at the host of stage {stage}"
+        if not 0 <= stage < plan.num_stages:
+            yield _fault(f"{name}: there are {plan.num_stages} stages")
+        elif sequence not in slices:
+            yield _fault(f"{name}: the sequence is not cut into slices")
+        elif (stage, sequence) in seen:
+            yield _fault(f"{name} are there twice")
+        elif min(sizes) < 0:
+            yield _fault(f"{name} take {sizes[0]} bytes and their gradient {sizes[1]}; neither is below zero")
+        seen.add((stage, sequence))
+
+
 def _coverage(sequence: int, length: int, parts: Sequence[tuple[int, int, int]]) -> Iterator[Violation]:
     done, last = 0, None
     for start, end, c in parts:
@@ -66,6 +83,7 @@ def _shapes(plan: Plan) -> Iterator[str]:
         ("static_bytes", plan.static_bytes, ranks, "ranks"),
         ("cap_bytes", plan.cap_bytes, ranks, "ranks"),
         ("copies", plan.copies or ((),) * ranks, ranks, "ranks"),
+        ("host_cap_bytes", plan.host_cap_bytes or (0,) * ranks, ranks, "ranks"),
     ):
         if len(row) != size:
             yield f"{name} has {len(row)} entries for {size} {unit}"

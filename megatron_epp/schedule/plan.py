@@ -46,6 +46,20 @@ class Copy(NamedTuple):
 AnyStep = Step | Copy
 
 
+class Hosted(NamedTuple):
+    """A sliced sequence of which a stage has keys and values at the host, and on the device only what attention is at.
+
+    The host has `cache_bytes` from the start of the first slice's forward on, and `gradient_bytes` more from the start of the
+    last slice's backward on, up to the end of the first slice's backward. What passes through the device is among the bytes of
+    the steps, and what of the copies is not hidden by attention among their times.
+    """
+
+    stage: int
+    sequence: int
+    cache_bytes: int
+    gradient_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Messages:
     """Time of each message, ``[stage][chunk]``, for the ``num_stages - 1`` boundaries; zero where both sides share a rank."""
@@ -78,9 +92,11 @@ class Plan:
         offload_share: ``[stage][chunk]``, share of the activation bytes that leaves the device between forward and backward.
         ranks: the compute steps of each rank, in order.
         copies: the offload and load steps of each rank, in order, one at a time beside compute.
+        hosted: sequences whose keys and values stages have at the host.
         messages: time of every message.
         static_bytes: bytes each rank holds throughout (weights, gradients, optimizer).
         cap_bytes: what each rank may hold at most.
+        host_cap_bytes: what each rank may have at the host at most; empty where nobody says.
         predicted: the simulator's numbers for this plan.
         token_multiple: chunk token counts are padded to a multiple of this.
         forward_only: an evaluation plan; it has no backward.
@@ -103,6 +119,8 @@ class Plan:
     cap_bytes: tuple[int, ...]
     predicted: Prediction
     copies: tuple[tuple[Copy, ...], ...] = ()
+    hosted: tuple[Hosted, ...] = ()
+    host_cap_bytes: tuple[int, ...] = ()
     token_multiple: int = 1
     forward_only: bool = False
     costs: str = "analytic"
@@ -130,6 +148,10 @@ class Plan:
     def padded_tokens(self, chunk: int) -> int:
         """Tokens of a chunk after padding: the length of every message that carries it (before sequence parallelism)."""
         return self.chunks[chunk].padded_tokens(self.token_multiple)
+
+    def hosted_by(self, stage: int) -> frozenset[int]:
+        """Sequences whose keys and values a stage has at the host."""
+        return frozenset(entry.sequence for entry in self.hosted if entry.stage == stage)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """The compute actions of a rank, without their costs."""

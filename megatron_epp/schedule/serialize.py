@@ -13,10 +13,18 @@ from typing import Any
 from megatron_epp.schedule.action import Action
 from megatron_epp.schedule.chunk import Chunk, Segment
 from megatron_epp.schedule.errors import PlanError
-from megatron_epp.schedule.plan import SCHEMA, VERSION, Copy, Messages, Plan, Prediction, Step
+from megatron_epp.schedule.plan import SCHEMA, VERSION, Copy, Hosted, Messages, Plan, Prediction, Step
 from megatron_epp.schedule.recompute import Recompute
 
-_COLUMNS = ("lengths", "num_layers", "placement", "static_bytes", "cap_bytes", "notes")  # lists that stay on one line
+_COLUMNS = (
+    "lengths",
+    "num_layers",
+    "placement",
+    "static_bytes",
+    "cap_bytes",
+    "host_cap_bytes",
+    "notes",
+)  # lists that stay on one line
 
 
 def digest(plan: Plan) -> str:
@@ -96,7 +104,12 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 def _document(plan: Plan) -> dict[str, Any]:
     """Plain data in the file's layout. Times become floats and sizes ints, whatever numeric type they came as."""
-    return {
+    at_host: dict[str, Any] = {}  # where nothing is there, nothing is written
+    if plan.hosted:
+        at_host["hosted"] = [_ints(entry) for entry in plan.hosted]
+    if plan.host_cap_bytes:
+        at_host["host_cap_bytes"] = _ints(plan.host_cap_bytes)
+    return at_host | {
         "schema": SCHEMA,
         "version": VERSION,
         "lengths": _ints(plan.lengths),
@@ -196,9 +209,11 @@ def _plan(document: dict[str, Any]) -> Plan:
         offload_share=field("offload_share", _float_table),
         ranks=field("ranks", _step_table),
         copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
+        hosted=field("hosted", lambda rows: tuple(Hosted(*_int_row(row)) for row in rows), ()),
         messages=field("messages", lambda m: Messages(_float_table(m["activation_us"]), _float_table(m["gradient_us"]))),
         static_bytes=field("static_bytes", _int_row),
         cap_bytes=field("cap_bytes", _int_row),
+        host_cap_bytes=field("host_cap_bytes", _int_row, ()),
         predicted=field("predicted", _prediction),
         token_multiple=field("token_multiple", _int, 1),
         forward_only=field("forward_only", _bool, False),

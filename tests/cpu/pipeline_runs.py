@@ -36,9 +36,10 @@ def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False):
     host = HostMemory(torch.device("cpu"), 1 << 30)
     with SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as saved:
         offload = Offload(saved, host) if any(plan.copies) else None
-        Executor(plan, rank, stages, links, offload=offload).run()
-    left = saved.live_bytes + sum(stage.relay.num_bytes for stage in stages.values())
-    bytes_of = left, saved.peak_bytes, offload.host_peak_bytes if offload else 0
+        Executor(plan, rank, stages, links, offload=offload, host=host).run()
+    hosted = [stage.relay.hosted for stage in stages.values() if stage.relay.hosted is not None]
+    left = saved.live_bytes + sum(stage.relay.num_bytes for stage in stages.values()) + sum(x.host_bytes for x in hosted)
+    bytes_of = left, saved.peak_bytes, (offload.host_peak_bytes if offload else 0) + sum(x.host_peak_bytes for x in hosted)
     return {s: StageResult(_arrays(stage.gradients()), stage.loss, stage.calls, *bytes_of) for s, stage in stages.items()}
 
 

@@ -5,7 +5,21 @@ from dataclasses import replace
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.schedule import Chunk, Copy, Messages, Op, Plan, Prediction, Recompute, Segment, Step, check, from_grid
+from megatron_epp.schedule import (
+    Chunk,
+    Copy,
+    Hosted,
+    Messages,
+    Op,
+    Plan,
+    Prediction,
+    Recompute,
+    Segment,
+    Step,
+    check,
+    from_grid,
+)
+from megatron_epp.schedule.hosted import slices_of
 
 
 def planned(lengths, num_layers, token_multiple=1, forward_only=False, placement=None, **options):
@@ -56,6 +70,14 @@ def offloading(plan, share):
     rows = [[a._replace(op=copy_of[a.op]) for a in plan.actions(r) if a.op in copy_of] for r in range(plan.num_ranks)]
     copies = tuple(tuple(Copy(action, 0.5, 0, 0) for action in row) for row in rows)
     plan = replace(plan, copies=copies, offload_share=((share,) * len(plan.chunks),) * plan.num_stages)
+    assert check(plan) == []
+    return plan
+
+
+def hosting(plan, stages=None):
+    """The plan with keys and values of all slices at the host, of all stages or some."""
+    stages = range(plan.num_stages) if stages is None else stages
+    plan = replace(plan, hosted=tuple(Hosted(stage, sequence, 0, 0) for stage in stages for sequence in slices_of(plan)))
     assert check(plan) == []
     return plan
 

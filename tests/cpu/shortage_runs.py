@@ -93,7 +93,7 @@ def _run(rank, links, plan, stages, host, survives):
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
     with SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as saved:
         offload = Offload(saved, host) if any(plan.copies) else None
-        executor = Executor(plan, rank, stages, links, offload=offload, on_shortage=policy)
+        executor = Executor(plan, rank, stages, links, offload=offload, on_shortage=policy, host=host)
         executor.run()
     idle_bytes = sum(page.nbytes for page in host._free)
     return executor, saved.held_bytes + host.allocated_bytes - idle_bytes

@@ -11,8 +11,8 @@ from plain_stage import PlainStage, batch_of, build_part
 from runtime_plans import by_hand, one_rank, one_rank_split, one_rank_two_stages, two_ranks
 
 from megatron_epp.runtime.executor import Executor, RunError
-from megatron_epp.runtime.relay import RelayError, SliceView
 from megatron_epp.runtime.saved import SavedTensors
+from megatron_epp.runtime.slice_view import RelayError, SliceView
 from megatron_epp.runtime.watchdog import Watchdog
 from megatron_epp.schedule import Action, Copy, Op, Step, to_grid
 

@@ -9,8 +9,9 @@ from relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, RECOMPUTE, ChunkedLaye
 
 from megatron_epp.runtime.attention import chunk_attention
 from megatron_epp.runtime.context import chunk_layouts
-from megatron_epp.runtime.relay import KVRelay, RelayError, SliceView
+from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.runtime.saved import SavedTensors
+from megatron_epp.runtime.slice_view import RelayError, SliceView
 from megatron_epp.schedule.size_class import size_class
 
 CASES = {

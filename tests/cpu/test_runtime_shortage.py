@@ -8,6 +8,7 @@ import pytest
 import torch
 from rank_processes import Ranks, run_until_exit
 from runtime_plans import (
+    hosting,
     looped,
     offloading,
     one_rank,
@@ -94,9 +95,11 @@ def test_without_survival_the_run_ends_with_stage_chunk_bytes_and_two_flags(tmp_
 
 
 @pytest.mark.parametrize("make", [one_rank, one_rank_split, one_rank_two_stages])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_wherever_one_rank_runs_out_nothing_is_left_of_the_try(make, share):
+@pytest.mark.parametrize(("share", "hosted"), [(0.0, False), (0.5, False), (1.0, False), (0.0, True), (0.5, True)])
+def test_wherever_one_rank_runs_out_nothing_is_left_of_the_try(make, share, hosted):
     plan = offloading(make(), share) if share else make()
+    if hosted:
+        plan = hosting(plan)
     wanted = try_twice(0, None, plan, None, None)
     for action in [str(action)[1:] for action in plan.actions(0) if action.stage == 0]:
         tries = try_twice(0, None, plan, 0, action)

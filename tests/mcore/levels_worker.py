@@ -1,4 +1,5 @@
-"""Runs a batch of some trainings without recompute, with every level and with offload, from the same weights and random states.
+"""Runs a batch of some trainings without recompute, with every level, with offload, and with keys and values at the host, all
+from the same weights and random states.
 
 python levels_worker.py FOLDER; prints by training and rank what `test_levels.py` looks at.
 """
@@ -14,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from megatron_epp.schedule import Copy, Op, Recompute
+from megatron_epp.schedule import Copy, Hosted, Op, Recompute
+from megatron_epp.schedule.hosted import slices_of
 
 LEVELS = {
     "whole": Recompute(whole=8),
@@ -31,6 +33,12 @@ OFFLOADS = {
     "0.6 of each away": (Recompute(1, 1, 1), 0.6),
 }
 """By name: recompute, and the share of what every chunk then keeps that is copied away."""
+HOSTED = {
+    "hosted": (Recompute(), 0.0),
+    "hosted, each": (Recompute(1, 1, 1), 0.0),
+    "hosted, 0.6 of whole away": (Recompute(whole=8), 0.6),
+}
+"""As above, with keys and values of slices at the host; where the share is 0, nothing is copied."""
 LOCAL = "--epp-slices 3"
 HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec local_hybrid stack_spec"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
@@ -104,7 +112,7 @@ def by_levels(executor):
     class ByLevels(executor):
         def __init__(self, plan, rank, stages, *rest, **named):
             super().__init__(plan, rank, stages, *rest, **named)
-            self.again = lambda variant, offload: executor(variant, rank, stages, *rest[:3], offload)
+            self.again = lambda variant, offload, host: executor(variant, rank, stages, *rest[:3], offload, host=host)
 
         def gradients_of(self, variant, states):
             """Gradients, calls of attention's kernel, and the most bytes that autograd held, and that were away."""
@@ -114,17 +122,24 @@ def by_levels(executor):
             for model in models:
                 model.zero_grad_buffer()
             calls.clear()
-            with SavedTensors(p for stage in self.stages.values() for p in stage.parameters) as saved:
-                offload = Offload(saved, HostMemory(torch.device("cpu"), 1 << 30))
-                self.again(variant, offload).run()
-            assert saved.live_bytes == offload.host_bytes == 0
+            host, relays = HostMemory(torch.device("cpu"), 1 << 30), [stage.relay for stage in self.stages.values()]
+            parameters = (p for stage in self.stages.values() for p in stage.parameters)
+            with SavedTensors(parameters, lambda: sum(relay.num_bytes for relay in relays)) as saved:
+                offload = Offload(saved, host)
+                self.again(variant, offload, host).run()
+            caches = [relay.hosted for relay in relays if relay.hosted is not None]
+            assert saved.live_bytes == offload.host_bytes == sum(each.host_bytes for each in caches) == 0
             gradients = {name: p.main_grad.clone() for model in models for name, p in model.named_parameters()}
-            return gradients, len(calls), saved.peak_bytes, offload.host_peak_bytes
+            away = offload.host_peak_bytes + sum(each.host_peak_bytes for each in caches)
+            return gradients, len(calls), saved.peak_bytes, away
 
         def run(self):
             states = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
             variants = {name: with_levels(self.plan, recompute) for name, recompute in ({"": Recompute()} | LEVELS).items()}
             variants |= {name: with_copies(with_levels(self.plan, again), share) for name, (again, share) in OFFLOADS.items()}
+            for name, (again, share) in HOSTED.items():
+                variant = with_levels(self.plan, again)
+                variants[name] = with_hosted(with_copies(variant, share) if share else variant)
             differ, kernels, peaks, away, plain = {}, {}, {}, {}, {}
             for name, variant in variants.items():
                 gradients, kernels[name], peaks[name], away[name] = self.gradients_of(variant, states)
@@ -170,6 +185,12 @@ def with_copies(plan, share):
                 row.append(Copy(action._replace(op=Op.L), 0.0, 0, 0, actions[at - 1]))
         copies.append(tuple(row))
     return replace(plan, copies=tuple(copies), offload_share=((share,) * len(plan.chunks),) * plan.num_stages)
+
+
+def with_hosted(plan):
+    """The plan with keys and values of all slices at the host."""
+    pairs = ((stage, sequence) for stage in range(plan.num_stages) for sequence in slices_of(plan))
+    return replace(plan, hosted=tuple(Hosted(*pair, 0, 0) for pair in pairs))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launch import run
-from levels_worker import LEVELS, OFFLOADS, RUNS
+from levels_worker import HOSTED, LEVELS, OFFLOADS, RUNS
 
 WORKER = Path(__file__).with_name("levels_worker.py")
 
@@ -25,7 +25,7 @@ def test_gradients_are_those_without_recompute_and_offload(runs, name):
     assert "error" not in runs[name], runs[name]
     assert len(runs[name]) == RUNS[name][1]
     for facts in runs[name]:
-        assert facts["differ"] == {variant: [] for variant in ("", *LEVELS, *OFFLOADS)}
+        assert facts["differ"] == {variant: [] for variant in ("", *LEVELS, *OFFLOADS, *HOSTED)}
         assert len(facts["zeros"]) < facts["num_gradients"] / 2
         assert facts["slices"]
 
@@ -52,3 +52,10 @@ def test_what_is_away_is_not_on_the_device(runs, name):
         away = facts["away"]
         assert 0 < away["0.3 away"] < away["1.0 away"]
         assert facts["peaks"]["1.0 away"] < facts["peaks"][""]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_keys_and_values_at_the_host_are_not_on_the_device_but_for_what_attention_is_at(runs, name):
+    for facts in runs[name]:
+        assert facts["away"]["hosted"] > 0
+        assert facts["peaks"]["hosted"] < facts["peaks"][""]

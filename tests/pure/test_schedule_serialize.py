@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schedule_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
 from schedule_random import sound_plans
 
-from megatron_epp.schedule import PlanError, Prediction, digest, from_json, load, save, to_json
+from megatron_epp.schedule import Hosted, PlanError, Prediction, digest, from_json, load, save, to_json
 from megatron_epp.schedule.serialize import pack, unpack
 
 numbers = st.floats(0, 1e12, allow_nan=False)
@@ -31,6 +31,8 @@ def test_a_plan_reads_back_equal_in_every_field():
     plan = replace(
         offload(),
         predicted=Prediction(1.5, 1.25, (7, 8), 0.125),
+        hosted=(Hosted(1, 0, 70, 80),),
+        host_cap_bytes=(9, 10),
         token_multiple=8,
         costs="profile.json",
         planner="mine",

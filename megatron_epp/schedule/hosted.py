@@ -1,0 +1,72 @@
+"""Caches of keys and values that stages have at the host: the pieces they move in, in plans and at run time alike, and what
+of a plan is at the host when.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from megatron_epp.schedule.action import Action, Op
+from megatron_epp.schedule.plan import Plan
+from megatron_epp.schedule.simulate import Timeline
+
+MOST_PARTS = 4
+"""Into so many groups of heads attention is divided at most: fewer heads at a time would leave a GPU idle at short slices."""
+
+
+def head_parts(kv_heads: int) -> int:
+    """Groups of heads that attention over a hosted cache runs by: as many as divide the heads, up to `MOST_PARTS`.
+
+    Args:
+        kv_heads: heads of keys and values on a rank.
+    """
+    return max(parts for parts in range(1, MOST_PARTS + 1) if kv_heads % parts == 0)
+
+
+def host_levels(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
+    """What a rank has at the host: steps ``(time_us, bytes)`` from time 0, each until the next.
+
+    What is offloaded is there from the start of its offload to the end of its load, keys and values as `Hosted` says.
+    """
+    plan, changes = timeline.plan, []
+    starts, ends = _times(timeline, rank)
+    for copy in plan.copies[rank] if plan.copies else ():
+        is_load = copy.action.op is Op.L
+        changes.append(((ends if is_load else starts)[copy.action], copy.free_bytes - copy.alloc_bytes))
+    slices = slices_of(plan)
+    for stage, sequence, cache, gradient in plan.hosted:
+        if plan.placement[stage] != rank:
+            continue
+        first, last = slices[sequence][0], slices[sequence][-1]
+        changes.append((starts[Action(Op.F, stage, first)], cache))
+        if plan.forward_only:
+            changes.append((ends[Action(Op.F, stage, last)], -cache))
+        else:
+            changes.append((starts[Action(Op.B, stage, last)], gradient))
+            changes.append((ends[Action(Op.B, stage, first)], -cache - gradient))
+    changes.sort(key=lambda change: (change[0], -change[1]))  # at equal times what is given back comes last
+    times = [0.0, *(time_us for time_us, _ in changes)]
+    return list(zip(times, accumulate((size for _, size in changes), initial=0), strict=True))
+
+
+def host_peaks(timeline: Timeline) -> tuple[int, ...]:
+    """Most bytes that each rank has at the host at one time."""
+    return tuple(max(size for _, size in host_levels(timeline, rank)) for rank in range(timeline.plan.num_ranks))
+
+
+def slices_of(plan: Plan) -> dict[int, list[int]]:
+    """Of every sequence that is cut, its chunks in the order of its slices."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for c, chunk in enumerate(plan.chunks):
+        if (part := chunk.slice_of(plan.lengths)) is not None:
+            found.setdefault(part.sequence, []).append((part.start, c))
+    return {sequence: [c for _, c in sorted(parts)] for sequence, parts in found.items()}
+
+
+def _times(timeline: Timeline, rank: int) -> tuple[dict[Action, float], dict[Action, float]]:
+    """Start and end of every step of a rank."""
+    plan = timeline.plan
+    actions = [*plan.actions(rank), *(copy.action for copy in (plan.copies[rank] if plan.copies else ()))]
+    starts = [*timeline.start_us[rank], *timeline.copy_start_us[rank]]
+    ends = [*timeline.end_us[rank], *timeline.copy_end_us[rank]]
+    return dict(zip(actions, starts, strict=True)), dict(zip(actions, ends, strict=True))
