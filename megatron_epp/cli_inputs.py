@@ -144,7 +144,12 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         "--cluster", metavar="NAME|FILE", help=f"YAML of a machine's rates; shipped: {', '.join(shipped('clusters'))}"
     )
     costs.add_argument("--rates", choices=sorted(RATES), help="the machine the formulas assume (default: h100)")
-    _count(costs, "--data-parallel", default=1, help="replicas that share the optimizer's state (default: 1)")
+    _count(
+        costs,
+        "--data-parallel",
+        default=1,
+        help="replicas, which share the optimizer's state (default: 1)",
+    )
 
 
 def add_model(costs: argparse._ArgumentGroup) -> None:
@@ -249,7 +254,8 @@ def costs_of(args: argparse.Namespace, longest: int) -> PipelineCosts:
         profile = stored
     num_layers = flags["num_layers"] if args.costs is None or args.layers or args.model else profile.num_layers
     layers = _layers(args, profile, num_layers)
-    costs = profile.costs(layers, state_bytes_per_parameter=profile.adam_bytes(args.data_parallel))
+    state_bytes = profile.adam_bytes(args.data_parallel)
+    costs = profile.costs(layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel)
     return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(args.stages))
 
 

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     measured = Measured(digest(plan), ranks)
     if args.output:
         measured.save(Path(args.output))
-    actions = sum(map(len, measured.ranks))
+    actions = sum(map(len, plan.ranks))
     print(
         f"{plan.num_ranks} ranks, {actions} actions, {scale:.4g} seconds slept per planned second\n"
         f"makespan: simulated {format_us(simulated_us)}, measured {format_us(measured.makespan_us)} "

@@ -4,7 +4,8 @@ The batches, models and pipelines are those of `bench_planner.py`. Every batch g
 whole layers fits and the peak without recompute: at 2, 10 and 30 % of the way. Everything is planned, nothing is trained; all
 plans share costs (analytic), and makespans are the simulator's. Efficiency is the time of the pure computation, spread evenly
 over the ranks, over the makespan: what layers that do not divide evenly cost counts against it, as filling and draining do. The
-busiest rank's is its own pure computation over the makespan.
+busiest rank's is its own pure computation over the makespan. With `--sharing`, what offload gains over links to the host that
+stages share: each with one of its own, in turns, and with a fixed part of it at all times.
 Writes report.json and report.md.
 """
 
@@ -17,7 +18,8 @@ import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,35 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.schedule import InfeasibleError, Plan
 
+
+@dataclass(frozen=True)
+class Variant:
+    """What planners may use, and how ranks that share a link to the host do: "turns", "parts", or not at all."""
+
+    options: Options
+    links: str = ""
+
+    def costs(self, case: Case, sharing: int) -> PipelineCosts:
+        if self.links == "turns":
+            return replace(case.costs, host_turns=sharing)
+        return replace(case.costs, host_us_per_byte=(sharing if self.links else 1) * case.costs.host_us_per_byte)
+
+
 FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_memory"
 GIB = 1 << 30
-VARIANTS = {
-    "whole layers": Options(recompute_levels="whole"),
-    "levels": Options(),
-    "whole layers, offload": Options(recompute_levels="whole", offload=True),
-    "levels, offload": Options(offload=True),
-}
 BASE = "whole layers"
+VARIANTS = {
+    BASE: Variant(Options(recompute_levels="whole")),
+    "levels": Variant(Options()),
+    "whole layers, offload": Variant(Options(recompute_levels="whole", offload=True)),
+    "levels, offload": Variant(Options(offload=True)),
+}
+SHARING = {
+    BASE: VARIANTS[BASE],
+    "offload, links of their own": Variant(Options(offload=True)),
+    "offload, in turns": Variant(Options(offload=True), "turns"),
+    "offload, fixed parts": Variant(Options(offload=True), "parts"),
+}
 TIGHTNESS = (0.02, 0.1, 0.3)
 LONGEST = 1 << 24
 
@@ -76,13 +98,13 @@ def figures(made: Plan | None) -> dict[str, float] | None:
     }
 
 
-def row(case: Case) -> dict[str, Any]:
+def row(case: Case, variants: dict[str, Variant] = VARIANTS, sharing: int = 1) -> dict[str, Any]:
     """Every variant of one case under every cap, and without one."""
     problem, costs = case.problem, case.costs
     free = planned(problem, costs, UNLIMITED_BYTES, Options())
     assert free is not None
     most = max(free.predicted.peak_bytes)
-    least = least_cap(problem, costs, VARIANTS[BASE])
+    least = least_cap(problem, costs, variants[BASE].options)
     caps = {str(share): int(least + share * (most - least)) for share in TIGHTNESS}
     return {
         "name": f"{case.lengths_like} {case.context // 1024}K, {case.stages} x {case.shape.ranks} ranks, {case.model}",
@@ -90,19 +112,19 @@ def row(case: Case) -> dict[str, Any]:
         "free_gib": most / GIB,
         "free": figures(free),
         "caps": {
-            share: {name: figures(planned(problem, costs, cap, options)) for name, options in VARIANTS.items()}
+            share: {name: figures(planned(problem, v.costs(case, sharing), cap, v.options)) for name, v in variants.items()}
             for share, cap in caps.items()
         },
-        "longest": {name: longest(case, options) for name, options in VARIANTS.items()},
+        "longest": {name: longest(case, v.costs(case, sharing), v.options) for name, v in variants.items()},
     }
 
 
-def longest(case: Case, options: Options) -> int:
+def longest(case: Case, costs: PipelineCosts, options: Options) -> int:
     """Tokens of the longest sequence that fits the case's own cap by itself: powers of two, then two steps between them."""
     low = 0
     for step in (2.0, 2**0.5, 2**0.25):
         tokens = int(max(low * step, 1 << 13))
-        while tokens < LONGEST and planned(replace(case.problem, lengths=(tokens,)), case.costs, case.cap_gb << 30, options):
+        while tokens < LONGEST and planned(replace(case.problem, lengths=(tokens,)), costs, case.cap_gb << 30, options):
             low, tokens = tokens, int(tokens * step)
     return low
 
@@ -110,7 +132,7 @@ def longest(case: Case, options: Options) -> int:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for share in map(str, TIGHTNESS):
-        for name in VARIANTS:
+        for name in rows[0]["longest"]:
             both = [(r["caps"][share][BASE], r["caps"][share][name]) for r in rows]
             ratios = [base["makespan_us"] / own["makespan_us"] for base, own in both if base and own]
             found.setdefault(share, {})[name] = {
@@ -118,7 +140,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 "efficiency": statistics.median(own["efficiency"] for _, own in both if own),
                 "busiest": statistics.median(own["busiest"] for _, own in both if own),
             }
-    contexts = {name: [r["longest"][name] / r["longest"][BASE] for r in rows if r["longest"][BASE]] for name in VARIANTS}
+    contexts = {
+        name: [r["longest"][name] / r["longest"][BASE] for r in rows if r["longest"][BASE]] for name in rows[0]["longest"]
+    }
     return {
         "by_cap": found,
         "free": {key: statistics.median(r["free"][key] for r in rows) for key in ("efficiency", "busiest")},
@@ -130,7 +154,7 @@ def markdown(report: dict[str, Any]) -> str:
     found = report["summary"]
     header = ["", *(f"{float(share):.0%} of the way" for share in found["by_cap"]), "longest sequence"]
     cells = []
-    for name in VARIANTS:
+    for name in found["longer_context"]:
         own = [figures[name] for figures in found["by_cap"].values()]
         cells.append(
             [
@@ -146,10 +170,16 @@ def markdown(report: dict[str, Any]) -> str:
         "sequence fits the case's own cap. Without any cap the medians are "
         f"{found['free']['efficiency']:.2f} and {found['free']['busiest']:.2f}.\n\n{table(header, cells)}"
     )
-    header = ["case", "least (GiB)", "free (GiB)", "free", *(f"{float(s):.0%}: {n}" for s in TIGHTNESS for n in VARIANTS)]
+    header = [
+        "case",
+        "least (GiB)",
+        "free (GiB)",
+        "free",
+        *(f"{float(s):.0%}: {n}" for s in TIGHTNESS for n in found["longer_context"]),
+    ]
     cells = []
     for r in report["rows"]:
-        every = [r["caps"][str(share)][name] for share in TIGHTNESS for name in VARIANTS]
+        every = [r["caps"][str(share)][name] for share in TIGHTNESS for name in found["longer_context"]]
         shown = [f"{f['efficiency']:.2f}" if f else "no plan" for f in (r["free"], *every)]
         cells.append([r["name"], f"{r['least_gib']:.1f}", f"{r['free_gib']:.1f}", *shown])
     lines.append(f"Efficiency of every case:\n\n{table(header, cells)}")
@@ -161,14 +191,18 @@ def main() -> None:
     parser.add_argument("--reduced", action="store_true", help="one small case")
     parser.add_argument("--every", type=int, default=1, metavar="K", help="every K-th case of the suite's 32 (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument(
+        "--sharing", type=int, metavar="N", help="stages that share a link to the host: compare ways to share it"
+    )
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, help="folder for report.json and report.md")
     a = parser.parse_args()
     cases = sampled_cases()[:: a.every]
     if a.reduced:
         cases = [Case("equal", 32768, 4, "llama3-8b", 40)]
     rows, start_s = [], time.perf_counter()
+    plan_row = partial(row, variants=SHARING, sharing=a.sharing) if a.sharing else row
     with ProcessPoolExecutor(a.jobs) as pool:
-        for found in pool.map(row, cases) if a.jobs > 1 else map(row, cases):
+        for found in pool.map(plan_row, cases) if a.jobs > 1 else map(plan_row, cases):
             rows.append(found)
             print(f"{len(rows)} of {len(cases)}: {found['name']}", file=sys.stderr, flush=True)
     report = {"rows": rows, "summary": summary(rows), "minutes": (time.perf_counter() - start_s) / 60}

@@ -80,7 +80,7 @@ class Question:
         profile, shape = self.profile(layout), self.shape(layout)
         holders, share = layout.context * layout.data, shape.expert_parameters_on_rank / shape.layer_parameters_on_rank
         state_bytes = (1 - share) * profile.adam_bytes(holders) + share * profile.adam_bytes(holders // layout.expert)
-        costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes)
+        costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes, replicas=layout.data)
         return on_device(costs, neighbours=layout.neighbours, buffers=profile.gradient_buffers(layout.num_stages))
 
     def problem(self, layout: Layout, lengths: tuple[int, ...]) -> Problem:

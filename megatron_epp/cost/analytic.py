@@ -40,7 +40,7 @@ class Rates:
         exchange_bytes: per second among the ranks that share a layer.
         host_latency_us: of a copy between device and host.
         host_bytes: per second between device and host, either way; 0 where there is no such link.
-        host_sharing: ranks that share that link. They copy at the same times, so each gets its part of it.
+        host_sharing: devices in a row of a node that share that link.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Rates:
     exchange_bytes: float = math.inf
     host_latency_us: float = 0.0
     host_bytes: float = 0.0
-    host_sharing: float = 1.0
+    host_sharing: int = 1
 
 
 H100 = Rates(
@@ -133,8 +133,10 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         weight_bytes=shape.bytes_per_value,
         message_latency_us=rates.message_latency_us,
         message_us_per_byte=MICROSECONDS / rates.message_bytes,
+        stage_ranks=shape.ranks,
         host_latency_us=rates.host_latency_us,
-        host_us_per_byte=MICROSECONDS * rates.host_sharing / rates.host_bytes if rates.host_bytes else math.inf,
+        host_us_per_byte=MICROSECONDS / rates.host_bytes if rates.host_bytes else math.inf,
+        host_sharing=rates.host_sharing,
     )
 
 

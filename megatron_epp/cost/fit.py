@@ -105,9 +105,7 @@ def fit_profile(
     if link := fits.get("message"):
         profile = replace(profile, message_latency_us=link.line.fixed_us, message_us_per_byte=link.line.per_token_us)
     if host := fits.get("host copy"):
-        profile = replace(
-            profile, host_latency_us=host.line.fixed_us, host_us_per_byte=rates.host_sharing * host.line.per_token_us
-        )
+        profile = replace(profile, host_latency_us=host.line.fixed_us, host_us_per_byte=host.line.per_token_us)
     by_formula = ["memory", *(kind for kind in ("message", "host copy") if kind not in fits)]
     return replace(
         profile,

@@ -77,17 +77,19 @@ def load_cluster(name: str) -> Cluster:
     path = find("clusters", name)
     entries = _mapping(path)
     base, memory = entries.pop("rates", "h100"), entries.pop("device_memory_gb", None)
-    node = entries.pop("devices_per_node", DEVICES_PER_NODE)
+    node, sharing = entries.pop("devices_per_node", DEVICES_PER_NODE), entries.pop("host_sharing", None)
     if base not in RATES:
         raise EppError(f"{path}: rates {base!r}; give one of {', '.join(RATES)}")
-    if not isinstance(node, int) or node < 1:
-        raise EppError(f"{path}: devices_per_node is {node!r}; it must be a whole number from 1")
-    known = {field.name for field in fields(Rates)} - {"name"}
+    sharing = RATES[base].host_sharing if sharing is None else sharing
+    for key, value in (("devices_per_node", node), ("host_sharing", sharing)):
+        if not isinstance(value, int) or value < 1:
+            raise EppError(f"{path}: {key} is {value!r}; it must be a whole number from 1")
+    known = {field.name for field in fields(Rates)} - {"name", "host_sharing"}
     if unknown := sorted(set(entries) - known):
-        there = ", ".join(("device_memory_gb", "devices_per_node", "rates", *sorted(known)))
+        there = ", ".join(("device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known)))
         raise EppError(f"{path}: unknown {', '.join(unknown)}; there are {there}")
     numbers = {key: _number(path, key, value) for key, value in entries.items()}
-    rates = replace(RATES[base], name=path.stem, **numbers)
+    rates = replace(RATES[base], name=path.stem, host_sharing=sharing, **numbers)
     return Cluster(path.stem, rates, None if memory is None else _number(path, "device_memory_gb", memory), node)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from megatron_epp.cost.host_link import divide
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.stage import Level, Line, PipelineCosts, StageCosts, level_from
 from megatron_epp.schedule import LEVELS, EppError
@@ -70,7 +71,10 @@ class Profile:
         hidden_bytes_per_token: the residual stream, which is what a message carries.
         weight_bytes: of a weight as the model computes with it.
         message_latency_us, message_us_per_byte: of the link between stages.
-        host_latency_us, host_us_per_byte: of a copy between device and host, either way; infinite where there is no link.
+        stage_ranks: ranks that share each layer, tensor and context parallel.
+        host_latency_us, host_us_per_byte: of a copy between device and host, either way, of a device that has the link to
+            itself; infinite where there is no link.
+        host_sharing: devices in a row that share that link.
         origin: machine, versions, date, shape, residuals.
     """
 
@@ -85,17 +89,22 @@ class Profile:
     weight_bytes: float = 2.0
     message_latency_us: float = 0.0
     message_us_per_byte: float = 0.0
+    stage_ranks: int = 1
     host_latency_us: float = 0.0
     host_us_per_byte: float = math.inf
+    host_sharing: int = 1
     origin: dict[str, Any] = field(default_factory=dict, compare=False)
 
-    def costs(self, layers_per_stage: Sequence[int], *, state_bytes_per_parameter: float = 18.0) -> PipelineCosts:
+    def costs(
+        self, layers_per_stage: Sequence[int], *, state_bytes_per_parameter: float = 18.0, replicas: int = 1
+    ) -> PipelineCosts:
         """Costs of a pipeline of this model. The first stage embeds; the last has the head.
 
         Args:
             layers_per_stage: layers of each stage.
             state_bytes_per_parameter: weight, gradient and optimizer state; 18 is bf16 Adam with fp32 gradients and master
                 weights and nothing sharded. With a distributed optimizer over d replicas it is 6 + 12 / d.
+            replicas: data-parallel ranks between one stage's ranks and the next's, where devices share a link to the host.
 
         Raises:
             EppError: a stage of fewer than no layers, or no stage.
@@ -103,6 +112,7 @@ class Profile:
         if min(layers_per_stage, default=-1) < 0:
             raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline (--num-layers)")
         last = len(layers_per_stage) - 1
+        at_once, turns = divide(self.host_sharing, self.stage_ranks * replicas)
         return PipelineCosts(
             name=self.name,
             stages=tuple(
@@ -113,7 +123,8 @@ class Profile:
             message_latency_us=self.message_latency_us,
             message_us_per_byte=self.message_us_per_byte,
             host_latency_us=self.host_latency_us,
-            host_us_per_byte=self.host_us_per_byte,
+            host_us_per_byte=at_once * self.host_us_per_byte,
+            host_turns=turns,
         )
 
     def _stage(self, layers: int, first: bool, last: bool, state_bytes: float) -> StageCosts:

@@ -42,6 +42,11 @@ class Costs(Protocol):
         ...
 
     @property
+    def host_turns(self) -> int:
+        """Ranks of the pipeline in a row, from the first on, that share a link to the host and take turns on it."""
+        ...
+
+    @property
     def alike(self) -> tuple[int, ...]:
         """For every stage the first one with the same costs, often that of all but the first and the last."""
         ...
@@ -117,5 +122,5 @@ class Costs(Protocol):
         ...
 
     def host_us(self, num_bytes: float) -> float:
-        """One copy between device and host, either way; infinite where there is no link."""
+        """One copy between device and host, either way, when it is the rank's turn; infinite where there is no link."""
         ...

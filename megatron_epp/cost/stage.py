@@ -156,6 +156,7 @@ class PipelineCosts:
         message_us_per_byte: time per byte.
         host_latency_us: fixed time of a copy between device and host, either way.
         host_us_per_byte: time per byte; infinite where nothing can be offloaded.
+        host_turns: ranks of the pipeline in a row that share a link to the host and take turns on it (`host_link.divide`).
         offloadable_share: most of a chunk's activation bytes that may leave the device.
         fragmentation_share: of what chunks hold, what an allocator loses between its blocks. It is in every size but `static`.
     """
@@ -167,6 +168,7 @@ class PipelineCosts:
     message_us_per_byte: float = 0.0
     host_latency_us: float = 0.0
     host_us_per_byte: float = math.inf
+    host_turns: int = 1
     offloadable_share: float = 1.0
     fragmentation_share: float = 0.0
 

@@ -55,7 +55,8 @@ def pipeline_costs(
         share = stored.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
         return _of_first(replace(_check(stored, str(source), len(placement)), fragmentation_share=share))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
-    base = profile.costs(_by_stage({number: stage.num_layers for number, stage in stages.items()}, links))
+    layers = _by_stage({number: stage.num_layers for number, stage in stages.items()}, links)
+    base = profile.costs(layers, replicas=args.data_parallel_size)
     link, offloads = Link(base.message_latency_us, base.message_us_per_byte), args.epp_offload == "on"
     with _undisturbed(stages.values()):
         found = {number: _measured_bytes(args, stage, base.stages[number]) for number, stage in stages.items()}

@@ -65,6 +65,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         offload_share=made.offload or ((0.0,) * len(made.chunks),) * problem.num_stages,
         ranks=tuple(tuple(map(writer.step, actions)) for actions in made.order),
         copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
+        host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
         messages=Messages(*[tuple(map(tuple, tables.hops))] * 2),
         static_bytes=tables.static,
         cap_bytes=problem.cap_bytes,

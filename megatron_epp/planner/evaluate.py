@@ -94,10 +94,13 @@ def room_for(codes: Codes, num_items: int) -> timing.Room:
     return timing.Room(times[0], times[1], integers([0] * ranks), *times[2:])
 
 
-def copy_columns(copies: Copies, num_chunks: int, num_items: int, codes: Codes | None = None) -> timing.Copies:
+def copy_columns(
+    copies: Copies, num_chunks: int, num_items: int, links: Sequence[int] = (), codes: Codes | None = None
+) -> timing.Copies:
     """Copies as columns; `place` is empty where there are none.
 
     Args:
+        links: to the host, of every rank.
         codes: the order; needed where copies wait for its actions.
     """
     row = list(chain.from_iterable(copies))
@@ -114,10 +117,12 @@ def copy_columns(copies: Copies, num_chunks: int, num_items: int, codes: Codes |
         after=integers(-1 if after is None else position[code_of(after, num_chunks)] for _, _, after in row),
         starts=integers(accumulate(map(len, copies), initial=0)),
         place=integers(place),
+        links=integers(links),
         start_us=floats([0.0] * len(row)),
         end_us=floats([0.0] * len(row)),
         at=integers([0] * len(copies)),
         clock_us=floats([0.0] * len(copies)),
+        lane_us=floats([0.0] * (2 * (max(links, default=-1) + 1))),
     )
 
 
@@ -132,15 +137,13 @@ def _play(
     if tables.backward_us:
         timing.mark_split(codes.actions, split)
         timing.backward_times(columns, integers(chain.from_iterable(layers)), split, backward_us)
-    room, moved = room_for(codes, items), copy_columns(copies, chunks, items, codes)
+    room, moved = room_for(codes, items), copy_columns(copies, chunks, items, tables.host_links, codes)
     took_us = timing.play(codes.actions, codes.starts, columns, backward_us, moved, room)
     if took_us == timing.STUCK:
         ranks = range(codes.num_ranks)
         waiting = [r for r in ranks if room.at[r] < codes.starts[r + 1]]
         heads = [str(decode(codes, chunks)[r][room.at[r] - codes.starts[r]]) for r in waiting]
-        raise PlanError(f"the order deadlocks; the ranks that are not done wait at {', '.join(heads)}")
-    if took_us == timing.EARLY:
-        raise PlanError("the order deadlocks: a copy stands before a load that an earlier backward waits for")
+        raise PlanError(f"the order deadlocks; the ranks that are not done wait at {', '.join(heads) or 'copies'}")
     return float(took_us), codes, room, moved
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left, insort
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megatron_epp.planner.copies import choose
 from megatron_epp.planner.evaluate import Layers, Played, moved_bytes, play
 from megatron_epp.planner.inner.columns import Codes, encode
 from megatron_epp.planner.memory import by_stage, fit_beside, fit_recompute, least_peaks, levels, peaks_bytes
@@ -21,14 +17,10 @@ from megatron_epp.schedule import Action, Op
 
 SHARES = (1.0, 0.7, 0.4, 0.1)
 """Of what is above the cap, what the link is to take. The rest is recomputed."""
-PARTS = (1.0, 0.5, 0.25, 0.12, 0.06)
-"""Of what would be copied of a chunk, what is tried until the link has time for it."""
 SLOWER = 1.02
 """Recompute that copies may spare again is worth a try when it alone is slower than the best by less than this."""
 ROUNDS = 3
 """Times the copies are chosen again with a lower aim."""
-
-Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +88,11 @@ def _fit_copies(order: Order, tables: Tables, caps: tuple[int, ...], layers: Lay
         most = by_stage(tables.columns.most, len(tables.message_us))
         copies: list[tuple[tuple[Action, Action | None], ...]] = []
         room: list[int] = []
-        for rank, actions in enumerate(order):
-            chooser = _Chooser(actions, tables, rank, aims[rank], layers, played)
-            chosen = chooser.choose()
-            for (_, stage, c), share in ((copy.action, copy.share) for copy in chosen):
+        for aim, chooser in zip(aims, choose(order, tables, aims, layers, played), strict=True):
+            for (_, stage, c), share in ((copy.action, copy.share) for copy in chooser.chosen):
                 shares[stage][c], most[stage][c] = share, layers[stage][c]
-            copies.append(tuple((copy.action, copy.after) for copy in chosen))
-            room += [aims[rank] + away for away in chooser.away.tolist()]
+            copies.append(tuple((copy.action, copy.after) for copy in chooser.chosen))
+            room += [aim + away for away in chooser.away.tolist()]
         fitted = fit_beside(codes, tables, room, most) if any(copies) else None
         if fitted is None:
             return None
@@ -145,105 +135,3 @@ def _peak(
     when = np.concatenate((begins[loads], times, ends[~loads]))
     delta = np.concatenate((sizes[loads], compute, -sizes[~loads]))
     return int(tables.static[rank] + np.cumsum(delta[np.argsort(when, kind="stable")]).max())
-
-
-class _Chosen(NamedTuple):
-    """A copy, when it is to start, and the compute action it waits for."""
-
-    start_us: float
-    action: Action
-    after: Action | None
-    share: float
-
-
-class _Chooser:
-    """Chooses the copies of one rank against the times of an order."""
-
-    def __init__(
-        self, actions: tuple[Action, ...], tables: Tables, rank: int, cap: int, layers: Layers, played: Played
-    ) -> None:
-        self.actions, self.tables, self.layers = actions, tables, layers
-        self.start, self.end = np.array(played.start_us[rank]), np.array(played.end_us[rank])
-        takes, gives = levels(actions, tables, layers)
-        before = np.concatenate(([0], np.cumsum(np.subtract(takes, gives))[:-1]))
-        self.away: Integers = np.zeros(len(actions), dtype=np.int64)
-        self.excess: Integers = tables.static[rank] + before + np.array(takes) - cap
-        self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
-        self.link = _Link()
-
-    def choose(self) -> list[_Chosen]:
-        """Copies in the order of their times.
-
-        Walk along the rank's list; wherever it is above the cap, of what is alive copy away what is needed again last.
-        """
-        chosen: list[_Chosen] = []
-        alive: list[tuple[int, int, Action]] = []
-        if int(self.excess.max()) <= 0:
-            return chosen
-        for position, action in enumerate(self.actions):
-            while alive and self.excess[position] > 0:
-                _, entered, forward = heapq.heappop(alive)
-                chosen += self._copy(forward, entered, position)
-            if action.op is Op.F:
-                heapq.heappush(alive, (-self.leaves[action.stage, action.chunk], position, action))
-        return sorted(chosen, key=lambda copy: copy[:2])
-
-    def _copy(self, forward: Action, entered: int, position: int) -> list[_Chosen]:
-        _, stage, c = forward
-        tables, leaves = self.tables, self.leaves[stage, c]
-        kept = moved_bytes(tables, self.layers, stage, c, 1.0)
-        if leaves <= position or not kept:
-            return []
-        most = min(int(kept * tables.offloadable_share), int(self.excess[position:leaves].max()))
-        for part in PARTS:
-            share = min(1.0, -(-int(part * most) * 1024 // kept) / 1024)
-            took_us = tables.host_us(moved_bytes(tables, self.layers, stage, c, share))
-            out = self.link.earliest(float(self.end[entered]), float(self.start[position]), took_us)
-            if out is None:
-                continue
-            back = self.link.latest(max(out + took_us, float(self.end[position])), float(self.start[leaves]), took_us)
-            if back is not None:
-                break
-        else:
-            return []
-        self.link.take(out, took_us)
-        self.link.take(back, took_us)
-        first = int(np.searchsorted(self.start, out + took_us))
-        last = int(np.searchsorted(self.end, back, side="right"))
-        self.excess[first:last] -= moved_bytes(tables, self.layers, stage, c, share)
-        self.away[first:last] += moved_bytes(tables, self.layers, stage, c, share)
-        return [
-            _Chosen(out, forward._replace(op=Op.O), None, share),
-            _Chosen(back, forward._replace(op=Op.L), self.actions[last - 1], share),
-        ]
-
-
-class _Link:
-    """Busy times of a rank's link to the host."""
-
-    def __init__(self) -> None:
-        self.busy: list[tuple[float, float]] = [(-1.0, 0.0), (float("inf"), float("inf"))]
-
-    def earliest(self, after_us: float, before_us: float, took_us: float) -> float | None:
-        """Start of the first gap of a length within a time."""
-        at = max(1, bisect_left(self.busy, (after_us, after_us)))
-        for (_, left), (right, _) in pairwise(self.busy[at - 1 :]):
-            begin = max(left, after_us)
-            if begin + took_us > before_us:
-                return None
-            if begin + took_us <= right:
-                return begin
-        return None
-
-    def latest(self, after_us: float, before_us: float, took_us: float) -> float | None:
-        """Start of the last gap of a length within a time."""
-        for at in range(bisect_left(self.busy, (before_us, before_us)), 0, -1):
-            end = min(self.busy[at][0], before_us)
-            if end - took_us < after_us:
-                return None
-            if end - took_us >= self.busy[at - 1][1]:
-                return end - took_us
-        return None
-
-    def take(self, start_us: float, took_us: float) -> None:
-        insort(self.busy, (start_us, start_us + took_us))

@@ -56,6 +56,7 @@ class Tables:
         rank_of: the rank of each stage.
         stages_of: the stages of each rank.
         host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
+        host_links: of every rank, the link to the host that it copies over.
         offloadable_share: most of a chunk's kept bytes that may leave.
     """
 
@@ -78,6 +79,7 @@ class Tables:
     stages_of: tuple[tuple[int, ...], ...]
     host_latency_us: float
     host_us_per_byte: float
+    host_links: tuple[int, ...]
     offloadable_share: float
     _columns: list[Columns] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -169,6 +171,7 @@ def tabulate(
         stages_of=stages_of,
         host_latency_us=costs.host_us(0),
         host_us_per_byte=_host_us_per_byte(costs),
+        host_links=tuple(rank // costs.host_turns for rank in range(len(stages_of))),
         offloadable_share=costs.offloadable_share,
         rungs=_rungs(
             {stage: ladder(stage, work, costs, levels, in_order) if trains else [_no_rung(work)] for stage in distinct}, alike

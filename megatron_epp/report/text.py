@@ -49,6 +49,8 @@ def _levers(plan: Plan) -> list[str]:
         parts.append(
             f"offload copies {format_bytes(copied)} away and back in {format_us(facts.copies_us(plan))} beside compute"
         )
+        if plan.host_links:
+            parts.append(f"{plan.num_ranks} ranks take turns on {len(set(plan.host_links))} links to the host")
     return ["; ".join(parts)] if parts else []
 
 

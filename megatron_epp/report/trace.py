@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_epp.report.boxes import COMPUTE, COPY, LINK, Box, measured_boxes, planned_boxes
 from megatron_epp.report.measured import Measured
-from megatron_epp.schedule.action import COMPUTE_OPS, Op
+from megatron_epp.schedule.action import COMPUTE_OPS, COPY_OPS, Op
 from megatron_epp.schedule.deps import deps
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import Timeline, simulate
@@ -73,6 +73,8 @@ def _complete(plan: Plan, source: str, box: Box) -> Event:
     args = {"stage": action.stage, "chunk": action.chunk, "kind": chunk.kind(plan.lengths), "tokens": chunk.num_tokens}
     if action.op in (Op.B, Op.R):
         args["recompute"] = str(plan.recompute[action.stage][action.chunk])
+    if action.op in COPY_OPS and plan.host_links:
+        args["link"] = plan.host_links[box.rank]
     return {
         "ph": "X",
         "pid": box.rank,

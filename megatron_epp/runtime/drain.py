@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_epp.runtime.context import ChunkContext
 
 if TYPE_CHECKING:
-    from megatron_epp.runtime.executor import Stage
-    from megatron_epp.runtime.offload import Offload
+    from megatron_epp.runtime.executor import Mover, Stage
     from megatron_epp.runtime.saved import Owner
 
 
@@ -56,7 +55,7 @@ class DrainedStage:
 class DrainedOffload:
     """Stands in for offload where nothing is kept any more."""
 
-    def __init__(self, offload: Offload | DrainedOffload) -> None:
+    def __init__(self, offload: Mover) -> None:
         offload.abandon()
 
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]:

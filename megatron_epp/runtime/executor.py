@@ -19,10 +19,11 @@ from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.drain import DrainedOffload, DrainedStage, blank
 from megatron_epp.runtime.host import HostMemory
 from megatron_epp.runtime.links import Links, Receive
-from megatron_epp.runtime.offload import Offload
+from megatron_epp.runtime.offload import Timed
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
 from megatron_epp.runtime.relay import KVRelay
+from megatron_epp.runtime.saved import Owner
 from megatron_epp.runtime.shortage import SHORTAGES, Shortage, ShortagePolicy
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
@@ -70,6 +71,18 @@ class Stage(Protocol):
         """Shape, dtype and device of the hidden states of a chunk with so many (padded) tokens."""
 
 
+class Mover(Protocol):
+    """Offload as the executor needs it; `runtime.offload.Offload` says what each part does. `owner` is a stage and a chunk."""
+
+    def forward_of(self, owner: Owner) -> AbstractContextManager[None]: ...
+    def out(self, owner: Owner, share: float, timed: Timed) -> None: ...
+    def free(self, owner: Owner) -> None: ...
+    def back(self, owner: Owner, timed: Timed) -> None: ...
+    def before_backward(self, owner: Owner) -> None: ...
+    def abandon(self) -> None: ...
+    def assert_empty(self) -> None: ...
+
+
 class Executor:
     """Runs one plan on one rank, once.
 
@@ -101,12 +114,12 @@ class Executor:
         links: Links | None = None,
         recorder: Recorder | None = None,
         watchdog: Watchdog | None = None,
-        offload: Offload | None = None,
+        offload: Mover | None = None,
         on_shortage: ShortagePolicy = ShortagePolicy(),  # noqa: B008 - frozen
         host: HostMemory | None = None,
     ) -> None:
         self.plan, self.rank, self.stages, self.links, self.host = plan, rank, stages, links, host
-        self.offload: Offload | DrainedOffload | None = offload
+        self.offload = offload
         self.recorder = recorder or Recorder(enabled=False)
         self.watchdog, self.on_shortage = watchdog, on_shortage
         self.shortage: Shortage | None = None
@@ -329,7 +342,7 @@ class Executor:
         return self.links
 
     @property
-    def _mover(self) -> Offload | DrainedOffload:
+    def _mover(self) -> Mover:
         assert self.offload is not None  # checked at the start
         return self.offload
 

@@ -2,7 +2,8 @@
 
 Every rank is a process of this machine. Nothing heavy runs, so a few cores carry many ranks. What the plan says an action
 takes, the rank sleeps; what it says a message takes, the receiver sleeps from the moment the producer was done, which the
-message itself says. So order, messages and blocking are the runtime's own, and only the times are the plan's.
+message itself says. So order, messages and blocking are the runtime's own, and only the times are the plan's. Copies to the
+host wait beside, in turns where ranks share a link.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links import Links
 from megatron_epp.runtime.program import prepare
+from megatron_epp.runtime.rehearsal_copies import Locks, WaitingOffload, host_locks
 from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.schedule import Action, EppError, Op, Plan
 from megatron_epp.schedule.graph import receiver
@@ -42,9 +45,9 @@ class Rehearsed:
     """One rehearsal, in the plan's time: what was measured, divided by the scale.
 
     Attributes:
-        events: of every rank, ``(action, start_us, end_us)`` in order of start.
-        late_us: mean time from when an action could have started (its rank free, its message there) to when it did, and from
-            when it should have ended to when it did: what this machine adds to each action, in its own time.
+        events: of every rank, ``(action, start_us, end_us)`` in order of start, copies among them.
+        late_us: mean time from when a compute action could have started (its rank free, its message and its load there) to when
+            it did, and from when it should have ended to when it did: what this machine adds to each, in its own time.
     """
 
     events: tuple[tuple[tuple[str, float, float], ...], ...]
@@ -59,20 +62,26 @@ class _Rank:
     scale: float
     origin_s: float = 0.0
     free_s: float = 0.0
+    offload: WaitingOffload | None = None
     late_s: float = 0.0
     events: Events = field(default_factory=list)
 
     def perform(self, action: Action, time_us: float, arrived_s: float) -> float:
         """Wait as long as the action takes, from when its input is there. Returns when it ended."""
+        if action.op is Op.B and self.offload is not None:
+            arrived_s = max(arrived_s, self.offload.loaded_s)
         _wait_until(arrived_s)
         start_s = time.monotonic()
         _wait_until(start_s + time_us * self.scale * 1e-6)
         end_s = time.monotonic()
         self.late_s += end_s - max(arrived_s, self.free_s, self.origin_s) - time_us * self.scale * 1e-6
         self.free_s = end_s
+        self.record(action, start_s, end_s)
+        return end_s
+
+    def record(self, action: Action, start_s: float, end_s: float) -> None:
         to_us = 1e6 / self.scale
         self.events.append((str(action), (start_s - self.origin_s) * to_us, (end_s - self.origin_s) * to_us))
-        return end_s
 
 
 class WaitingStage:
@@ -133,9 +142,10 @@ def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_epp.runtime.link_probe", "megatron_epp.runtime.rehearsal"])
     results: Any = context.Queue()
+    locks = host_locks(plan, context)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_enter, args=(plan, rank, scale, folder, results), daemon=True)
+            context.Process(target=_enter, args=(plan, rank, scale, locks, folder, results), daemon=True)
             for rank in range(plan.num_ranks)
         ]
         for process in ranks:
@@ -148,7 +158,7 @@ def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
             for process in ranks:
                 process.kill()
     late_s = sum(late for _, late in done.values())
-    actions = sum(len(events) for events, _ in done.values())
+    actions = sum(map(len, plan.ranks))
     return Rehearsed(tuple(tuple(done[rank][0]) for rank in range(plan.num_ranks)), late_s * 1e6 / max(1, actions))
 
 
@@ -166,32 +176,35 @@ def _collect(results: Any, num_ranks: int, timeout_s: float) -> list[tuple[int, 
     return done
 
 
-def _enter(plan: Plan, rank: int, scale: float, folder: str, results: Any) -> None:
+def _enter(plan: Plan, rank: int, scale: float, locks: Locks, folder: str, results: Any) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=plan.num_ranks)
-        results.put((rank, _run(plan, rank, scale)))
+        results.put((rank, _run(plan, rank, scale, locks)))
         dist.barrier()  # a rank that left would break the others' links
     except Exception as error:
         results.put((rank, f"{error}" if isinstance(error, EppError) else traceback.format_exc()))
 
 
-def _run(plan: Plan, rank: int, scale: float) -> tuple[Events, float]:
+def _run(plan: Plan, rank: int, scale: float, locks: Locks) -> tuple[Events, float]:
     everyone = range(plan.num_ranks)
     links = Links.create(everyone, everyone) if plan.num_ranks > 1 else None
     times_us = {step.action: step.time_us for step in plan.ranks[rank]}
     shared = _Rank(plan, scale)
     stages = {stage: WaitingStage(stage, shared, times_us) for stage, on in enumerate(plan.placement) if on == rank}
+    if plan.copies and plan.copies[rank]:
+        shared.offload = WaitingOffload(plan, rank, locks, scale, shared.record)
     prepare(plan, rank)
     if links is not None:
         _meet(plan, rank, links)
     start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
     dist.all_reduce(start, op=dist.ReduceOp.MAX)
-    executor = Executor(replace(plan, hosted=()), rank, stages, links)  # what it takes to stream them is in the steps' times
+    unstreamed = replace(plan, hosted=())  # what it takes to stream caches is in the steps' times
+    executor = Executor(unstreamed, rank, stages, links, offload=shared.offload)
     shared.origin_s = shared.free_s = float(start[0])
     _wait_until(shared.origin_s)
     executor.run()
-    return shared.events, shared.late_s
+    return sorted(shared.events, key=itemgetter(1, 2)), shared.late_s
 
 
 def _meet(plan: Plan, rank: int, links: Links) -> None:

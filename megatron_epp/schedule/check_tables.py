@@ -84,6 +84,7 @@ def _shapes(plan: Plan) -> Iterator[str]:
         ("cap_bytes", plan.cap_bytes, ranks, "ranks"),
         ("copies", plan.copies or ((),) * ranks, ranks, "ranks"),
         ("host_cap_bytes", plan.host_cap_bytes or (0,) * ranks, ranks, "ranks"),
+        ("host_links", plan.host_links or (0,) * ranks, ranks, "ranks"),
     ):
         if len(row) != size:
             yield f"{name} has {len(row)} entries for {size} {unit}"

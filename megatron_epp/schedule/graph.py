@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_epp.schedule.action import COPY_OPS, Action, Op
@@ -23,6 +23,7 @@ class Graph:
         steps: the steps of all tracks, track after track.
         tracks: the numbers of each track's steps.
         num_ranks: tracks of compute; copies of rank ``r`` are track ``num_ranks + r``.
+        links: the link to the host of every rank.
         index: number of each action.
         needs: for each step, the steps it waits for and the time of the message that lies between (zero when none).
     """
@@ -30,6 +31,7 @@ class Graph:
     steps: list[AnyStep]
     tracks: list[range]
     num_ranks: int
+    links: Sequence[int]
     index: dict[Action, int]
     needs: list[list[tuple[int, float]]]
 
@@ -66,7 +68,8 @@ def build_graph(plan: Plan) -> Graph:
     if len(index) < len(steps):
         twice = next(step.action for number, step in enumerate(steps) if index[step.action] != number)
         raise PlanError(f"{twice} occurs more than once in the plan")
-    return Graph(steps, tracks, plan.num_ranks, index, list(_needs(plan, steps, index)))
+    links = plan.host_links or range(plan.num_ranks)
+    return Graph(steps, tracks, plan.num_ranks, links, index, list(_needs(plan, steps, index)))
 
 
 def _needs(plan: Plan, steps: list[AnyStep], index: dict[Action, int]) -> Iterator[list[tuple[int, float]]]:

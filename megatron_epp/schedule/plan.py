@@ -33,7 +33,8 @@ class Step(NamedTuple):
 class Copy(NamedTuple):
     """An offload or a load: a step of a rank's copies, issued as soon as the rank's compute action `after` has ended.
 
-    That is what times loads: a copy starts when it is issued and the copies listed before it are done. None: from the start.
+    That is what times loads: a copy starts when it is issued, the copies listed before it are done, and the link to the host is
+    free in its direction (`simulate`). None: from the start. `time_us` is that of a copy which has the link to itself.
     """
 
     action: Action
@@ -93,6 +94,7 @@ class Plan:
         ranks: the compute steps of each rank, in order.
         copies: the offload and load steps of each rank, in order, one at a time beside compute.
         hosted: sequences whose keys and values stages have at the host.
+        host_links: the link to the host that each rank copies over; empty where every rank has one of its own.
         messages: time of every message.
         static_bytes: bytes each rank holds throughout (weights, gradients, optimizer).
         cap_bytes: what each rank may hold at most.
@@ -121,6 +123,7 @@ class Plan:
     copies: tuple[tuple[Copy, ...], ...] = ()
     hosted: tuple[Hosted, ...] = ()
     host_cap_bytes: tuple[int, ...] = ()
+    host_links: tuple[int, ...] = ()
     token_multiple: int = 1
     forward_only: bool = False
     costs: str = "analytic"

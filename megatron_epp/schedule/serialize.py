@@ -20,6 +20,7 @@ _COLUMNS = (
     "lengths",
     "num_layers",
     "placement",
+    "host_links",
     "static_bytes",
     "cap_bytes",
     "host_cap_bytes",
@@ -107,6 +108,8 @@ def _document(plan: Plan) -> dict[str, Any]:
     at_host: dict[str, Any] = {}  # where nothing is there, nothing is written
     if plan.hosted:
         at_host["hosted"] = [_ints(entry) for entry in plan.hosted]
+    if plan.host_links:
+        at_host["host_links"] = _ints(plan.host_links)
     if plan.host_cap_bytes:
         at_host["host_cap_bytes"] = _ints(plan.host_cap_bytes)
     return at_host | {
@@ -209,6 +212,7 @@ def _plan(document: dict[str, Any]) -> Plan:
         offload_share=field("offload_share", _float_table),
         ranks=field("ranks", _step_table),
         copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
+        host_links=field("host_links", _int_row, ()),
         hosted=field("hosted", lambda rows: tuple(Hosted(*_int_row(row)) for row in rows), ()),
         messages=field("messages", lambda m: Messages(_float_table(m["activation_us"]), _float_table(m["gradient_us"]))),
         static_bytes=field("static_bytes", _int_row),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -115,17 +116,25 @@ class Playback:
 
 
 def play(graph: Graph) -> Playback:
-    """Run every track as far as it goes; each step starts as soon as its track is free and all it waits for has arrived."""
+    """Run every track as far as it goes; each step starts as soon as its track is free and all it waits for has arrived.
+
+    A copy also waits for its turn on its rank's link to the host, which carries one copy at a time in either direction: first
+    come, first served, and of those that come at once the lowest rank's. Where nothing runs on without a turn, the copy that
+    came first has it: whatever comes later comes when one of those that wait has ended, so it is not passed over.
+    """
     steps, needs, tracks = graph.steps, graph.needs, graph.tracks
     start = [0.0] * len(steps)
     end = [-1.0] * len(steps)  # below zero: has not run
     cursor = [numbers.start for numbers in tracks]
     free = [0.0] * len(tracks)
+    link_free: dict[tuple[int, Op], float] = {}
     waiting: dict[int, list[int]] = {}
+    turns: list[tuple[float, int]] = []  # copies that could start, by track
     ready = list(range(len(tracks)))
     order: list[int] = []
-    while ready:
-        track = ready.pop()
+    while ready or turns:
+        has_turn = not ready
+        track = heapq.heappop(turns)[1] if has_turn else ready.pop()
         now = free[track]
         for i in range(cursor[track], tracks[track].stop):
             begin = now
@@ -135,6 +144,13 @@ def play(graph: Graph) -> Playback:
                     break
                 begin = max(begin, end[need] + message_us)
             else:
+                if track >= graph.num_ranks:
+                    if not has_turn:
+                        heapq.heappush(turns, (begin, track))
+                        break
+                    has_turn, lane = False, (graph.links[track - graph.num_ranks], steps[i].action.op)
+                    begin = max(begin, link_free.get(lane, 0.0))
+                    link_free[lane] = begin + steps[i].time_us
                 start[i] = begin
                 now = end[i] = begin + steps[i].time_us
                 order.append(i)
@@ -152,7 +168,13 @@ def simulate(plan: Plan) -> Timeline:
     """Time a plan.
 
     A step starts when its rank is free and everything it needs is done and its message has arrived, in the order of its
-    rank's list; offloads and loads run one at a time per rank beside compute.
+    rank's list. Offloads and loads run beside compute, one at a time per rank, and where ranks share a link to the host
+    (`Plan.host_links`), one at a time in either direction of it: they take turns. A link carries both directions at once, each
+    at its full rate, as PCI Express does.
+
+    On hardware, copies of two ranks that overlap share the link evenly instead. The last of them ends when it would by turns;
+    one before it ends later than here, by no more than the others take. Planners keep copies out of each other's way, so
+    that little of this is left.
 
     Returns:
         start and end of every step in microseconds and the live bytes over time, per rank.

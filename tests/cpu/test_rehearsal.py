@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from runtime_plans import planned, two_ranks, v_shape
+from runtime_plans import offloading, planned, two_ranks, v_shape
 
 from megatron_epp.cli import main
 from megatron_epp.report.measured import Measured
@@ -19,6 +19,9 @@ def assert_follows(rehearsed, plan):
     """Every rank ran its list, no action was shorter than planned, and none began before what it needs and its message."""
     started, ended = {}, {}
     for rank, events in enumerate(rehearsed.events):
+        copies = [str(copy.action) for copy in plan.copies[rank]] if plan.copies else []
+        assert [text for text, _, _ in events if text in copies] == copies
+        events = [event for event in events if event[0] not in copies]
         assert [text for text, _, _ in events] == [str(action) for action in plan.actions(rank)]
         for (text, start, end), step in zip(events, plan.ranks[rank], strict=True):
             assert end - start >= step.time_us * (1 - 1e-6)
@@ -49,6 +52,20 @@ def test_a_planned_batch_runs_as_planned_and_no_faster(forward_only):
 def test_other_placements_run_too(make):
     plan = make()
     assert_follows(rehearse(plan, scale=1000.0, timeout_s=120), plan)
+
+
+def test_copies_run_beside_compute_in_turns_and_backwards_wait_for_them():
+    plan = replace(offloading(two_ranks(), 0.5), host_links=(0, 0))
+    rehearsed = rehearse(plan, scale=2000.0, timeout_s=120)
+    assert_follows(rehearsed, plan)
+    at = {text: (start, end) for events in rehearsed.events for text, start, end in events}
+    for op in "OL":
+        lane = sorted(at[f"{stage}{op}{chunk}"] for stage in (0, 1) for chunk in (0, 1, 2))
+        assert all(before[1] <= after[0] for before, after in pairwise(lane))
+    for stage in (0, 1):
+        for chunk in (0, 1, 2):
+            assert at[f"{stage}F{chunk}"][1] <= at[f"{stage}O{chunk}"][0]
+            assert at[f"{stage}L{chunk}"][1] <= at[f"{stage}B{chunk}"][0]
 
 
 def test_a_rehearsal_that_takes_too_long_is_ended():

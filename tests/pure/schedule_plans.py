@@ -193,6 +193,14 @@ def offload() -> Plan:
     )
 
 
+def shared_link() -> Plan:
+    """Both ranks copy over one link: rank 1 waits its turn, and the two directions do not mind each other."""
+    plan = make_plan(
+        ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"], whole(4, 4), copies=["0O0 0L0 0O1 0L1", "1O0 1L0 1O1 1L1"], offload_share=0.5
+    )
+    return replace(with_step(with_step(plan, "0O1", time_us=8.0), "1L0", time_us=8.0), host_links=(0, 0))
+
+
 def evaluation() -> Plan:
     chunks = chunk((0, 0, 5)), chunk((0, 5, 8)), chunk((1, 0, 4))
     return make_plan(["0F0 0F1 0F2", "1F0 1F1 1F2"], chunks, forward_only=True)
@@ -202,7 +210,7 @@ def two_by_two() -> Plan:
     return make_plan(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], whole(2, 2))
 
 
-EXAMPLES = {f.__name__: f for f in (one_f_one_b, sliced, hybrid, looped, v_shape, offload, evaluation)}
+EXAMPLES = {f.__name__: f for f in (one_f_one_b, sliced, hybrid, looped, v_shape, offload, shared_link, evaluation)}
 
 
 def faults(plan: Plan) -> list[str]:

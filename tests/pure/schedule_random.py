@@ -13,12 +13,13 @@ from megatron_epp.schedule.action import COPY_OPS
 
 
 @st.composite
-def sound_plans(draw: st.DrawFn, crossed: bool = False, min_time: int = 0) -> Plan:
+def sound_plans(draw: st.DrawFn, crossed: bool = False, min_time: int = 0, shared: bool = False) -> Plan:
     """Any plan that runs: random chunks, placement, order, split weight gradients, offloads and times.
 
     Args:
         crossed: let messages of one boundary overtake each other, which `check` refuses and `lower` can still order.
         min_time: least time of a step.
+        shared: ranks may share links to the host.
     """
     rng = draw(st.randoms(use_true_random=False))
     chunks = _random_chunks(rng)
@@ -41,7 +42,8 @@ def sound_plans(draw: st.DrawFn, crossed: bool = False, min_time: int = 0) -> Pl
     copied = tuple(
         tuple(s._replace(time_us=float(rng.randint(min_time, 9)), after=issued[s.action]) for s in row) for row in plan.copies
     )
-    return replace(plan, ranks=timed(plan.ranks), copies=copied)
+    links = tuple(rng.randrange(ranks) for _ in range(ranks)) if shared else ()
+    return replace(plan, ranks=timed(plan.ranks), copies=copied, host_links=links)
 
 
 def _random_chunks(rng: random.Random) -> tuple[Chunk, ...]:

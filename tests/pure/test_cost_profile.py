@@ -203,7 +203,27 @@ def test_a_measured_link_takes_the_place_of_the_formula():
     assert "message" not in profile.origin["by_formula"]
 
 
-def test_ranks_that_share_a_link_to_the_host_get_their_part_of_it():
-    alone, shared = (analytic_profile(SHAPE, replace(H100, host_sharing=ranks)) for ranks in (1, 2))
-    assert shared.host_us_per_byte == 2 * alone.host_us_per_byte
+@pytest.mark.parametrize(
+    ("sharing", "tensor", "replicas", "at_once", "turns"),
+    [
+        (1, 1, 1, 1, 1),
+        (2, 1, 1, 1, 2),  # stages are neighbours
+        (2, 2, 1, 2, 1),  # a stage's own ranks are
+        (2, 1, 2, 2, 1),  # replicas are
+        (4, 2, 1, 2, 2),
+        (8, 2, 2, 4, 2),
+        (2, 2, 4, 2, 1),
+        (4, 1, 3, 4, 1),  # not whole stages
+    ],
+)
+def test_of_those_that_share_a_link_to_the_host_stages_take_turns_and_others_have_their_part(
+    sharing: int, tensor: int, replicas: int, at_once: int, turns: int
+):
+    shape = replace(SHAPE, tensor_parallel=tensor)
+    alone = analytic_profile(shape, H100).costs([3, 3])
+    costs = analytic_profile(shape, replace(H100, host_sharing=sharing)).costs([3, 3], replicas=replicas)
+    assert (costs.host_us_per_byte, costs.host_turns) == (at_once * alone.host_us_per_byte, turns)
+
+
+def test_pairs_of_an_a100_share_a_link():
     assert load_cluster("a100x8").rates.host_sharing == 2

@@ -11,6 +11,7 @@ import pytest
 from megatron_epp.planner.inner.compiled import SWITCH, is_compiled
 
 PLANNING = """
+from dataclasses import replace
 from planner_cases import GIB, pipeline, problem, web_lengths
 from megatron_epp.planner import Options, plan
 from megatron_epp.schedule import digest
@@ -22,7 +23,8 @@ for lengths, stages, options in [
     (web_lengths(20, seed=1, longest=30000), 4, Options()),
     (web_lengths(20, seed=2, longest=30000), 4, Options(split_weight=True, offload=True)),
 ]:
-    print(digest(plan(problem(lengths, stages, 30 * GIB), pipeline(stages), options)))
+    costs = replace(pipeline(stages), host_turns=2)
+    print(digest(plan(problem(lengths, stages, 30 * GIB), costs, options)))
 """
 
 

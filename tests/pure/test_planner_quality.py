@@ -10,7 +10,9 @@ import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
 
 from megatron_epp.planner import Options, Problem, for_table, plan
+from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.search import greedy, predicted_us
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.schedule import Op, Plan
 from megatron_epp.schedule.check import check
@@ -78,6 +80,25 @@ def test_offload_takes_the_place_of_recompute_and_fits_the_same_cap():
     assert check(made) == []
     assert made.predicted.makespan_us < 0.97 * without.predicted.makespan_us
     assert sum(map(sum, made.recompute_us)) < sum(map(sum, without.recompute_us))
+
+
+def test_ranks_that_take_turns_on_a_link_copy_no_slower_than_with_a_fixed_share_of_it():
+    given, own = problem(WHALE, 8, 26 * GIB), pipeline(8)
+    own = dataclasses.replace(own, host_us_per_byte=2 * own.host_us_per_byte)
+    fixed, turns = dataclasses.replace(own, host_us_per_byte=2 * own.host_us_per_byte), dataclasses.replace(own, host_turns=2)
+    took_us = [plan(given, costs, Options(offload=True)).predicted.makespan_us for costs in (own, turns, fixed)]
+    assert took_us == sorted(took_us)
+    assert took_us[1] < took_us[2]
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_what_the_search_plays_is_what_the_simulator_says(turns: int):
+    given, costs = problem(WHALE, 4, 26 * GIB), dataclasses.replace(pipeline(4), host_turns=turns)
+    made = greedy(given, costs, Options(offload=True))
+    written = build_plan(given, costs, Options(offload=True), made)
+    assert any(written.copies)
+    assert written.host_links == {1: (), 2: (0, 0, 1, 1), 3: (0, 0, 0, 1)}[turns]
+    assert predicted_us(made, given, costs) == written.predicted.makespan_us
 
 
 def test_without_a_link_there_is_nothing_to_offload():

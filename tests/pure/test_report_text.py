@@ -70,7 +70,10 @@ def test_what_offload_moves_is_told_where_there_is_any():
     plan = sliced_plan(recompute=0)
     assert "recompute takes" not in summary(plan)
     assert "offload copies" not in summary(plan)
-    assert "offload copies 1000.00 KiB away and back in 100.0 us beside compute" in summary(with_offload(plan, 0))
+    copied = with_offload(plan, 0)
+    assert "offload copies 1000.00 KiB away and back in 100.0 us beside compute" in summary(copied)
+    assert "take turns" not in summary(copied)
+    assert "2 ranks take turns on 1 links to the host" in summary(replace(copied, host_links=(0, 0)))
 
 
 def test_recompute_is_a_share_of_compute_and_of_its_backward():

@@ -46,6 +46,7 @@ WRONG_TABLES = [
     ({"static_bytes": (0, 0, 0)}, "static_bytes has 3 entries for 2 ranks"),
     ({"cap_bytes": (0,)}, "cap_bytes has 1 entries for 2 ranks"),
     ({"copies": ((),)}, "copies has 1 entries for 2 ranks"),
+    ({"host_links": (0, 0, 1)}, "host_links has 3 entries for 2 ranks"),
     ({"recompute": ((NO_RECOMPUTE,) * 2,)}, "recompute has 1 rows of [2] entries; expected 2 rows of 2"),
     ({"offload_share": ((0.0, 0.0), (0.0,))}, "offload_share has 2 rows of [1, 2] entries; expected 2 rows of 2"),
     ({"messages": Messages((), ((0.0, 0.0),))}, "messages.activation_us has 0 rows of [] entries; expected 1 rows of 2"),

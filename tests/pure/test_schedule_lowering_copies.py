@@ -39,7 +39,7 @@ def test_a_load_waits_for_memory_that_an_offload_gives_back_beside_the_same_acti
     assert text(lower(plan)[0]) == "0F0 0O0 0F1 0FREE0 0O1 0F2 0FREE1 0L0 0L1 0B2 0B0 0B1"
 
 
-@given(sound_plans())
+@given(sound_plans(shared=True))
 def test_copies_stand_in_their_order_between_forward_and_backward(plan):
     for rank, row in enumerate(lower(plan)):
         place = {action: at for at, action in enumerate(row)}
@@ -53,7 +53,7 @@ def test_copies_stand_in_their_order_between_forward_and_backward(plan):
             assert order == sorted(order)
 
 
-@given(sound_plans())
+@given(sound_plans(shared=True))
 def test_a_rank_never_holds_more_than_in_the_simulation(plan):
     peaks = simulate(plan).peak_bytes
     for rank, row in enumerate(lower(plan)):

@@ -31,6 +31,7 @@ def test_a_plan_reads_back_equal_in_every_field():
     plan = replace(
         offload(),
         predicted=Prediction(1.5, 1.25, (7, 8), 0.125),
+        host_links=(4, 4),
         hosted=(Hosted(1, 0, 70, 80),),
         host_cap_bytes=(9, 10),
         token_multiple=8,

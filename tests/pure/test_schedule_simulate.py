@@ -12,6 +12,7 @@ from schedule_plans import (
     make_plan,
     offload,
     one_f_one_b,
+    shared_link,
     sliced,
     v_shape,
     whole,
@@ -77,6 +78,40 @@ def test_copies_run_one_at_a_time_beside_compute():
     assert at["0O1"] == (20, 25)
     assert at["0L0"] == (25, 30)
     assert at["0B0"] == (30, 50)  # waits for its load though the rank was free at 20
+
+
+def test_ranks_that_share_a_link_take_turns_on_it():
+    at = times(shared_link())
+    assert at["0O0"] == (10, 15)
+    assert at["0O1"] == (20, 28)
+    assert at["1O0"] == (28, 33)  # rank 1 had it ready at 21, 0O1 was first
+    assert at["0L1"] == (28, 33)  # the other way, at the same time
+    apart = times(replace(shared_link(), host_links=()))
+    assert apart["1O0"] == (21, 26)
+
+
+@given(sound_plans(min_time=1, shared=True))
+def test_a_link_serves_whoever_comes_first_in_either_direction(plan):
+    line = simulate(plan)
+    ended = {}
+    for table, ends in ((plan.ranks, line.end_us), (plan.copies, line.copy_end_us)):
+        for rank, steps in enumerate(table):
+            ended |= {tuple(step.action): end for step, end in zip(steps, ends[rank], strict=True)}
+    needs = list(waited_for(plan))
+    lanes = {}
+    for rank, steps in enumerate(plan.copies):
+        before_us = 0.0
+        for copy, start_us, end_us in zip(steps, line.copy_start_us[rank], line.copy_end_us[rank], strict=True):
+            awaited = [ended[first] for first, then, _ in needs if then == tuple(copy.action)]
+            awaited += [] if copy.after is None else [ended[tuple(copy.after)]]
+            came_us = max(before_us, *awaited)
+            lanes.setdefault((plan.host_links[rank], copy.action.op), []).append((came_us, rank, start_us, end_us))
+            before_us = end_us
+    for lane in lanes.values():
+        free_us = 0.0
+        for came_us, _, start_us, end_us in sorted(lane):
+            assert start_us == max(came_us, free_us)
+            free_us = end_us
 
 
 def test_offloaded_bytes_are_gone_between_offload_and_load():

@@ -10,8 +10,6 @@ from megatron_epp.planner.inner.compiled import Floats, Integers, compiled
 
 STUCK = -1.0
 """Returned when the order deadlocks."""
-EARLY = -2.0
-"""Returned when a copy that waits for an action stands before a load that this action waits for."""
 
 
 class Room(NamedTuple):
@@ -27,13 +25,15 @@ class Room(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Offloads and loads of every rank in their order; one runs at a time on a rank.
+    """Offloads and loads of every rank in their order; one runs at a time on a rank, and in either direction of a link.
 
     Attributes:
         items, is_load, time_us, starts: of each copy, rank by rank.
         after: the place among the codes' actions whose end each waits for, or -1.
         place: of the load of each item among all copies, or -1.
+        links: of each rank, the link that it shares or has.
         start_us, end_us, at, clock_us: where `play` writes.
+        lane_us: the same; when either direction of a link is free.
     """
 
     items: Integers
@@ -42,15 +42,17 @@ class Copies(NamedTuple):
     after: Integers
     starts: Integers
     place: Integers
+    links: Integers
     start_us: Floats
     end_us: Floats
     at: Integers
     clock_us: Floats
+    lane_us: Floats
 
 
 @compiled
 def play(actions: Integers, starts: Integers, columns: Columns, backward_us: Floats, copies: Copies, room: Room) -> float:
-    """Makespan of an order; `STUCK` or `EARLY` where it has none.
+    """Makespan of an order; `STUCK` where it has none.
 
     An order has the slices of a sequence ascending in forward and descending in backward on every rank, which is then all they
     ask for.
@@ -70,25 +72,32 @@ def play(actions: Integers, starts: Integers, columns: Columns, backward_us: Flo
     for rank in range(len(copies.starts) - 1):
         copies.at[rank] = copies.starts[rank]
         copies.clock_us[rank] = 0.0
-    left = len(actions)
+    for lane in range(len(copies.lane_us)):
+        copies.lane_us[lane] = 0.0
+    for at in range(len(copies.items)):
+        copies.end_us[at] = -1.0
+    left, copying = len(actions), len(copies.items)
     down = True
     while left > 0:
         moved = 0
         for turn in range(ranks):
-            done = advance(turn if down else ranks - 1 - turn, actions, starts, columns, backward_us, copies, room)
-            if done < 0:
-                return EARLY
-            moved += done
-        if moved == 0:
-            return STUCK
+            moved += advance(turn if down else ranks - 1 - turn, actions, starts, columns, backward_us, copies, room)
         left -= moved
         down = not down
+        while moved == 0:
+            rank = take_turn(copies, room)
+            if rank < 0:
+                return STUCK
+            copying -= 1
+            moved = advance(rank, actions, starts, columns, backward_us, copies, room)
+            left -= moved
     makespan_us = 0.0
     for rank in range(ranks):
         makespan_us = max(makespan_us, room.clock_us[rank])
-    for rank in range(len(copies.starts) - 1):
-        if copy_upto(rank, copies.starts[rank + 1], starts[rank + 1], copies, room) < 0:
-            return EARLY
+    while copying > 0:
+        if take_turn(copies, room) < 0:
+            return STUCK
+        copying -= 1
     return makespan_us
 
 
@@ -102,7 +111,7 @@ def advance(
     copies: Copies,
     room: Room,
 ) -> int:
-    """Run a rank as far as it goes; how many actions that were, or -1 where copies are in each other's way."""
+    """Run a rank as far as it goes; how many actions that were."""
     chunks, stages = columns.num_chunks, columns.num_stages
     forward_in, backward_in = room.forward_in, room.backward_in
     now = room.clock_us[rank]
@@ -126,11 +135,11 @@ def advance(
                 break
             start = arrived if arrived > now else now
             if len(copies.place) > 0 and copies.place[item] >= 0:
-                place = copies.place[item]
-                if copy_upto(rank, place + 1, at, copies, room) < 0:
-                    return -1
-                if copies.end_us[place] > start:
-                    start = copies.end_us[place]
+                loaded = copies.end_us[copies.place[item]]
+                if loaded < 0.0:
+                    break
+                if loaded > start:
+                    start = loaded
             now = start + backward_us[item]
             if item >= chunks:
                 backward_in[item - chunks] = now + columns.hops[item - chunks]
@@ -146,32 +155,38 @@ def advance(
 
 
 @compiled
-def copy_upto(rank: int, stop: int, done: int, copies: Copies, room: Room) -> int:
-    """Run the copies of a rank up to one; -1 where what one waits for has not run yet.
-
-    Args:
-        done: the place among the actions before which all of the rank's have run.
-    """
-    now = copies.clock_us[rank]
-    for at in range(copies.at[rank], stop):
+def take_turn(copies: Copies, room: Room) -> int:
+    """Run the copy that came first of those that could start (`schedule.simulate.play`); its rank, or -1 where none could."""
+    first, came_us = -1, 0.0
+    for rank in range(len(copies.starts) - 1):
+        at = copies.at[rank]
+        if at == copies.starts[rank + 1]:
+            continue
+        came = copies.clock_us[rank]
         if copies.is_load[at] == 0:
             ended = room.forward_end[copies.items[at]]
             if ended < 0.0:
-                return -1
-            if ended > now:
-                now = ended
-        if copies.after[at] >= done:
-            return -1
-        if copies.after[at] >= 0:
-            ended = room.end_us[copies.after[at]]
-            if ended > now:
-                now = ended
-        copies.start_us[at] = now
-        now += copies.time_us[at]
-        copies.end_us[at] = now
-        copies.at[rank] = at + 1
-    copies.clock_us[rank] = now
-    return 0
+                continue
+            if ended > came:
+                came = ended
+        after = copies.after[at]
+        if after >= 0:
+            if after >= room.at[rank]:
+                continue
+            if room.end_us[after] > came:
+                came = room.end_us[after]
+        if first < 0 or came < came_us:
+            first, came_us = rank, came
+    if first < 0:
+        return -1
+    at = copies.at[first]
+    lane = 2 * copies.links[first] + copies.is_load[at]
+    begin = copies.lane_us[lane] if copies.lane_us[lane] > came_us else came_us
+    copies.start_us[at] = begin
+    ended = begin + copies.time_us[at]
+    copies.end_us[at] = copies.lane_us[lane] = copies.clock_us[first] = ended
+    copies.at[first] = at + 1
+    return first
 
 
 @compiled

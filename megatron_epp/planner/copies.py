@@ -1,0 +1,135 @@
+"""Which chunks are copied away and back, and when: in the gaps that a link to the host has."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_epp.planner.evaluate import Layers, Played, moved_bytes
+from megatron_epp.planner.gaps import Busy, Link, earliest, latest
+from megatron_epp.planner.memory import levels
+from megatron_epp.planner.order import Order
+from megatron_epp.planner.tables import Tables
+from megatron_epp.schedule import Action, Op
+
+PARTS = (1.0, 0.5, 0.25, 0.12, 0.06)
+"""Of what would be copied of a chunk, what is tried until the link has time for it."""
+
+Integers = NDArray[np.int64]
+
+
+class Chosen(NamedTuple):
+    """A copy, when it is to start, and the compute action it waits for."""
+
+    start_us: float
+    action: Action
+    after: Action | None
+    share: float
+
+
+def choose(order: Order, tables: Tables, aims: Sequence[int], layers: Layers, played: Played) -> list[Chooser]:
+    """Copies of every rank against the times of an order.
+
+    Ranks that share a link to the host choose in the order of the times at which they are above what they aim at, so that each
+    finds the gaps that the others leave.
+    """
+    links = {link: Link() for link in tables.host_links}
+    shared = len(links) < len(order)
+    choosers = [
+        Chooser(actions, tables, rank, aims[rank], layers, played, links[tables.host_links[rank]], shared)
+        for rank, actions in enumerate(order)
+    ]
+    walks = [chooser.walk() for chooser in choosers]
+    turns = [(time_us, rank) for rank, walk in enumerate(walks) for time_us in islice(walk, 1)]
+    heapq.heapify(turns)
+    while turns:
+        _, rank = heapq.heappop(turns)
+        for time_us in islice(walks[rank], 1):
+            heapq.heappush(turns, (time_us, rank))
+    for chooser in choosers:
+        chooser.chosen.sort(key=lambda copy: copy[:2])
+    return choosers
+
+
+class Chooser:
+    """Chooses the copies of one rank.
+
+    Attributes:
+        chosen: what it has chosen.
+        away: bytes that are then away, by place in the rank's list.
+    """
+
+    def __init__(
+        self,
+        actions: tuple[Action, ...],
+        tables: Tables,
+        rank: int,
+        aim: int,
+        layers: Layers,
+        played: Played,
+        link: Link,
+        shared: bool,
+    ) -> None:
+        self.actions, self.tables, self.layers = actions, tables, layers
+        self.start, self.end = np.array(played.start_us[rank]), np.array(played.end_us[rank])
+        takes, gives = levels(actions, tables, layers)
+        before = np.concatenate(([0], np.cumsum(np.subtract(takes, gives))[:-1]))
+        self.chosen: list[Chosen] = []
+        self.away: Integers = np.zeros(len(actions), dtype=np.int64)
+        self.excess: Integers = tables.static[rank] + before + np.array(takes) - aim
+        self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
+        self.own, self.link, self.shared = Busy(), link, shared
+
+    def walk(self) -> Iterator[float]:
+        """Walk along the rank's list; wherever it is above the aim, of what is alive copy away what is needed again last.
+
+        Yields:
+            before each choice, the time at which the rank is above the aim.
+        """
+        alive: list[tuple[int, int, Action]] = []
+        if int(self.excess.max()) <= 0:
+            return
+        for position, action in enumerate(self.actions):
+            while alive and self.excess[position] > 0:
+                yield float(self.start[position])
+                _, entered, forward = heapq.heappop(alive)
+                self._copy(forward, entered, position)
+            if action.op is Op.F:
+                heapq.heappush(alive, (-self.leaves[action.stage, action.chunk], position, action))
+
+    def _copy(self, forward: Action, entered: int, position: int) -> None:
+        _, stage, c = forward
+        tables, leaves = self.tables, self.leaves[stage, c]
+        kept = moved_bytes(tables, self.layers, stage, c, 1.0)
+        if leaves <= position or not kept:
+            return
+        most = min(int(kept * tables.offloadable_share), int(self.excess[position:leaves].max()))
+        for part in PARTS:
+            share = min(1.0, -(-int(part * most) * 1024 // kept) / 1024)
+            took_us = tables.host_us(moved_bytes(tables, self.layers, stage, c, share))
+            out = earliest((self.own, self.link.out), float(self.end[entered]), float(self.start[position]), took_us)
+            if out is None:
+                continue
+            soonest_us, latest_us = max(out + took_us, float(self.end[position])), float(self.start[leaves])
+            back = latest((self.own, self.link.back), soonest_us, latest_us, took_us)
+            if back is not None:
+                break
+        else:
+            return
+        for busy, start_us in ((self.own, out), (self.own, back), (self.link.out, out), (self.link.back, back)):
+            busy.take(start_us, took_us)
+        first = int(np.searchsorted(self.start, out + took_us))
+        last = int(np.searchsorted(self.end, back, side="right"))
+        self.excess[first:last] -= moved_bytes(tables, self.layers, stage, c, share)
+        self.away[first:last] += moved_bytes(tables, self.layers, stage, c, share)
+        # On a link of its own the rank's order is enough: what waits for a gap waits for the rank's copies before it.
+        left = int(np.searchsorted(self.end, out, side="right")) - 1
+        self.chosen += [
+            Chosen(out, forward._replace(op=Op.O), self.actions[left] if self.shared and left > entered else None, share),
+            Chosen(back, forward._replace(op=Op.L), self.actions[last - 1], share),
+        ]
