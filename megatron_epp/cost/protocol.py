@@ -93,8 +93,16 @@ class Costs(Protocol):
         """Keys and values, in all layers, of the whole sequence that a chunk holds a slice of; 0 where it holds none."""
         ...
 
-    def backward_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]:
-        """At the first layer that a backward comes to, bytes above those held when it starts; at the last, bytes in all."""
+    def gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """The gradient of these keys and values; it comes with the backward of the last slice, each layer's with the layer."""
+        ...
+
+    def layer_bytes(self, stage: int, work: ChunkWork, level: str = "") -> IntColumn:
+        """Of `activation_bytes`, what one layer keeps that recomputes at a level, or nothing."""
+        ...
+
+    def layer_peak_bytes(self, stage: int, work: ChunkWork, level: str = "") -> tuple[IntColumn, IntColumn]:
+        """The most there is of such a layer while its backward runs, and of that the gradient of keys and values."""
         ...
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:

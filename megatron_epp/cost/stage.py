@@ -63,10 +63,13 @@ class Level:
     Attributes:
         again: time of what it runs again.
         bytes_per_token: kept from forward to backward; with its K and V where attention does not run again.
+        full_bytes_per_token: the most that it keeps while its backward runs, with its K and V; None where that is as much as a
+            layer that keeps everything.
     """
 
     again: Line
     bytes_per_token: float
+    full_bytes_per_token: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +85,15 @@ class StageCosts:
         extra_backward: the same, backward.
         extra_weight: the same, weight gradient, a part of `extra_backward`.
         layer_bytes_per_token: kept from forward to backward by a layer that does not recompute, its K and V included.
+        attended_bytes_per_token: of these, what is there when the backward of its attention has made the gradient of K and V;
+            None where that is not known, and so may be all.
         recomputed_layer_bytes_per_token: kept by a layer that recomputes whole: its input.
         linear: a layer that recomputes all but core attention; None where that is not known.
         mlp: a layer that recomputes its MLP and norms; None where that is not known.
         extra_bytes_per_token: kept by the stage whatever its layers do: embedding output or received input, logits, loss.
         head_bytes_per_token: of these, what backward lets go before it reaches the layers: logits, loss.
         kv_bytes_per_token: K and V of one layer.
+        kv_gradient_bytes_per_token: their gradient, while it is added up; None where it takes as much.
         weight_bytes_per_token: what a layer's W still needs after its B: inputs and output gradients of the linear layers.
         extra_weight_bytes_per_token: the same of the stage's extras.
         static: weights, gradients, optimizer state.
@@ -104,12 +110,14 @@ class StageCosts:
     extra_backward: Line = Line()
     extra_weight: Line = Line()
     layer_bytes_per_token: float
+    attended_bytes_per_token: float | None = None
     recomputed_layer_bytes_per_token: float
     linear: Level | None = None
     mlp: Level | None = None
     extra_bytes_per_token: float = 0.0
     head_bytes_per_token: float = 0.0
     kv_bytes_per_token: float
+    kv_gradient_bytes_per_token: float | None = None
     weight_bytes_per_token: float = 0.0
     extra_weight_bytes_per_token: float = 0.0
     static: Static = NO_STATIC
@@ -229,13 +237,27 @@ class PipelineCosts:
 
     def _kept_per_token(self, stage: int, work: ChunkWork, recompute: Recompute) -> Iterator[tuple[str, TimeColumn]]:
         costs = self.stages[stage]
-        in_cache = np.where(work.sliced, costs.kv_bytes_per_token, 0.0)
-        yield LAYERS, (costs.num_layers - recompute.num_layers) * (costs.layer_bytes_per_token - in_cache)
-        for name, count, level in self._levels(stage, recompute):
-            yield LEVEL_ITEMS[name], count * (level.bytes_per_token - (in_cache if name == "mlp" else 0.0 * in_cache))
+        yield LAYERS, (costs.num_layers - recompute.num_layers) * self._layer_per_token(stage, work, "")
+        for name, count, _ in self._levels(stage, recompute):
+            yield LEVEL_ITEMS[name], count * self._layer_per_token(stage, work, name)
         everywhere = np.ones(len(work.tokens))
         yield INPUTS, (costs.extra_bytes_per_token - costs.head_bytes_per_token) * everywhere
         yield HEAD, costs.head_bytes_per_token * everywhere
+
+    def _layer_per_token(self, stage: int, work: ChunkWork, level: str) -> TimeColumn:
+        if level == "":
+            return self.stages[stage].layer_bytes_per_token - self._in_cache(stage, work)
+        (_, _, own), *_ = self._levels(stage, NO_RECOMPUTE._replace(**{level: 1}))
+        return own.bytes_per_token - self._in_cache(stage, work) * (level == "mlp")
+
+    def _in_cache(self, stage: int, work: ChunkWork) -> TimeColumn:
+        """Of what a layer keeps per token, what lies in the sequence's cache."""
+        return np.where(work.sliced, self.stages[stage].kv_bytes_per_token, 0.0)
+
+    def _gradient_of_layer(self, stage: int, work: ChunkWork) -> TimeColumn:
+        costs = self.stages[stage]
+        each = costs.kv_bytes_per_token if costs.kv_gradient_bytes_per_token is None else costs.kv_gradient_bytes_per_token
+        return each * work.cache_tokens
 
     def _levels(self, stage: int, recompute: Recompute) -> Iterator[tuple[str, int, Level]]:
         for name, count in zip(LEVELS, recompute, strict=True):
@@ -252,31 +274,37 @@ class PipelineCosts:
         return self._whole_bytes(per_token * work.tokens)
 
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Keys and values of the whole sequence a chunk holds a slice of, all layers, in buffers of the sizes there are. Their
-        gradient takes no more again.
-        """
+        """Keys and values of the whole sequence a chunk holds a slice of, all layers, in buffers of the sizes there are."""
         costs = self.stages[stage]
         return self._whole_bytes(costs.num_layers * costs.kv_bytes_per_token * size_classes(work.cache_tokens))
 
-    def backward_bytes(self, stage: int, work: ChunkWork) -> tuple[IntColumn, IntColumn]:
-        """What a chunk holds, at two points of its backward, of its activations and of keys' and values' gradient.
+    def gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """The gradient of that sequence's keys and values, all layers. It comes with the backward of the last slice, layer by
+        layer, as long as the sequence is.
+        """
+        return self._whole_bytes(self.stages[stage].num_layers * self._gradient_of_layer(stage, work))
 
-        A backward goes through the stage from its end. What the head kept goes first. Then, layer by layer, activations go, and
-        with a sequence's last slice the gradient of the whole sequence's keys and values comes. Both are even over the layers,
-        so the most is held at the first layer, where the head gives way to one layer's gradient, or at the last, with one
-        layer's activations and all layers' gradient.
+    def layer_bytes(self, stage: int, work: ChunkWork, level: str = "") -> IntColumn:
+        """What one layer keeps that recomputes at a level, or nothing: what a backward lets go when it has passed it."""
+        return -self._whole_bytes(-self._layer_per_token(stage, work, level) * work.tokens)
+
+    def layer_peak_bytes(self, stage: int, work: ChunkWork, level: str = "") -> tuple[IntColumn, IntColumn]:
+        """The most there is of one layer while its backward runs: at its beginning, when everything is there that forward made
+        or recompute has made again; or when its attention has made the gradient of keys and values (of the whole sequence, with
+        the last slice) and what lies behind attention has gone.
 
         Returns:
-            at the first layer: bytes above those held when the backward starts (below zero where the head outweighs the
-            gradient); a layer that recomputes adds what its forward makes.
-            at the last layer: bytes in all.
+            bytes, and of these the gradient's.
         """
         costs = self.stages[stage]
-        gradient = np.where(work.last, self.cache_bytes(stage, work), 0)
-        plain = costs.layer_bytes_per_token - np.where(work.sliced, costs.kv_bytes_per_token, 0.0)
-        first = -(-gradient // max(1, costs.num_layers)) - self.head_bytes(stage, work)
-        rest = costs.extra_bytes_per_token - costs.head_bytes_per_token
-        return first, gradient + self._whole_bytes((plain + rest) * work.tokens)
+        own = costs.level(level) if level else None
+        sizes = None if own is None else own.full_bytes_per_token, costs.attended_bytes_per_token
+        full, attended = (costs.layer_bytes_per_token if size is None else size for size in sizes)
+        in_cache = self._in_cache(stage, work)
+        gradient = np.where(work.last, self._gradient_of_layer(stage, work), 0.0)
+        early, late = (full - in_cache) * work.tokens, (attended - in_cache) * work.tokens + gradient
+        comes = np.where(late > early, gradient, 0.0)
+        return self._whole_bytes(np.maximum(early, late)), self._whole_bytes(comes)
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """What a backward lets go before it reaches the layers."""
@@ -350,4 +378,4 @@ def _stage_from(body: dict[str, Any]) -> StageCosts:
 
 def level_from(body: dict[str, Any]) -> Level:
     """Read what `asdict` made of a level."""
-    return Level(Line(**body["again"]), body["bytes_per_token"])
+    return Level(Line(**body["again"]), body["bytes_per_token"], body.get("full_bytes_per_token"))

@@ -21,7 +21,8 @@ from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageC
 from megatron_epp.cost.library import find, load_costs, shape_of
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.host_probe import measure_host_link, measure_offloadable_share
-from megatron_epp.mcore.probe import Link, measure_bytes, measure_link
+from megatron_epp.mcore.memory_probe import measure_bytes
+from megatron_epp.mcore.probe import Link, measure_link
 from megatron_epp.mcore.snapshot import Snapshot
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.mcore.timing import measure_times
@@ -97,8 +98,7 @@ def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
     if stage.block_loss is not None:
         base = _by_blocks(base, stage.block_loss.workspace_bytes)
-    costs = replace(measure_bytes(stage, base), static=_static(args, stage))
-    return _with_wide_gradients(costs) if args.epp_fp32_kv_gradients and (args.bf16 or args.fp16) else costs
+    return replace(measure_bytes(stage, base), static=_static(args, stage))
 
 
 def _of_first(costs: PipelineCosts) -> PipelineCosts:
@@ -132,20 +132,6 @@ def _stored(args: argparse.Namespace) -> Path | None:
         return find("profiles", args.epp_costs)
     except EppError as error:
         raise EppError(f"--epp-costs {args.epp_costs}: {error}. Or give analytic or measure") from error
-
-
-def _with_wide_gradients(costs: StageCosts) -> StageCosts:
-    """Where gradients of keys and values take twice their bytes. Planning takes them for as large as the cache: so half of what
-    is more goes to the cache, which with its gradient is then right, and by itself too large rather than too small.
-    """
-    more = costs.kv_bytes_per_token / 2
-    mlp = costs.mlp
-    return replace(
-        costs,
-        mlp=None if mlp is None else replace(mlp, bytes_per_token=mlp.bytes_per_token + more),
-        kv_bytes_per_token=costs.kv_bytes_per_token + more,
-        layer_bytes_per_token=costs.layer_bytes_per_token + more,  # of which a sliced sequence's cache is taken out again
-    )
 
 
 def _neighbours(placement: Sequence[int]) -> list[int]:

@@ -8,7 +8,8 @@ import time
 import torch
 
 from megatron_epp.cost.fit import Point, fit_line
-from megatron_epp.mcore.probe import bytes_chunk, forward
+from megatron_epp.mcore.memory_probe import bytes_chunk
+from megatron_epp.mcore.probe import forward
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, Recompute

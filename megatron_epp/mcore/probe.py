@@ -5,75 +5,26 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.boundary import Arrival
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links import Links
-from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.segments import SegmentTable
 from megatron_epp.runtime.slice_view import SliceView
-from megatron_epp.runtime.weights import Kept, PutOff, WeightGradients
-from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute, Segment
+from megatron_epp.runtime.weights import Kept, PutOff
+from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute
 
-_BYTES_TOKENS = 256
 _VOCABULARY = 32
 """Tokens that every model has."""
 _LINK_TOKENS = (64, 1024)
 _LINK_REPEATS = 12
-
-
-def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
-    """Bytes per token that a chunk keeps: of a layer, from one layer more that recomputes, at every level whose time is known;
-    of all else; and of the head.
-
-    Where layers recompute a stage keeps a little more (rotary angles, as an input of what runs again); that counts as the
-    stage's own whether they do or not, so that a plan promises too much rather than too little. The head is known by what the
-    first layer to recompute finds room in. Where weight gradients are apart: what a backward keeps for them, too; of which the
-    stage's extras have none where their weight takes its gradient in the backward.
-    """
-    layers = stage.num_layers
-    kept, peak = _kept_and_peak(stage, Recompute(whole=layers))
-    if stage.weights is not None:
-        for_layers, for_all = _kept_for_weights(stage, stage.weights)
-        costs = replace(
-            costs,
-            weight_bytes_per_token=for_layers / max(1, layers),
-            extra_weight_bytes_per_token=for_all - for_layers,
-            extra_weight=costs.extra_weight if for_all > for_layers else Line(),
-        )
-    if layers == 0:
-        return replace(costs, extra_bytes_per_token=kept, head_bytes_per_token=0.0)
-    least = costs.recomputed_layer_bytes_per_token
-
-    def more(level: str) -> float:
-        """Bytes per token that a layer of a level keeps beside those of one that recomputes whole."""
-        if len({type(layer) for layer in stage.decoder.layers}) > 1:  # a hybrid model's attention and MLP layers
-            return (_kept_and_peak(stage, _with(level, layers))[0] - kept) / layers
-        return _kept_and_peak(stage, _with(level, 1, whole=layers - 1))[0] - kept
-
-    made = _kept_and_peak(stage, Recompute(whole=layers - 1))[0] - kept
-    return replace(
-        costs,
-        layer_bytes_per_token=least + more(""),
-        linear=None if costs.linear is None else replace(costs.linear, bytes_per_token=least + more("linear")),
-        mlp=None if costs.mlp is None else replace(costs.mlp, bytes_per_token=least + more("mlp")),
-        extra_bytes_per_token=max(0.0, kept - layers * least),
-        head_bytes_per_token=max(0.0, made - (peak - kept)),
-    )
-
-
-def _with(level: str, count: int, whole: int = 0) -> Recompute:
-    """So many layers of a level, behind those that recompute whole; no level for layers that keep everything."""
-    return Recompute(whole)._replace(**{level: count} if level else {})
 
 
 class Link(NamedTuple):
@@ -143,39 +94,6 @@ def by_place(stage: MegatronStage, kept: list[Kept | PutOff]) -> tuple[list[Kept
     """Weight gradients of the layers, and the others."""
     inside = {id(weight) for weight in stage.decoder.layers.parameters()}
     return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]
-
-
-def _kept_and_peak(stage: MegatronStage, recompute: Recompute) -> tuple[float, float]:
-    """Bytes per token that autograd keeps between forward and backward, and the most it keeps in either."""
-    meter = SavedTensors(stage.parameters)
-    chunk = bytes_chunk(stage)
-    tokens = chunk.num_tokens
-    with meter:
-        _, output, context = forward(stage, chunk, recompute=recompute)
-        kept = meter.live_bytes
-        backward(stage, output, context)
-    return kept / tokens, meter.peak_bytes / tokens
-
-
-def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
-    """Bytes per token that a backward keeps for the weight gradients of the layers, and for all."""
-    meter = SavedTensors(stage.parameters)
-    chunk = bytes_chunk(stage)
-    with meter:
-        _, output, context = forward(stage, chunk)
-        backward(stage, output, context, keep_weights=True)
-        everything = meter.live_bytes
-        inside, outside = by_place(stage, weights.pop(0))
-        for kept in outside:
-            kept.run()
-        layers = meter.live_bytes
-        for kept in inside:
-            kept.run()
-    return layers / chunk.num_tokens, everything / chunk.num_tokens
-
-
-def bytes_chunk(stage: MegatronStage) -> Chunk:
-    return Chunk((Segment(0, 0, math.lcm(_BYTES_TOKENS, stage.token_multiple)),))
 
 
 def _now_us() -> float:

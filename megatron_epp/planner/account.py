@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost import memory as item
 from megatron_epp.planner.tables import static_items
-from megatron_epp.schedule import Action, Op, Plan, Recompute, simulate
+from megatron_epp.schedule import LEVELS, Action, Op, Plan, Recompute, simulate
 from megatron_epp.schedule.account import Account, Items
 from megatron_epp.schedule.plan import AnyStep
 from megatron_epp.schedule.simulate import Timeline
@@ -45,11 +46,13 @@ class _Stage:
 
     def __init__(self, plan: Plan, costs: Costs, stage: int, work: ChunkWork) -> None:
         self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
-        cache = costs.cache_bytes(stage, work)
+        cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
         self.opened, self.closed = (cache * work.first).tolist(), (cache * work.last).tolist()
+        self.gone, self.comes = (gradient * work.first).tolist(), (gradient * work.last).tolist()
         self.head: list[int] = costs.head_bytes(stage, work).tolist()
-        self.at_last: list[int] = costs.backward_bytes(stage, work)[1].tolist()
         self.stays: list[int] = costs.weight_bytes(stage, work).tolist()
+        used = {"", *(name for r in set(self.recompute) for name, count in zip(LEVELS, r, strict=True) if count)}
+        self.layers = {level: _layers(costs, stage, work, level) for level in used}
         steps = {step.action: step for step in plan.ranks[plan.placement[stage]]}
         self.split = {action.chunk for action in steps if action.op is Op.W and action.stage == stage}
         columns = {r: costs.activation_items(stage, work, r) for r in set(self.recompute)}
@@ -79,7 +82,7 @@ class _Stage:
         beside = max(0, stays - sum(self.kept[c].values()))
         takes = self._risen(c, step.alloc_bytes - beside)
         takes[item.WEIGHT_INPUTS] = beside
-        left = Counter({item.CACHE: -self.opened[c], item.CACHE_GRADIENT: self.closed[c] - self.opened[c]})
+        left = Counter({item.CACHE: -self.opened[c], item.CACHE_GRADIENT: self.comes[c] - self.gone[c]})
         left.subtract(self.kept[c])
         left[item.WEIGHT_INPUTS] += stays
         gives = Counter(takes)
@@ -87,16 +90,39 @@ class _Stage:
         return takes, gives
 
     def _risen(self, c: int, risen: int) -> dict[str, int]:
-        """What a backward holds, where it holds most, above what is live when it starts: see `Costs.backward_bytes`."""
-        kept, recompute = self.kept[c], self.recompute[c]
+        """What a backward holds, where it holds most, above what is live when it starts: see `planner.inner.memory.risen`."""
         if risen <= 0:
             return {item.HEAD: risen}
-        if risen == self.at_last[c] - sum(kept.values()):
-            takes = {name: -size for name, size in kept.items() if name != item.INPUTS}
-            takes[item.CACHE_GRADIENT] = self.closed[c]
-            return _filled(takes, risen, item.RECOMPUTED if recompute.num_layers else item.LAYERS)
-        takes = {item.CACHE_GRADIENT: -(-self.closed[c] // max(1, self.num_layers)), item.HEAD: -kept.get(item.HEAD, 0)}
-        return _filled(takes, risen, item.RECOMPUTED if recompute.num_layers == self.num_layers else item.HEAD)
+        live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0)})
+        found, most = live, 0
+        for number in reversed(range(self.num_layers)):
+            level = self.recompute[c].level(number)
+            layer = self.layers[level][c]
+            own = item.LEVEL_ITEMS.get(level, item.LAYERS)
+            there = Counter(live)
+            there[item.RECOMPUTED if level else own] += layer.peak - layer.kept - layer.gradient
+            there[item.CACHE_GRADIENT] += layer.gradient
+            if there.total() > most:
+                found, most = there, there.total()
+            live[own] -= layer.kept
+            live[item.CACHE_GRADIENT] += -(-self.comes[c] // self.num_layers)
+        return _filled(dict(found), risen, item.RECOMPUTED if self.recompute[c].num_layers else item.LAYERS)
+
+
+class _Layer(NamedTuple):
+    """Bytes of one layer and chunk: kept to the backward, the most while that runs, and of these the gradient of its keys and
+    values.
+    """
+
+    kept: int
+    peak: int
+    gradient: int
+
+
+def _layers(costs: Costs, stage: int, work: ChunkWork, level: str) -> list[_Layer]:
+    """Of every chunk, where the layer recomputes at a level."""
+    columns = costs.layer_bytes(stage, work, level), *costs.layer_peak_bytes(stage, work, level)
+    return [_Layer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _busiest(items: Mapping[str, int], recompute: Recompute) -> str:

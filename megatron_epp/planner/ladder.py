@@ -27,11 +27,13 @@ class Rung:
         level: index in `LEVELS` of the level it leads to; `ABSENT` where the ladder is shorter.
         saved: bytes that a layer gives up by climbing it.
         layer_us: what that adds to the backward.
+        fuller: bytes that there are more of the layer, at the most, while its backward runs; below zero where there are fewer.
     """
 
     level: IntColumn
     saved: IntColumn
     layer_us: TimeColumn
+    fuller: IntColumn
 
 
 def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_order: bool = False) -> list[Rung]:
@@ -44,16 +46,18 @@ def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_
     """
     layers = max(1, costs.num_layers[stage])
     kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
-    saved, took_us = [], []
+    plain, _ = costs.layer_peak_bytes(stage, work)
+    saved, took_us, fuller = [], [], []
     for name in levels:
         one = NO_RECOMPUTE._replace(**{name: 1})
         saved.append(np.maximum(np.minimum(kept - costs.activation_bytes(stage, work, one), kept // layers), 0))
         took_us.append(costs.recompute_us(stage, work, one))
+        fuller.append(costs.layer_peak_bytes(stage, work, name)[0] - plain)
     places = np.array([LEVELS.index(name) for name in levels])
     if len(levels) == 1 or in_order:
-        more, longer_us = np.diff(saved, axis=0, prepend=0), np.diff(took_us, axis=0, prepend=0.0)
-        return [Rung(np.full(len(kept), place), *rung) for place, *rung in zip(places, more, longer_us, strict=True)]
-    at_saved, at_us = np.zeros(len(kept), dtype=np.int64), np.zeros(len(kept))
+        columns = (np.diff(rows, axis=0, prepend=0 * rows[0][None]) for rows in (saved, took_us, fuller))
+        return [Rung(np.full(len(kept), place), *rung) for place, *rung in zip(places, *columns, strict=True)]
+    at_saved, at_us, at_fuller = 0 * kept, np.zeros(len(kept)), 0 * kept
     rungs = []
     for _ in levels:
         more, longer_us = np.array(saved) - at_saved, np.array(took_us) - at_us
@@ -62,11 +66,11 @@ def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_
         there = np.isfinite(price.min(axis=0))
         if not there.any():
             break
-        step = np.where(there, np.take_along_axis(more, chosen[None], 0)[0], 0)
-        step_us = np.where(there, np.take_along_axis(longer_us, chosen[None], 0)[0], 0.0)
-        rungs.append(Rung(np.where(there, places[chosen], ABSENT), step, step_us))
-        at_saved, at_us = at_saved + step, at_us + step_us
-    return rungs or [Rung(np.full(len(kept), ABSENT), at_saved, at_us)]
+        found = (more, longer_us, np.array(fuller) - at_fuller)
+        step, step_us, step_fuller = (np.where(there, np.take_along_axis(rows, chosen[None], 0)[0], 0) for rows in found)
+        rungs.append(Rung(np.where(there, places[chosen], ABSENT), step, step_us, step_fuller))
+        at_saved, at_us, at_fuller = at_saved + step, at_us + step_us, at_fuller + step_fuller
+    return rungs or [Rung(np.full(len(kept), ABSENT), at_saved, at_us, at_fuller)]
 
 
 def recompute_of(levels: Sequence[int], num_layers: int, taken: int) -> Recompute:

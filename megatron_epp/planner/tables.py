@@ -12,7 +12,7 @@ import numpy as np
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.stage import TimeColumn
 from megatron_epp.cost.work import IntColumn
-from megatron_epp.planner.inner import climb
+from megatron_epp.planner.inner import climb, memory
 from megatron_epp.planner.inner.columns import Columns, columns_of
 from megatron_epp.planner.inner.compiled import plain
 from megatron_epp.planner.ladder import ABSENT, Rung, ladder, recompute_of, taken_by
@@ -22,7 +22,7 @@ from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute
 Times = list[list[float]]
 Sizes = list[list[int]]
 
-_climbed, _reached = plain(climb.climbed), plain(climb.reached)
+_climbed, _risen = plain(climb.climbed), plain(memory.risen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class RungRows:
     level: Sizes
     saved: Sizes
     layer_us: Times
+    fuller: Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ class Tables:
         rungs: of the ladders of recompute, first to last. What planners call layers, where they have rungs, are steps taken.
         forward_alloc, forward_free: of the forward, `activation` apart: caches of keys and values, and in a forward-only plan
             what is gone at its end.
-        backward_first, backward_last: held at the first and the last layer of a backward, see `Costs.backward_bytes`.
+        backward_head: what a backward lets go before it reaches the layers.
+        backward_passed: what it lets go with each layer that keeps everything, less the gradient of keys and values that comes.
+        backward_surge: what it makes at such a layer, at the most, above what was there when it came.
         backward_net: what a backward leaves behind, without the activations it frees: gradients of keys and values, opened or
             closed.
         weight_bytes: of what the backward keeps for a weight gradient that is split off.
@@ -70,8 +73,9 @@ class Tables:
     rungs: tuple[RungRows, ...]
     forward_alloc: Sizes
     forward_free: Sizes
-    backward_first: Sizes
-    backward_last: Sizes
+    backward_head: Sizes
+    backward_passed: Sizes
+    backward_surge: Sizes
     backward_net: Sizes
     weight_bytes: Sizes
     static: tuple[int, ...]
@@ -103,6 +107,25 @@ class Tables:
         """Of the first rung: where whole layers are the only level, added to the backward by each that recomputes."""
         return self.rungs[0].layer_us
 
+    @property
+    def backward_first(self) -> Sizes:
+        """Where whole layers are the only level: what there is at the most at the first layer that a backward comes to, above
+        what was there when it started; a layer that recomputes adds `saved`.
+        """
+        rows = zip(self.backward_surge, self.backward_head, strict=True)
+        return [[surge - head for surge, head in zip(*row, strict=True)] for row in rows]
+
+    @property
+    def backward_last(self) -> Sizes:
+        """Where whole layers are the only level: what there is at the most at the last layer, of the chunk's activations and
+        the gradient of keys and values, whatever was recomputed.
+        """
+        rows = zip(self.num_layers, self.activation, self.backward_first, self.backward_passed, strict=True)
+        return [
+            [kept + first - max(0, layers - 1) * passed for kept, first, passed in zip(*row, strict=True)]
+            for layers, *row in rows
+        ]
+
     def recompute(self, stage: int, chunk: int, taken: int) -> Recompute:
         """What so many steps on the ladder come to."""
         return recompute_of([rung.level[stage][chunk] for rung in self.rungs], self.num_layers[stage], taken)
@@ -121,14 +144,10 @@ class Tables:
         return self.activation[stage][chunk] - _climbed(saved, 0, self.num_layers[stage], taken)
 
     def rise_bytes(self, stage: int, chunk: int, taken: int) -> int:
-        """The most a backward holds above what is live when it starts, after so many steps on the ladder of recompute.
-
-        A layer that recomputes makes again what it gave up. The stage's last layer, which has climbed least, does so first; the
-        others find room in what those before them have freed.
+        """The most a backward holds above what is live when it starts, after so many steps on the ladder of recompute: see
+        `inner.memory.risen`.
         """
-        made = _reached([rung.saved[stage][chunk] for rung in self.rungs], 0, self.num_layers[stage], taken)
-        first, last = self.backward_first[stage][chunk] + made, self.backward_last[stage][chunk]
-        return max(0, first, last - self.kept_bytes(stage, chunk, taken))
+        return int(_risen(self.columns, stage * len(self.message_us) + chunk, taken))
 
     @property
     def input_us(self) -> Times:
@@ -174,7 +193,8 @@ def tabulate(
         host_links=tuple(rank // costs.host_turns for rank in range(len(stages_of))),
         offloadable_share=costs.offloadable_share,
         rungs=_rungs(
-            {stage: ladder(stage, work, costs, levels, in_order) if trains else [_no_rung(work)] for stage in distinct}, alike
+            {stage: ladder(stage, work, costs, levels, in_order) if trains else _no_ladder(len(chunks)) for stage in distinct},
+            alike,
         ),
         **sizes,
     )
@@ -194,14 +214,16 @@ def _rungs(found: dict[int, list[Rung]], alike: Sequence[int]) -> tuple[RungRows
     longest = max(map(len, found.values()))
     rows = {}
     for stage, rungs in found.items():
-        none = Rung(np.full_like(rungs[0].level, ABSENT), np.zeros_like(rungs[0].saved), np.zeros_like(rungs[0].layer_us))
-        filled = [*rungs, *[none] * (longest - len(rungs))]
-        rows[stage] = [(rung.level.tolist(), rung.saved.tolist(), rung.layer_us.tolist()) for rung in filled]
+        filled = [*rungs, *_no_ladder(len(rungs[0].level)) * (longest - len(rungs))]
+        rows[stage] = [
+            (rung.level.tolist(), rung.saved.tolist(), rung.layer_us.tolist(), rung.fuller.tolist()) for rung in filled
+        ]
     return tuple(RungRows(*map(list, zip(*(rows[stage][at] for stage in alike), strict=True))) for at in range(longest))
 
 
-def _no_rung(work: ChunkWork) -> Rung:
-    return Rung(np.full_like(work.tokens, ABSENT), np.zeros_like(work.tokens), np.zeros(len(work.tokens)))
+def _no_ladder(num_chunks: int) -> list[Rung]:
+    none = np.zeros(num_chunks, dtype=np.int64)
+    return [Rung(none + ABSENT, none, np.zeros(num_chunks), none)]
 
 
 def _host_us_per_byte(costs: Costs) -> float:
@@ -211,24 +233,28 @@ def _host_us_per_byte(costs: Costs) -> float:
 
 def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[str, IntColumn]:
     none = np.zeros(len(work.tokens), dtype=np.int64)
-    cache = costs.cache_bytes(stage, work)
+    cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
     opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
     if problem.forward_only:
         passing = costs.transient_bytes(stage, work)
-        kept = weight = backward_first = backward_last = backward_net = none
+        kept = weight = head = passed = surge = net = none
         forward_alloc, forward_free = opened + passing, closed + passing
     else:
         kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
-        backward_first, backward_last = costs.backward_bytes(stage, work)
+        comes = np.where(work.last, gradient, 0)
+        layer, head = costs.layer_bytes(stage, work), costs.head_bytes(stage, work)
+        passed = layer + -comes // max(1, costs.num_layers[stage])
+        surge = costs.layer_peak_bytes(stage, work)[0] - layer
         weight = costs.weight_bytes(stage, work)
         forward_alloc, forward_free = opened, none
-        backward_net = closed - 2 * opened
+        net = comes - opened - np.where(work.first, gradient, 0)
     return {
         "activation": kept,
         "forward_alloc": forward_alloc,
         "forward_free": forward_free,
-        "backward_first": backward_first,
-        "backward_last": backward_last,
-        "backward_net": backward_net,
+        "backward_head": head,
+        "backward_passed": passed,
+        "backward_surge": surge,
+        "backward_net": net,
         "weight_bytes": weight,
     }

@@ -1,4 +1,4 @@
-"""What plans say a rank holds, it holds and no more: random batches, with every level of recompute, and with offload.
+"""What plans say a rank holds, it holds, to three in a hundred: random batches, every level of recompute, and offload.
 
 Measured is what autograd keeps on the device, each storage once, and the KV relay's buffers; at the host, what is away.
 """
@@ -31,14 +31,13 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_plan_holds_more_than_it_says_and_few_much_less(runs, name):
+def test_no_plan_holds_more_than_it_says_nor_less_by_three_in_a_hundred(runs, name):
     for lines in runs[name]:
         ratios = [line["measured"] / line["planned"] for line in lines]
         print(f"\n{name}, {len(lines)} plans: measured over planned {min(ratios):.4f} to {max(ratios):.4f}")
         assert len(lines) > 5 * BATCHES
         assert max(line["measured"] - line["planned"] for line in lines) <= SCALARS_BYTES
-        assert min(ratios) > 0.9
-        assert statistics.median(ratios) > 0.97
+        assert min(ratios) >= 0.97
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -98,7 +98,7 @@ def with_levers(costs: PipelineCosts, seed: int) -> PipelineCosts:
     stages = []
     for stage in costs.stages:
         own = replace(stage, weight=stage.backward.scaled(draw.uniform(0.2, 0.6)), weight_bytes_per_token=draw.randint(1, 8))
-        stages.append(replace(own, **{name: getattr(own, name) * 10**6 for name in sizes}))
+        stages.append(replace(own, **{name: size * 10**6 for name in sizes if (size := getattr(own, name)) is not None}))
     link = {"host_latency_us": draw.uniform(0.05, 0.5), "host_us_per_byte": draw.uniform(2e-9, 5e-8), "offloadable_share": 0.9}
     return replace(costs, stages=tuple(stages), **link)
 

@@ -26,12 +26,14 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
             backward=Line(1.0, 2 * draw.random() + 0.5),
             weight=Line(0.0, 0.2),
             layer_bytes_per_token=layer,
+            attended_bytes_per_token=draw.choice([None, draw.uniform(kv, layer)]),
             recomputed_layer_bytes_per_token=draw.uniform(1, 9),
             linear=Level(Line(0.5, draw.random()), draw.uniform(9, layer)),
-            mlp=Level(Line(0.3, draw.random()), draw.uniform(kv, layer)),
+            mlp=Level(Line(0.3, draw.random()), mlp := draw.uniform(kv, layer), draw.choice([None, draw.uniform(mlp, layer)])),
             extra_bytes_per_token=extra,
             head_bytes_per_token=extra / 2 if last else 0.0,
             kv_bytes_per_token=kv,
+            kv_gradient_bytes_per_token=draw.choice([None, 2 * kv]),
             weight_bytes_per_token=draw.uniform(0, 90),
             static=Static(weights=draw.randint(0, 99), gradients=draw.randint(0, 99), optimizer=draw.randint(0, 99)),
             workspace_bytes=draw.randint(0, 999) if last else 0,
@@ -145,8 +147,8 @@ def test_a_backward_that_recomputes_holds_most_at_its_last_layer():
     tokens, takes = by_hand(recompute=3)
     assert takes == {
         item.CACHE_GRADIENT: 3 * 16 * 10,
-        item.RECOMPUTED: tokens * (100 - 16),
-        item.LEVEL_ITEMS["whole"]: -tokens * 3 * 8,
+        item.RECOMPUTED: tokens * (100 - 16 - 8),
+        item.LEVEL_ITEMS["whole"]: -tokens * 2 * 8,
         item.HEAD: -tokens * 2,
     }
 

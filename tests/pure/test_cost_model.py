@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from planner_cases import pipeline
@@ -9,6 +11,7 @@ from planner_cases import pipeline
 from megatron_epp.cost import (
     CPU,
     H100,
+    Level,
     Line,
     ModelShape,
     PipelineCosts,
@@ -87,10 +90,28 @@ def test_slices_keep_no_keys_and_values_of_their_own_and_recomputed_layers_only_
     assert COSTS.cache_bytes(0, work).tolist() == [3 * 16 * 13, 3 * 16 * 13, 0]
 
 
-def test_a_backward_lets_the_head_go_before_its_first_layer_and_gathers_the_gradient_of_keys_and_values():
-    first, last = COSTS.backward_bytes(0, work_of(TABLE, LENGTHS))
-    assert first.tolist() == [-6 * 2, 16 * 13 - 7 * 2, -4 * 2]
-    assert last.tolist() == [6 * (84 + 3), 3 * 16 * 13 + 7 * (84 + 3), 4 * (100 + 3)]
+def test_the_gradient_of_keys_and_values_is_as_long_as_their_sequence_and_as_wide_as_it_is_said_to_be():
+    work = work_of(TABLE, LENGTHS)
+    assert COSTS.gradient_bytes(0, work).tolist() == [3 * 16 * 13, 3 * 16 * 13, 0]
+    long = work_of((Chunk((Segment(0, 0, 1000),)), Chunk((Segment(0, 1000, 1030),))), (1030,))
+    assert COSTS.gradient_bytes(0, long).tolist() == [3 * 16 * 1030] * 2
+    assert (COSTS.cache_bytes(0, long) > COSTS.gradient_bytes(0, long)).all()
+    wide = replace(COSTS, stages=(replace(STAGE, kv_gradient_bytes_per_token=32.0),))
+    assert wide.gradient_bytes(0, work).tolist() == [3 * 32 * 13, 3 * 32 * 13, 0]
+    assert (wide.cache_bytes(0, work) == COSTS.cache_bytes(0, work)).all()
+
+
+def test_a_layer_holds_most_when_its_backward_begins_or_when_attention_has_made_the_gradient_of_keys_and_values():
+    def peaks(level: str = "", **changes: object):
+        costs = replace(COSTS, stages=(replace(STAGE, **changes),))
+        return [column.tolist() for column in costs.layer_peak_bytes(0, work_of(TABLE, LENGTHS), level)]
+
+    early, gradient = [6 * 84, 7 * 84, 4 * 100], 16 * 13
+    assert peaks() == [[early[0], early[1] + gradient, early[2]], [0, gradient, 0]]
+    assert peaks(attended_bytes_per_token=90.0) == [[early[0], 7 * 74 + gradient, early[2]], [0, gradient, 0]]
+    assert peaks(attended_bytes_per_token=50.0) == [early, [0, 0, 0]]
+    assert peaks("mlp", mlp=Level(Line(), 40, 95), attended_bytes_per_token=50.0) == [[6 * 79, 7 * 79, 4 * 95], [0, 0, 0]]
+    assert peaks("whole", attended_bytes_per_token=50.0) == [early, [0, 0, 0]]
 
 
 def test_a_message_costs_its_latency_and_its_bytes():

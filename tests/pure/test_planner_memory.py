@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
-from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static
+from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, work_of
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import elastic_1f1b
@@ -179,26 +180,37 @@ def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backwar
 
 
 @pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("recompute", range(3))
-def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int, recompute: int):
+def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
+    """Three layers of odd sizes, and every step on the ladder of recompute."""
     draw = random.Random(seed)
     costs = small_costs(draw, draw.choice([1, 2]))
+    own, kv = costs.stages[0], costs.stages[0].kv_bytes_per_token
+    whole, linear, *sizes = sorted(draw.randint(0, 20) for _ in range(5))  # a level that recomputes more keeps less
+    mlp, attended, layer = (kv + size for size in sizes)
+    own = replace(
+        own,
+        num_layers=3,
+        layer_bytes_per_token=layer,
+        attended_bytes_per_token=draw.choice([None, attended]),
+        kv_gradient_bytes_per_token=draw.choice([None, 2 * kv]),
+        recomputed_layer_bytes_per_token=whole,
+        linear=replace(own.linear, bytes_per_token=linear),
+        mlp=replace(own.mlp, bytes_per_token=mlp, full_bytes_per_token=draw.randint(int(mlp), int(layer))),
+    )
+    costs = replace(costs, stages=(own,) * len(costs.stages))
     chunks = (Chunk((Segment(0, 0, 25),)), Chunk((Segment(0, 25, 40),)), Chunk((Segment(1, 0, 30),)))
-    tables = tabulate(chunks, problem((40, 30), len(costs.stages)), costs)
-    for stage, own in enumerate(costs.stages):
-        for c, chunk in enumerate(chunks):
-            tokens = chunk.num_tokens
-            plain = tokens * (own.layer_bytes_per_token - (own.kv_bytes_per_token if c < 2 else 0))
-            if plain < tokens * own.recomputed_layer_bytes_per_token:
-                continue  # recompute would save nothing, and is not planned
-            head = tokens * own.head_bytes_per_token
-            start = held = most = tables.kept_bytes(stage, c, recompute)
-            held -= head
-            for layer in reversed(range(own.num_layers)):
-                if layer < recompute:
-                    held += plain - tokens * own.recomputed_layer_bytes_per_token
-                if c == 1:
-                    held += 40 * own.kv_bytes_per_token
+    tables = tabulate(chunks, problem((40, 30), len(costs.stages)), costs, LEVELS)
+    work = work_of(chunks, (40, 30))
+    for c in range(len(chunks)):
+        comes = int(costs.gradient_bytes(0, work)[c]) // 3 if c == 1 else 0
+        for taken in range(int(tables.columns.most[c]) + 1):
+            recompute = tables.recompute(0, c, taken)
+            start = most = tables.kept_bytes(0, c, taken)
+            held = start - int(costs.head_bytes(0, work)[c])
+            for layer in reversed(range(3)):
+                level = recompute.level(layer)
+                kept = int(costs.layer_bytes(0, work, level)[c])
+                held += int(costs.layer_peak_bytes(0, work, level)[0][c]) - kept
                 most = max(most, held)
-                held -= plain
-            assert tables.rise_bytes(stage, c, recompute) == most - start
+                held += comes - int(costs.layer_peak_bytes(0, work, level)[0][c])
+            assert tables.rise_bytes(0, c, taken) == most - start

@@ -24,15 +24,3 @@ def climbed[N: (int, float)](values: MutableSequence[N], first: int, layers: int
         left -= layers
         at += 1
     return total + left * values[at]
-
-
-@compiled
-def reached[N: (int, float)](values: MutableSequence[N], first: int, layers: int, taken: int) -> N:
-    """What the rungs come to that every layer has climbed. Arguments as of `climbed`."""
-    at, left = first, taken
-    total = values[first] * 0
-    while layers > 0 and left >= layers:
-        total += values[at]
-        left -= layers
-        at += 1
-    return total

@@ -45,10 +45,12 @@ class Columns(NamedTuple):
     most: Integers
     activation: Integers
     saved: Integers
+    fuller: Integers
     forward_alloc: Integers
     forward_free: Integers
-    first: Integers
-    last: Integers
+    head: Integers
+    passed: Integers
+    surge: Integers
     net: Integers
 
 
@@ -89,10 +91,12 @@ def columns_of(tables: Tables) -> Columns:
         most=integers(count * height for count, height in zip(layers, heights, strict=True)),
         activation=sizes(tables.activation),
         saved=integers(saved),
+        fuller=integers(by_rung([rung.fuller for rung in tables.rungs])),
         forward_alloc=sizes(tables.forward_alloc),
         forward_free=sizes(tables.forward_free),
-        first=sizes(tables.backward_first),
-        last=sizes(tables.backward_last),
+        head=sizes(tables.backward_head),
+        passed=sizes(tables.backward_passed),
+        surge=sizes(tables.backward_surge),
         net=sizes(tables.backward_net),
     )
 

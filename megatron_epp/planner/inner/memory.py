@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from megatron_epp.planner.inner.climb import climbed, reached
+from megatron_epp.planner.inner.climb import climbed
 from megatron_epp.planner.inner.columns import BACKWARD, FORWARD, Columns
 from megatron_epp.planner.inner.compiled import Integers, compiled
 
@@ -16,14 +16,39 @@ def kept(columns: Columns, item: int, taken: int) -> int:
 
 
 @compiled
-def own(columns: Columns, item: int, taken: int) -> int:
-    """The most that a backward and its chunk's activations hold together: `Tables.rise_bytes` above `kept`.
+def risen(columns: Columns, item: int, taken: int) -> int:
+    """The most that a chunk's backward holds above what is live when it starts, after so many steps on the ladder.
 
-    It never grows with the steps taken.
+    A backward goes through the stage from its end. What the head kept goes first. At each layer there is more for a while: what
+    recompute makes again, or the gradient of its keys and values, of which the latter stays. Then what the layer kept goes. The
+    layers with fewest steps come first. Of layers with as many steps all are alike, so the most is held at the first or at the
+    last of them; and as those that come later keep less, the last of the former is never the one.
     """
-    held = kept(columns, item, taken)
-    made = reached(columns.saved, item * columns.num_rungs, columns.layers[item], taken)
-    return max(held, held + columns.first[item] + made, columns.last[item], columns.net[item])
+    layers = columns.layers[item]
+    if layers == 0:
+        return 0
+    full, rest, rung = taken // layers, taken % layers, item * columns.num_rungs
+    live, passed, surge = -columns.head[item], columns.passed[item], columns.surge[item]
+    for at in range(rung, rung + full):
+        passed -= columns.saved[at]
+        surge += columns.saved[at] + columns.fuller[at]
+    most = max(0, live + surge)
+    if rest > 0:
+        live -= (layers - rest) * passed
+        passed -= columns.saved[rung + full]
+        surge += columns.saved[rung + full] + columns.fuller[rung + full]
+        most = max(most, live + surge)
+        return max(most, live - (rest - 1) * passed + surge)
+    return max(most, live - (layers - 1) * passed + surge)
+
+
+@compiled
+def own(columns: Columns, item: int, taken: int) -> int:
+    """The most that a backward and its chunk's activations hold together.
+
+    It never grows with the steps taken, but where those layers that climb are fuller while their own backward runs.
+    """
+    return max(kept(columns, item, taken) + risen(columns, item, taken), columns.net[item])
 
 
 @compiled
