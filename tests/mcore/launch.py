@@ -1,9 +1,7 @@
 """Starts training processes the way a user does, and reads back what they did."""
 
-import json
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-RECORDER = Path(__file__).with_name("recorded_training.py")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+"""Of every run: it sees no GPU."""
 
 # A GPT that trains in milliseconds. The padded vocabulary is 128 whatever the tensor-parallel size.
 TINY = shlex.split(
@@ -55,8 +54,7 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
         f"--nproc-per-node={num_processes}",
         f"--master-port={free_port()}",
     ]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    return run([*launcher, *command], environment | (env or {}), timeout_s)
+    return run([*launcher, *command], ENVIRONMENT | (env or {}), timeout_s)
 
 
 def run(command: Sequence[object], env: dict[str, str], timeout_s: float) -> Finished:
@@ -78,20 +76,6 @@ def run(command: Sequence[object], env: dict[str, str], timeout_s: float) -> Fin
         output, _ = process.communicate()
         raise AssertionError(f"not finished after {timeout_s} s:\n{output[-5000:]}") from None
     return Finished(process.returncode, output)
-
-
-def train(folder: Path, num_processes: int, *flags: object, iterations: int, timeout_s: float = 180) -> Finished:
-    """Train TINY with `flags` until `iterations`, recorded in `folder`. Raises AssertionError if it fails."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    arguments = [*TINY, "--train-iters", iterations, *flags]
-    finished = launch(num_processes, RECORDER, *arguments, env={"RECORD_TO": str(folder)}, timeout_s=timeout_s)
-    assert finished.returncode == 0, finished.output[-5000:]
-    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-    steps = next(
-        {int(i): s for i, s in rank["steps"].items()} for rank in ranks if "loss" in next(iter(rank["steps"].values()))
-    )
-    return Finished(finished.returncode, finished.output, steps, tuple(rank["weights"] for rank in ranks))
 
 
 def free_port() -> int:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launch import Finished, train
+from forked import train
+from launch import Finished
 
 MODELS = {
     "llama": shlex.split(
@@ -77,12 +78,11 @@ print("true")
     assert process.stdout == "true\n", process.stderr[-3000:]
 
 
-def test_it_trains_and_evaluates_and_says_once_that_there_is_no_gpu(references: dict[str, Reference]) -> None:
+def test_it_trains_and_evaluates(references: dict[str, Reference]) -> None:
     for reference in references.values():
         losses = reference.run.losses
         assert losses[END] < losses[1] - 0.1
         assert reference.run.output.count("validation loss at iteration") == 2  # validation set, test set
-        assert reference.run.output.count("no GPU found") == 1
 
 
 @pytest.mark.parametrize(

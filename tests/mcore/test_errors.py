@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launch import Finished, launch
+from forked import launch
+from launch import Finished
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 FLAGS = shlex.split(

@@ -1,11 +1,10 @@
 """Gradients do not depend on what recomputes or is away, to the bit, on every kind of layer and way to share it out."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from launch import run
+from forked import launch
 from levels_worker import HOSTED, LEVELS, OFFLOADS, RUNS
 
 WORKER = Path(__file__).with_name("levels_worker.py")
@@ -14,7 +13,7 @@ WORKER = Path(__file__).with_name("levels_worker.py")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """By training and rank: which gradients differ from those without recompute, by level."""
-    finished = run([sys.executable, WORKER, tmp_path_factory.mktemp("levels")], {}, timeout_s=400)
+    finished = launch(1, WORKER, tmp_path_factory.mktemp("levels"), timeout_s=400)
     last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
     assert last is not None, finished.output[-5000:]
     return json.loads(last)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch
+from forked import launch
 from memory_cases import BLOCKS, CAPPED, FREE, ITERATIONS, LENGTHS, OFFLOADED, PIPELINES, TOKENS_SHARED, VOCABULARY
 from synthetic_documents import documents_of, write_pair
 

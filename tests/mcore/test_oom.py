@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from launch import Finished, launch
+from forked import launch
+from launch import Finished
 from oom_cases import CASES, FAULT_ITERATION, ITERATIONS, LENGTHS, VOCABULARY
 from synthetic_documents import documents_of, write_pair
 

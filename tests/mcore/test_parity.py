@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import launch
 from launch import run
 from parity_cases import CASES, CUTS, ITERATIONS, SCRIPTS
 
@@ -38,7 +39,7 @@ Figures = dict[str, Any]
 
 def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
     """What the script reports."""
-    finished = run([sys.executable, SCRIPTS / "parity.py", *flags, "--json"], {}, timeout_s)
+    finished = launch(1, SCRIPTS / "parity.py", *flags, "--json", timeout_s=timeout_s)
     last = finished.output.splitlines()[-1]
     assert last.startswith("{"), finished.output[-5000:]
     return json.loads(last)
@@ -168,7 +169,7 @@ def test_a_run_that_fails_is_a_row_that_failed_and_others_go_on(tmp_path: Path) 
     }
     path = tmp_path / "cases.json"
     path.write_text(json.dumps(cases))
-    finished = run([sys.executable, SCRIPTS / "parity.py", "--cases", path, "--iterations", 1], {}, 120)
+    finished = launch(1, SCRIPTS / "parity.py", "--cases", path, "--iterations", 1, timeout_s=180)
     assert finished.returncode == 1
     rows = [line for line in finished.output.splitlines() if line.startswith(tuple(cases))]
     assert "failed" in rows[0]

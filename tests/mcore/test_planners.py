@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch
+from forked import launch
 from planners_worker import ITERATIONS, PLANNERS
 from synthetic_documents import documents_of, write_pair
 

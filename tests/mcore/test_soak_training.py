@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from launch import launch
+from forked import launch
 from soak_cases import LONGEST, LOOKED_AT, VOCABULARY
 from synthetic_documents import documents_of, write_pair
 

@@ -19,10 +19,14 @@ TRAIN = [*TINY, "--pipeline-model-parallel-size", 2, "--train-iters", 2, "--epp-
 
 @dataclass(frozen=True)
 class Reference:
-    """Flags of a run, and the losses our own script prints with them."""
+    """Flags of a run, and what our own script prints with them."""
 
     flags: list[object]
-    losses: list[str]
+    output: str
+
+    @property
+    def losses(self) -> list[str]:
+        return printed_losses(self.output)
 
 
 def printed_losses(output: str) -> list[str]:
@@ -39,10 +43,11 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         flags += ["--epp", "--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0]
     finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
     assert finished.returncode == 0, finished.output[-5000:]
-    return Reference(flags, printed_losses(finished.output))
+    return Reference(flags, finished.output)
 
 
-def test_our_own_script_trains(reference: Reference) -> None:
+def test_our_own_script_trains_and_says_once_that_there_is_no_gpu(reference: Reference) -> None:
+    assert reference.output.count("no GPU found") == 1
     assert len(reference.losses) == 2
     assert float(reference.losses[1]) < float(reference.losses[0])
 
