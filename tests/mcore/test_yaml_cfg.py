@@ -7,7 +7,8 @@ import sys
 
 import pytest
 import yaml
-from launch import TINY, launch
+from forked import launch
+from launch import TINY
 from megatron.core.transformer import TransformerConfig
 from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
