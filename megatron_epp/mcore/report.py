@@ -152,6 +152,7 @@ class IterationReport:
             "tokens": sum(self.batch.lengths),
             "elapsed_us": max(entry["elapsed_us"] for entry in everyone),
             "peak_activation_bytes": [entry["peak"] for entry in everyone],
+            "device_peak_bytes": [entry["device_peak"] for entry in everyone],
         }
         if self.batch.plan is None or measured is None:
             return line
@@ -160,7 +161,6 @@ class IterationReport:
         if self.session.args.epp_oom_retry:
             line["oom_retries"] = self.session.retries
         line |= {"replicas": self.session.replicas, "imbalance": imbalance(planned_us)}
-        line |= {"device_peak_bytes": [entry["device_peak"] for entry in everyone]}
         line |= {"host_peak_bytes": [entry["host_peak"] for entry in everyone]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}
 

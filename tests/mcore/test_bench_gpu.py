@@ -1,0 +1,91 @@
+"""The benchmark for GPUs, reduced: every part runs and its figures fit together. None of them is judged."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import bench_gpu  # noqa: E402
+import gpu_runs  # noqa: E402
+
+from megatron_epp.report.measured import Event, Measured  # noqa: E402
+from megatron_epp.schedule import Action  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    command = [sys.executable, "-W", "ignore", str(SCRIPTS / "bench_gpu.py"), "--reduced", "-o", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "report.md").read_text() in done.stdout
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_every_part_has_run_and_says_how_long_it_took(report):
+    assert list(report["parts"]) == list(bench_gpu.PARTS)
+    assert all("failed" not in part and part["seconds"] >= 0 for part in report["parts"].values())
+
+
+def test_numbers_in_bf16_are_those_of_megatron(report):
+    part = report["parts"]["parity"]
+    assert part["met"], part
+    assert all(row["theirs"] > 0 for row in part["rows"].values()), "bf16 and fp32 cannot agree to the bit"
+
+
+def test_sliced_and_unsliced_train_the_same(report):
+    part = report["parts"]["slices"]
+    speed = part["tokens_per_second"]
+    assert part["sliced_over_unsliced"] == pytest.approx(speed["sliced"] / speed["unsliced"])
+    assert part["losses"]["sliced"] == pytest.approx(part["losses"]["unsliced"], rel=1e-4)
+
+
+def test_the_cap_asks_for_recompute_and_the_free_run_does_not(report):
+    free, capped = report["parts"]["peaks"]["rows"].values()
+    assert free["recompute_share"] == 0 < capped["recompute_share"]
+    assert capped["measured_bytes"] < free["measured_bytes"]
+    for row in (free, capped):
+        assert row["error"] == pytest.approx(row["planned_bytes"] / row["measured_bytes"] - 1)
+
+
+def test_something_was_offloaded_and_its_copies_were_timed(report):
+    part = report["parts"]["copies"]
+    assert part["offload_share"] > 0
+    assert part["copies_us"] > 0
+    assert 0 <= part["hidden_share"] <= 1
+
+
+def test_copies_are_hidden_where_their_own_rank_computes():
+    def events(*rows):
+        return tuple(Event(Action.parse(text), start, end) for text, start, end in rows)
+
+    first = events(("0F0", 0, 10), ("0O0", 4, 14), ("0L0", 20, 30), ("0B0", 25, 40))
+    second = events(("1F0", 10, 20))
+    found = bench_gpu.hidden_copies([Measured("", (first, second))])
+    assert found == {"copies_us": 20, "hidden_share": (6 + 5) / 20}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 GiB.", gpu_runs.OutOfMemory),
+        ("[rank0]: RuntimeError: something else", SystemExit),
+    ],
+)
+def test_a_run_that_finds_no_memory_is_told_from_one_that_fails(tmp_path, monkeypatch, text, error):
+    def train(folder, ranks, settings, limit_s):
+        folder.mkdir(parents=True)
+        (folder / "train.log").write_text(f"starting\n{text}\nmore\n")
+        raise SystemExit("training failed")
+
+    monkeypatch.setattr(gpu_runs, "train", train)
+    settings = gpu_runs.Sizes.reduced().settings(64)
+    with pytest.raises(error) as raised:
+        gpu_runs.Launches(tmp_path, 60).run("long unsliced", settings, (64,))
+    if error is gpu_runs.OutOfMemory:
+        assert "Tried to allocate 64.00 GiB" in str(raised.value)
