@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from gpu_report import markdown
 from gpu_runs import Launched, Launches, OutOfMemory, Settings, Sizes, versions
-from training_runs import ROOT, machine
 
+from megatron_epp.launch.runs import machine
 from megatron_epp.report.measured import Measured
 from megatron_epp.schedule import Op
 
+ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs" / "bench_gpu"
 GOALS = {"speed": 0.95, "peak": 0.05, "parity": 2.0, "loss_floor": 1e-4, "norm_floor": 1e-2}
 """Least ratio of tokens per second; most relative error of a peak; most times as far from fp32 as Megatron's own bf16 is, and
@@ -174,7 +175,7 @@ def measure(bench: Bench, parts: Sequence[str]) -> dict[str, Part]:
         start_s = time.monotonic()
         try:
             found[name] = PARTS[name](bench)
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             traceback.print_exc()
             found[name] = {"failed": f"{type(error).__name__}: {error}", "met": False}
         found[name]["seconds"] = time.monotonic() - start_s

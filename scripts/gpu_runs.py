@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training_runs import Run, tiny_gpt, train, write_documents
+from random_documents import write_documents
 
+from megatron_epp.launch.runs import Run, RunError, tiny_gpt, train
 from megatron_epp.report.measured import Measured
 from megatron_epp.schedule import Plan, load
 
 Settings = dict[str, Any]
 
-WARM_UP = 2
-"""Iterations at the start of a run that do not count: kernels are chosen, proven and built, and memory is met."""
 _BEAT_S = 60.0
 _GIB = 2**30
 _LAYER = {
@@ -129,8 +128,8 @@ class Launched:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the iterations behind the warm-up."""
-        return self.run.tokens_per_second(min(WARM_UP, len(self.run.lines) - 1))
+        """Without the first two iterations: kernels are chosen, proven and built in them, and memory is met."""
+        return self.run.tokens_per_second()
 
     @property
     def device_peak_bytes(self) -> int | None:
@@ -175,7 +174,7 @@ class Launches:
 
         Raises:
             OutOfMemory: there was not enough.
-            SystemExit: it failed in another way.
+            RunError: it failed in another way.
         """
         data = self._documents(lengths, settings)
         batch = {"data_path": data, "global_batch_size": len(lengths), "split": "100,0,0"}
@@ -195,7 +194,7 @@ class Launches:
         try:
             with _beating(log):
                 return Launched(train(folder, 1, settings, self.limit_s), folder)
-        except SystemExit:
+        except RunError:
             if shortage := _OUT_OF_MEMORY.search(log.read_text(encoding="utf-8", errors="replace")):
                 return OutOfMemory(shortage[0].strip()[:300])
             raise

@@ -13,6 +13,7 @@ sys.path.insert(0, str(SCRIPTS))
 import bench_gpu  # noqa: E402
 import gpu_runs  # noqa: E402
 
+from megatron_epp.launch.runs import RunError  # noqa: E402
 from megatron_epp.report.measured import Event, Measured  # noqa: E402
 from megatron_epp.schedule import Action  # noqa: E402
 
@@ -74,14 +75,14 @@ def test_copies_are_hidden_where_their_own_rank_computes():
     ("text", "error"),
     [
         ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 GiB.", gpu_runs.OutOfMemory),
-        ("[rank0]: RuntimeError: something else", SystemExit),
+        ("[rank0]: RuntimeError: something else", RunError),
     ],
 )
 def test_a_run_that_finds_no_memory_is_told_from_one_that_fails(tmp_path, monkeypatch, text, error):
     def train(folder, ranks, settings, limit_s):
         folder.mkdir(parents=True)
         (folder / "train.log").write_text(f"starting\n{text}\nmore\n")
-        raise SystemExit("training failed")
+        raise RunError("training failed")
 
     monkeypatch.setattr(gpu_runs, "train", train)
     settings = gpu_runs.Sizes.reduced().settings(64)
