@@ -195,7 +195,9 @@ class HostedCaches:
     def _load(self, use: Use, number: int) -> Any:
         now = self._running
         piece = self._pieces.get((now.view.sequence, use.piece))
-        return None if piece is None else self._copy(now.kv[number], piece.kv, 0, use.num_rows, out=False)
+        if piece is None:  # a sequence's first slice: nothing to load, but the buffer's last rows may still be leaving
+            return self._host.mark()
+        return self._copy(now.kv[number], piece.kv, 0, use.num_rows, out=False)
 
     def _copy(self, buffer: Tensor, at_host: int, start: int, stop: int, out: bool) -> Any:
         """Begin to copy rows of keys and of values, or of their gradients; returns the place on the copy stream behind that."""

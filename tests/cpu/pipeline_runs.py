@@ -24,8 +24,8 @@ class StageResult:
     host_peak_bytes: int
 
 
-def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False):
-    """Run this rank's part of a plan. Returns {stage: StageResult}."""
+def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False, host=None):
+    """Run this rank's part of a plan, with copies to and from a host. Returns {stage: StageResult}."""
     batch = batch_of(plan)
     stages = {
         s: PlainStage(build_part(plan.num_layers, s, dtype), batch, reentrant)
@@ -33,7 +33,7 @@ def run_plan(rank, links, plan, dtype=torch.float32, reentrant=False):
         if r == rank
     }
     parameters = [p for stage in stages.values() for p in stage.part.parameters()]
-    host = HostMemory(torch.device("cpu"), 1 << 30)
+    host = host or HostMemory(torch.device("cpu"), 1 << 30)
     with SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in stages.values())) as saved:
         offload = Offload(saved, host) if any(plan.copies) else None
         Executor(plan, rank, stages, links, offload=offload, host=host).run()

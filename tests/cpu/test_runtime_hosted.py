@@ -6,7 +6,7 @@ import torch
 from late_host import LateHost
 from pipeline_runs import run_plan
 from relay_chunks import CHANNELS, KV_HEADS, RECOMPUTE, ChunkedLayer, slices
-from runtime_plans import hosting, offloading, one_rank, one_rank_split, one_rank_two_stages
+from runtime_plans import by_hand, hosting, offloading, one_rank, one_rank_split, one_rank_two_stages
 
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.host import HostMemory
@@ -50,8 +50,8 @@ def run(layer, host=None, mode="kept", fp32_gradients=False, forward_only=False)
     return seen
 
 
-def same_gradients(plan, other, **options):
-    expected, found = run_plan(0, None, plan, **options), run_plan(0, None, other, **options)
+def same_gradients(plan, other, host=None, **options):
+    expected, found = run_plan(0, None, plan, **options), run_plan(0, None, other, host=host, **options)
     for stage, wanted in expected.items():
         assert found[stage].loss == wanted.loss
         for name, gradient in wanted.gradients.items():
@@ -73,6 +73,12 @@ def test_gradients_are_those_of_resident_caches_whenever_copies_happen(case, whe
     run(hosted, hosts()[when], mode, fp32_gradients)
     for expected, actual in zip(resident.chunked(), hosted.chunked(), strict=True):
         assert all(map(torch.equal, expected, actual))
+
+
+def test_layers_of_another_sequence_wait_for_the_buffers_that_still_leave():
+    chunks = [(0, 0, 9)], [(1, 0, 8)], [(1, 8, 14)], [(0, 9, 14)]
+    plan = by_hand(["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"], chunks, num_layers=4)
+    same_gradients(plan, hosting(plan), LateHost())
 
 
 @pytest.mark.parametrize("layers", [1, 2, 6])

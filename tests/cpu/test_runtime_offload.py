@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from late_host import LateHost
 from pipeline_runs import run_plan
 from runtime_plans import offloading, one_rank, one_rank_two_stages
 
@@ -23,9 +24,10 @@ def storages(*sizes):
 @pytest.mark.parametrize("make", [one_rank, one_rank_two_stages])
 @pytest.mark.parametrize("recompute_layers", [0, 1])
 @pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
-def test_gradients_are_those_without_offload(make, recompute_layers, share):
+@pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies as late as may be"])
+def test_gradients_are_those_without_offload(make, recompute_layers, share, late):
     plan = make(recompute_layers=recompute_layers)
-    expected, found = run_plan(0, None, plan), run_plan(0, None, offloading(plan, share))
+    expected, found = run_plan(0, None, plan), run_plan(0, None, offloading(plan, share), host=LateHost() if late else None)
     for stage, wanted in expected.items():
         assert found[stage].loss == wanted.loss
         for name, gradient in wanted.gradients.items():
