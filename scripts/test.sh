@@ -23,8 +23,7 @@ step python -m ruff format --check .
 step python -m mypy
 step codespell
 step shellcheck -x scripts/*.sh scripts/*.sbatch .ci/run
-step python -m pytest -n 2 tests/pure
-step python -m pytest tests --ignore=tests/pure
+step python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder tests
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '\nFailed:\n'

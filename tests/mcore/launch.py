@@ -1,6 +1,8 @@
 """Starts training processes the way a user does, and reads back what they did."""
 
+import contextlib
 import os
+import random
 import shlex
 import socket
 import subprocess
@@ -79,7 +81,9 @@ def run(command: Sequence[object], env: dict[str, str], timeout_s: float) -> Fin
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port nobody listens on now, below those that the system hands out by itself: nobody gets it before it is used."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.SystemRandom().randrange(20000, 32768)
+            probe.bind(("127.0.0.1", port))
+            return port
