@@ -71,14 +71,17 @@ def test_the_first_kernel_that_can_serve_proves_itself_and_is_chosen(dtype):
     assert chosen is able[0], obstacles
 
 
-def test_attention_waits_for_nothing_on_the_host():
-    q, k, v = (torch.randn(64, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+@pytest.mark.parametrize("kernel", kernels.PREFERENCES["auto"], ids=lambda kernel: kernel.name)
+def test_attention_waits_for_nothing_on_the_host_and_draws_no_random_numbers(kernel):
+    usable(kernel, kernels.Case("cuda", torch.bfloat16, 64, HEADS, HEADS))
+    q, k, v = (torch.randn(64, HEADS, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     table = SegmentTable.build(Chunk((Segment(0, 0, 64),)), 64)
-    kernel = kernels.choose(q, k)
-    kernel.forward(q, k, v, table, 0.125)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        out, saved = kernel.forward(q, k, v, table, 0.125)
-        kernel.backward(out, q, k, v, out, saved, table, 0.125)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    before = torch.cuda.get_rng_state()
+    for mode in ("default", "error"):  # the first time it is built
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            out, saved = kernel.forward(q, k, v, table, 0.125)
+            kernel.backward(out, q, k, v, out, saved, table, 0.125)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(torch.cuda.get_rng_state(), before)

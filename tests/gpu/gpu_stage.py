@@ -1,0 +1,110 @@
+"""One pipeline stage on a GPU in plain torch, large enough for fused attention, that never has the host wait."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from megatron_epp.runtime.attention import chunk_attention
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.host import HostMemory
+from megatron_epp.runtime.offload import Offload
+from megatron_epp.runtime.relay import KVRelay
+from megatron_epp.runtime.saved import SavedTensors
+from megatron_epp.runtime.trace import Recorder
+
+DEVICE = torch.device("cuda")
+HIDDEN, QUERY_HEADS, KV_HEADS, CHANNELS = 256, 4, 2, 64
+SCALE = CHANNELS**-0.5
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, (QUERY_HEADS + 2 * KV_HEADS) * CHANNELS)
+        self.out = nn.Linear(QUERY_HEADS * CHANNELS, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x, attend):
+        heads = self.qkv(self.norm(x)).unflatten(1, (-1, CHANNELS))
+        x = x + self.out(attend(*heads.split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)).flatten(1))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class GpuStage:
+    """Implements `runtime.executor.Stage`: the only stage of its pipeline. Its input is a fixed row for every token."""
+
+    def __init__(self, plan, dtype, preference="auto"):
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(plan.num_layers[0])).to(DEVICE, dtype)
+        self.rows = [torch.randn(length, HIDDEN).to(DEVICE, dtype) for length in plan.lengths]
+        self.first = nn.Parameter(torch.zeros(HIDDEN, device=DEVICE, dtype=dtype))  # so that the input has a gradient
+        self.plan, self.preference, self.relay = plan, preference, KVRelay()
+
+    @property
+    def parameters(self):
+        return [self.first, *self.layers.parameters()]
+
+    def forward(self, context, hidden):
+        segments = self.plan.chunks[context.chunk].segments
+        x = torch.cat([self.rows[s.sequence][s.start : s.end] for s in segments]) + self.first
+        for number, layer in enumerate(self.layers):
+
+            def attend(q, k, v, number=number):
+                return chunk_attention(q, k, v, context, number, SCALE, preference=self.preference)
+
+            again = number < context.recompute.whole
+            x = checkpoint(layer, x, attend, use_reentrant=False, preserve_rng_state=False) if again else layer(x, attend)
+        return x.float().square().sum()
+
+    def backward(self, context, output, grad, keep_weights):
+        torch.autograd.backward(output, grad)
+
+    def weight(self, chunk):
+        """None is kept."""
+
+    def before_last_gradient(self):
+        """Nothing is reduced."""
+
+    after_last_gradient = before_last_gradient
+
+    def release_output(self, output):
+        """It is the loss."""
+
+    def abandon(self):
+        self.relay.clear()
+
+    def message(self, num_tokens):
+        return (num_tokens, HIDDEN), self.rows[0].dtype, DEVICE
+
+
+def run(plan, dtype=torch.float32, preference="unfused", host=None, times=1, strict=False):
+    """Run a plan of one stage. Returns the gradients of its parameters, and the recorder of the last time.
+
+    Args:
+        plan: of one stage.
+        host: where copies go.
+        times: how often; gradients are those of the last time.
+        strict: the last time the host may not wait for the device.
+    """
+    stage, host = GpuStage(plan, dtype, preference), host or HostMemory(DEVICE, 1 << 30)
+    for number in range(times):
+        for parameter in stage.parameters:
+            parameter.grad = None
+        if strict and number == times - 1:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            recorder = Recorder()
+            with SavedTensors(stage.parameters, lambda: stage.relay.num_bytes) as saved:
+                offload = Offload(saved, host) if any(plan.copies) else None
+                Executor(plan, 0, {0: stage}, recorder=recorder, offload=offload, host=host).run()
+        finally:
+            if strict:
+                torch.cuda.set_sync_debug_mode("default")
+    return [parameter.grad.double() for parameter in stage.parameters], recorder
+
+
+def apart(found, expected):
+    """Largest norm of a difference over the norm of what is expected."""
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))

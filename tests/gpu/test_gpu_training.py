@@ -1,0 +1,36 @@
+"""On a GPU training through Megatron keeps its numbers and its planned memory, and copies lie beside compute."""
+
+from dataclasses import replace
+
+import bench_gpu
+import pytest
+import torch
+from gpu_runs import Launches, Sizes
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    """Of a model that fills a GPU's kernels, and takes seconds."""
+    full = Sizes.full(0)
+    smaller = {"hidden_size": 2048, "ffn_hidden_size": 5632, "num_attention_heads": 16, "num_query_groups": 4}
+    sizes = replace(full, layers=4, context=16384, slice_tokens=4096, mixed=(16384, *full.short), model=full.model | smaller)
+    return bench_gpu.Bench(sizes, Launches(tmp_path_factory.mktemp("runs"), 600))
+
+
+def test_numbers_in_bf16_are_as_near_to_fp32_as_those_of_megatron(bench):
+    part = bench.parity()
+    assert part["met"], part
+
+
+def test_the_planned_peak_is_the_measured_one(bench):
+    part = bench.peaks()
+    assert part["rows"]["under a cap"]["recompute_share"] > 0
+    assert part["met"], part
+
+
+def test_copies_lie_beside_compute(bench):
+    part = bench.copies()
+    assert part["offload_share"] > 0
+    assert part["hidden_share"] > 0.5, part
