@@ -7,7 +7,8 @@ from itertools import starmap
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, recompute_times, split_off
+from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, recompute_times
+from megatron_epp.planner.memory import levels
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import WHOLE, Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
@@ -52,7 +53,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
     tables = tabulate(made.chunks, problem, costs, made.levels) if tables is None else tables
-    writer = _Writer(tables, made)
+    writer, sizes = _Writer(tables, made), levels(made.order, tables, made.layers)
     plan = Plan(
         lengths=problem.lengths,
         chunks=made.chunks,
@@ -63,7 +64,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         ),
         recompute_us=recompute_times(tables, made.layers),
         offload_share=made.offload or ((0.0,) * len(made.chunks),) * problem.num_stages,
-        ranks=tuple(tuple(map(writer.step, actions)) for actions in made.order),
+        ranks=tuple(tuple(map(writer.step, *row)) for row in zip(made.order, *sizes, strict=True)),
         copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
         messages=Messages(*[tuple(map(tuple, tables.hops))] * 2),
@@ -90,23 +91,12 @@ class _Writer:
 
     def __init__(self, tables: Tables, made: Decisions) -> None:
         self.tables, self.layers, self.offload = tables, made.layers, made.offload
-        self.backward_us = backward_times(tables, made.layers, made.order)
-        self.split = split_off(made.order)
+        backward_us = backward_times(tables, made.layers, made.order)
+        self.times_us = {Op.F: tables.forward_us, Op.B: backward_us, Op.W: tables.weight_us}
 
-    def step(self, action: Action) -> Step:
-        (op, stage, c), tables = action, self.tables
-        layers = self.layers[stage][c]
-        kept = tables.kept_bytes(stage, c, layers)
-        held = tables.weight_bytes[stage][c]
-        if op is Op.F:
-            alloc, free = kept + tables.forward_alloc[stage][c], tables.forward_free[stage][c]
-            return Step(action, tables.forward_us[stage][c], alloc, free)
-        if op is Op.W:
-            return Step(action, tables.weight_us[stage][c], 0, held)
-        stays = held if (stage, c) in self.split else 0  # for the weight gradient
-        growth = tables.backward_net[stage][c] - kept + stays
-        alloc = max(tables.rise_bytes(stage, c, layers) + max(0, stays - kept), growth)
-        return Step(action, self.backward_us[stage][c], alloc, alloc - growth)
+    def step(self, action: Action, takes: int, gives: int) -> Step:
+        op, stage, c = action
+        return Step(action, self.times_us[op][stage][c], takes, gives)
 
     def copy(self, action: Action, after: Action | None) -> Copy:
         op, stage, c = action

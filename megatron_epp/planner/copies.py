@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_epp.planner.evaluate import Layers, Played, moved_bytes
 from megatron_epp.planner.gaps import Busy, Link, earliest, latest
-from megatron_epp.planner.memory import levels
+from megatron_epp.planner.memory import held_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Action, Op
@@ -21,6 +21,7 @@ PARTS = (1.0, 0.5, 0.25, 0.12, 0.06)
 """Of what would be copied of a chunk, what is tried until the link has time for it."""
 
 Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 class Chosen(NamedTuple):
@@ -41,8 +42,8 @@ def choose(order: Order, tables: Tables, aims: Sequence[int], layers: Layers, pl
     links = {link: Link() for link in tables.host_links}
     shared = len(links) < len(order)
     choosers = [
-        Chooser(actions, tables, rank, aims[rank], layers, played, links[tables.host_links[rank]], shared)
-        for rank, actions in enumerate(order)
+        Chooser(actions, tables, layers, held - aims[rank], played.of(rank), links[tables.host_links[rank]], shared)
+        for rank, (actions, held) in enumerate(zip(order, held_bytes(order, tables, layers), strict=True))
     ]
     walks = [chooser.walk() for chooser in choosers]
     turns = [(time_us, rank) for rank, walk in enumerate(walks) for time_us in islice(walk, 1)]
@@ -61,6 +62,7 @@ class Chooser:
 
     Attributes:
         chosen: what it has chosen.
+        excess: bytes above the aim, by place in the rank's list.
         away: bytes that are then away, by place in the rank's list.
     """
 
@@ -68,20 +70,17 @@ class Chooser:
         self,
         actions: tuple[Action, ...],
         tables: Tables,
-        rank: int,
-        aim: int,
         layers: Layers,
-        played: Played,
+        excess: Integers,
+        times: tuple[Floats, Floats],
         link: Link,
         shared: bool,
     ) -> None:
         self.actions, self.tables, self.layers = actions, tables, layers
-        self.start, self.end = np.array(played.start_us[rank]), np.array(played.end_us[rank])
-        takes, gives = levels(actions, tables, layers)
-        before = np.concatenate(([0], np.cumsum(np.subtract(takes, gives))[:-1]))
+        self.start, self.end = times
         self.chosen: list[Chosen] = []
         self.away: Integers = np.zeros(len(actions), dtype=np.int64)
-        self.excess: Integers = tables.static[rank] + before + np.array(takes) - aim
+        self.excess = excess
         self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
         self.own, self.link, self.shared = Busy(), link, shared
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_epp.planner.inner import timing
 from megatron_epp.planner.inner.columns import Codes, code_of, decode, encode
 from megatron_epp.planner.inner.compiled import Floats, Integers, floats, integers
@@ -28,6 +31,10 @@ class Played:
     end_us: Times
     copy_start_us: Times
     copy_end_us: Times
+
+    def of(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Start and end of a rank's actions."""
+        return np.array(self.start_us[rank]), np.array(self.end_us[rank])
 
     @property
     def makespan_us(self) -> float:

@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.inner import memory as inner
 from megatron_epp.planner.inner.columns import Codes, encode
 from megatron_epp.planner.inner.compiled import Integers, integers
-from megatron_epp.planner.inner.memory import kept, own, peak, sweep
+from megatron_epp.planner.inner.memory import peak, sweep
+from megatron_epp.planner.inner.timing import mark_split
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
-from megatron_epp.schedule import Action, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +95,21 @@ def least_peaks(order: Order | Codes, tables: Tables) -> list[int]:
     return _peaks(order, tables, tables.columns.most)
 
 
-def levels(actions: Sequence[Action], tables: Tables, layers: Layers) -> tuple[list[int], list[int]]:
-    """What every action of a rank takes when it starts and gives back when it ends, bytes."""
-    columns = tables.columns
-    takes, gives = [], []
-    for op, stage, c in actions:
-        item, count = stage * columns.num_chunks + c, layers[stage][c]
-        stays = int(kept(columns, item, count))
-        if op is Op.F:
-            takes.append(stays + tables.forward_alloc[stage][c])
-            gives.append(tables.forward_free[stage][c])
-        else:
-            held = int(own(columns, item, count))
-            takes.append(held - stays)
-            gives.append(held - tables.backward_net[stage][c])
-    return takes, gives
+def levels(order: Order | Codes, tables: Tables, layers: Layers) -> tuple[list[list[int]], list[list[int]]]:
+    """What every action takes when it starts and gives back when it ends, bytes, ``[rank][position]``."""
+    columns, codes = tables.columns, coded(order, tables)
+    count, split = len(codes.actions), integers([0] * columns.num_stages * columns.num_chunks)
+    takes, gives = integers([0] * count), integers([0] * count)
+    mark_split(codes.actions, split)
+    inner.levels(codes.actions, columns, integers(chain.from_iterable(layers)), split, takes, gives)
+    rows = [slice(codes.starts[rank], codes.starts[rank + 1]) for rank in range(codes.num_ranks)]
+    return [list(map(int, takes[row])) for row in rows], [list(map(int, gives[row])) for row in rows]
+
+
+def held_bytes(order: Order | Codes, tables: Tables, layers: Layers) -> list[NDArray[np.int64]]:
+    """Bytes live while each action runs, ``[rank][position]``."""
+    rows = zip(tables.static, *levels(order, tables, layers), strict=True)
+    return [static + np.cumsum(takes) - np.cumsum([0, *gives])[:-1] for static, takes, gives in rows]
 
 
 def by_stage(column: Integers, num_chunks: int) -> Layers:

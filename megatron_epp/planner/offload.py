@@ -25,22 +25,25 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What fits the caps.
+    """Copies beside an order.
 
     Attributes:
         layers: recompute ``[stage][chunk]``.
         shares: of the kept bytes that are copied away, ``[stage][chunk]``.
         copies: the offloads and loads of every rank, in order.
-        makespan_us: of it all.
     """
 
     layers: Layers
     shares: tuple[tuple[float, ...], ...]
     copies: CopyOrder
-    makespan_us: float
+
+    def moved(self, tables: Tables, action: Action) -> int:
+        """Bytes that a copy moves."""
+        _, stage, c = action
+        return moved_bytes(tables, self.layers, stage, c, self.shares[stage][c])
 
 
-def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...]) -> Offload | None:
+def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...]) -> tuple[float, Offload] | None:
     """Copy away what the link has time for, recompute what is then still above the cap.
 
     How much of the excess over the cap is left to the link is tried from all of it downwards: recompute is fitted to a cap
@@ -48,9 +51,9 @@ def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...]) -> Offload 
     that end later than they were meant to) lowers the aim for the next round. The fastest that fits is returned.
 
     Returns:
-        None where no copies fit.
+        its makespan and what it is; None where no copies fit.
     """
-    best: Offload | None = None
+    best: tuple[float, Offload] | None = None
     codes = encode(order, len(tables.message_us))
     least = least_peaks(codes, tables)
     peaks = peaks_bytes(codes, tables, [[0] * len(tables.message_us)] * len(tables.rank_of))
@@ -59,8 +62,8 @@ def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...]) -> Offload 
             max(low, cap + max(0, int(share * (high - cap)))) for cap, low, high in zip(caps, least, peaks, strict=True)
         )
         layers = _recompute(codes, tables, eased)
-        found = _fit_copies(order, tables, caps, layers, None if best is None else best.makespan_us)
-        if found is not None and (best is None or found.makespan_us < best.makespan_us):
+        found = _fit_copies(order, tables, caps, layers, None if best is None else best[0])
+        if found is not None and (best is None or found[0] < best[0]):
             best = found
         elif best is not None:
             break
@@ -73,7 +76,9 @@ def _recompute(codes: Codes, tables: Tables, caps: tuple[int, ...]) -> Layers:
     return layers
 
 
-def _fit_copies(order: Order, tables: Tables, caps: tuple[int, ...], layers: Layers, limit_us: float | None) -> Offload | None:
+def _fit_copies(
+    order: Order, tables: Tables, caps: tuple[int, ...], layers: Layers, limit_us: float | None
+) -> tuple[float, Offload] | None:
     """Copies for a given recompute, and then as much less or more of that as the memory they make asks for.
 
     Each round aims below the cap by as much as the last came out above it.
@@ -97,12 +102,10 @@ def _fit_copies(order: Order, tables: Tables, caps: tuple[int, ...], layers: Lay
         if fitted is None:
             return None
         after = play(order, tables, fitted, timed(copies, shares, tables, fitted))
-        above = []
-        for rank, row in enumerate(copies):
-            sizes = [(a, moved_bytes(tables, fitted, a.stage, a.chunk, shares[a.stage][a.chunk])) for a, _ in row]
-            above.append(_peak(order[rank], tables, rank, fitted, sizes, after) - caps[rank])
+        made = Offload(fitted, tuple(map(tuple, shares)), tuple(copies))
+        above = [peak - cap for peak, cap in zip(peaks_beside(order, tables, made, after), caps, strict=True)]
         if max(above) <= 0:
-            return Offload(fitted, tuple(map(tuple, shares)), tuple(copies), after.makespan_us)
+            return after.makespan_us, made
         aims = [aim - max(0, over) for aim, over in zip(aims, above, strict=True)]
     return None
 
@@ -122,16 +125,33 @@ def timed(
     return [[(action, took_us(action), after) for action, after in row] for row in copies]
 
 
-def _peak(
-    actions: tuple[Action, ...], tables: Tables, rank: int, layers: Layers, copies: list[tuple[Action, int]], played: Played
-) -> int:
-    """Most bytes live at a time. At equal times loads come first and offloads last, so it is never too low."""
-    takes, gives = levels(actions, tables, layers)
-    compute = np.ravel(np.column_stack((takes, np.negative(gives))))
-    times = np.ravel(np.column_stack((played.start_us[rank], played.end_us[rank])))
-    sizes = np.array([size for _, size in copies], dtype=np.int64)
-    loads = np.array([action.op is Op.L for action, _ in copies], dtype=np.bool_)
-    begins, ends = np.array(played.copy_start_us[rank]), np.array(played.copy_end_us[rank])
-    when = np.concatenate((begins[loads], times, ends[~loads]))
-    delta = np.concatenate((sizes[loads], compute, -sizes[~loads]))
-    return int(tables.static[rank] + np.cumsum(delta[np.argsort(when, kind="stable")]).max())
+def peaks_beside(order: Order, tables: Tables, made: Offload, played: Played) -> list[int]:
+    """Most bytes that each rank holds at a time. At equal times loads come first and offloads last, so it is never too low."""
+    found = []
+    rows = zip(tables.static, made.copies, *levels(order, tables, made.layers), strict=True)
+    for rank, (static, copies, takes, gives) in enumerate(rows):
+        actions = [action for action, _ in copies]
+        compute = np.ravel(np.column_stack((takes, np.negative(gives))))
+        times = np.ravel(np.column_stack(played.of(rank)))
+        sizes = np.array([made.moved(tables, action) for action in actions], dtype=np.int64)
+        loads = np.array([action.op is Op.L for action in actions], dtype=np.bool_)
+        begins, ends = np.array(played.copy_start_us[rank]), np.array(played.copy_end_us[rank])
+        when = np.concatenate((begins[loads], times, ends[~loads]))
+        delta = np.concatenate((sizes[loads], compute, -sizes[~loads]))
+        found.append(int(static + np.cumsum(delta[np.argsort(when, kind="stable")]).max()))
+    return found
+
+
+def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]:
+    """The least that is away of each rank while each of its actions runs, ``[rank][position]``."""
+    found = []
+    for rank, copies in enumerate(made.copies):
+        changes = [(0.0, 0)]
+        for (action, _), start_us, end_us in zip(copies, played.copy_start_us[rank], played.copy_end_us[rank], strict=True):
+            moved = made.moved(tables, action)
+            changes.append((start_us, -moved) if action.op is Op.L else (end_us, moved))
+        times, away = np.array(sorted(changes)).T[0], np.cumsum([moved for _, moved in sorted(changes)])
+        starts, ends = played.of(rank)
+        spans = zip(np.searchsorted(times, starts, "right"), np.searchsorted(times, ends), strict=True)
+        found.append([int(away[first - 1 : max(first, last)].min()) for first, last in spans])
+    return found

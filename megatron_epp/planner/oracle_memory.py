@@ -175,7 +175,7 @@ class Memory:
         return self.sizes["activation"][s][c] - self.sizes["saved"][s][c] * self.layers[s][c]
 
     def needs(self, s: int, c: int) -> list[Linear]:
-        """What a backward needs above what is live when it starts: see `Tables.rise_bytes`; the largest counts."""
+        """What a backward needs above what is live when it starts: see `inner.memory.risen`; the largest counts."""
         if (s, c) not in self._needs:
             self._needs[s, c] = list(self._needs_of(s, c))
         return self._needs[s, c]

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.stage import TimeColumn
 from megatron_epp.cost.work import IntColumn
-from megatron_epp.planner.inner import climb, memory
+from megatron_epp.planner.inner import climb
 from megatron_epp.planner.inner.columns import Columns, columns_of
 from megatron_epp.planner.inner.compiled import plain
 from megatron_epp.planner.ladder import ABSENT, Rung, ladder, recompute_of, taken_by
@@ -22,7 +22,7 @@ from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute
 Times = list[list[float]]
 Sizes = list[list[int]]
 
-_climbed, _risen = plain(climb.climbed), plain(memory.risen)
+_climbed = plain(climb.climbed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +142,6 @@ class Tables:
         """Activations from forward to backward after so many steps on the ladder of recompute."""
         saved = [rung.saved[stage][chunk] for rung in self.rungs]
         return self.activation[stage][chunk] - _climbed(saved, 0, self.num_layers[stage], taken)
-
-    def rise_bytes(self, stage: int, chunk: int, taken: int) -> int:
-        """The most a backward holds above what is live when it starts, after so many steps on the ladder of recompute: see
-        `inner.memory.risen`.
-        """
-        return int(_risen(self.columns, stage * len(self.message_us) + chunk, taken))
 
     @property
     def input_us(self) -> Times:

@@ -80,10 +80,10 @@ class Trials:
         if lower_bound_us(tables, chunks, self.problem, self.options) >= WORTH * self.best_us:
             return False
         made = fit_offload(order := self._order(chunks, tables, schedule), tables, self.problem.cap_bytes)
-        if made is None or made.makespan_us >= self.best_us:
+        if made is None or made[0] >= self.best_us:
             return False
-        self.best_us = made.makespan_us
-        self.best = Decisions(chunks, order, made.layers, self.levels, copies=made.copies, offload=made.shares)
+        self.best_us, beside = made
+        self.best = Decisions(chunks, order, beside.layers, self.levels, copies=beside.copies, offload=beside.shares)
         return True
 
     def _order(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule | Listing) -> Order:

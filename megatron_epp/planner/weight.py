@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
-from megatron_epp.planner.evaluate import Layers, backward_times
-from megatron_epp.planner.memory import levels
+import numpy as np
+
+from megatron_epp.planner.evaluate import Layers, backward_times, play
+from megatron_epp.planner.memory import held_bytes, levels
+from megatron_epp.planner.offload import Offload, away_bytes, peaks_beside, timed
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Action, Op, PlanError
 
+ROUNDS = 8
+"""Times that less is let wait beside copies."""
 
-def split_weights(order: Order, tables: Tables, layers: Layers, caps: tuple[int, ...]) -> Order:
+
+def split_weights(
+    order: Order, tables: Tables, layers: Layers, caps: Sequence[int], away: Sequence[Sequence[int]] = ()
+) -> Order:
     """The same order with weight gradients as actions of their own.
 
     A backward then passes its gradient on sooner, and its weight gradient waits, first come first served, for a gap that it
@@ -20,39 +29,62 @@ def split_weights(order: Order, tables: Tables, layers: Layers, caps: tuple[int,
 
     Args:
         order: forwards and whole backwards that fit the caps with `layers`.
+        caps: of the ranks.
+        away: bytes that copies have taken away while each action runs, ``[rank][position]``; empty where there are none.
 
     Raises:
         PlanError: the order deadlocks.
     """
-    return _Filler(order, tables, layers, caps).run()
+    return _Filler(order, tables, layers, _room(order, tables, layers, caps, away)).run()
 
 
-def _room(actions: tuple[Action, ...], tables: Tables, rank: int, layers: Layers, cap: int) -> list[tuple[int, int]]:
+def split_beside(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Order | None:
+    """The same beside copies, which start as they did: at the ends of the same actions, as soon as their links are free.
+
+    With what waits, and with the times that follow, a rank may come out above its cap; then less waits, each time twice as much
+    less as seems needed. None where a rank is above its cap after all rounds.
+    """
+    before = play(order, tables, made.layers, copies := timed(made.copies, made.shares, tables, made.layers))
+    away, aims = away_bytes(tables, made, before), list(caps)
+    for again in range(ROUNDS):
+        split = split_weights(order, tables, made.layers, aims, away)
+        after = play(split, tables, made.layers, copies)
+        above = [peak - cap for peak, cap in zip(peaks_beside(split, tables, made, after), caps, strict=True)]
+        if max(above) <= 0:
+            return split
+        aims = [aim - max(0, over << again) for aim, over in zip(aims, above, strict=True)]
+    return None
+
+
+def _room(
+    order: Order, tables: Tables, layers: Layers, caps: Sequence[int], away: Sequence[Sequence[int]]
+) -> list[list[tuple[int, int]]]:
     """For each action, the bytes left beside it, and what a backward without its weight gradient takes of them meanwhile."""
-    live = tables.static[rank]
-    room = []
-    for (op, stage, c), takes, gives in zip(actions, *levels(actions, tables, layers), strict=True):
-        live += takes
-        extra = 0
-        if op is Op.B:
-            kept, held = tables.kept_bytes(stage, c, layers[stage][c]), tables.weight_bytes[stage][c]
-            extra = max(0, held - kept, held - gives)
-        room.append((cap - live, extra))
-        live -= gives
-    return room
+    found = []
+    held, (_, gives) = held_bytes(order, tables, layers), levels(order, tables, layers)
+    for rank, actions in enumerate(order):
+        left = caps[rank] - held[rank] + np.array(away[rank] if away else 0)
+        row = []
+        for (op, stage, c), free, given in zip(actions, left.tolist(), gives[rank], strict=True):
+            extra = 0
+            if op is Op.B:
+                waits = tables.weight_bytes[stage][c]
+                extra = max(0, waits - tables.kept_bytes(stage, c, layers[stage][c]), waits - given)
+            row.append((free, extra))
+        found.append(row)
+    return found
 
 
 class _Filler:
     """Plays an order and puts weight gradients in as it goes."""
 
-    def __init__(self, order: Order, tables: Tables, layers: Layers, caps: tuple[int, ...]) -> None:
-        self.order, self.tables = order, tables
+    def __init__(self, order: Order, tables: Tables, layers: Layers, room: list[list[tuple[int, int]]]) -> None:
+        self.order, self.tables, self.room = order, tables, room
         self.whole = backward_times(tables, layers)
         self.split = [
             [whole - weight for whole, weight in zip(*rows, strict=True)]
             for rows in zip(self.whole, tables.weight_us, strict=True)
         ]
-        self.room = [_room(actions, tables, rank, layers, caps[rank]) for rank, actions in enumerate(order)]
         stages, chunks = len(tables.rank_of), len(tables.message_us)
         # When the input of an action has arrived; None while it has not.
         self.forward_in: list[list[float | None]] = [[None if stage else 0.0] * chunks for stage in range(stages)]

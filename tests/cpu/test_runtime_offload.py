@@ -5,7 +5,7 @@ import pytest
 import torch
 from late_host import LateHost
 from pipeline_runs import run_plan
-from runtime_plans import offloading, one_rank, one_rank_two_stages
+from runtime_plans import offloading, one_rank, one_rank_split, one_rank_two_stages
 
 from megatron_epp.runtime.host import HostMemory, pair_up
 from megatron_epp.runtime.offload import Offload, choose
@@ -21,7 +21,7 @@ def storages(*sizes):
     return [Storage(torch.empty(size, dtype=torch.uint8).untyped_storage(), OWNER) for size in sizes]
 
 
-@pytest.mark.parametrize("make", [one_rank, one_rank_two_stages])
+@pytest.mark.parametrize("make", [one_rank, one_rank_split, one_rank_two_stages])
 @pytest.mark.parametrize("recompute_layers", [0, 1])
 @pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
 @pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies as late as may be"])

@@ -51,7 +51,7 @@ def random_account(seed: int) -> Account:
     stages = draw.randint(1, 3)
     costs = random_costs(draw, stages)
     lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 5))] + [draw.randint(200, 900)]
-    options = Options(offload=seed % 3 == 0, split_weight=seed % 3 == 1)
+    options = Options(offload=seed % 3 == 0, split_weight=seed % 3 == 1 or seed % 6 == 0)
     forward_only = seed == 11
     made = plan(problem(lengths, stages, forward_only=forward_only), costs, options)
     for share in () if forward_only else (0.4, 0.6, 0.8):

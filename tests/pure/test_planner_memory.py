@@ -11,6 +11,7 @@ from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
 from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, work_of
 from megatron_epp.planner import Options, plan
+from megatron_epp.planner.inner.memory import risen
 from megatron_epp.planner.memory import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.order import elastic_1f1b
 from megatron_epp.planner.tables import tabulate
@@ -213,4 +214,4 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
                 held += int(costs.layer_peak_bytes(0, work, level)[0][c]) - kept
                 most = max(most, held)
                 held += comes - int(costs.layer_peak_bytes(0, work, level)[0][c])
-            assert tables.rise_bytes(0, c, taken) == most - start
+            assert risen(tables.columns, c, taken) == most - start

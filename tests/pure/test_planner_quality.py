@@ -82,6 +82,18 @@ def test_offload_takes_the_place_of_recompute_and_fits_the_same_cap():
     assert sum(map(sum, made.recompute_us)) < sum(map(sum, without.recompute_us))
 
 
+@pytest.mark.parametrize(("lengths", "stages", "cap"), [(WHALE, 8, 30), (EQUAL, 8, 20), (EQUAL, 4, 16)])
+def test_weight_gradients_of_their_own_and_copies_go_together(lengths: tuple[int, ...], stages: int, cap: int):
+    given, costs = problem(lengths, stages, cap * GIB), pipeline(stages)
+    choices = Options(offload=True), SPLIT, Options(offload=True, split_weight=True)
+    copied, split, both = (plan(given, costs, options) for options in choices)
+    assert ops(both) == {Op.F, Op.B, Op.W, Op.O, Op.L}
+    assert check(both) == []
+    assert both.predicted.makespan_us < copied.predicted.makespan_us
+    assert both.predicted.makespan_us < split.predicted.makespan_us
+    assert raw_bound_us(both, given, stages, choices[-1]) <= both.predicted.makespan_us * (1 + 1e-9)
+
+
 def test_ranks_that_take_turns_on_a_link_copy_no_slower_than_with_a_fixed_share_of_it():
     given, own = problem(WHALE, 8, 26 * GIB), pipeline(8)
     own = dataclasses.replace(own, host_us_per_byte=2 * own.host_us_per_byte)

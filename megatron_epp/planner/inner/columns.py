@@ -52,6 +52,7 @@ class Columns(NamedTuple):
     passed: Integers
     surge: Integers
     net: Integers
+    weight_bytes: Integers
 
 
 def columns_of(tables: Tables) -> Columns:
@@ -98,6 +99,7 @@ def columns_of(tables: Tables) -> Columns:
         passed=sizes(tables.backward_passed),
         surge=sizes(tables.backward_surge),
         net=sizes(tables.backward_net),
+        weight_bytes=sizes(tables.weight_bytes),
     )
 
 

@@ -69,6 +69,31 @@ def peak(actions: Integers, begin: int, stop: int, columns: Columns, layers: Int
 
 
 @compiled
+def levels(actions: Integers, columns: Columns, layers: Integers, split: Integers, takes: Integers, gives: Integers) -> None:
+    """What each action takes when it starts and gives back when it ends.
+
+    Args:
+        layers: by item, of all stages.
+        split: by item, whether its weight gradient is an action of its own, for which its backward leaves something.
+        takes, gives: by place, where the answer goes.
+    """
+    for at in range(len(actions)):
+        item, op = actions[at] // 3, actions[at] % 3
+        stays = kept(columns, item, layers[item])
+        if op == FORWARD:
+            takes[at] = stays + columns.forward_alloc[item]
+            gives[at] = columns.forward_free[item]
+        elif op == BACKWARD:
+            held = columns.weight_bytes[item] if split[item] else 0
+            growth = columns.net[item] - stays + held
+            takes[at] = max(risen(columns, item, layers[item]) + max(0, held - stays), growth)
+            gives[at] = takes[at] - growth
+        else:
+            takes[at] = 0
+            gives[at] = columns.weight_bytes[item]
+
+
+@compiled
 def sweep(
     actions: Integers,
     begin: int,
