@@ -108,6 +108,25 @@ def _train_on_documents(original: Callable[..., Any]) -> Callable[..., Any]:
     return build_train_valid_test_data_iterators
 
 
+def _warm_up_on_a_chunk(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_jit_fusion_options(*rest: Any, **named: Any) -> None:
+        from megatron.training import get_args
+
+        args = get_args()
+        if not getattr(args, "epp", False):
+            original(*rest, **named)
+            return
+        context = args.seq_length
+        args.seq_length = min(context, _WARM_UP_TOKENS * args.context_parallel_size * args.tensor_model_parallel_size)
+        try:
+            original(*rest, **named)
+        finally:
+            args.seq_length = context
+
+    return set_jit_fusion_options
+
+
 def _end_session(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def pretrain(*rest: Any, **named: Any) -> Any:
@@ -136,6 +155,10 @@ def _choose_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
+_WARM_UP_TOKENS = 2048
+"""Of a rank. Megatron warms its compiled functions up on tensors of --seq-length tokens. Of a million, and an MLP of 14,336 in
+bf16, those take 28 GiB each, before there is a model; and no chunk is so long.
+"""
 _OUR_ATTENTION = "with --epp, builds the model with our attention"
 
 PATCHES = (
@@ -165,6 +188,12 @@ PATCHES = (
         "megatron.training.training:build_train_valid_test_data_iterators",
         _train_on_documents,
         "with --epp, gives the data our documents",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.training.initialize:set_jit_fusion_options",
+        _warm_up_on_a_chunk,
+        "with --epp, warms compiled functions up on a chunk, not on --seq-length tokens",
         wraps=True,
     ),
     Patch("megatron.training.training:pretrain", _end_session, "ends planning when training ends", wraps=True),

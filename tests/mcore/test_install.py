@@ -11,7 +11,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.training import global_vars
 
+from megatron_epp.mcore import install
 from megatron_epp.mcore.core_attention import RelayAttention
 from megatron_epp.mcore.layer_spec import relayed
 from megatron_epp.mcore.parser import add_epp_args
@@ -36,6 +38,16 @@ def test_every_flag_is_added_once_and_has_help():
     ours = [action for action in parser._actions if any(o.startswith("--epp") for o in action.option_strings)]
     assert len(ours) == len({action.dest for action in ours}) > 10
     assert all(action.help for action in ours)
+
+
+@pytest.mark.parametrize(("epp", "expected"), [(True, 4096), (False, 1 << 20)])
+def test_compiled_functions_are_warmed_up_on_a_chunk_and_not_on_the_context(monkeypatch, epp, expected):
+    sizes = {"seq_length": 1 << 20, "context_parallel_size": 2, "tensor_model_parallel_size": 1}
+    args, seen = argparse.Namespace(epp=epp, **sizes), []
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    install._warm_up_on_a_chunk(lambda tp_size=None: seen.append(args.seq_length))(tp_size=1)
+    assert seen == [expected]
+    assert args.seq_length == 1 << 20
 
 
 def test_a_local_layer_spec_gets_our_attention_and_the_original_keeps_its_own():
