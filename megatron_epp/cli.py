@@ -16,6 +16,7 @@ import megatron_epp
 from megatron_epp import cli_advise, cli_doctor, cli_memory, cli_profile, cli_quickstart, cli_rehearse, cli_train
 from megatron_epp.cli_compare import compare
 from megatron_epp.cli_inputs import PLANNER_NAMES, add_planner, add_problem, costs_of, count, options_of, planner, problem_of
+from megatron_epp.cli_parser import Parser
 from megatron_epp.cli_progress import progress
 from megatron_epp.mcore import prepare
 from megatron_epp.planner import plan
@@ -33,7 +34,7 @@ from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.serialize import load, save
 from megatron_epp.schedule.simulate import simulate
 
-type Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+type Commands = argparse._SubParsersAction[Parser]
 type Run = Callable[[argparse.Namespace], int]
 
 _PROGRAM = "megatron-epp"
@@ -53,7 +54,7 @@ the first 512 documents of a Megatron index, for a shipped model and cluster
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors of this package print one or two lines on stderr."""
     try:
-        args = _parser().parse_args(argv)
+        args = _parser().parse(argv)
         run: Run = args.run
         code = run(args)
         sys.stdout.flush()
@@ -69,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=_PROGRAM,
         description="Plan elastic pipeline parallelism from sequence lengths, prove plans, and look at them.",
         epilog="`megatron-epp COMMAND --help` lists a command's options with their units and defaults.",
@@ -93,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Commands, name: str, run: Run, purpose: str, epilog: str = "") -> argparse.ArgumentParser:
+def _command(commands: Commands, name: str, run: Run, purpose: str, epilog: str = "") -> Parser:
     description = f"{purpose[0].upper()}{purpose[1:]}."
     layout = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(name, help=purpose, description=description, epilog=epilog, formatter_class=layout)

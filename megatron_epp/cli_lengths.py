@@ -93,6 +93,10 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
     if source == "-":
         return _numbers(sys.stdin.read(), "--lengths -")
     path = Path(source)
+    if path.is_dir():
+        raise EppError(
+            f"--lengths {source} is a folder: give a file of lengths, or an .idx that `megatron-epp prepare` makes of it"
+        )
     if not path.is_file():
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
         raise EppError(

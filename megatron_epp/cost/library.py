@@ -50,23 +50,27 @@ def shipped(kind: str) -> list[str]:
     return sorted(path.stem for folder in FOLDERS for path in (folder / kind).glob("*.*") if path.suffix in (".yaml", ".json"))
 
 
+def locate(name: str, kind: str = "", beside: Path = Path()) -> Path | None:
+    """A file by its path, as seen from a folder, or a shipped one by its name; None where there is neither."""
+    shipped_as = (folder / kind / f"{name}{suffix}" for folder in FOLDERS for suffix in ("", ".yaml", ".json"))
+    return next((path for path in (beside / name, *shipped_as) if path.is_file()), None)
+
+
 def find(kind: str, name: str) -> Path:
     """The file that a name or a path stands for.
 
     Raises:
         EppError: there is none; the message lists the shipped names.
     """
-    candidates = [folder / kind / f"{name}{suffix}" for folder in FOLDERS for suffix in (".yaml", ".json")]
-    for path in (Path(name), *candidates):
-        if path.is_file():
-            return path
+    if (path := locate(name, kind)) is not None:
+        return path
     raise EppError(f"there is no file {name}, and no such name among the shipped {kind}: {', '.join(shipped(kind))}")
 
 
 def load_flags(name: str) -> dict[str, Any]:
     """Megatron's flags of a model, a dictionary with underscores in the names. Raises `EppError`."""
     path = find("models", name)
-    flags = _mapping(path).get("megatron")
+    flags = read_yaml(path).get("megatron")
     if not isinstance(flags, dict):
         raise EppError(f"{path} has no `megatron:` with Megatron's flags under it")
     return flags
@@ -75,7 +79,7 @@ def load_flags(name: str) -> dict[str, Any]:
 def load_cluster(name: str) -> Cluster:
     """Read a cluster file. Raises `EppError` naming the entry that is wrong."""
     path = find("clusters", name)
-    entries = _mapping(path)
+    entries = read_yaml(path)
     base, memory = entries.pop("rates", "h100"), entries.pop("device_memory_gb", None)
     node, sharing = entries.pop("devices_per_node", DEVICES_PER_NODE), entries.pop("host_sharing", None)
     if base not in RATES:
@@ -102,8 +106,12 @@ def load_costs(name: str) -> Profile | PipelineCosts:
     Raises:
         EppError: there is no such file, or it is neither.
     """
-    text = find("profiles", name).read_text(encoding="utf-8", errors="replace")
-    return Profile.from_json(text) if f'"{PROFILE_SCHEMA}"' in text else PipelineCosts.from_json(text)
+    path = find("profiles", name)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return Profile.from_json(text) if f'"{PROFILE_SCHEMA}"' in text else PipelineCosts.from_json(text)
+    except EppError as error:
+        raise EppError(f"{path}: {error}") from error
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:
@@ -126,6 +134,13 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     gated, hidden, tensor = bool(flags.get("swiglu")), whole("hidden_size"), whole("tensor_model_parallel_size", 1)
     ffn = whole("ffn_hidden_size", int(8 * hidden / 3 / 64) * 64 if gated else 4 * hidden)
     heads, experts = whole("num_attention_heads"), flags.get("num_experts")
+    groups = whole("num_query_groups", 1) if flags.get("group_query_attention") else None
+    if flags.get("kv_channels") is None and hidden % heads:
+        raise EppError(f"{heads} attention heads cannot share a width of {hidden} evenly: change --heads or --hidden")
+    if groups is not None and heads % groups:
+        raise EppError(
+            f"{heads} attention heads cannot share {groups} key and value heads evenly: change --heads or --kv-heads"
+        )
     multiple = whole("make_vocab_size_divisible_by", _VOCABULARY_MULTIPLE) * tensor
     vocabulary, context_ranks = -(-whole("vocab_size") // multiple) * multiple, whole("context_parallel_size", 1)
     longest = (flags.get("seq_length") or 0) // context_ranks
@@ -134,7 +149,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         hidden_size=hidden,
         ffn_hidden_size=ffn if experts is None else whole("moe_ffn_hidden_size", ffn),
         num_attention_heads=heads,
-        num_query_groups=whole("num_query_groups", 1) if flags.get("group_query_attention") else None,
+        num_query_groups=groups,
         kv_channels=whole("kv_channels", hidden // heads),
         vocab_size=vocabulary,
         gated_mlp=gated,
@@ -186,18 +201,21 @@ def balanced_layers(profile: Profile, num_layers: int, num_stages: int) -> tuple
     return tuple(layers)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The names and values of a file. Raises `EppError`: it cannot be read, is not YAML, or holds no names."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as error:
         raise EppError(f"reading {path} needs PyYAML: pip install pyyaml (megatron-core[training] brings it)") from error
     try:
         body = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EppError(f"{path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise EppError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise EppError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(body, dict):
         raise EppError(f"{path} holds no names with values")
-    return body
+    return {str(key): value for key, value in body.items()}
 
 
 def _number(path: Path, key: str, value: Any) -> float:

@@ -21,12 +21,14 @@ class Flag:
         takes_value: false for a switch.
         takes_several: one or more values.
         opposite: of a switch that can be switched off by a flag of its own, ``--no-x``.
+        says_on_or_off: takes these words, which YAML reads as true and false.
     """
 
     option: str
     takes_value: bool
     takes_several: bool = False
     opposite: str | None = None
+    says_on_or_off: bool = False
 
 
 Flags = Mapping[str, Flag]
@@ -70,6 +72,8 @@ def _arguments(section: str, key: str, name: str, value: Any, flags: Flags) -> I
         if chosen is not None:
             yield chosen
         return
+    if isinstance(value, bool) and flag.says_on_or_off:
+        value = "on" if value else "off"
     values = value if isinstance(value, list) else [value]
     if isinstance(value, bool | dict) or (len(values) != 1 and not flag.takes_several):
         wanted = "one value, or a list of them" if flag.takes_several else "one value"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.library import FOLDERS
+from megatron_epp.cost.library import FOLDERS, locate, read_yaml
 from megatron_epp.launch.nearest import nearest
 from megatron_epp.schedule import EppError
 
@@ -48,7 +48,7 @@ def _loaded(path: Path, chain: tuple[Path, ...]) -> Any:
     if path in chain:
         loop = " -> ".join(str(one) for one in (*chain[chain.index(path) :], path))
         raise SettingsError(f"files include each other in a circle: {loop}; take one `include:` out")
-    body = read_yaml(path)
+    body = read_settings(path)
     if unknown := [key for key in body if key not in SECTIONS]:
         hint = nearest(unknown[0], SECTIONS)
         raise SettingsError(f"{path}: unknown section {unknown[0]!r}{hint}; there are {', '.join(SECTIONS)}")
@@ -64,38 +64,22 @@ def _loaded(path: Path, chain: tuple[Path, ...]) -> Any:
 
 def _found(name: str, includer: Path | None) -> Path:
     """A path (beside the file that includes it, or from here), or a shipped file by its name."""
-    beside = Path() if includer is None else includer.parent
-    places = [beside / name, *(folder / f"{name}{suffix}" for folder in FOLDERS for suffix in ("", ".yaml"))]
-    for place in places:
-        if place.is_file():
-            return place.resolve()
+    path = locate(name, beside=Path() if includer is None else includer.parent)
+    if path is not None:
+        return path.resolve()
     asked = "" if includer is None else f", which {includer} includes"
     names = sorted(str(p.relative_to(f).with_suffix("")) for f in FOLDERS for p in (f / "recipes").glob("*.yaml"))
     raise SettingsError(f"there is no file {name}{asked}; shipped recipes are {', '.join(names) or 'none'}")
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The names and values of a file, its variables replaced from the environment.
-
-    Raises:
-        SettingsError: there is no such file, it is not YAML, or holds no names.
-    """
-    import yaml  # type: ignore[import-untyped,unused-ignore]
-
-    try:
-        body = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(body, dict):
-        raise SettingsError(f"{path} holds no names with values")
-    return {str(key): _substituted(value, path) for key, value in body.items()}
+def read_settings(path: Path) -> Settings:
+    """The names and values of a file, its variables replaced from the environment. Raises `EppError`: it is no such file."""
+    return {key: _substituted(value, path) for key, value in read_yaml(path).items()}
 
 
 def _substituted(value: Any, path: Path | str) -> Any:
     """Values, ``${NAME}`` and ``${NAME:default}`` replaced from the environment; what is nothing else is read as YAML."""
-    import yaml
+    import yaml  # type: ignore[import-untyped,unused-ignore]
 
     if isinstance(value, dict):
         return {key: _substituted(inner, path) for key, inner in value.items()}

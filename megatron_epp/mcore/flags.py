@@ -35,7 +35,8 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, Flag]:
         for option in options:
             opposite = _opposite(option, options, action)
             several = action.nargs in ("*", "+") or isinstance(action.nargs, int)
-            found[option.removeprefix("--").replace("-", "_")] = Flag(option, takes_value, several, opposite)
+            on_or_off = {"on", "off"} <= set(action.choices or ())
+            found[option.removeprefix("--").replace("-", "_")] = Flag(option, takes_value, several, opposite, on_or_off)
     return found
 
 

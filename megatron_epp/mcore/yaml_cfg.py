@@ -13,11 +13,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_epp.launch.flags import EPP_PREFIX
 from megatron_epp.launch.nearest import nearest
-from megatron_epp.launch.settings import read_yaml
+from megatron_epp.launch.settings import read_settings
 from megatron_epp.mcore.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
@@ -63,9 +64,9 @@ def take_defaults(parser: argparse.ArgumentParser, path: str) -> None:
 
     Raises:
         ArgumentError: a value does not go with its flag.
-        SettingsError: the file cannot be read.
+        EppError: the file cannot be read.
     """
-    body = _flat(read_yaml(path), path)
+    body = _flat(read_settings(Path(path)), path)
     by_name = {option.removeprefix("--").replace("-", "_"): a for a in parser._actions for option in a.option_strings}
     by_name |= {action.dest: action for action in parser._actions}
     _translate(body, by_name)

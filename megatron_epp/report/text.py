@@ -78,16 +78,17 @@ def rank_table(plan: Plan) -> list[str]:
 
 
 def uneven_load(plan: Plan) -> list[str]:
-    """Two lines where, with as many layers on every stage, one rank computes much longer than the others."""
+    """A line or two where, with as many layers on every stage, one rank computes much longer than the others."""
     busy = [facts.busy_us(plan, rank) for rank in range(plan.num_ranks)]
-    most = max(busy)
+    most, least = max(busy), min(busy)
     times = most * len(busy) / sum(busy) if most else 1.0
     if times < UNEVEN or len(set(plan.num_layers)) > 1:
         return []
-    return [
-        f"rank {busy.index(most)} computes {times:.2f} times as long as ranks do on average, so they wait in any order.",
-        "Give it fewer layers: --layers-per-stage balanced, in training --decoder-last-pipeline-num-layers.",
-    ]
+    line = f"rank {busy.index(most)} computes {times:.2f} times as long as ranks do on average, so they wait in any order"
+    layers = plan.num_layers[0] * len(plan.num_layers) // len(busy)
+    if least * (layers + 1) >= most * layers:
+        return [f"{line}; with a layer more another would be the slowest."]
+    return [f"{line}.", "Give it fewer layers: --layers-per-stage balanced, in training --decoder-last-pipeline-num-layers."]
 
 
 def summary(plan: Plan, width: int | None = 120, max_chunks: int | None = 16) -> str:

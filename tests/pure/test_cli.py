@@ -211,11 +211,20 @@ def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path, capsys, command, co
 
 
 @pytest.mark.parametrize("argv", [[], ["dance"], ["plan"], ["plan", "--lengths", "1", "--stages", "0"], ["check"]])
-def test_a_wrong_command_line_exits_with_2_and_the_usage(capsys, argv):
+def test_a_wrong_command_line_exits_with_2_and_one_line(capsys, argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
-    assert "usage: megatron-epp" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert message.startswith("megatron-epp")
+    assert message.count("\n") == 1
+    assert "--help" in message
+
+
+def test_a_misspelt_flag_is_told_with_the_one_that_was_probably_meant(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--lengths", "12", "--stagess", "4"])
+    assert "knows no --stagess; did you mean '--stages'?; see megatron-epp plan --help" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["plan", "check", "simulate", "compare", "show", "prepare"])

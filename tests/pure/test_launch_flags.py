@@ -11,6 +11,7 @@ FLAGS = {
     "fast_path": Flag("--fast-path", takes_value=False, opposite="--no-fast-path"),
     "data_path": Flag("--data-path", takes_value=True, takes_several=True),
     "epp": Flag("--epp", takes_value=False),
+    "epp_offload": Flag("--epp-offload", takes_value=True, says_on_or_off=True),
     "epp_slices": Flag("--epp-slices", takes_value=True),
     "epp_split_weight_gradient": Flag("--epp-split-weight-gradient", takes_value=False),
 }
@@ -34,6 +35,11 @@ def test_values_lists_switches_and_null():
         "b",
     ]
     assert argv_of({"megatron": {"num_layers": None, "swiglu": False, "data_path": "a"}}, FLAGS) == ["--data-path", "a"]
+
+
+def test_on_and_off_are_words_where_a_flag_takes_them_though_yaml_reads_them_as_true_and_false():
+    for value, word in ((True, "on"), ("on", "on"), (False, "off")):
+        assert argv_of({"epp": {"offload": value}}, FLAGS) == ["--epp", "--epp-offload", word]
 
 
 def test_an_epp_section_switches_elastic_plans_on_unless_it_says_otherwise():

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.launch.settings import SettingsError, load_settings
+from megatron_epp.launch.settings import load_settings
+from megatron_epp.schedule import EppError
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def write(tmp_path: Path):
 
 
 def refused(*arguments: object) -> str:
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(EppError) as error:
         load_settings(*arguments)  # type: ignore[arg-type]
     message = str(error.value)
     assert len(message.splitlines()) <= 2

@@ -1,0 +1,33 @@
+"""A parser whose errors are one line, with the flag that was probably meant, in place of the usage of dozens of flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron_epp.launch.nearest import nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """Commands added to it are of its kind."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.set_defaults(parser=self)
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """As `parse_args`, where a word that a command does not know is told by that command."""
+        found, unknown = self.parse_known_args(argv)
+        if unknown:
+            found.parser.refuse(unknown)
+        return found
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with the words that this command does not know."""
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        told = [f"{flag}{nearest(flag, self._option_string_actions)}" for flag in flags] or unknown
+        self.error(f"this command knows no {' '.join(told)}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
