@@ -15,9 +15,10 @@ from pathlib import Path
 import megatron_epp
 from megatron_epp import cli_advise, cli_doctor, cli_memory, cli_profile, cli_quickstart, cli_rehearse, cli_train
 from megatron_epp.cli_compare import compare
-from megatron_epp.cli_inputs import PLANNER_NAMES, add_planner, add_problem, costs_of, count, options_of, planner, problem_of
+from megatron_epp.cli_inputs import PLANNER_NAMES, add_planner, add_problem, costs_of, options_of, problem_of
 from megatron_epp.cli_parser import Parser
 from megatron_epp.cli_progress import progress
+from megatron_epp.cli_types import PICTURES, count, output, picture, planner
 from megatron_epp.mcore import prepare
 from megatron_epp.planner import plan
 from megatron_epp.report.compare import against
@@ -38,7 +39,6 @@ type Commands = argparse._SubParsersAction[Parser]
 type Run = Callable[[argparse.Namespace], int]
 
 _PROGRAM = "megatron-epp"
-_PICTURES = (".png", ".svg", ".pdf")
 
 _PLAN_EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
@@ -65,9 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{_PROGRAM}: interrupted", file=sys.stderr)
         return 130
-    except (EppError, OSError) as error:
-        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        return _refused(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except EppError as error:
+        return _refused(str(error))
+
+
+def _refused(message: str) -> int:
+    print(f"{_PROGRAM}: error: {message}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> Parser:
@@ -108,7 +114,7 @@ def _add_plan(commands: Commands) -> None:
     )
     add_problem(parser)
     add_planner(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("-o", "--output", type=output, metavar="FILE", help="write the plan as JSON")
     _add_width(parser)
 
 
@@ -142,6 +148,7 @@ def _add_compare(commands: Commands) -> None:
     parser.add_argument(
         "-o",
         "--output",
+        type=picture,
         metavar="FILE",
         help="a picture of the plans of one batch below each other (.png, .svg, .pdf)",
     )
@@ -159,12 +166,13 @@ def _add_show(commands: Commands) -> None:
     parser.add_argument(
         "-o",
         "--output",
+        type=output,
         metavar="FILE",
         help="the suffix decides: .png, .svg or .pdf for a Gantt picture, .json for a trace (open it in ui.perfetto.dev), "
         ".txt for text. Without it: text on the screen",
     )
-    parser.add_argument("--png", metavar="FILE", help="write a Gantt picture with the memory of every stage")
-    parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
+    parser.add_argument("--png", type=picture, metavar="FILE", help="write a Gantt picture with the memory of every stage")
+    parser.add_argument("--trace", type=output, metavar="FILE", help="write a trace for ui.perfetto.dev")
     _add_width(parser)
 
 
@@ -251,14 +259,14 @@ def _show(args: argparse.Namespace) -> int:
     with progress("drawing"):
         for path in filter(None, outputs):
             suffix = Path(path).suffix.lower()
-            if path is args.png or suffix in _PICTURES:
+            if path is args.png or suffix in PICTURES:
                 save_gantt(made, path, measured)
             elif path is args.trace or suffix == ".json":
                 save_trace(made, path, measured)
             elif suffix == ".txt":
                 Path(path).write_text(_text(made, measured, args) + "\n", encoding="utf-8")
             else:
-                raise EppError(f"--output {path}: unknown suffix {suffix!r}; use {', '.join(_PICTURES)}, .json or .txt")
+                raise EppError(f"--output {path}: unknown suffix {suffix!r}; use {', '.join(PICTURES)}, .json or .txt")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ import numpy as np
 
 from megatron_epp.advice.candidates import check_devices
 from megatron_epp.advice.judge import Entry
+from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
-from megatron_epp.cli_inputs import add_shape, cap_of, count, flags_of, positive_number
+from megatron_epp.cli_inputs import add_offload, add_split_weight, cap_of
 from megatron_epp.cli_lengths import SOURCES, read_lengths
+from megatron_epp.cli_model import add_shape, flags_of
 from megatron_epp.cli_progress import progress
-from megatron_epp.cost.library import load_cluster, load_flags, shipped
+from megatron_epp.cli_types import count, output, positive_number
+from megatron_epp.cost import Profile
+from megatron_epp.cost.library import find, load_cluster, load_costs, load_flags, shipped
 from megatron_epp.planner import Options
 from megatron_epp.schedule.errors import EppError
 
@@ -30,6 +35,8 @@ the lengths of your own documents, with tensor parallelism left at 2
   megatron-epp advise --model llama3-8b --cluster a100x8 --devices 16 --lengths documents.idx --tensor-parallel 2
 """
 _BATCH = 512
+_FREE = ("num_layers", "loss_block_tokens")
+"""What a pipeline may have otherwise than the model that was measured."""
 _SAMPLE = 65536
 """Lengths that stand for a distribution that has no end."""
 
@@ -67,11 +74,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--seed", type=int, default=0, metavar="S", help="of the draw (default: 0)")
     add_shape(parser.add_argument_group("model", "(default: an 8B model)"))
     _add_fixed(parser)
+    plans = parser.add_argument_group("plans", "as training would make them")
+    plans.add_argument(
+        "--costs",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a profile of this model that `megatron-epp profile` wrote, in place of formulas; only its tensor-, context- and "
+        "expert-parallel sizes are searched then, so repeat it for more of them (default: formulas)",
+    )
+    add_offload(plans)
+    add_split_weight(plans)
     out = parser.add_argument_group("output")
     out.add_argument("--show", type=count, default=5, metavar="N", help="layouts in the table (default: %(default)s)")
     out.add_argument("--all", action="store_true", help="say of every layout why it loses, not only of the nearest")
     out.add_argument("--json", action="store_true", help="print everything as JSON")
-    out.add_argument("-o", "--output", metavar="FILE", help="write the best as a recipe for `megatron-epp train -c FILE`")
+    out.add_argument(
+        "-o", "--output", type=output, metavar="FILE", help="write the best as a recipe for `megatron-epp train -c FILE`"
+    )
 
 
 def _add_fixed(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +147,7 @@ def _question(args: argparse.Namespace) -> Question:
     flags = flags_of(args)
     if flags.get("num_experts") is None and (args.expert_parallel or 1) > 1:
         raise EppError(f"--expert-parallel {args.expert_parallel} is for a model with --experts: leave it out")
-    return Question(
+    asked = Question(
         flags=flags,
         cluster=cluster,
         devices=args.devices,
@@ -135,8 +155,30 @@ def _question(args: argparse.Namespace) -> Question:
         lengths=_drawn(lengths, args.global_batch_size, context, args.seed),
         context=context,
         fixed={name: value for name, dest in names.items() if (value := getattr(args, dest)) is not None},
-        options=Options(context=context),
+        options=Options(context=context, offload=args.offload == "on", split_weight=args.split_weight),
     )
+    measured, files = {}, {}
+    for name in args.costs:
+        sizes, profile = _measured(name, asked)
+        measured[sizes], files[sizes] = profile, str(find("profiles", name))
+    return replace(asked, measured=measured, costs_files=files)
+
+
+def _measured(name: str, question: Question) -> tuple[tuple[int, int, int], Profile]:
+    """A profile, with its tensor-, context- and expert-parallel sizes. Raises `EppError`: it is of another model, or none."""
+    profile = load_costs(name)
+    shape = profile.origin.get("shape") if isinstance(profile, Profile) else None
+    if not isinstance(profile, Profile) or not isinstance(shape, dict):
+        raise EppError(f"--costs {name} does not say of which model it is: measure one with `megatron-epp profile`")
+    tensor, context, expert = (int(shape.get(f"{kind}_parallel", 1)) for kind in ("tensor", "context", "expert"))
+    wanted = asdict(question.shape(Layout(tensor, context, 1, 1, expert)))
+    for key, value in shape.items():
+        if key not in _FREE and value != wanted.get(key, value):
+            raise EppError(
+                f"--costs {name} was measured with {key} {value}, and the model here has {wanted[key]}: measure it, or give "
+                "the model that was measured"
+            )
+    return (tensor, context, expert), profile
 
 
 def _drawn(lengths: tuple[int, ...], size: int, context: int, seed: int) -> tuple[int, ...]:

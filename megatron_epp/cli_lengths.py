@@ -110,7 +110,7 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
     words = text.replace(",", " ").split()
     if wrong := next((word for word in words if not _is_count(word)), None):
-        raise EppError(f"{flag}: {wrong!r} is not a number of tokens (a whole number, 1 or more)")
+        raise EppError(f"{flag}: {wrong!r} is not a number of tokens (a whole number, 1 to 2,147,483,647)")
     if not words:
         raise EppError(f"{flag}: no lengths")
     return tuple(map(int, words))
@@ -140,7 +140,7 @@ def _cut(lengths: tuple[int, ...], context: int | None) -> tuple[int, ...]:
 
 
 def _is_count(text: str) -> bool:
-    return text.isdecimal() and len(text) < 16 and int(text) > 0
+    return text.isdecimal() and len(text) < 11 and 0 < int(text) < 2**31
 
 
 def _whole(text: str) -> int:

@@ -10,8 +10,10 @@ from argparse import Namespace
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_epp.cli_inputs import add_planner, add_problem, costs_of, flags_of, options_of, problem_of
+from megatron_epp.cli_inputs import add_planner, add_problem, costs_of, options_of, problem_of
+from megatron_epp.cli_model import flags_of
 from megatron_epp.cli_progress import progress
+from megatron_epp.cli_types import picture
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.account import account_of
 from megatron_epp.planner.limits import Limit, Limits, Reach
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     add_problem(parser)
     add_planner(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="also draw it over time: .png, .svg or .pdf")
+    parser.add_argument("-o", "--output", type=picture, metavar="FILE", help="also draw it over time: .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--quick", action="store_true", help="do not look for what else would fit")
     parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron's own estimate")

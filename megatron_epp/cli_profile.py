@@ -13,8 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cli_inputs import add_model, flags_of
+from megatron_epp.cli_model import add_model, flags_of
 from megatron_epp.cli_progress import progress
+from megatron_epp.cli_types import output
 from megatron_epp.cost.analytic import analytic_profile
 from megatron_epp.cost.fit import fit_profile
 from megatron_epp.cost.library import RATES, load_cluster, shape_of
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by-formula", metavar="CLUSTER", help="do not measure: write what the formulas give for this machine, marked as such"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="write the profile as JSON")
+    parser.add_argument("-o", "--output", type=output, metavar="FILE", required=True, help="write the profile as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

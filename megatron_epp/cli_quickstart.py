@@ -15,8 +15,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cli_inputs import count
 from megatron_epp.cli_progress import progress
+from megatron_epp.cli_types import count
 from megatron_epp.launch.runs import Run, machine, pipeline_size, tiny_gpt, train
 from megatron_epp.mcore.prepare import prepare
 from megatron_epp.report.gantt import save_gantt

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_epp.cli_progress import progress
+from megatron_epp.cli_types import output, positive_number
 from megatron_epp.report.measured import Event, Measured
 from megatron_epp.report.table import format_us
 from megatron_epp.schedule.action import Action
@@ -32,13 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN.json", help="what `megatron-epp plan -o` or a training run wrote")
     parser.add_argument(
         "--time-scale",
-        type=float,
+        type=positive_number,
         metavar="X",
         help="seconds slept per planned second; more makes this machine's overhead count less "
         f"(default: actions of {_ACTION_US / 1e3:.0f} ms on average, but no more than {_LONGEST_US / 1e6:.0f} s in all)",
     )
-    parser.add_argument("--timeout", type=float, metavar="S", help="give up after so many seconds (default: by the plan)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write when every action ran, for `show --measured`")
+    parser.add_argument(
+        "--timeout", type=positive_number, metavar="S", help="give up after so many seconds (default: by the plan)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=output, metavar="FILE", help="write when every action ran, for `show --measured`"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
         raise EppError(f"rehearse needs torch: {error}") from error
     simulated_us = simulate(plan).makespan_us
     scale = _scale(plan, simulated_us) if args.time_scale is None else args.time_scale
-    if not 0 < scale < float("inf"):
-        raise EppError(f"--time-scale {scale} must be a positive number")
     timeout_s = args.timeout or 60 + 5 * plan.num_ranks + 3 * simulated_us * scale / 1e6
     with progress(f"rehearsing {plan.num_ranks} ranks for {simulated_us * scale / 1e6:.0f} s"):
         rehearsed = rehearse(plan, scale, timeout_s)

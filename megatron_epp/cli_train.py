@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 
 from megatron_epp.cli_progress import progress
+from megatron_epp.cost.library import find
 from megatron_epp.launch.command import Launch, command_of, environment_of, folder_of, save_run, world_of
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.meet import meet
@@ -48,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     """Check, print, save, and become torchrun."""
     settings = load_settings(args.config, args.overrides)
     launch = Launch.of(settings)
-    with progress("reading Megatron's flags"):
-        argv = checked_argv(settings)
     processes = launch.processes_per_node or _processes(settings, launch)
+    with progress("reading Megatron's flags"):
+        argv = checked_argv(settings, launch.nodes * processes, wants_files=not args.dry_run)
     command, environment = command_of(launch, argv, processes), environment_of(launch)
     for name, value in sorted(environment.items()):
         print(f"export {name}={shlex.quote(value)}")
@@ -68,14 +69,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def checked_argv(settings: Settings) -> list[str]:
-    """The flags of a run, parsed once as the training script will. Raises SettingsError."""
+def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list[str]:
+    """The flags of a run of so many processes, looked at as the training script will; with its files where they are wanted.
+
+    Raises:
+        EppError: a key, a value, or several of them together are refused.
+    """
+    if (cluster := settings.get("cluster")) is not None:
+        find("clusters", str(cluster))
     with _quietly():
         from megatron_epp.mcore import flags
 
         parser = flags.megatron_parser()
-    argv = argv_of(settings, flags.flags_of(parser))
-    flags.check(parser, argv)
+        argv = argv_of(settings, flags.flags_of(parser))
+        parsed = flags.check(parser, argv)
+        flags.check_run(parsed, world_size)
+        if wants_files:
+            flags.check_files(parsed)
     return argv
 
 

@@ -36,7 +36,11 @@ def candidates(question: Question) -> tuple[list[Layout], list[Refusal]]:
                 if named := _layout_refusal(question, layout):
                     refused.setdefault(*named)
                     continue
-                layouts += _with_experts(question, replace(layout, layers=question.layers(layout, "even")))
+                spread = _with_experts(question, layout)
+                known = [one for one in spread if not question.measured or one.sharing in question.measured]
+                if len(known) < len(spread):
+                    refused.setdefault("other TP, CP or EP", "no profile of --costs was measured with them")
+                layouts += [replace(one, layers=question.layers(one, "even")) for one in known]
     return layouts, [Refusal(name, why) for name, why in refused.items()]
 
 

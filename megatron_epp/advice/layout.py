@@ -33,6 +33,11 @@ class Layout:
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
+    def sharing(self) -> tuple[int, int, int]:
+        """Tensor-, context- and expert-parallel size: which ranks share a layer."""
+        return self.tensor, self.context, self.expert
+
+    @property
     def num_stages(self) -> int:
         return self.pipeline * self.virtual
 

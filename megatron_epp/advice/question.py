@@ -11,6 +11,8 @@ from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
 from megatron_epp.planner import Options, Problem
 
+type Sharing = tuple[int, int, int]
+"""Tensor-, context- and expert-parallel sizes: which ranks share a layer."""
 REDUCED_BYTES = 4
 """Of a parameter's gradient, which is reduced in fp32."""
 
@@ -28,6 +30,9 @@ class Question:
         context: tokens of the longest sequence there may be.
         fixed: sizes that are not to be searched, by names of `Layout`.
         options: of the planner.
+        measured: profiles that take the place of formulas, by which ranks share a layer; where there are any, nothing else is
+            searched.
+        costs_files: where each of them is.
     """
 
     flags: dict[str, Any]
@@ -38,6 +43,8 @@ class Question:
     context: int
     fixed: dict[str, int] = field(default_factory=dict)
     options: Options = field(default_factory=Options)
+    measured: dict[Sharing, Profile] = field(default_factory=dict)
+    costs_files: dict[Sharing, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -70,7 +77,8 @@ class Question:
         return replace(rates, exchange_bytes=1 / ((1 - abroad) / rates.exchange_bytes + abroad / rates.message_bytes))
 
     def profile(self, layout: Layout) -> Profile:
-        return analytic_profile(self.shape(layout), self.rates(layout))
+        """As it was measured with the layout's sizes, else by formula."""
+        return self.measured.get(layout.sharing) or analytic_profile(self.shape(layout), self.rates(layout))
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """Of every stage of the layout, with what a device holds beside what autograd keeps.

@@ -51,6 +51,12 @@ def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
         ours["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
     if layout.virtual > 1 and layout.placement == "v":
         ours["placement"] = "v"
+    if question.options.offload and layout.expert == 1:  # matched plans of replicas that share experts copy nothing
+        ours["offload"] = "on"
+    if question.options.split_weight:
+        ours["split_weight_gradient"] = True
+    if (file := question.costs_files.get(layout.sharing)) is not None:
+        ours["costs"] = file
     return ours
 
 

@@ -131,9 +131,16 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
             raise EppError(f"the model needs {name}, a whole number from 1; got {value!r}")
         return value
 
+    experts, expert_ranks = flags.get("num_experts"), whole("expert_model_parallel_size", 1)
+    if expert_ranks > 1 and (experts is None or whole("num_experts") % expert_ranks):
+        raise EppError(
+            f"{expert_ranks} ranks cannot share {experts or 'no'} experts evenly: change --expert-parallel or --experts"
+        )
+    if experts is not None and whole("moe_router_topk", 2) > whole("num_experts"):
+        raise EppError(f"a token cannot pass {flags.get('moe_router_topk', 2)} of {experts} experts: lower --experts-per-token")
     gated, hidden, tensor = bool(flags.get("swiglu")), whole("hidden_size"), whole("tensor_model_parallel_size", 1)
     ffn = whole("ffn_hidden_size", int(8 * hidden / 3 / 64) * 64 if gated else 4 * hidden)
-    heads, experts = whole("num_attention_heads"), flags.get("num_experts")
+    heads = whole("num_attention_heads")
     groups = whole("num_query_groups", 1) if flags.get("group_query_attention") else None
     if flags.get("kv_channels") is None and hidden % heads:
         raise EppError(f"{heads} attention heads cannot share a width of {hidden} evenly: change --heads or --hidden")
@@ -159,7 +166,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         tensor_parallel=tensor,
         sequence_parallel=bool(flags.get("sequence_parallel")),
         context_parallel=context_ranks,
-        expert_parallel=whole("expert_model_parallel_size", 1),
+        expert_parallel=expert_ranks,
         loss_block_tokens=loss_block_tokens(flags.get("epp_loss_block_tokens", AUTO), vocabulary // tensor, longest),
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +20,11 @@ from megatron_epp.launch.meet import WAIT_S
 from megatron_epp.launch.nearest import nearest
 from megatron_epp.launch.settings import Settings, SettingsError
 
+REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Whose product is the ranks of one data-parallel replica."""
 OURS = "megatron_epp.mcore.pretrain_gpt"
+_ANY = 1 << 31
+_RANGES = (("nodes", 1, _ANY), ("processes_per_node", 1, _ANY), ("master_port", 0, 65535), ("wait_seconds", 1, _ANY))
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "numba", "omegaconf")
 """Whose versions are noted."""
 
@@ -63,6 +68,9 @@ class Launch:
             if not isinstance(value, wanted) or isinstance(value, bool):
                 raise SettingsError(f"launch.{key} is {value!r}; it must be of type {wanted.__name__}")
         made = Launch(**section)
+        for key, least, most in _RANGES:
+            if (number := getattr(made, key)) is not None and not least <= number <= most:
+                raise SettingsError(f"launch.{key} is {number}; it must be {least} or more" + f", up to {most}" * (most < _ANY))
         if not 0 <= made.node_rank < made.nodes:
             raise SettingsError(f"launch.node_rank {made.node_rank} is none of launch.nodes {made.nodes}: they count from 0")
         if made.nodes > 1 and made.master_port == 0:
@@ -72,13 +80,13 @@ class Launch:
         return made
 
 
-def world_of(megatron: dict[str, Any]) -> int:
-    """Ranks of one data-parallel replica."""
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    product = 1
-    for name in sizes:
-        product *= int(megatron.get(name) or 1)
-    return product
+def world_of(megatron: Mapping[str, Any]) -> int:
+    """Ranks of one data-parallel replica. Raises SettingsError for a size below 1."""
+    sizes = [1 if megatron.get(name) is None else megatron[name] for name in REPLICA_SIZES]
+    for name, size in zip(REPLICA_SIZES, sizes, strict=True):
+        if not isinstance(size, int) or size < 1:
+            raise SettingsError(f"--{name.replace('_', '-')} is {size!r}; it must be a whole number from 1")
+    return math.prod(sizes)
 
 
 def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]:
@@ -104,10 +112,17 @@ def folder_of(launch: Launch, megatron: dict[str, Any]) -> Path:
 
 
 def save_run(folder: Path, settings: Settings, command: Sequence[str], environment: dict[str, str]) -> None:
-    """Write ``command.sh`` (runs as it is), ``settings.yaml`` (all files and overrides merged) and ``versions.json``."""
+    """Write ``command.sh`` (runs as it is), ``settings.yaml`` (all files and overrides merged) and ``versions.json``.
+
+    Raises:
+        SettingsError: the folder cannot be made.
+    """
     import yaml  # type: ignore[import-untyped,unused-ignore]
 
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{folder} cannot be made ({error.strerror}): set launch.folder, or megatron.save") from error
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(environment.items()))
     (folder / "command.sh").write_text(f"#!/usr/bin/env bash\n{exports}exec {shlex.join(command)}\n", encoding="utf-8")
     (folder / "settings.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")

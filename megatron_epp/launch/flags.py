@@ -48,7 +48,10 @@ def argv_of(settings: Settings, flags: Flags) -> list[str]:
     for name, value in (settings.get("megatron") or {}).items():
         arguments += _arguments("megatron", name, name, value, flags)
     ours = settings.get("epp")
-    if ours is None or ours.get("enabled", True) is False:
+    enabled = ours is not None and ours.get("enabled", True)
+    if not isinstance(enabled, bool):
+        raise SettingsError(f"epp.enabled is {enabled!r}; give true or false")
+    if ours is None or not enabled:
         return arguments
     arguments.append(flags["epp"].option)
     for name, value in ours.items():

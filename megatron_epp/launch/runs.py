@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -43,12 +44,12 @@ class Run:
         return [line["loss"] for line in self.lines]
 
     def tokens_per_second(self, skip: int = 2) -> float:
-        """Over all iterations but the first few: with the time of the second Megatron prints the mean of the first two.
+        """Of the median iteration after the first few: with the time of the second Megatron prints the mean of the first two.
 
         Of a run that has no more iterations than that, the last one's.
         """
-        skip = min(skip, len(self.lines) - 1)
-        return 1e3 * sum(int(line["tokens"]) for line in self.lines[skip:]) / sum(self.iteration_ms[skip:])
+        rates = [int(line["tokens"]) / ms for line, ms in zip(self.lines, self.iteration_ms, strict=True)]
+        return 1e3 * statistics.median(rates[min(skip, len(rates) - 1) :])
 
     @property
     def peak_activation_bytes(self) -> list[int]:

@@ -97,9 +97,9 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     ]
     if clashes:
         raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
+    check_layout(args)
     _check_values(args)
     _delay_weight_gradients(args)
-    check_layout(args)
     check_experts(args)
     patterns = (getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override"))
     for pattern in filter(None, patterns):

@@ -20,6 +20,7 @@ from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.mcore.document_dataset import DocumentBlend, DocumentDataset, DocumentFile, concatenate, weighted
+from megatron_epp.mcore.indexed_file import check_pair
 from megatron_epp.schedule.errors import EppError
 
 __all__ = ["DocumentBlend", "DocumentDataset", "DocumentFile", "build_document_iterators", "build_splits"]
@@ -57,7 +58,6 @@ def build_document_iterators(
     Raises:
         EppError: unusable flags or files, or no documents for training or for a wanted validation.
     """
-    _check_batch_sizes(args, data_parallel_size)
     splits = build_splits(args, num_samples)
     consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
     eod = _end_of_document(args) if args.eod_mask_loss else None
@@ -104,6 +104,14 @@ def build_splits(args: Namespace, num_samples: Sequence[int]) -> list[Shuffled |
             raise EppError(f"the {name} split has no documents; {remedy}")
         splits.append(split)
     return splits
+
+
+def check_files_of(args: Namespace) -> None:
+    """Raise `EppError` where a data path leads to no files. None is read."""
+    blend, blend_per_split = _blends(args)
+    for one in (blend, *(blend_per_split or ())):
+        for prefix in one[0] if one else ():
+            check_pair(prefix)
 
 
 def _build_split(
@@ -166,16 +174,6 @@ def _split_shares(split: str | None) -> list[tuple[float, float] | None]:
     if not np.isfinite(vector).all():
         raise EppError(f"--split {split} gives no split a share; pass for instance --split 99,1,0")
     return convert_split_vector_to_split_matrix(vector)
-
-
-def _check_batch_sizes(args: Namespace, data_parallel_size: int) -> None:
-    for name in ("global_batch_size", "eval_global_batch_size"):  # up to 0.17 there is but one
-        size = getattr(args, name, args.global_batch_size)
-        if size % data_parallel_size != 0:
-            raise EppError(
-                f"--{name.replace('_', '-')} {size} does not divide over {data_parallel_size} data-parallel replicas; make it a"
-                f" multiple of {data_parallel_size}"
-            )
 
 
 def _end_of_document(args: Namespace) -> int:

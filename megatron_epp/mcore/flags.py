@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 from megatron_epp.launch.flags import Flag
 from megatron_epp.launch.settings import SettingsError
 from megatron_epp.mcore import entry
+from megatron_epp.mcore.args import prepare_epp_args
+from megatron_epp.mcore.yaml_cfg import take_defaults
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,7 +44,42 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, Flag]:
 
 def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse as the training script will. Raises SettingsError with the flag and the value that it does not take."""
-    return parser.parse_args(list(argv))
+    args = parser.parse_args(list(argv))
+    if args.yaml_cfg is not None and args.epp:
+        take_defaults(parser, args.yaml_cfg)
+        args = parser.parse_args(list(argv))
+    return args
+
+
+def check_run(args: argparse.Namespace, world_size: int) -> None:
+    """Refuse what every rank of a run would refuse when it starts.
+
+    Args:
+        args: as `check` returns them; changed as training changes them.
+        world_size: processes of the run.
+
+    Raises:
+        EppError: there is no model, or `--epp` cannot honour a flag, or sizes do not divide.
+    """
+    if args.use_checkpoint_args:  # sizes are in the checkpoint
+        return
+    missing = [name for name in ("hidden_size", "num_attention_heads") if getattr(args, name) is None]
+    missing += ["num_layers"] * (args.num_layers is None and args.hybrid_layer_pattern is None)
+    if missing:
+        raise SettingsError(
+            f"there is no model, {', '.join(missing)} missing: include one, as in `include: [models/llama3-8b]`, or set them"
+        )
+    args.rank, args.world_size = 0, world_size
+    prepare_epp_args(args)
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Refuse data paths that lead to no files on this node. Raises EppError."""
+    if not args.epp:
+        return
+    from megatron_epp.mcore.documents import check_files_of
+
+    check_files_of(args)
 
 
 def _opposite(option: str, options: Sequence[str], action: Any) -> str | None:

@@ -33,14 +33,7 @@ def open_documents(prefix: str, mmap: bool = True) -> tuple[IndexedDataset, np.n
     Raises:
         EppError: a file is missing, empty, truncated, not an index, or does not match the other one.
     """
-    if is_object_storage_path(prefix):
-        raise EppError(f"{prefix} is in object storage, which is not supported; copy the .bin and .idx files to a file system")
-    for path in (f"{prefix}.idx", f"{prefix}.bin"):
-        if not os.path.isfile(path):
-            raise EppError(
-                f"there is no file {path}; --data-path takes prefixes of .bin/.idx pairs without the suffix, or weight and"
-                " prefix in turn"
-            )
+    check_pair(prefix)
     item_bytes = _check_index(f"{prefix}.idx")
     num_bytes = os.path.getsize(f"{prefix}.bin")
     if num_bytes == 0:
@@ -50,6 +43,18 @@ def open_documents(prefix: str, mmap: bool = True) -> tuple[IndexedDataset, np.n
     except (AssertionError, ValueError) as error:
         raise EppError(f"{prefix}.idx contradicts itself ({str(error) or 'document boundaries'}); {_REMAKE}") from error
     return data, _document_tokens(prefix, data, item_bytes, num_bytes)
+
+
+def check_pair(prefix: str) -> None:
+    """Raise `EppError` unless there is a file of either kind, as in ``--data-path``."""
+    if is_object_storage_path(prefix):
+        raise EppError(f"{prefix} is in object storage, which is not supported; copy the .bin and .idx files to a file system")
+    for path in (f"{prefix}.idx", f"{prefix}.bin"):
+        if not os.path.isfile(path):
+            raise EppError(
+                f"there is no file {path}; --data-path takes prefixes of .bin/.idx pairs without the suffix, or weight and"
+                " prefix in turn"
+            )
 
 
 def _check_index(path: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_epp.launch.command import REPLICA_SIZES, world_of
 from megatron_epp.schedule import EppError
 
 _REFUSED_LAYERS = {
@@ -19,20 +20,20 @@ _REFUSED_LAYERS = {
 
 def check_layout(args: argparse.Namespace) -> None:
     """Raise `EppError`, with the flags and numbers, where the processes or sequences of a run do not divide."""
-    replica, names = 1, []
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        replica *= getattr(args, name)
-        names.append(f"{_flag(name)} {getattr(args, name)}")
+    replica = world_of(vars(args))
+    names = [f"{_flag(name)} {getattr(args, name)}" for name in REPLICA_SIZES]
     if args.world_size % replica != 0:
         raise EppError(
             f"the run has {args.world_size} processes, but {' x '.join(names)} takes {replica} for each replica: start a "
             f"multiple of {replica}, or lower one of them"
         )
     replicas = args.world_size // replica
-    batch = args.global_batch_size
-    if batch is not None and batch % replicas != 0:
+    for name in ("global_batch_size", "eval_global_batch_size"):  # up to 0.17 there is but one
+        batch = getattr(args, name, None)
+        if batch is None or (batch > 0 and batch % replicas == 0):
+            continue
         raise EppError(
-            f"--global-batch-size {batch} does not divide over {replicas} data-parallel replicas ({args.world_size} processes, "
+            f"{_flag(name)} {batch} does not divide over {replicas} data-parallel replicas ({args.world_size} processes, "
             f"{replica} each): make it a multiple of {replicas}"
         )
 

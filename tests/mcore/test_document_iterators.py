@@ -264,8 +264,6 @@ REFUSED = {
     ),
     "no training documents": ({"data_path": ["PAIR"], "split": "0,1,0"}, "the train split has no documents"),
     "validation without its path": ({"train_data_path": ["PAIR"]}, "pass --valid-data-path, or pass --eval-iters 0"),
-    "indivisible batch": ({"data_path": ["PAIR"], "global_batch_size": 7}, "--global-batch-size 7 does not divide over 2"),
-    "indivisible evaluation": ({"data_path": ["PAIR"], "eval_global_batch_size": 3}, "--eval-global-batch-size 3 does not"),
     "object storage": ({"data_path": ["s3://bucket/corpus"]}, "object storage, which is not supported"),
 }
 

@@ -11,10 +11,12 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
 from megatron_epp.advice.recipe import recipe_text
+from megatron_epp.cli_train import checked_argv
 from megatron_epp.cost.library import load_cluster, load_flags
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.settings import SettingsError, load_settings
 from megatron_epp.mcore import flags
+from megatron_epp.schedule import EppError
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs" / "recipes").glob("*.yaml"))
 
@@ -89,6 +91,33 @@ def test_a_mistake_is_refused_with_what_would_do(parser, override, words):
         parsed(parser, "recipes/tiny-cpu", override)
     assert words in str(error.value)
     assert len(str(error.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["micro_batch_size=4", "attention_dropout=0.1"], "--micro-batch-size 4 (set it to 1"),
+        (
+            ["pipeline_model_parallel_size=3"],
+            "the run has 2 processes, but --tensor-model-parallel-size 1 x --pipeline-model-parallel-size 3",
+        ),
+        (["num_layers=null", "hidden_size=null"], "there is no model, hidden_size, num_layers missing: include one"),
+        (["cluster=h900"], "there is no file h900, and no such name among the shipped clusters"),
+        (["epp.enabled=maybe"], "epp.enabled is 'maybe'; give true or false"),
+    ],
+)
+def test_what_every_rank_would_refuse_is_refused_before_anything_starts(overrides, words):
+    settings = load_settings(["recipes/tiny-cpu"], overrides)
+    with pytest.raises(EppError) as error:
+        checked_argv(settings, world_size=2, wants_files=False)
+    assert words in str(error.value)
+
+
+def test_documents_that_are_not_there_are_refused_by_a_run_and_not_by_a_dry_one():
+    settings = load_settings(["recipes/tiny-cpu"], ["data_path=nowhere/text"])
+    assert "nowhere/text" in checked_argv(settings, world_size=2, wants_files=False)
+    with pytest.raises(EppError, match=r"there is no file nowhere/text\.idx"):
+        checked_argv(settings, world_size=2, wants_files=True)
 
 
 def test_a_users_mistake_ends_in_one_line_without_a_traceback():

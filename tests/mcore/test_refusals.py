@@ -87,8 +87,10 @@ def test_several_refused_flags_are_named_in_one_message():
             "--global-batch-size 6 does not divide over 4 data-parallel replicas (8 processes, 2 each): make it a "
             "multiple of 4",
         ),
+        (["--eval-global-batch-size", 6], 4, "--eval-global-batch-size 6 does not divide over 4 data-parallel replicas"),
+        (["--pipeline-model-parallel-size", 0], 8, "--pipeline-model-parallel-size is 0; it must be a whole number from 1"),
     ],
-    ids=["processes", "layers", "heads", "batch"],
+    ids=["processes", "layers", "heads", "batch", "evaluation", "size"],
 )
 def test_what_cannot_be_shared_out_is_told_with_the_numbers(flags, processes, message):
     with pytest.raises(EppError, match=re.escape(message)):

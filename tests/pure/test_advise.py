@@ -1,7 +1,7 @@
 """Advice on parallel sizes, for a small model on a few devices."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from planner_cases import web_lengths
@@ -13,8 +13,8 @@ from megatron_epp.advice.question import Question
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import NothingFitsError, advise
 from megatron_epp.cli import main
-from megatron_epp.cost import H100
-from megatron_epp.cost.library import Cluster, load_cluster
+from megatron_epp.cost import H100, analytic_profile
+from megatron_epp.cost.library import Cluster, load_cluster, shape_of
 from megatron_epp.launch.command import Launch, world_of
 from megatron_epp.launch.settings import load_settings
 from megatron_epp.planner import UNLIMITED_BYTES, plan
@@ -36,6 +36,19 @@ NODES_OF_TWO = Cluster("nodes-of-two", H100, None, 2)
 CONTEXT = 32768
 SKEWED = (CONTEXT, *web_lengths(31, 1, CONTEXT))
 SMALL = ["--layers", "8", "--hidden", "512", "--ffn", "1024", "--heads", "8", "--kv-heads", "2", "--vocab", "4096"]
+
+
+SMALL_FLAGS = {
+    "num_layers": 8,
+    "hidden_size": 512,
+    "ffn_hidden_size": 1024,
+    "num_attention_heads": 8,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "vocab_size": 4096,
+    "swiglu": True,
+    "bf16": True,
+}
 
 
 def question(lengths=SKEWED, cap_bytes=UNLIMITED_BYTES, devices=4, **rest) -> Question:
@@ -209,12 +222,46 @@ def test_a_shipped_model_is_included_by_name(tmp_path, capsys):
     assert load_settings([recipe])["megatron"]["num_layers"] == 32
 
 
+def profile_of(path, tensor=1, hidden=512):
+    """As `megatron-epp profile` would write it for the small model, products eight times as slow as formulas have them."""
+    shape = shape_of(
+        SMALL_FLAGS | {"hidden_size": hidden, "tensor_model_parallel_size": tensor, "sequence_parallel": tensor > 1}
+    )
+    rates = replace(H100, linear_flops=H100.linear_flops / 8)
+    path.write_text(replace(analytic_profile(shape, rates), origin={"shape": asdict(shape)}).to_json())
+    return str(path)
+
+
+def test_measured_costs_take_the_place_of_formulas_for_the_sizes_that_were_measured(tmp_path, capsys):
+    command = ["advise", *SMALL, "--devices", "4", "--lengths", "900,300,4000", "--global-batch-size", "8", "--json"]
+    costs = ["--costs", profile_of(tmp_path / "one.json"), "--costs", profile_of(tmp_path / "two.json", tensor=2)]
+    found = []
+    for more in ([], costs):
+        assert main([*command, *more, "--tensor-parallel", "2", "--pipeline-parallel", "2"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    formulas, measured = (one["best"][0]["step_us"] for one in found)
+    assert measured > 1.2 * formulas
+    assert found[1]["settings"]["epp"]["costs"] == costs[-1]
+    assert main([*command, *costs]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {(row["layout"]["tensor"], row["layout"]["context"]) for row in rows["best"]} <= {(1, 1), (2, 1)}
+    assert "other TP, CP or EP" in {one["name"] for one in rows["refused"]}
+
+
+def test_plans_are_made_with_what_training_is_to_do(capsys):
+    command = ["advise", *SMALL, "--devices", "2", "--lengths", "900,300,4000", "--global-batch-size", "8"]
+    assert main([*command, "--offload", "on", "--split-weight"]) == 0
+    printed = capsys.readouterr().out
+    assert "--epp-offload on --epp-split-weight-gradient" in " ".join(printed.replace("\\", "").split())
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--devices", "12"], "--devices 12 are no whole nodes of 8 (h100x8): give 8 or 16"),
         (["--devices", "8", "--tensor-parallel", "3"], "give a multiple of 3"),
         (["--devices", "8", "--expert-parallel", "2"], "a model with --experts"),
+        (["--devices", "8", "--costs", "llama3-8b-h100"], "was measured with ffn_hidden_size 14336"),
     ],
 )
 def test_impossible_questions_are_refused(flags, message, capsys):

@@ -50,6 +50,8 @@ def test_mistakes_are_named():
     assert "launch.node is unknown; did you mean 'nodes'?" in refused(node=2)
     assert "launch.nodes is 'two'; it must be of type int" in refused(nodes="two")
     assert "node_rank 2 is none of launch.nodes 2" in refused(nodes=2, node_rank=2, master_port=1)
+    assert "launch.nodes is 0; it must be 1 or more" in refused(nodes=0)
+    assert "launch.master_port is 70000; it must be 0 or more, up to 65535" in refused(master_port=70000)
     assert "nodes must agree on a port" in refused(nodes=2)
     assert "there is no file nowhere.py" in refused(script="nowhere.py")
 
