@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_epp.cli_types import output, picture, unwritable
 from megatron_epp.launch.nearest import nearest
 
 
@@ -17,10 +19,15 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """As `parse_args`, where a word that a command does not know is told by that command."""
+        """As `parse_args`, where the command itself tells words that it does not know, and files that it could not write."""
         found, unknown = self.parse_known_args(argv)
+        command: Parser = found.parser
         if unknown:
-            found.parser.refuse(unknown)
+            command.refuse(unknown)
+        for action in command._actions:
+            path = getattr(found, action.dest, None)
+            if action.type in (output, picture) and path and (why := unwritable(Path(path))):
+                command.error(f"argument {'/'.join(action.option_strings)}: {why}")
         return found
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:

@@ -60,12 +60,7 @@ def positive_number(text: str) -> float:
 
 
 def output(text: str) -> str:
-    """A file to write, in a folder that is there: told before anything is computed."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder: give a file in it")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}; make it first")
+    """A file to write. `unwritable` looks whether it can be."""
     return text
 
 
@@ -73,4 +68,11 @@ def picture(text: str) -> str:
     """A picture to write."""
     if Path(text).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in {', '.join(PICTURES)}")
-    return output(text)
+    return text
+
+
+def unwritable(path: Path) -> str:
+    """What keeps a file from being written, told before anything is computed; empty where nothing does."""
+    if path.is_dir():
+        return f"{path} is a folder: give a file in it"
+    return "" if path.parent.is_dir() else f"{path}: there is no folder {path.parent}; make it first"
