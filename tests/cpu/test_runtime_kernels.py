@@ -46,8 +46,12 @@ def test_forward_and_backward_equal_dense_attention(name, dtype, tolerance, quer
         parts.append(dense_attention(exact[0][queries], exact[1][keys], exact[2][keys], SCALE))
     expected = torch.cat(parts)
     expected.backward(grad.double())
+    values_norm = exact[
+        2
+    ].grad.norm()  # of one token the other gradients are zero: what rounding leaves is small beside this one
     for actual, wanted in zip((out, *grads), (expected, *(x.grad for x in exact)), strict=True):
-        assert relative_difference(actual, wanted) < tolerance
+        floor = 1e-2 if wanted.any() else values_norm
+        assert relative_difference(actual, wanted, floor) < tolerance
 
 
 def test_the_table_counts_a_slices_prefix_among_its_keys_and_padding_as_a_segment_of_its_own():
