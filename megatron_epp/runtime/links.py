@@ -95,7 +95,11 @@ class Links:
             pipeline_ranks: global ranks of this rank's pipeline, in order.
             control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
             both_ways: activations travel to lower ranks too, and gradients to higher ones.
+
+        Raises:
+            EppError: messages between different ranks would wait for each other.
         """
+        _check_pairs(len(pipeline_ranks))
         pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
         activations, gradients = new_group(pipeline), new_group(pipeline)
         return Links(
@@ -166,6 +170,18 @@ class Links:
         if work is None:  # torch's answer to whoever is not in the group
             raise EppError(f"rank {dist.get_rank()} is not in the pipeline of ranks {self.ranks}")
         return work
+
+
+def _check_pairs(num_ranks: int) -> None:
+    """On NCCL every pair of ranks has a communicator of its own in each group. Not so where a device was bound at the start:
+    then all messages of a group run one after the other, and what a rank sends may wait for what it is to receive later.
+    """
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if num_ranks > 2 and bound is not None:
+        raise EppError(
+            f"torch.distributed was initialised with device_id={bound}: messages of {num_ranks} pipeline ranks would wait for "
+            "each other. Leave device_id out of init_process_group"
+        )
 
 
 def new_group(mine: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:

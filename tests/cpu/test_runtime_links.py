@@ -1,13 +1,17 @@
 """Messages between two ranks arrive in the order they were sent, per direction, whatever the other direction does."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from link_runs import both_ways, cross_talk, each_way, groups, meet, strided_and_released
 from rank_processes import Ranks
 from runtime_plans import looped, planned, v_shape
 
+from megatron_epp.runtime import links
 from megatron_epp.runtime.links import ways
-from megatron_epp.schedule import Op, simulate
+from megatron_epp.schedule import EppError, Op, simulate
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,15 @@ def test_where_ranks_have_several_stages_all_communicators_are_used(ranks):
     names = ["activations", "gradients", "activations_down", "gradients_up"]
     assert [name for *_, name in first] == [name for *_, name in second] == names
     assert [kind for kind, *_ in first] == ["sent", "heard", "heard", "sent"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_whose_messages_would_share_a_communicator_are_refused(monkeypatch, num_ranks):
+    """With a bound device, NCCL's groups have one for all ranks; two ranks need no more."""
+    monkeypatch.setattr(links.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id="cuda:1")))
+    expected = pytest.raises(EppError, match="device_id=cuda:1") if num_ranks > 2 else nullcontext()
+    with expected:
+        links._check_pairs(num_ranks)
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
