@@ -114,7 +114,7 @@ def _add_plan(commands: Commands) -> None:
     )
     add_problem(parser)
     add_planner(parser)
-    parser.add_argument("-o", "--output", type=output, metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("-o", "--output", type=output, metavar="FILE", help="write the plan as JSON (default: do not)")
     _add_width(parser)
 
 
@@ -150,7 +150,7 @@ def _add_compare(commands: Commands) -> None:
         "--output",
         type=picture,
         metavar="FILE",
-        help="a picture of the plans of one batch below each other (.png, .svg, .pdf)",
+        help="a picture of the plans of one batch below each other, .png, .svg or .pdf (default: none)",
     )
 
 
@@ -162,7 +162,9 @@ def _add_advise(commands: Commands) -> None:
 def _add_show(commands: Commands) -> None:
     parser = _command(commands, "show", _show, "show a plan, and a run of it, as text, picture or trace")
     parser.add_argument("plan", metavar="PLAN.json", help="what `megatron-epp plan -o` or a training run wrote")
-    parser.add_argument("--measured", metavar="FILE", help="a run of this plan, as the training run wrote it, to lay beside it")
+    parser.add_argument(
+        "--measured", metavar="FILE", help="a run of this plan, as the training run wrote it, to lay beside it (default: none)"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -171,8 +173,10 @@ def _add_show(commands: Commands) -> None:
         help="the suffix decides: .png, .svg or .pdf for a Gantt picture, .json for a trace (open it in ui.perfetto.dev), "
         ".txt for text. Without it: text on the screen",
     )
-    parser.add_argument("--png", type=picture, metavar="FILE", help="write a Gantt picture with the memory of every stage")
-    parser.add_argument("--trace", type=output, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    parser.add_argument(
+        "--png", type=picture, metavar="FILE", help="write a Gantt picture with the memory of every stage (default: none)"
+    )
+    parser.add_argument("--trace", type=output, metavar="FILE", help="write a trace for ui.perfetto.dev (default: none)")
     _add_width(parser)
 
 

@@ -90,7 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--all", action="store_true", help="say of every layout why it loses, not only of the nearest")
     out.add_argument("--json", action="store_true", help="print everything as JSON")
     out.add_argument(
-        "-o", "--output", type=output, metavar="FILE", help="write the best as a recipe for `megatron-epp train -c FILE`"
+        "-o",
+        "--output",
+        type=output,
+        metavar="FILE",
+        help="write the best as a recipe for `megatron-epp train -c` (default: do not)",
     )
 
 
@@ -103,7 +107,7 @@ def _add_fixed(parser: argparse.ArgumentParser) -> None:
         (("--virtual-stages", "--num-virtual-stages-per-pipeline-rank"), "stages on each rank"),
         (("--expert-parallel", "--expert-model-parallel-size"), "ranks that share the experts"),
     ):
-        fixed.add_argument(*names, type=count, metavar="N", help=what)
+        fixed.add_argument(*names, type=count, metavar="N", help=f"{what} (default: searched)")
     parser.set_defaults(sequence_parallel=False)
 
 

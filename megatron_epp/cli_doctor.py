@@ -112,7 +112,9 @@ _NUMBA = _Library(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("--profile", metavar="FILE", help="also say whether this cost profile is one of this machine")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="also say whether this cost profile is one of this machine (default: none)"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 

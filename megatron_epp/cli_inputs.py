@@ -134,11 +134,13 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         "costs", "from a profile, or by formula from a model and a machine (default: an 8B model)"
     )
     costs.add_argument(
-        "--costs", metavar="FILE", help="what `megatron-epp profile` or a training run wrote, in place of formulas"
+        "--costs", metavar="FILE", help="what `megatron-epp profile` or a training run wrote (default: formulas)"
     )
     add_model(costs)
     costs.add_argument(
-        "--cluster", metavar="NAME|FILE", help=f"YAML of a machine's rates; shipped: {', '.join(shipped('clusters'))}"
+        "--cluster",
+        metavar="NAME|FILE",
+        help=f"YAML of a machine; shipped: {', '.join(shipped('clusters'))} (default: --rates)",
     )
     costs.add_argument("--rates", choices=sorted(RATES), help="the machine the formulas assume (default: h100)")
     add_count(costs, "--data-parallel", default=1, help="replicas, which share the optimizer's state (default: 1)")

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     add_problem(parser)
     add_planner(parser)
-    parser.add_argument("-o", "--output", type=picture, metavar="FILE", help="also draw it over time: .png, .svg or .pdf")
+    parser.add_argument(
+        "-o", "--output", type=picture, metavar="FILE", help="also draw it over time: .png, .svg or .pdf (default: do not)"
+    )
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--quick", action="store_true", help="do not look for what else would fit")
     parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron's own estimate")

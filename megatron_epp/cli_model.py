@@ -34,7 +34,9 @@ def add_model(costs: argparse._ArgumentGroup) -> None:
 def add_shape(costs: argparse._ArgumentGroup) -> None:
     """Add the flags that make a model's shape."""
     costs.add_argument(
-        "--model", metavar="NAME|FILE", help=f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))}"
+        "--model",
+        metavar="NAME|FILE",
+        help=f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))} (default: like llama3-8b)",
     )
     add_count(costs, "--layers", "--num-layers", help="transformer layers (default: 32)")
     add_count(costs, "--hidden", "--hidden-size", help="width of the residual stream (default: 4096)")

@@ -34,10 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     add_model(parser.add_argument_group("model", "a layer, the embedding and the head are measured (default: an 8B model)"))
     parser.add_argument("--device", choices=["cpu", "cuda"], help="where to measure (default: a GPU if there is one)")
-    parser.add_argument("--tokens", type=_numbers, metavar="N,N,...", help="tokens of chunks and slices to measure")
-    parser.add_argument("--prefixes", type=_numbers, metavar="N,N,...", help="tokens before a slice to measure, from 0")
     parser.add_argument(
-        "--by-formula", metavar="CLUSTER", help="do not measure: write what the formulas give for this machine, marked as such"
+        "--tokens", type=_numbers, metavar="N,N,...", help="tokens of chunks and slices to measure (default: by device)"
+    )
+    parser.add_argument(
+        "--prefixes", type=_numbers, metavar="N,N,...", help="tokens before a slice to measure, from 0 (default: by device)"
+    )
+    parser.add_argument(
+        "--by-formula",
+        metavar="CLUSTER",
+        help="do not measure: write what the formulas give for this machine, marked as such (default: measure)",
     )
     parser.add_argument("-o", "--output", type=output, metavar="FILE", required=True, help="write the profile as JSON")
 
@@ -73,6 +79,8 @@ def _measured(args: argparse.Namespace) -> Profile:
     except ImportError as error:
         raise EppError(f"profile needs torch: {error}") from error
     shape = shape_of(flags_of(args))
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise EppError("--device cuda: torch finds no GPU here; `megatron-epp doctor` says more")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

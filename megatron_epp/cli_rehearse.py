@@ -42,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=positive_number, metavar="S", help="give up after so many seconds (default: by the plan)"
     )
     parser.add_argument(
-        "-o", "--output", type=output, metavar="FILE", help="write when every action ran, for `show --measured`"
+        "-o",
+        "--output",
+        type=output,
+        metavar="FILE",
+        help="write when every action ran, for `show --measured` (default: do not)",
     )
 
 

@@ -91,7 +91,7 @@ def add_tokenizer_arguments(parser: ArgumentParser) -> None:
     """Megatron's tokenizer flags, as far as they concern how text becomes ids."""
     group = parser.add_argument_group("tokenizer", "bytes (0-255, 256 ends a document) unless --tokenizer-type names another")
     for flag, settings in _TOKENIZER_FLAGS.items():
-        group.add_argument(flag, default=None, help="as in training", **settings)
+        group.add_argument(flag, default=None, help="as in training (default: none)", **settings)
 
 
 def encoder_from(args: Namespace) -> Encoder:

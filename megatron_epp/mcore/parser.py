@@ -30,7 +30,7 @@ def _add_planning(add: Callable[..., Any]) -> None:
         default="elastic",
         help="elastic: our plans. The others run Megatron's own schedule on the same documents, for comparison. stock: one "
         "whole document per microbatch, with Megatron's attention; whole: the same with our attention; padded: each "
-        "document padded to --seq-length; packed: documents packed up to --seq-length.",
+        "document padded to --seq-length; packed: documents packed up to --seq-length (default: elastic).",
     )
     add(
         "--epp-planner",
@@ -71,7 +71,7 @@ def _add_memory(add: Callable[..., Any]) -> None:
         default="auto",
         metavar="auto|N",
         help="Layers per stage that recompute in backward: auto (as few as the cap allows, per stage and chunk) or a number. "
-        "Takes the place of --recompute-granularity and its kin.",
+        "Takes the place of --recompute-granularity and its kin (default: auto).",
     )
     add(
         "--epp-recompute-levels",
@@ -117,7 +117,7 @@ def _add_running(add: Callable[..., Any]) -> None:
         default="analytic",
         metavar="analytic|measure|FILE",
         help="Where predicted times come from: formulas, a short measurement at start-up (kept with the checkpoints, so that a "
-        "resumed run plans alike), or a file.",
+        "resumed run plans alike), or a file (default: analytic).",
     )
     add(
         "--epp-fp32-kv-gradients",
@@ -152,7 +152,7 @@ def _add_watching(add: Callable[..., Any]) -> None:
         metavar="S",
         help="End the run, naming the action, when an action, message or collective takes longer (default: 600).",
     )
-    add("--epp-report-dir", metavar="DIR", help="Write each iteration's planned and measured figures here.")
+    add("--epp-report-dir", metavar="DIR", help="Write each iteration's planned and measured figures here (default: do not).")
     add(
         "--epp-trace",
         type=int,
@@ -160,7 +160,7 @@ def _add_watching(add: Callable[..., Any]) -> None:
         metavar="I",
         help="Write iteration I to --epp-report-dir: plan.json, measured.json with the times of every action, copy and wait, "
         "and trace.json for ui.perfetto.dev, measured beside planned, a track for each stream; of several iterations as "
-        "plan-I.json and so on.",
+        "plan-I.json and so on (default: none).",
     )
     add("--epp-measure-memory", action="store_true", help="Count the bytes autograd keeps, per rank. Costs a little time.")
     add("--epp-allow-unknown-megatron", action="store_true", help="Patch a Megatron whose code is not known to work.")

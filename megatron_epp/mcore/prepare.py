@@ -202,7 +202,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", nargs="+", required=True, help="folders (a document per file), JSONL files, or single files")
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx, for --data-path PREFIX")
     parser.add_argument(
-        "--suffixes", nargs="+", default=list(SUFFIXES), help=f"files to take from folders ({' '.join(SUFFIXES)})"
+        "--suffixes", nargs="+", default=list(SUFFIXES), help=f"files to take from folders (default: {' '.join(SUFFIXES)})"
     )
     parser.add_argument("--json-key", default="text", help="where a JSONL line holds its document (%(default)s)")
     parser.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents with a token")

@@ -1,6 +1,8 @@
 """The documentation keeps to the code: its commands run, its quotes are what the code says, its links lead somewhere."""
 
+import argparse
 import ast
+import difflib
 import os
 import re
 import runpy
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp import cli
+from megatron_epp.mcore.parser import add_epp_args
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -32,9 +35,25 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
+WRITER = runpy.run_path(str(ROOT / "scripts" / "write_flags.py"))
+
+
 def test_the_flags_are_written_from_the_parsers():
-    current = runpy.run_path(str(ROOT / "scripts" / "write_flags.py"))["document"]()
-    assert (ROOT / "docs" / "flags.md").read_text() == current, "run: python scripts/write_flags.py"
+    written, current = (text.splitlines() for text in ((ROOT / "docs" / "flags.md").read_text(), WRITER["document"]()))
+    difference = "\n".join(difflib.unified_diff(written, current, "docs/flags.md", "the parsers", n=0, lineterm=""))
+    assert not difference, f"run: python scripts/write_flags.py\n{difference}"
+
+
+PARSERS = WRITER["commands"]() | {"pretrain_gpt.py": add_epp_args(argparse.ArgumentParser())}
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_every_value_that_may_be_left_out_has_its_default_stated(command):
+    values = [action for action in PARSERS[command]._actions if action.option_strings and action.nargs != 0]
+    unsaid = [
+        a.option_strings[0] for a in values if not a.required and not re.search(r"(?i)default|%\(|Without it", a.help or "")
+    ]
+    assert not unsaid
 
 
 RUNNABLE = [(page, body) for page in DOCS for mark, body in blocks(page, "bash") if mark == LAPTOP]
