@@ -43,11 +43,15 @@ fi
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+if [ "${#dry_run[@]}" -eq 0 ] && [ -z "${NPROC_PER_NODE:-}" ] && ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "torch finds no GPU here to count: set NPROC_PER_NODE to the number of processes" >&2
+    exit 2
+fi
 command=(python -m torch.distributed.run "${where[@]}" "${script[@]}" "$@")
 printf '%q ' "${command[@]}"
 printf '\n'
 if [ "${#dry_run[@]}" -gt 0 ]; then exit 0; fi
-if [ "${NNODES:-1}" != 1 ]; then # so that a node that does not come up is named within minutes
-    python -m megatron_epp.launch.meet "$NNODES" "${NODE_RANK:-0}" "${MASTER_ADDR:-127.0.0.1}" "${MASTER_PORT:-29500}" "${WAIT_SECONDS:-300}"
+if [ "${NNODES:-1}" != 1 ] || [ -n "${MASTER_PORT:-}" ]; then # so that a node that does not come up, or a taken port, is named
+    python -m megatron_epp.launch.meet "${NNODES:-1}" "${NODE_RANK:-0}" "${MASTER_ADDR:-127.0.0.1}" "${MASTER_PORT:-29500}" "${WAIT_SECONDS:-300}"
 fi
 exec "${command[@]}"

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_epp
-from megatron_epp.launch.meet import WAIT_S
+from megatron_epp.launch.meet import WAIT_S, usable_port
 from megatron_epp.launch.nearest import nearest
 from megatron_epp.launch.settings import Settings, SettingsError
 
@@ -98,9 +97,9 @@ def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]
         processes: on this node.
 
     Raises:
-        SettingsError: this node is to listen on a port that is taken.
+        PortError: this node is to listen on a port that is taken.
     """
-    port = _port(launch)
+    port = usable_port(launch.master_port) if launch.node_rank == 0 else launch.master_port
     where = ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank), "--nproc-per-node", str(processes)]
     where += ["--master-addr", launch.master_addr, "--master-port", str(port)]
     script = ["-m", OURS] if launch.script is None else ["-m", "megatron_epp.run", launch.script]
@@ -143,18 +142,3 @@ def versions() -> dict[str, str | None]:
 def environment_of(launch: Launch) -> dict[str, str]:
     """What is to be set: what the environment has already wins."""
     return {name: str(value) for name, value in launch.environment.items() if name not in os.environ}
-
-
-def _port(launch: Launch) -> int:
-    if launch.node_rank != 0:
-        return launch.master_port
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", launch.master_port))
-        except OSError as error:
-            raise SettingsError(
-                f"port {launch.master_port} cannot be used here ({error.strerror}): set MASTER_PORT or launch.master_port to "
-                "another, or 0 on a single node for a free one"
-            ) from error
-        return int(probe.getsockname()[1])

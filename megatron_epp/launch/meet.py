@@ -21,6 +21,24 @@ class AbsentError(EppError):
     """A node did not come up in time."""
 
 
+class PortError(EppError):
+    """A port to listen on is taken."""
+
+
+def usable_port(port: int) -> int:
+    """The port, or a free one for 0. Raises PortError where nobody may listen on it here."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise PortError(
+                f"port {port} cannot be used here ({error.strerror}): set MASTER_PORT or launch.master_port to another, or leave "
+                "it out on a single node for a free one"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
 def meet(nodes: int, node_rank: int, address: str, port: int, wait_s: float = WAIT_S) -> None:
     """Return when all nodes have called this. The port is free again then.
 
@@ -32,8 +50,11 @@ def meet(nodes: int, node_rank: int, address: str, port: int, wait_s: float = WA
 
     Raises:
         AbsentError: a node, or the first one, did not come up. All that did are told.
+        PortError: the port is taken on the first node.
     """
     deadline_s = time.monotonic() + wait_s
+    if node_rank == 0:
+        usable_port(port)
     if nodes > 1 and node_rank == 0:
         _gather(nodes, port, wait_s, deadline_s)
     elif nodes > 1:
@@ -112,7 +133,7 @@ def main() -> None:
     given = parser.parse_args()
     try:
         meet(given.nodes, given.node_rank, given.address, given.port, given.seconds)
-    except AbsentError as error:
+    except EppError as error:
         sys.exit(f"megatron-epp: error: {error}")
 
 

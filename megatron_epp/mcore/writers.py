@@ -28,7 +28,6 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
     if measured:
         found["epp/measured peak activations (GiB)"] = max(measured) / _GIB
     if line["offload_share"] > 0:
-        found["epp/offload share"] = line["offload_share"]
         found["epp/planned peak host memory (GiB)"] = max(line["planned_host_peak_bytes"]) / _GIB
         found["epp/measured peak host memory (GiB)"] = max(line["host_peak_bytes"]) / _GIB
     if line["replicas"] > 1:
@@ -43,6 +42,7 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
         "epp/waiting for the plan (ms)": line["plan_wait_us"] / _MS,
         "epp/chunks": line["chunks"],
         "epp/recompute share": line["recompute_share"],
+        "epp/offload share": line["offload_share"],
         "epp/padding share": line["padding_share"],
         "epp/waiting for messages (ms)": max(line["wait_us"]) / _MS,
         "epp/tokens": line["tokens"],

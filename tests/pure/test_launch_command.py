@@ -11,6 +11,7 @@ import yaml
 
 import megatron_epp
 from megatron_epp.launch.command import Launch, command_of, environment_of, folder_of, save_run, world_of
+from megatron_epp.launch.meet import PortError
 from megatron_epp.launch.settings import SettingsError
 
 
@@ -40,7 +41,7 @@ def test_a_single_node_takes_a_free_port_and_a_taken_one_is_refused():
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(SettingsError, match=rf"port {port} cannot be used here .*MASTER_PORT"):
+        with pytest.raises(PortError, match=rf"port {port} cannot be used here .*MASTER_PORT"):
             command_of(Launch(master_port=port), [], 1)
         other_node = command_of(Launch(nodes=2, node_rank=1, master_port=port), [], 1)  # it does not listen
         assert option(other_node, "--master-port") == str(port)

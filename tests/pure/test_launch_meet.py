@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_epp.launch.meet import AbsentError, meet
+from megatron_epp.launch.meet import AbsentError, PortError, meet
 
 
 @pytest.fixture
@@ -36,6 +36,11 @@ def test_nodes_that_all_come_up_go_on_and_the_port_is_free_again(port):
     assert together(3, [2, 1, 0], port, 20) == [None] * 3
     with socket.create_server(("", port)):
         pass
+
+
+def test_a_port_that_is_taken_is_said_by_the_first_node(port):
+    with socket.create_server(("", port)), pytest.raises(PortError, match=rf"port {port} cannot be used here .*MASTER_PORT"):
+        meet(2, 0, "127.0.0.1", port, 1.0)
 
 
 def test_a_single_node_waits_for_nobody(port):
