@@ -33,8 +33,8 @@ def usable_port(port: int) -> int:
             probe.bind(("", port))
         except OSError as error:
             raise PortError(
-                f"port {port} cannot be used here ({error.strerror}): set MASTER_PORT or launch.master_port to another, or leave "
-                "it out on a single node for a free one"
+                f"port {port} cannot be used here ({error.strerror}): set MASTER_PORT or launch.master_port to another, or "
+                "leave it out on a single node for a free one"
             ) from error
         return int(probe.getsockname()[1])
 
