@@ -23,7 +23,8 @@ step python -m ruff format --check .
 step python -m mypy
 step codespell
 step shellcheck -x scripts/*.sh scripts/*.sbatch .ci/run
-step python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder tests
+# Files stay whole, for their tests share what they look at, and in order.
+step python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '\nFailed:\n'

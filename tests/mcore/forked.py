@@ -6,7 +6,6 @@ What a process does when it starts afresh, under torch's launcher, is not tested
 import atexit
 import contextlib
 import functools
-import importlib
 import json
 import multiprocessing
 import os
@@ -17,23 +16,15 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from launch import ENVIRONMENT, TINY, Finished, free_port
+from launch import ENVIRONMENT, REPOSITORY, TINY, Finished, free_port
 
 RECORDER = Path(__file__).with_name("recorded_training.py")
 
-LATE = (  # what training imports when it is under way
-    "megatron.core.models.mimo",
-    "megatron.core.tokenizers.text.text_tokenizer",
-    "megatron_epp.mcore.elastic",
-    "megatron_epp.mcore.gpt",
-    "torch._dynamo",
-)
 PATIENCE_S = 30.0
 """For processes that are told to end."""
 
@@ -80,12 +71,10 @@ def _parent() -> tuple[Connection, threading.Lock]:
 
 def _serve(requests: Connection) -> None:
     os.environ |= ENVIRONMENT  # before torch is imported
-    warnings.simplefilter("ignore")
-    from megatron_epp.mcore import entry
+    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    from parity_worlds import load_megatron
 
-    entry.prepare()
-    for module in LATE:
-        importlib.import_module(module)
+    load_megatron()
     with contextlib.suppress(EOFError):
         while True:
             requests.send(_run(*requests.recv()))
