@@ -3,7 +3,7 @@
 With `delay_wgrad_compute` such a layer's backward puts what the gradient is made of into the layer's `wgrad_store`, a queue,
 and `backward_dw` takes it out, computes, and calls the hooks that Megatron's data parallelism has registered. A queue would tie
 the order of W to that of B, so nothing stays in it: what a backward puts there is kept with its chunk, and put back right
-before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule in Transformer Engine, 2.7 to 2.9.
+before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule in Transformer Engine, 2.7 to 2.18.
 """
 
 from __future__ import annotations

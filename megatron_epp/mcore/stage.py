@@ -28,6 +28,15 @@ def _nothing() -> None:
     pass
 
 
+def _add_to_gradients(model: torch.nn.Module) -> None:
+    """Have layers add to gradient buffers, which are zero when an iteration begins. Transformer Engine's, where they add by
+    themselves, overwrite them in the backward of the first forward, and that is not a plan's first backward.
+    """
+    for module in model.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False
+
+
 class MegatronStage:
     """One model chunk of this rank. Implements `runtime.executor.Stage`.
 
@@ -60,7 +69,7 @@ class MegatronStage:
         self.before_last_gradient: Callable[[], None] = _nothing
         self.after_last_gradient: Callable[[], None] = _nothing
         recompute_by_level(self.decoder.layers)
-        self._is_first_chunk = True
+        _add_to_gradients(model)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
@@ -99,7 +108,7 @@ class MegatronStage:
         """
         self._arrays = arrays
         self.before_last_gradient, self.after_last_gradient = before_last_gradient, after_last_gradient
-        self.loss_report, self.total_tokens, self._is_first_chunk = None, None, True
+        self.loss_report, self.total_tokens = None, None
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
         """Run a chunk: hidden states ``[tokens / shards, 1, hidden]``, or on the last stage the loss of this rank's tokens,
@@ -108,9 +117,6 @@ class MegatronStage:
         assert self._arrays is not None
         with self._timed("batch-generator"):
             arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
-        if self._is_first_chunk:
-            self._is_first_chunk = False
-            get_attr_wrapped_model(self.model, "set_is_first_microbatch")()
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
         inputs = self.inputs(arrays)
         loss = nullcontext() if self.block_loss is None else self.block_loss.instead()

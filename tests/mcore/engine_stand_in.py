@@ -1,6 +1,6 @@
 """Stands in for Transformer Engine's linear layers where there is no GPU: what Megatron and this package see of them.
 
-Written from Transformer Engine's documentation of `delay_wgrad_compute`, `WeightGradStore` and `backward_dw` (2.7 to 2.9). With
+Written from Transformer Engine's documentation of `delay_wgrad_compute`, `WeightGradStore` and `backward_dw` (2.7 to 2.18). With
 `--spec engine_stand_in layer_spec` a GPT has these layers, on one tensor-parallel rank.
 """
 
@@ -39,30 +39,31 @@ class Store:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, x, layer):
+    def forward(ctx, weight, x, layer, is_first_microbatch):
         ctx.save_for_backward(x)
-        ctx.layer = layer
+        ctx.layer, ctx.is_first_microbatch = layer, is_first_microbatch
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx, grad):
         (x,), layer = ctx.saved_tensors, ctx.layer
         entry = [x.flatten(0, -2), grad.flatten(0, -2)]
+        compute = partial(layer.weight_gradient, is_first_microbatch=ctx.is_first_microbatch)
         if layer.wgrad_store.delay_wgrad_compute():
-            layer.wgrad_store.put(entry, layer.weight_gradient)
+            layer.wgrad_store.put(entry, compute)
             found = None
         else:
-            found, _ = layer.weight_gradient(*entry)
+            found, _ = compute(*entry)
         if layer.fuse_wgrad_accumulation and hasattr(layer.weight, "grad_added_to_main_grad"):
             layer.weight.grad_added_to_main_grad = True
             found = torch.full_like(layer.weight, torch.nan)  # only stands for it
-        return found, grad @ layer.weight, None
+        return found, grad @ layer.weight, None, None
 
 
 class StandInLinear(nn.Module):
     """``x @ weight.t()``, the weight's gradient now or in `backward_dw`.
 
-    fuse_wgrad_accumulation: it is added to the weight's `main_grad` at once.
+    fuse_wgrad_accumulation: it is added to the weight's `main_grad` at once; in the first microbatch it takes its place.
     """
 
     def __init__(self, inputs, outputs, delays, fuse_wgrad_accumulation=False, use_bias=False):
@@ -73,12 +74,14 @@ class StandInLinear(nn.Module):
         if delays:
             self.weight.skip_backward_post_hook = True
 
-    def forward(self, x):
-        return _Product.apply(self.weight, x, self)
+    def forward(self, x, is_first_microbatch=None):
+        return _Product.apply(self.weight, x, self, is_first_microbatch)
 
-    def weight_gradient(self, x, grad):
+    def weight_gradient(self, x, grad, is_first_microbatch=None):
         if not self.fuse_wgrad_accumulation:
             return grad.t() @ x, None
+        if is_first_microbatch:
+            self.weight.main_grad.zero_()
         self.weight.main_grad.add_(grad.t() @ x)
         return None, None
 
@@ -106,9 +109,11 @@ class StandInParallelLinear(StandInLinear):
         super().__init__(input_size, output_size, config.delay_wgrad_compute, self.fused)
         init_method(self.weight)
         self.weight.allreduce = True
+        self.is_first_microbatch = True
 
     def forward(self, x):
-        return super().forward(x), None
+        first, self.is_first_microbatch = self.is_first_microbatch, False
+        return super().forward(x, first), None
 
 
 class FusedStandInParallelLinear(StandInParallelLinear):

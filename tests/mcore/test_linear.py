@@ -7,10 +7,11 @@ import types
 
 import pytest
 import torch
-from engine_stand_in import StandInLinear
+from engine_stand_in import FusedStandInParallelLinear, StandInLinear
 from torch import nn
 
 from megatron_epp.mcore import linear
+from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.schedule import EppError
 
@@ -136,3 +137,19 @@ def test_gradient_accumulation_fusion_adds_to_the_main_gradient_in_its_own_kerne
     assert torch.equal(weight.main_grad, torch.full((3, 2), 6.0, dtype=dtype))
     assert weight.grad_added_to_main_grad
     assert stands_for_it.shape == weight.shape
+
+
+def test_the_backward_of_the_first_forward_adds_to_the_others_wherever_it_comes():
+    config = types.SimpleNamespace(delay_wgrad_compute=False, tensor_model_parallel_size=1, sequence_parallel=False)
+    layer = FusedStandInParallelLinear(4, 4, config=config, init_method=nn.init.ones_, bias=False)
+    weight = layer.weight
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(4, 4), False
+    model = nn.Module()
+    model.decoder, model.linear = nn.Module(), layer
+    model.decoder.layers = nn.ModuleList()
+    MegatronStage(model, config, is_first=False, is_last=False, tp_size=1)
+    inputs = [torch.full((2, 4), value, requires_grad=True) for value in (1.0, 10.0)]
+    outputs = [layer(x)[0] for x in inputs]
+    for output in reversed(outputs):  # as the slices of a sequence
+        output.sum().backward()
+    assert torch.equal(weight.main_grad, torch.full((4, 4), 2 * (1.0 + 10.0)))
