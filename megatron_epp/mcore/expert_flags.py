@@ -48,8 +48,3 @@ def _check_expert_parallel(args: argparse.Namespace, ranks: int) -> None:
             f"with --expert-model-parallel-size {ranks} replicas are planned together, which only --epp-planner greedy does, "
             "without --epp-plan-budget-ms"
         )
-    if args.epp_offload == "on":
-        raise EppError(
-            f"with --expert-model-parallel-size {ranks} replicas are planned together, and such plans copy nothing to the "
-            "host: leave --epp-offload out"
-        )

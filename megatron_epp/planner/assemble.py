@@ -9,6 +9,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, recompute_times
 from megatron_epp.planner.memory import levels
+from megatron_epp.planner.offload import Offload
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import WHOLE, Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
@@ -37,6 +38,11 @@ class Decisions:
     token_multiple: int | None = None
     copies: CopyOrder = ()
     offload: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def beside(self) -> Offload:
+        """What is copied, if anything is."""
+        return Offload(self.layers, self.offload, self.copies)
 
 
 def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions, tables: Tables | None = None) -> Plan:

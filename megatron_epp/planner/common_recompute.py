@@ -14,7 +14,7 @@ from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 
 
-def fit_alike(order: Order, tables: Sequence[Tables], caps: Sequence[int], options: Options) -> Fit:
+def fit_alike(order: Order, tables: Sequence[Tables], caps: Sequence[Sequence[int]], options: Options) -> Fit:
     """Keep every rank of every replica under its cap with the same recompute in all.
 
     What each replica needs by itself is put together; with more recompute none holds more. What is then more than all need
@@ -23,10 +23,10 @@ def fit_alike(order: Order, tables: Sequence[Tables], caps: Sequence[int], optio
     Args:
         order: what all replicas run.
         tables: of every replica; their times are the same (`matched.in_step`).
-        caps: of the ranks.
+        caps: of the ranks of every replica.
         options: what the user fixed.
     """
-    fits = [fit_recompute(order, own, caps, options) for own in tables]
+    fits = [fit_recompute(order, own, allowed, options) for own, allowed in zip(tables, caps, strict=True)]
     if any(fit.layers is None for fit in fits):
         return Fit(None, max(fit.needed_bytes for fit in fits))
     found = [list(chain.from_iterable(fit.layers or ())) for fit in fits]
@@ -36,9 +36,9 @@ def fit_alike(order: Order, tables: Sequence[Tables], caps: Sequence[int], optio
     return Fit(by_stage(integers(together), tables[0].columns.num_chunks))
 
 
-def _trimmed(together: list[int], order: Order, tables: Sequence[Tables], caps: Sequence[int]) -> Layers:
+def _trimmed(together: list[int], order: Order, tables: Sequence[Tables], caps: Sequence[Sequence[int]]) -> Layers:
     columns, codes, layers = tables[0].columns, coded(order, tables[0]), integers(together)
-    for rank, cap in enumerate(caps):
+    for rank in range(codes.num_ranks):
         begin, stop = codes.starts[rank], codes.starts[rank + 1]
         items = sorted(
             {int(action) // 3 for action in codes.actions[begin:stop]}, key=lambda item: (-columns.dear_us[item], item)
@@ -46,8 +46,10 @@ def _trimmed(together: list[int], order: Order, tables: Sequence[Tables], caps: 
         for item in items:
             while layers[item] > 0:
                 layers[item] -= 1
-                peaks = (peak(codes.actions, begin, stop, own.columns, layers, own.static[rank]) for own in tables)
-                if any(most > cap for most in peaks):
+                if any(
+                    peak(codes.actions, begin, stop, own.columns, layers, own.static[rank]) > allowed[rank]
+                    for own, allowed in zip(tables, caps, strict=True)
+                ):
                     layers[item] += 1
                     break
     return by_stage(layers, columns.num_chunks)

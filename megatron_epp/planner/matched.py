@@ -1,7 +1,8 @@
 """Plans for replicas that share experts: made together, so that all run the same actions in the same order.
 
 Each layer with experts is an exchange between the replicas, so an action takes as long as the slowest of them takes for it. One
-order is made for all, by these times; every replica then has its own chunks in it, and its own memory.
+order is made for all, by these times; every replica then has its own chunks in it, its own memory, and its own copies to the
+host, of which none keeps an action waiting.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,15 @@ from megatron_epp.planner.alignment import Aligned, align
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.common_recompute import fit_alike
-from megatron_epp.planner.evaluate import Layers, makespan_us
+from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.listing import Listing
+from megatron_epp.planner.offload import Offload, fit_offload
 from megatron_epp.planner.order import Order, Schedule
-from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
-from megatron_epp.planner.search import CHUNKS_PER_STAGE, FIRST, HALF, LEAST, LISTED, MOST_CHUNKS, PATIENCE, SECOND
+from megatron_epp.planner.problem import UNLIMITED_BYTES, WHOLE, Options, Problem, validate
+from megatron_epp.planner.search import CHUNKS_PER_STAGE, FAR, FIRST, HALF, LEAST, LISTED, MOST_CHUNKS, PATIENCE, SECOND
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.planner.trials import infeasible
-from megatron_epp.planner.weight import split_weights
+from megatron_epp.planner.trials import WORTH, infeasible
+from megatron_epp.planner.weight import weights_apart
 from megatron_epp.schedule import InfeasibleError, Plan, PlanError
 from megatron_epp.schedule.check_matched import check_matched
 
@@ -69,7 +72,7 @@ class _Best:
     aligned: Aligned
     tables: tuple[Tables, ...]
     order: Order
-    layers: Layers
+    made: tuple[Offload, ...]
     makespan_us: float
 
 
@@ -85,10 +88,19 @@ class _Joint:
         self.least_cap = 0
 
     def plans(self) -> tuple[Plan, ...]:
-        straight = self.problems[0].is_straight
-        first: Sequence[Schedule | Listing] = FIRST if straight else LISTED[:1]
-        second: Sequence[Schedule | Listing] = (*SECOND, HALF) if straight else LISTED[1:]
-        least: Sequence[Schedule | Listing] = LEAST if straight else (Listing(0),)
+        self.search()
+        can_copy = math.isfinite(self.costs.host_us(1)) and not self.problems[0].forward_only
+        if self.options.offload and self.options.recompute == "auto" and can_copy:
+            self._search_copies()
+        return tuple(self._finished())
+
+    def _schedules(self) -> tuple[Sequence[Schedule | Listing], ...]:
+        """What is tried first, what then, and what where nothing else fits."""
+        return (FIRST, (*SECOND, HALF), LEAST) if self.problems[0].is_straight else (LISTED[:1], LISTED[1:], (Listing(0),))
+
+    def search(self) -> None:
+        """Try grains and schedules, without copies."""
+        first, second, least = self._schedules()
         walks, coarser = self._walks()
         for walk in walks:
             worse = 0
@@ -101,7 +113,22 @@ class _Joint:
         for grain in () if self.best is not None else (*(grain for walk in walks for grain in walk), *coarser):
             if self._try(self._aligned(grain), (*second, *least)) and grain in coarser:
                 break
-        return tuple(self._finished())
+
+    def _search_copies(self) -> None:
+        """Try offload with the chunks and orders that would be best if memory did not matter, and with the best so far."""
+        roomy = [replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks) for problem in self.problems]
+        (free := _Joint(tuple(roomy), self.costs, self.options)).search()
+        so_far = math.inf if self.best is None else self.best.makespan_us
+        if free.best is None or free.best.makespan_us >= WORTH * so_far:
+            return
+        first, *others = self._schedules()
+        schedules = first if free.best.makespan_us >= FAR * so_far else list(chain(first, *others))
+        for known in [free.best] if self.best is None else [free.best, self.best]:
+            orders = [known.order, *(self._order(known.aligned, known.tables, schedule) for schedule in schedules)]
+            for order in dict.fromkeys(orders):
+                found = fit_offload(order, known.tables, self.problems[0].cap_bytes)
+                if found is not None and (self.best is None or found[0] < self.best.makespan_us):
+                    self.best = _Best(known.aligned, known.tables, order, found[1], found[0])
 
     def _walks(self) -> tuple[list[list[_Grain]], list[_Grain]]:
         """Chunks in all to aim at: from a middling number to more, and to fewer. With slices given there is one grain. And
@@ -125,18 +152,20 @@ class _Joint:
         tables = in_step([tabulate(*each, self.costs, self.levels, in_order=True) for each in every])
         before = self.best
         for schedule in schedules:
-            if isinstance(schedule, Listing):
-                order = schedule.order(aligned.skeleton, tables[0])
-            else:
-                order = schedule(aligned.skeleton, self.problems[0].num_stages, self.problems[0].forward_only)
-            fit = fit_alike(order, tables, self.problems[0].cap_bytes, self.options)
+            order = self._order(aligned, tables, schedule)
+            fit = fit_alike(order, tables, [problem.cap_bytes for problem in self.problems], self.options)
             if fit.layers is None:
                 self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
                 continue
             took_us = makespan_us(order, tables[0], fit.layers)
             if self.best is None or took_us < self.best.makespan_us:
-                self.best = _Best(aligned, tables, order, fit.layers, took_us)
+                self.best = _Best(aligned, tables, order, (Offload(fit.layers, (), ()),) * len(tables), took_us)
         return self.best is not before
+
+    def _order(self, aligned: Aligned, tables: Sequence[Tables], schedule: Schedule | Listing) -> Order:
+        if isinstance(schedule, Listing):
+            return schedule.order(aligned.skeleton, tables[0])
+        return schedule(aligned.skeleton, self.problems[0].num_stages, self.problems[0].forward_only)
 
     def _finished(self) -> Iterator[Plan]:
         best, options = self.best, self.options
@@ -148,13 +177,12 @@ class _Joint:
                 f"replicas that share experts need as many chunks each, and one that has {fewest} tokens in all has too few: "
                 "raise --global-batch-size or --epp-chunk-tokens, or lower --epp-slices or --expert-model-parallel-size"
             )
-        for problem, chunks, tables in zip(self.problems, best.aligned.chunks, best.tables, strict=True):
+        for problem, chunks, tables, made in zip(self.problems, best.aligned.chunks, best.tables, best.made, strict=True):
             order = best.order
             if options.split_weight and self.costs.splits_weight and not problem.forward_only:
-                split = split_weights(order, tables, best.layers, problem.cap_bytes)
-                if makespan_us(split, tables, best.layers) < best.makespan_us:
-                    order = split
-            yield build_plan(problem, self.costs, options, Decisions(chunks, order, best.layers), tables)
+                order = weights_apart(order, tables, made, problem.cap_bytes)
+            decided = Decisions(chunks, order, made.layers, copies=made.copies, offload=made.shares)
+            yield build_plan(problem, self.costs, options, decided, tables)
 
 
 def in_step(tables: Sequence[Tables]) -> tuple[Tables, ...]:

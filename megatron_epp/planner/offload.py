@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron_epp.planner.common_recompute import fit_alike
 from megatron_epp.planner.copies import choose
 from megatron_epp.planner.evaluate import Layers, Played, moved_bytes, play
-from megatron_epp.planner.inner.columns import Codes, encode
-from megatron_epp.planner.memory import by_stage, fit_beside, fit_recompute, least_peaks, levels, peaks_bytes
+from megatron_epp.planner.inner.columns import encode
+from megatron_epp.planner.memory import by_stage, fit_beside, least_peaks, levels, peaks_bytes
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
@@ -43,25 +46,35 @@ class Offload:
         return moved_bytes(tables, self.layers, stage, c, self.shares[stage][c])
 
 
-def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...]) -> tuple[float, Offload] | None:
+def fit_offload(order: Order, tables: Sequence[Tables], caps: tuple[int, ...]) -> tuple[float, tuple[Offload, ...]] | None:
     """Copy away what the link has time for, recompute what is then still above the cap.
 
     How much of the excess over the cap is left to the link is tried from all of it downwards: recompute is fitted to a cap
     that is higher by that share, copies are chosen in the times that follow, and played. What is then above the cap (copies
     that end later than they were meant to) lowers the aim for the next round. The fastest that fits is returned.
 
+    Replicas that run in step recompute alike, and each copies what it has to: but only so that no load keeps an action waiting,
+    for that would keep all replicas waiting.
+
+    Args:
+        order: what all replicas run.
+        tables: of every replica; their times are the same (`matched.in_step`).
+        caps: of the ranks.
+
     Returns:
-        its makespan and what it is; None where no copies fit.
+        the makespan, and what is copied of every replica; None where no copies fit.
     """
-    best: tuple[float, Offload] | None = None
-    codes = encode(order, len(tables.message_us))
-    least = least_peaks(codes, tables)
-    peaks = peaks_bytes(codes, tables, [[0] * len(tables.message_us)] * len(tables.rank_of))
+    best: tuple[float, tuple[Offload, ...]] | None = None
+    codes = encode(order, len(tables[0].message_us))
+    none = [[0] * len(tables[0].message_us)] * len(tables[0].rank_of)
+    bounds = [(least_peaks(codes, own), peaks_bytes(codes, own, none)) for own in tables]
     for share in SHARES:
-        eased = tuple(
-            max(low, cap + max(0, int(share * (high - cap)))) for cap, low, high in zip(caps, least, peaks, strict=True)
-        )
-        layers = _recompute(codes, tables, eased)
+        eased = [
+            [max(low, cap + max(0, int(share * (high - cap)))) for cap, low, high in zip(caps, *bound, strict=True)]
+            for bound in bounds
+        ]
+        layers = fit_alike(order, tables, eased, Options()).layers
+        assert layers is not None  # no cap is below the least peak
         found = _fit_copies(order, tables, caps, layers, None if best is None else best[0])
         if found is not None and (best is None or found[0] < best[0]):
             best = found
@@ -70,59 +83,73 @@ def fit_offload(order: Order, tables: Tables, caps: tuple[int, ...]) -> tuple[fl
     return best
 
 
-def _recompute(codes: Codes, tables: Tables, caps: tuple[int, ...]) -> Layers:
-    layers = fit_recompute(codes, tables, caps, Options()).layers
-    assert layers is not None  # no cap is below the least peak
-    return layers
-
-
 def _fit_copies(
-    order: Order, tables: Tables, caps: tuple[int, ...], layers: Layers, limit_us: float | None
-) -> tuple[float, Offload] | None:
+    order: Order, tables: Sequence[Tables], caps: tuple[int, ...], layers: Layers, limit_us: float | None
+) -> tuple[float, tuple[Offload, ...]] | None:
     """Copies for a given recompute, and then as much less or more of that as the memory they make asks for.
 
     Each round aims below the cap by as much as the last came out above it.
     """
-    codes = encode(order, len(tables.message_us))
-    played = play(order, tables, layers)
+    codes = encode(order, len(tables[0].message_us))
+    played = play(order, tables[0], layers)
     if limit_us is not None and played.makespan_us >= limit_us * SLOWER:
         return None
-    aims = list(caps)
+    aims = [list(caps) for _ in tables]
     for _ in range(ROUNDS):
-        shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
-        most = by_stage(tables.columns.most, len(tables.message_us))
-        copies: list[tuple[tuple[Action, Action | None], ...]] = []
-        room: list[int] = []
-        for aim, chooser in zip(aims, choose(order, tables, aims, layers, played), strict=True):
-            for (_, stage, c), share in ((copy.action, copy.share) for copy in chooser.chosen):
-                shares[stage][c], most[stage][c] = share, layers[stage][c]
-            copies.append(tuple((copy.action, copy.after) for copy in chooser.chosen))
-            room += [aim + away for away in chooser.away.tolist()]
-        fitted = fit_beside(codes, tables, room, most) if any(copies) else None
-        if fitted is None:
+        chosen = [_chosen(order, own, aim, layers, played) for own, aim in zip(tables, aims, strict=True)]
+        fitted = [fit_beside(codes, own, one.room, one.most) for own, one in zip(tables, chosen, strict=True)]
+        again = _together(layers, fitted)
+        if again is None or not any(any(one.copies) for one in chosen):
             return None
-        after = play(order, tables, fitted, timed(copies, shares, tables, fitted))
-        made = Offload(fitted, tuple(map(tuple, shares)), tuple(copies))
-        above = [peak - cap for peak, cap in zip(peaks_beside(order, tables, made, after), caps, strict=True)]
-        if max(above) <= 0:
-            return after.makespan_us, made
-        aims = [aim - max(0, over) for aim, over in zip(aims, above, strict=True)]
+        made = tuple(Offload(again, one.shares, one.copies) for one in chosen)
+        after = [play(order, own, again, timed(one, own)) for own, one in zip(tables, made, strict=True)]
+        if any(one.start_us != after[0].start_us for one in after):
+            return None
+        above = [
+            [peak - cap for peak, cap in zip(peaks_beside(order, own, one, times), caps, strict=True)]
+            for own, one, times in zip(tables, made, after, strict=True)
+        ]
+        if max(map(max, above)) <= 0:
+            return after[0].makespan_us, made
+        aims = [[aim - max(0, over) for aim, over in zip(*rows, strict=True)] for rows in zip(aims, above, strict=True)]
     return None
 
 
-def timed(
-    copies: CopyOrder | list[tuple[tuple[Action, Action | None], ...]],
-    shares: tuple[tuple[float, ...], ...] | list[list[float]],
-    tables: Tables,
-    layers: Layers,
-) -> list[list[tuple[Action, float, Action | None]]]:
+class _Chosen(NamedTuple):
+    """Copies of one replica; what its ranks may hold beside them, by place among the actions; and most recompute by stage."""
+
+    shares: tuple[tuple[float, ...], ...]
+    copies: CopyOrder
+    room: list[int]
+    most: Layers
+
+
+def _chosen(order: Order, tables: Tables, aims: list[int], layers: Layers, played: Played) -> _Chosen:
+    shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
+    most = by_stage(tables.columns.most, len(tables.message_us))
+    copies: list[tuple[tuple[Action, Action | None], ...]] = []
+    room: list[int] = []
+    for aim, chooser in zip(aims, choose(order, tables, aims, layers, played), strict=True):
+        for (_, stage, c), share in ((copy.action, copy.share) for copy in chooser.chosen):
+            shares[stage][c], most[stage][c] = share, layers[stage][c]
+        copies.append(tuple((copy.action, copy.after) for copy in chooser.chosen))
+        room += [aim + away for away in chooser.away.tolist()]
+    return _Chosen(tuple(map(tuple, shares)), tuple(copies), room, most)
+
+
+def _together(layers: Layers, fitted: Sequence[Layers | None]) -> Layers | None:
+    """What all replicas recompute. No less than what the times were planned with, where there are several: then none of their
+    loads comes late because an action ends sooner.
+    """
+    found = [one for one in fitted if one is not None]
+    if len(found) < len(fitted):
+        return None
+    return found[0] if len(found) == 1 else np.max([layers, *found], axis=0).tolist()
+
+
+def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Action | None]]]:
     """Copies with the time that each takes, as `play` wants them."""
-
-    def took_us(action: Action) -> float:
-        _, stage, c = action
-        return tables.host_us(moved_bytes(tables, layers, stage, c, shares[stage][c]))
-
-    return [[(action, took_us(action), after) for action, after in row] for row in copies]
+    return [[(action, tables.host_us(made.moved(tables, action)), after) for action, after in row] for row in made.copies]
 
 
 def peaks_beside(order: Order, tables: Tables, made: Offload, played: Played) -> list[int]:

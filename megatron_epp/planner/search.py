@@ -13,14 +13,14 @@ from megatron_epp.planner.chunking import Chunker, whole_sequences
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.improve import improve
 from megatron_epp.planner.listing import Listing
-from megatron_epp.planner.offload import Offload, timed
+from megatron_epp.planner.offload import timed
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.planner.trials import WORTH, Trials
 from megatron_epp.planner.unsliced import plainly, tables_with_whole
 from megatron_epp.planner.warm import Warm
-from megatron_epp.planner.weight import split_beside, split_weights
+from megatron_epp.planner.weight import weights_apart
 from megatron_epp.schedule import Chunk, PlanError
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
@@ -98,7 +98,7 @@ def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Dec
 def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
     """Makespan of what was decided."""
     tables = tabulate(made.chunks, problem, costs, made.levels)
-    return play(made.order, tables, made.layers, timed(made.copies, made.offload, tables, made.layers)).makespan_us
+    return play(made.order, tables, made.layers, timed(made.beside, tables)).makespan_us
 
 
 def search_stairs(trials: Trials, table: tuple[Chunk, ...]) -> None:
@@ -193,13 +193,7 @@ def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) 
     made = improve(made, tables, problem, options)
     if not options.split_weight or not costs.splits_weight or problem.forward_only:
         return made
-    if made.copies:
-        order = split_beside(made.order, tables, Offload(made.layers, made.offload, made.copies), problem.cap_bytes)
-    else:
-        order = split_weights(made.order, tables, made.layers, problem.cap_bytes)
-    copies = timed(made.copies, made.offload, tables, made.layers)
-    before, after = (play(one, tables, made.layers, copies).makespan_us for one in (made.order, order or made.order))
-    return replace(made, order=order) if order is not None and after < before else made
+    return replace(made, order=weights_apart(made.order, tables, made.beside, problem.cap_bytes))
 
 
 def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:

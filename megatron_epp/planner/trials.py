@@ -79,10 +79,10 @@ class Trials:
         tables = tabulate(chunks, self.problem, self.costs, self.levels)
         if lower_bound_us(tables, chunks, self.problem, self.options) >= WORTH * self.best_us:
             return False
-        made = fit_offload(order := self._order(chunks, tables, schedule), tables, self.problem.cap_bytes)
+        made = fit_offload(order := self._order(chunks, tables, schedule), (tables,), self.problem.cap_bytes)
         if made is None or made[0] >= self.best_us:
             return False
-        self.best_us, beside = made
+        self.best_us, (beside,) = made
         self.best = Decisions(chunks, order, beside.layers, self.levels, copies=beside.copies, offload=beside.shares)
         return True
 

@@ -38,13 +38,20 @@ def split_weights(
     return _Filler(order, tables, layers, _room(order, tables, layers, caps, away)).run()
 
 
+def weights_apart(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Order:
+    """The order with weight gradients split off where that is faster, beside what is copied, if anything is."""
+    split = split_beside(order, tables, made, caps) if made.copies else split_weights(order, tables, made.layers, caps)
+    before, after = (play(one, tables, made.layers, timed(made, tables)).makespan_us for one in (order, split or order))
+    return split if split is not None and after < before else order
+
+
 def split_beside(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Order | None:
     """The same beside copies, which start as they did: at the ends of the same actions, as soon as their links are free.
 
     With what waits, and with the times that follow, a rank may come out above its cap; then less waits, each time twice as much
     less as seems needed. None where a rank is above its cap after all rounds.
     """
-    before = play(order, tables, made.layers, copies := timed(made.copies, made.shares, tables, made.layers))
+    before = play(order, tables, made.layers, copies := timed(made, tables))
     away, aims = away_bytes(tables, made, before), list(caps)
     for again in range(ROUNDS):
         split = split_weights(order, tables, made.layers, aims, away)

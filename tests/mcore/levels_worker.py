@@ -50,6 +50,7 @@ RUNS = {
     "grouped, weights apart": (2, 2, "grouped", f"{LOCAL} --epp-split-weight-gradient"),
     "dropout": (2, 2, "gpt2", f"{LOCAL} --hidden-dropout 0.1"),
     "experts": (1, 1, "llama", f"{LOCAL} {EXPERTS} --no-bias-gelu-fusion"),
+    "experts shared by replicas": (1, 2, "llama", f"{LOCAL} {EXPERTS} --no-bias-gelu-fusion --expert-model-parallel-size 2"),
     "hybrid": (2, 2, "llama", f"{HYBRID} {LOCAL}"),
     "tensor and sequence parallel": (1, 2, "grouped", f"{LOCAL} {SHARED} --hidden-dropout 0.1"),
     "context parallel": (1, 2, "llama", f"{LOCAL} --context-parallel-size 2"),

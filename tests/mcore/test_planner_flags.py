@@ -58,7 +58,6 @@ EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
         (["--epp-schedule", "packed"], {}, "--epp-schedule packed .*: use padded"),
         (["--epp-planner", "milp"], {}, "replicas are planned together, which only --epp-planner greedy does"),
         (["--epp-plan-budget-ms", "50"], {}, "without --epp-plan-budget-ms"),
-        (["--epp-offload", "on"], {}, "such plans copy nothing to the host: leave --epp-offload out"),
     ],
 )
 def test_experts_that_cannot_be_trained_are_refused(given, megatron, says):

@@ -12,7 +12,7 @@ from megatron_epp.planner.alignment import align
 from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.matched import plan_matched
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.schedule import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_matched
+from megatron_epp.schedule import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_matched, simulate
 
 SHAPE = ModelShape(
     num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512, num_experts=8, experts_per_token=2
@@ -84,6 +84,29 @@ def test_weight_gradients_may_stand_apart():
     plans = plan_matched(problems(*ROUGH), COSTS, Options(split_weight=True))
     assert check_matched(plans) == []
     assert all(any(action.op is Op.W for action in made.actions(1)) for made in plans)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_each_replica_copies_what_it_has_to_and_none_waits_for_anothers_loads(turns):
+    free = plan_matched(problems(*ROUGH), COSTS, Options())
+    static, costs = free[0].static_bytes[0], replace(COSTS, host_turns=turns)
+    cap = static + (max(max(made.predicted.peak_bytes) for made in free) - static) // 2
+    asked = problems(*ROUGH, cap_bytes=cap)
+    recomputed = plan_matched(asked, costs, Options())
+    plans = plan_matched(asked, costs, Options(offload=True))
+    assert check_matched(plans) == []
+    assert plans[0].predicted.makespan_us < recomputed[0].predicted.makespan_us
+    assert plans[0].offload_share != plans[1].offload_share
+    timelines = list(map(simulate, plans))
+    assert timelines[0].start_us == timelines[1].start_us
+    assert all(any(made.copies) and max(made.predicted.peak_bytes) <= cap for made in plans)
+
+
+def test_copies_and_weight_gradients_apart_in_step():
+    cap = max(plan_matched(problems(*ROUGH), COSTS, Options())[0].predicted.peak_bytes) * 2 // 3
+    plans = plan_matched(problems(*ROUGH, cap_bytes=cap), COSTS, Options(offload=True, split_weight=True))
+    assert check_matched(plans) == []
+    assert all({Op.W, Op.O} <= {step.action.op for _, rows in made.tables for row in rows for step in row} for made in plans)
 
 
 def test_slices_stay_together_and_side_by_side():
