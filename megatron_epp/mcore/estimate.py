@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from megatron.training import theoretical_memory_usage as megatrons
 
 from megatron_epp.cost.library import shape_of
+from megatron_epp.mcore import compat, fingerprints, patching
+
+logger = logging.getLogger(__name__)
 
 
 class _Flags(SimpleNamespace):
@@ -29,6 +33,9 @@ def estimate(flags: dict[str, Any], stages: int, data_parallel: int, lengths: Se
         data_parallel: replicas that share the optimizer's state.
         lengths: tokens of every sequence.
     """
+    if strange := patching.unknown(fingerprints.SHOWN):
+        release, names = compat.installed_version(), ", ".join(strange)
+        logger.warning("megatron-core %s estimates memory in another way than the releases known here: %s", release, names)
     shape, tokens = shape_of(flags), max(lengths)
     tensor, context, expert = shape.tensor_parallel, shape.context_parallel, shape.expert_parallel
     args = _Flags(
@@ -53,9 +60,8 @@ def estimate(flags: dict[str, Any], stages: int, data_parallel: int, lengths: Se
             "virtual_pipeline_model_parallel_size": None,
         }
     )
-    activations = megatrons.compute_activation_memory
-    if not shape.sequence_parallel:  # as Megatron chooses
-        activations = getattr(megatrons, "compute_activation_memory_without_sp", activations)
+    with_shared_tokens, without = megatrons.compute_activation_memory, megatrons.compute_activation_memory_without_sp
+    activations = with_shared_tokens if shape.sequence_parallel else without  # as Megatron chooses
     return {
         "state_bytes": int(megatrons.compute_weight_and_optimizer_memory(args)),
         "activation_bytes": int(activations(args, len(lengths))),

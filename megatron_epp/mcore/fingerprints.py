@@ -10,6 +10,7 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout"
 _LAYER = "megatron.core.transformer.transformer_layer"
 _LANGUAGE = "megatron.core.models.common.language_module.language_module:LanguageModule"
+_ESTIMATOR = "megatron.training.theoretical_memory_usage"
 
 PATCHED: dict[str, tuple[str, ...]] = {
     f"{_RANDOM}:_set_cuda_rng_state": ("b179c9d95438",),
@@ -54,3 +55,10 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "megatron.training.training:train_step": ("43dbb1a94578", "76bee605a250", "68989d425b23"),
 }
 """What our schedule stands in for or calls: other code there may still work, and gets a warning."""
+
+SHOWN: dict[str, tuple[str, ...]] = {
+    f"{_ESTIMATOR}:compute_weight_and_optimizer_memory": ("2b61bf53773b", "e625010327fb", "3b373c1b70ea"),
+    f"{_ESTIMATOR}:compute_activation_memory": ("bc2fd8c5ebf3",),
+    f"{_ESTIMATOR}:compute_activation_memory_without_sp": ("a1428184ecb4",),
+}
+"""What Megatron says of memory, shown beside a plan's account: other code there gets a warning where it is shown."""

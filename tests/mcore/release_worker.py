@@ -24,7 +24,7 @@ def known() -> dict[str, object]:
     return {
         "version": compat.installed_version(),
         "path": megatron.training.__path__[0],
-        "unknown": patching.unknown(fingerprints.PATCHED | fingerprints.RELIED_ON),
+        "unknown": patching.unknown(fingerprints.PATCHED | fingerprints.RELIED_ON | fingerprints.SHOWN),
         "not applied": [patch.target for patch in ours if patch not in applied],
         "parameters": [list(stock.parameters), list(inspect.signature(forward_backward_elastic).parameters)],
     }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from megatron_epp.cli import main
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.mcore import fingerprints
 from megatron_epp.mcore.estimate import estimate
 
 
@@ -24,6 +27,17 @@ def test_activations_grow_with_the_longest_sequence_alone():
     assert long["activation_bytes"] == pytest.approx(2 * short["activation_bytes"])
     assert more["activation_bytes"] == long["activation_bytes"]
     assert (more["microbatches"], more["tokens"]) == (9, 2000)
+
+
+def test_an_estimator_that_is_not_the_one_known_here_is_named(caplog, monkeypatch):
+    name = next(iter(fingerprints.SHOWN))
+    flags = load_flags("llama3-8b")
+    with caplog.at_level(logging.WARNING, logger="megatron_epp"):
+        estimate(flags, 4, 1, (1000,))
+        assert not caplog.records
+        monkeypatch.setitem(fingerprints.SHOWN, name, ("0" * 12,))
+        estimate(flags, 4, 1, (1000,))
+    assert name in caplog.text
 
 
 def test_the_command_shows_it_beside_the_plan(capsys):
