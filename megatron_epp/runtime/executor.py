@@ -236,6 +236,8 @@ class Executor:
         self._received.pop(action._replace(op=Op.RECV_F), None)
         if is_local:
             self._received[Action(Op.RECV_F, stage + 1, chunk)] = output.detach()
+            if not self.plan.forward_only:  # or nobody could move what the next stage keeps of it
+                self.stages[stage].release_output(output)
         if not self.plan.forward_only:
             self._contexts[stage, chunk] = context
         if not self.plan.forward_only or not (is_last or is_local):

@@ -122,11 +122,12 @@ class Region:
         self._pages, self._end, self.num_bytes = [], 0, 0
 
 
-def pair_up(storages: Sequence[torch.UntypedStorage], pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut memory on the device and pages into parts that belong together, ``(device, host)``, both of so many bytes."""
+def pair_up(parts: Sequence[Tensor], pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut memory on the device (bytes, ``[size]``) and pages into parts that belong together, ``(device, host)``, of as many
+    bytes.
+    """
     start = 0  # in all pages
-    for storage in storages:
-        device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    for device in parts:
         yield from _pairs(device, pages, start)
         start += _aligned(device.numel())
 

@@ -5,24 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_epp.runtime.host import HostMemory, pair_up
-from megatron_epp.runtime.saved import Owner, SavedTensors, Storage
+from megatron_epp.runtime.saved import Owner, SavedTensors, Storage, bytes_of
 from megatron_epp.schedule import EppError
 
 Timed = AbstractContextManager[None]
 """Stands around the copies of one action, on their stream."""
 
 
+class Part(NamedTuple):
+    """A storage, and how many of its bytes leave, from its first."""
+
+    storage: Storage
+    num_bytes: int
+
+    def memory(self) -> Tensor:
+        """These bytes on the device, ``[num_bytes]``."""
+        assert self.storage.place is not None  # it is on the device
+        return bytes_of(self.storage.place)[: self.num_bytes]
+
+
 @dataclass(slots=True)
 class _Moved:
     """What has left of one chunk. `mark` is the last copy's place on the copy stream."""
 
-    storages: list[Storage]
+    parts: list[Part]
     pages: list[Tensor]
     mark: Any
 
@@ -55,35 +67,36 @@ class Offload:
         chunks share.
         """
         kept = self._saved.pop(owner)
-        chosen = choose([storage for storage in kept if storage.owner and storage.is_ours], share * _size(kept))
-        pages = self._host.take([storage.num_bytes for storage in chosen])
+        whole_bytes = sum(storage.num_bytes for storage in kept)
+        parts = choose([storage for storage in kept if storage.owner and storage.is_ours], round(share * whole_bytes))
+        pages = self._host.take([part.num_bytes for part in parts])
         with self._host.copying(), timed:
-            for device, host in pair_up([_place(storage) for storage in chosen], pages):
+            for device, host in pair_up([part.memory() for part in parts], pages):
                 host.copy_(device, non_blocking=True)
-            self._moved[owner] = _Moved(chosen, pages, self._host.mark())
-        self.host_bytes += _size(chosen)
+            self._moved[owner] = _Moved(parts, pages, self._host.mark())
+        self.host_bytes += _size(parts)
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def free(self, owner: Owner) -> None:
-        """Give back the device's memory of what `out` has copied."""
+        """Give back the device's memory of what `out` has copied: whole storages first, to have room to split the last."""
         moved = self._moved[owner]
         self._host.wait(moved.mark)
-        for storage in moved.storages:
-            self._saved.take_away(storage)
+        for part in moved.parts:
+            self._saved.take_away(*part)
 
     def back(self, owner: Owner, timed: Timed = nullcontext()) -> None:  # noqa: B008 - holds nothing
         """Begin to copy all of it back."""
         moved = self._moved[owner]
-        for storage in moved.storages:
+        for storage, _ in reversed(moved.parts):
             place = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._host.device)
             self._saved.bring_back(storage, place.untyped_storage())
         with self._host.copying(), timed:
-            for on_device, at_host in pair_up([_place(storage) for storage in moved.storages], moved.pages):
+            for on_device, at_host in pair_up([part.memory() for part in moved.parts], moved.pages):
                 on_device.copy_(at_host, non_blocking=True)
             moved.mark = self._host.mark()
         self._host.give_back(moved.pages)
         moved.pages = []
-        self.host_bytes -= _size(moved.storages)
+        self.host_bytes -= _size(moved.parts)
 
     def before_backward(self, owner: Owner) -> None:
         """Ahead of the backward of any chunk: what was copied back is there."""
@@ -107,25 +120,26 @@ class Offload:
             raise EppError(f"what was offloaded of (stage, chunk) {sorted(self._moved)} never came back")
 
 
-def choose(storages: Sequence[Storage], num_bytes: float) -> list[Storage]:
-    """Storages of so many bytes together, or more by less than the smallest one left out; fewer only if there are no others.
+def choose(storages: Sequence[Storage], num_bytes: int) -> list[Part]:
+    """So many bytes of storages; fewer only if there are no others.
 
     The largest first, for every copy has a fixed cost; of equal ones those that the forward made first, for they are needed
-    last.
+    last. The last may leave in part: what stays of it takes memory of its own, which those that leave whole must have made room
+    for. Where they have not, it leaves whole.
     """
-    chosen, others = [], []
+    parts, others = [], []
     for storage in sorted(storages, key=lambda storage: -storage.num_bytes):
         fits = 0 < storage.num_bytes <= num_bytes
-        (chosen if fits else others).append(storage)
-        num_bytes -= fits * storage.num_bytes
-    rest = [storage for storage in others if storage.num_bytes]
-    return chosen + rest[-1:] if num_bytes >= 1 else chosen
+        if fits:
+            parts.append(Part(storage, storage.num_bytes))
+            num_bytes -= storage.num_bytes
+        elif storage.num_bytes:
+            others.append(storage)
+    if others and num_bytes:
+        last = others[-1]
+        parts.append(Part(last, num_bytes if last.num_bytes - num_bytes <= _size(parts) else last.num_bytes))
+    return parts
 
 
-def _size(storages: Sequence[Storage]) -> int:
-    return sum(storage.num_bytes for storage in storages)
-
-
-def _place(storage: Storage) -> torch.UntypedStorage:
-    assert storage.place is not None  # it is on the device
-    return storage.place
+def _size(parts: Sequence[Part]) -> int:
+    return sum(part.num_bytes for part in parts)

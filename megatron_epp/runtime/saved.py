@@ -22,14 +22,16 @@ class Storage:
 
     Attributes:
         place: the memory; None while it is away.
+        rest: of what is away, the end that is not; None where that is nothing.
         num_bytes: what it takes on the device when it is there.
         owner: the only chunk whose forward has saved tensors in it, if there is only one.
     """
 
-    __slots__ = ("num_bytes", "num_held", "owner", "place")
+    __slots__ = ("num_bytes", "num_held", "owner", "place", "rest")
 
     def __init__(self, place: torch.UntypedStorage, owner: Owner | None) -> None:
         self.place: torch.UntypedStorage | None = place
+        self.rest: Tensor | None = None
         self.num_bytes = place.nbytes()
         self.num_held = 0
         self.owner = owner
@@ -124,20 +126,30 @@ class SavedTensors:
         """Forget which chunk keeps what: none of it will leave."""
         self._by_owner.clear()
 
-    def take_away(self, storage: Storage) -> None:
-        """A storage has left the device."""
+    def take_away(self, storage: Storage, num_bytes: int | None = None) -> None:
+        """So many bytes of a storage, from its first, or all, have left the device. What stays moves to memory of its own, and
+        is there twice for a moment.
+        """
         assert storage.place is not None
         self.observe()
+        if num_bytes is not None and num_bytes < storage.num_bytes:
+            storage.rest = bytes_of(storage.place)[num_bytes:].clone()
+            self.live_bytes += storage.rest.nbytes
+            self.observe()
         del self._storages[storage.place._cdata]
         storage.place = None
         self.live_bytes -= storage.num_bytes
 
     def bring_back(self, storage: Storage, place: torch.UntypedStorage) -> None:
-        """A storage is on the device again."""
+        """A storage is on the device again, with what had stayed there."""
         storage.place = place
         self._storages[place._cdata] = storage
         self.live_bytes += storage.num_bytes
         self.observe()
+        if storage.rest is not None:
+            bytes_of(place)[-storage.rest.numel() :] = storage.rest
+            self.live_bytes -= storage.rest.nbytes
+            storage.rest = None
 
     def _hold(self, tensor: Tensor) -> _Held:
         place = tensor.untyped_storage()
@@ -157,6 +169,7 @@ class SavedTensors:
 
     def _release(self, storage: Storage) -> None:
         if storage.place is None:  # dropped while it was away
+            self.live_bytes -= 0 if storage.rest is None else storage.rest.nbytes
             return
         self.observe()
         del self._storages[storage.place._cdata]
@@ -179,3 +192,8 @@ def resize(place: torch.UntypedStorage, num_bytes: int) -> None:
     place.resize_(num_bytes)
     for saved in _active:
         saved._resized(place)
+
+
+def bytes_of(place: torch.UntypedStorage) -> Tensor:
+    """Memory as a tensor of bytes, ``[size]``."""
+    return torch.empty(0, dtype=torch.uint8, device=place.device).set_(place)

@@ -73,30 +73,62 @@ def test_the_device_holds_less_between_free_and_back_and_the_host_holds_it_from_
     offload.assert_empty()
 
 
-def test_as_much_leaves_as_was_asked_for_or_more_by_less_than_what_is_left():
+def test_as_much_leaves_as_was_asked_for_and_the_last_storage_in_part_where_the_others_make_room_for_what_stays():
     made = storages(40, 100, 40, 7, 0)
-    sizes = {share: [s.num_bytes for s in choose(made, share)] for share in (0, 7, 90, 100, 101, 140, 187, 500)}
+    sizes = {share: [p.num_bytes for p in choose(made, share)] for share in (0, 3, 7, 50, 100, 101, 139, 187, 500)}
     assert sizes == {
         0: [],
+        3: [7],  # there is no room for the four bytes that would stay
         7: [7],
-        90: [40, 40, 7, 100],
+        50: [40, 7, 3],
         100: [100],
-        101: [100, 7],
-        140: [100, 40],
+        101: [100, 1],
+        139: [100, 7, 32],
         187: [100, 40, 40, 7],
         500: [100, 40, 40, 7],
     }
-    assert choose(made, 40) == [made[0]]
+    assert [part.storage for part in choose(made, 40)] == [made[0]]
+
+
+def test_of_a_storage_that_leaves_in_part_the_rest_stays_on_the_device():
+    x = torch.ones(8 * KIB, requires_grad=True)
+    offload = Offload(saved := SavedTensors([x]), HostMemory(CPU, 1 << 20))
+    with saved:
+        with offload.forward_of(OWNER):
+            y = (x.exp() * 1.0).exp().sum()
+        kept = saved.live_bytes
+        offload.out(OWNER, 0.75)
+        offload.free(OWNER)
+        assert (saved.live_bytes, offload.host_bytes) == (kept // 4, kept * 3 // 4)
+        offload.back(OWNER)
+        assert (saved.live_bytes, offload.host_bytes) == (kept, 0)
+        offload.before_backward(OWNER)
+        y.backward()
+    assert (saved.live_bytes, saved.peak_bytes) == (0, kept)
+    assert torch.equal(x.grad, x.exp() * x.exp().exp())
+
+
+def test_what_is_dropped_while_a_part_of_it_is_away_is_forgotten():
+    x = torch.ones(8 * KIB, requires_grad=True)
+    offload = Offload(saved := SavedTensors([x]), HostMemory(CPU, 1 << 20))
+    with saved:
+        with offload.forward_of(OWNER):
+            y = (x.exp() * 1.0).exp().sum()
+        offload.out(OWNER, 0.75)
+        offload.free(OWNER)
+        offload.abandon()
+        del y
+    assert saved.live_bytes == 0
 
 
 def test_pages_hold_memory_of_any_size_and_are_used_again():
     host = HostMemory(CPU, 4096)
     parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (1, 700, 2000, 256)]
     pages = [torch.empty(512, dtype=torch.uint8) for _ in range(7)]
-    for device, page in pair_up([part.untyped_storage() for part in parts], pages):
+    for device, page in pair_up(parts, pages):
         page.copy_(device)
     back = [torch.empty_like(part) for part in parts]
-    for device, page in pair_up([part.untyped_storage() for part in back], pages):
+    for device, page in pair_up(back, pages):
         device.copy_(page)
     assert all(map(torch.equal, parts, back))
     first = host.take([4000])
