@@ -143,6 +143,9 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
 def _layer(shape: ModelShape, rates: Rates) -> Part:
     """Backward has twice the matrix products with weights, half of them for the weights' gradient, and five products over the
     pairs where forward has two.
+
+    Where what weight gradients need stays, there is a gradient of residual width beside what the layer kept, and when the
+    backward of attention has run, the MLP's inputs and gradients, four more of that width, are there still.
     """
     overhead = Line(rates.layer_overhead_us)
     linear = _linear(shape.parameters_per_token / shape.ranks, rates)
@@ -151,14 +154,17 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
     width = shape.query_width / shape.ranks
     attention_forward = _attention(4 * width / rates.attention_forward_flops, rates)
     attention_backward = _attention(10 * width / rates.attention_backward_flops, rates)
-    hidden = shape.hidden_bytes_per_token
+    hidden, kept, attended = shape.hidden_bytes_per_token, shape.layer_bytes_per_token, shape.attended_bytes_per_token
     return Part(
         forward=overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=linear,
         linear=Level(overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token),
-        mlp=Level(_mlp_again(shape, rates), shape.layer_bytes_per_token - shape.mlp_bytes_per_token - 2 * hidden),
-        bytes_per_token=shape.layer_bytes_per_token,
+        mlp=Level(_mlp_again(shape, rates), kept - shape.mlp_bytes_per_token - 2 * hidden, kept - hidden),
+        bytes_per_token=kept,
+        attended_bytes_per_token=attended,
+        apart_bytes_per_token=kept + hidden,
+        apart_attended_bytes_per_token=attended + shape.mlp_bytes_per_token + 4 * hidden,
         weight_bytes_per_token=shape.weight_bytes_per_token,
         parameters=shape.layer_parameters_on_rank,
         largest_weight=shape.largest_layer_weight,

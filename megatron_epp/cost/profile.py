@@ -39,6 +39,8 @@ class Part:
         weight: the weight gradient, a part of `backward`.
         linear, mlp: of a layer, recompute of all but core attention, and of MLP and norms; None where that is not known.
         bytes_per_token: kept from forward to backward.
+        attended_bytes_per_token, apart_bytes_per_token, apart_attended_bytes_per_token: of a layer, the most there is at
+            moments of its backward, see `StageCosts`; None where that is not known.
         weight_bytes_per_token: what the weight gradient needs, kept from B to W where the two are split.
         parameters: on one rank.
         largest_weight: of these, those of the largest weight whose gradient is a tensor before it is added to the others; 0
@@ -52,6 +54,9 @@ class Part:
     linear: Level | None = None
     mlp: Level | None = None
     bytes_per_token: float = 0.0
+    attended_bytes_per_token: float | None = None
+    apart_bytes_per_token: float | None = None
+    apart_attended_bytes_per_token: float | None = None
     weight_bytes_per_token: float = 0.0
     parameters: float = 0.0
     largest_weight: float = 0.0
@@ -139,6 +144,9 @@ class Profile:
             extra_backward=sum((part.backward for part in extras), _NOTHING),
             extra_weight=sum((part.weight for part in extras), _NOTHING),
             layer_bytes_per_token=self.layer.bytes_per_token,
+            attended_bytes_per_token=self.layer.attended_bytes_per_token,
+            apart_bytes_per_token=self.layer.apart_bytes_per_token,
+            apart_attended_bytes_per_token=self.layer.apart_attended_bytes_per_token,
             recomputed_layer_bytes_per_token=self.recomputed_layer_bytes_per_token,
             linear=self.layer.linear,
             mlp=self.layer.mlp,

@@ -89,6 +89,10 @@ class Costs(Protocol):
         """Held from the end of B to the end of W where the two are split."""
         ...
 
+    def layer_weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Of these, one layer's; the others are there when the backward comes to the layers."""
+        ...
+
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Keys and values, in all layers, of the whole sequence that a chunk holds a slice of; 0 where it holds none."""
         ...
@@ -101,8 +105,12 @@ class Costs(Protocol):
         """Of `activation_bytes`, what one layer keeps that recomputes at a level, or nothing."""
         ...
 
-    def layer_peak_bytes(self, stage: int, work: ChunkWork, level: str = "") -> tuple[IntColumn, IntColumn]:
-        """The most there is of such a layer while its backward runs, and of that the gradient of keys and values."""
+    def layer_peak_bytes(
+        self, stage: int, work: ChunkWork, level: str = "", *, apart: bool = False
+    ) -> tuple[IntColumn, IntColumn]:
+        """The most there is of such a layer while its backward runs, and of that the gradient of keys and values; `apart` where
+        that backward keeps what weight gradients need.
+        """
         ...
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:

@@ -179,6 +179,13 @@ class ModelShape:
         return 4 * self.hidden_bytes_per_token + inside + self.routed_bytes_per_token
 
     @property
+    def attended_bytes_per_token(self) -> float:
+        """Of `layer_bytes_per_token`, what is there when attention's backward has run: not the MLP's, nor its norm's input and
+        output.
+        """
+        return self.layer_bytes_per_token - self.mlp_bytes_per_token - 2 * self.hidden_bytes_per_token
+
+    @property
     def weight_bytes_per_token(self) -> float:
         """What the weight gradients of a layer need: the input and the output gradient of every linear layer. Four are of
         residual width (in and out of attention and of the MLP), the others of the inner widths.

@@ -63,8 +63,8 @@ class Level:
     Attributes:
         again: time of what it runs again.
         bytes_per_token: kept from forward to backward; with its K and V where attention does not run again.
-        full_bytes_per_token: the most that it keeps while its backward runs, with its K and V; None where that is as much as a
-            layer that keeps everything.
+        full_bytes_per_token: the most that it keeps while its backward runs, with its K and V; None where that is as much
+            as of a layer that keeps everything.
     """
 
     again: Line
@@ -85,7 +85,9 @@ class StageCosts:
         extra_backward: the same, backward.
         extra_weight: the same, weight gradient, a part of `extra_backward`.
         layer_bytes_per_token: kept from forward to backward by a layer that does not recompute, its K and V included.
-        attended_bytes_per_token: of these, what is there when the backward of its attention has made the gradient of K and V;
+        full_bytes_per_token: the most that it, or one that recomputes whole, keeps while its backward runs; None where that is
+            all of these.
+        attended_bytes_per_token: what is there when the backward of its attention has made the gradient of K and V;
             None where that is not known, and so may be all.
         recomputed_layer_bytes_per_token: kept by a layer that recomputes whole: its input.
         linear: a layer that recomputes all but core attention; None where that is not known.
@@ -95,6 +97,8 @@ class StageCosts:
         kv_bytes_per_token: K and V of one layer.
         kv_gradient_bytes_per_token: their gradient, while it is added up; None where it takes as much.
         weight_bytes_per_token: what a layer's W still needs after its B: inputs and output gradients of the linear layers.
+        apart_bytes_per_token: the most there is of a layer while a backward runs that keeps them; None where that is not known.
+        apart_attended_bytes_per_token: the same, as `attended_bytes_per_token`.
         extra_weight_bytes_per_token: the same of the stage's extras.
         static: weights, gradients, optimizer state.
         workspace_bytes: there only while a pass runs, whatever its tokens: a block's logits.
@@ -110,6 +114,7 @@ class StageCosts:
     extra_backward: Line = Line()
     extra_weight: Line = Line()
     layer_bytes_per_token: float
+    full_bytes_per_token: float | None = None
     attended_bytes_per_token: float | None = None
     recomputed_layer_bytes_per_token: float
     linear: Level | None = None
@@ -119,6 +124,8 @@ class StageCosts:
     kv_bytes_per_token: float
     kv_gradient_bytes_per_token: float | None = None
     weight_bytes_per_token: float = 0.0
+    apart_bytes_per_token: float | None = None
+    apart_attended_bytes_per_token: float | None = None
     extra_weight_bytes_per_token: float = 0.0
     static: Static = NO_STATIC
     workspace_bytes: int = 0
@@ -135,6 +142,18 @@ class StageCosts:
         if name == "whole":
             return Level(self.forward, self.recomputed_layer_bytes_per_token)
         return self.linear if name == "linear" else self.mlp
+
+    def peaks_per_token(self, level: str, apart: bool) -> tuple[float, float]:
+        """Bytes of one layer when its backward begins, and when its attention has made the gradient of K and V."""
+        if apart:
+            everything = self.layer_bytes_per_token + self.weight_bytes_per_token
+            sizes = self.apart_bytes_per_token, self.apart_attended_bytes_per_token
+        else:
+            own = self.level(level) if level else None
+            everything = self.layer_bytes_per_token if self.full_bytes_per_token is None else self.full_bytes_per_token
+            sizes = None if own is None else own.full_bytes_per_token, self.attended_bytes_per_token
+        full, attended = (everything if size is None else size for size in sizes)
+        return full, attended
 
     @property
     def stage_forward(self) -> Line:
@@ -273,6 +292,10 @@ class PipelineCosts:
         per_token = costs.num_layers * costs.weight_bytes_per_token + costs.extra_weight_bytes_per_token
         return self._whole_bytes(per_token * work.tokens)
 
+    def layer_weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Of these, one layer's."""
+        return self._whole_bytes(self.stages[stage].weight_bytes_per_token * work.tokens)
+
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Keys and values of the whole sequence a chunk holds a slice of, all layers, in buffers of the sizes there are."""
         costs = self.stages[stage]
@@ -288,18 +311,20 @@ class PipelineCosts:
         """What one layer keeps that recomputes at a level, or nothing: what a backward lets go when it has passed it."""
         return -self._whole_bytes(-self._layer_per_token(stage, work, level) * work.tokens)
 
-    def layer_peak_bytes(self, stage: int, work: ChunkWork, level: str = "") -> tuple[IntColumn, IntColumn]:
+    def layer_peak_bytes(
+        self, stage: int, work: ChunkWork, level: str = "", *, apart: bool = False
+    ) -> tuple[IntColumn, IntColumn]:
         """The most there is of one layer while its backward runs: at its beginning, when everything is there that forward made
         or recompute has made again; or when its attention has made the gradient of keys and values (of the whole sequence, with
         the last slice) and what lies behind attention has gone.
 
+        Args:
+            apart: the backward keeps what weight gradients need.
+
         Returns:
             bytes, and of these the gradient's.
         """
-        costs = self.stages[stage]
-        own = costs.level(level) if level else None
-        sizes = None if own is None else own.full_bytes_per_token, costs.attended_bytes_per_token
-        full, attended = (costs.layer_bytes_per_token if size is None else size for size in sizes)
+        full, attended = self.stages[stage].peaks_per_token(level, apart)
         in_cache = self._in_cache(stage, work)
         gradient = np.where(work.last, self._gradient_of_layer(stage, work), 0.0)
         early, late = (full - in_cache) * work.tokens, (attended - in_cache) * work.tokens + gradient

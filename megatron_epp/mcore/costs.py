@@ -21,7 +21,7 @@ from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageC
 from megatron_epp.cost.library import find, load_costs, shape_of
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.host_probe import measure_host_link, measure_offloadable_share
-from megatron_epp.mcore.memory_probe import measure_bytes
+from megatron_epp.mcore.memory_probe import measure_bytes, message_bytes
 from megatron_epp.mcore.probe import Link, measure_link
 from megatron_epp.mcore.snapshot import Snapshot
 from megatron_epp.mcore.stage import MegatronStage
@@ -39,10 +39,11 @@ def pipeline_costs(
 ) -> PipelineCosts:
     """Costs of the whole pipeline, the same on every rank of the run: replicas divide batches by them.
 
-    Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run.
-    Times vary, so they are formulas, or those of the profile that `--epp-costs` names, unless `--epp-costs measure` asks
-    otherwise; then they are kept with the checkpoints, and a resumed run plans as the interrupted one did. A file with costs
-    of a whole pipeline is taken as it is.
+    Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run, and
+    are those of the run's precision whatever that of a profile. Times vary, so they are formulas, or those of the profile that
+    `--epp-costs` names, unless `--epp-costs measure` asks otherwise; then they are kept with the checkpoints, and a resumed run
+    plans as the interrupted one did. A file with costs of a whole pipeline is taken as it is, so one of another precision is
+    refused.
 
     Args:
         args: Megatron's arguments.
@@ -52,12 +53,13 @@ def pipeline_costs(
     """
     source = _stored(args)
     stored = None if source is None else load_costs(str(source))
+    token_bytes = message_bytes(next(iter(stages.values())))
     if isinstance(stored, PipelineCosts):
         share = stored.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
-        return _of_first(replace(_check(stored, str(source), len(placement)), fragmentation_share=share))
+        return _of_first(replace(_check(stored, str(source), len(placement), token_bytes), fragmentation_share=share))
     profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     layers = _by_stage({number: stage.num_layers for number, stage in stages.items()}, links)
-    base = profile.costs(layers, replicas=args.data_parallel_size)
+    base = _with_bytes(profile.costs(layers, replicas=args.data_parallel_size), token_bytes)
     link, offloads = Link(base.message_latency_us, base.message_us_per_byte), args.epp_offload == "on"
     with _undisturbed(stages.values()):
         found = {number: _measured_bytes(args, stage, base.stages[number]) for number, stage in stages.items()}
@@ -96,8 +98,7 @@ def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
-    if stage.block_loss is not None:
-        base = _by_blocks(base, stage.block_loss.workspace_bytes)
+    base = replace(base, workspace_bytes=0) if stage.block_loss is None else _by_blocks(base, stage.block_loss.workspace_bytes)
     return replace(measure_bytes(stage, base), static=_static(args, stage))
 
 
@@ -146,10 +147,30 @@ def _with_messages(costs: StageCosts, link: Link, neighbours: int) -> StageCosts
     return replace(costs, extra_forward=costs.extra_forward + handling, extra_backward=costs.extra_backward + handling)
 
 
-def _check(costs: PipelineCosts, source: str, num_stages: int) -> PipelineCosts:
+def _check(costs: PipelineCosts, source: str, num_stages: int, token_bytes: float) -> PipelineCosts:
     if len(costs.stages) != num_stages:
         raise EppError(f"{source} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}; measure again")
+    if not math.isclose(costs.hidden_bytes_per_token, token_bytes):
+        raise EppError(f"{source} has {_other_bytes(costs, token_bytes)}: measure again (--epp-costs measure)")
     return costs
+
+
+def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
+    """Of a profile, with messages as they are."""
+    if not math.isclose(costs.hidden_bytes_per_token, token_bytes) and dist.get_rank() == 0:
+        logger.warning(
+            "profile %s has %s: bytes are measured on the model, but times are the profile's (or --epp-costs measure)",
+            costs.name,
+            _other_bytes(costs, token_bytes),
+        )
+    return replace(costs, hidden_bytes_per_token=token_bytes)
+
+
+def _other_bytes(costs: PipelineCosts, token_bytes: float) -> str:
+    return (
+        f"costs of messages of {costs.hidden_bytes_per_token:g} bytes per token where this run's take {token_bytes:g}, so they "
+        "are of another precision (--bf16, --fp16), --hidden-size or number of ranks that share a layer"
+    )
 
 
 def _by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:

@@ -41,7 +41,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
             extra_weight_bytes_per_token=for_all - for_layers,
             extra_weight=costs.extra_weight if for_all > for_layers else Line(),
         )
-    least = _message_bytes(stage)
+    least = message_bytes(stage)
     costs = replace(costs, recomputed_layer_bytes_per_token=least)
     base = _held(stage, Recompute(whole=layers))
     if layers == 0:
@@ -54,15 +54,27 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         kept = least + (found.kept - base.kept) / (1 if alike else layers)
         return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + found.surge if alike else None)
 
+    plain = at(Level(Line(), 0.0), "")
     costs = replace(
         costs,
-        layer_bytes_per_token=at(Level(Line(), 0.0), "").bytes_per_token,
+        layer_bytes_per_token=plain.bytes_per_token,
+        full_bytes_per_token=plain.full_bytes_per_token,
         linear=costs.linear and at(costs.linear, "linear"),
         mlp=costs.mlp and at(costs.mlp, "mlp"),
         extra_bytes_per_token=max(0.0, base.kept - layers * least),
         head_bytes_per_token=base.head,
     )
-    return _with_slices(stage, costs, alike)
+    splits = stage.weights is not None
+    if splits and alike:
+        surge = _held(stage, _with("", 1, whole=layers - 1), keep_weights=True).surge
+        costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + surge)
+    kv, gradient, left = _of_slices(stage)
+    costs = replace(costs, kv_bytes_per_token=kv, kv_gradient_bytes_per_token=gradient)
+    if alike and gradient:
+        costs = replace(costs, attended_bytes_per_token=least + left + kv)
+    if splits and alike and gradient:
+        costs = replace(costs, apart_attended_bytes_per_token=least + _of_slices(stage, keep_weights=True)[2] + kv)
+    return costs
 
 
 def _with(level: str, count: int, whole: int = 0) -> Recompute:
@@ -84,12 +96,14 @@ class Held(NamedTuple):
     surge: float
 
 
-def _held(stage: MegatronStage, recompute: Recompute) -> Held:
+def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
     with meter, _LastLayer(stage, meter) as last:
         _, output, context = forward(stage, chunk, recompute=recompute)
         kept = meter.live_bytes
-        backward(stage, output, context)
+        backward(stage, output, context, keep_weights)
+    if keep_weights:
+        stage.weight(0)
     sizes = kept, kept - last.begin_bytes, last.peak_bytes - last.begin_bytes
     return Held(*(size / chunk.num_tokens for size in sizes))
 
@@ -98,11 +112,13 @@ class _LastLayer:
     """Looks at a meter while the backward of a stage's last layer runs, which is the first to do so.
 
     Attributes:
+        runs: it runs now.
         begin_bytes: live when the gradient of the layer's output is there.
         peak_bytes: the most until that of its input is.
     """
 
     def __init__(self, stage: MegatronStage, meter: SavedTensors) -> None:
+        self.runs = False
         self.begin_bytes = self.peak_bytes = 0
         self._layers, self._meter = stage.decoder.layers, meter
         self._hooks: list[RemovableHandle] = []
@@ -124,26 +140,31 @@ class _LastLayer:
         (output if isinstance(output, Tensor) else output[0]).register_hook(self._begin)
 
     def _begin(self, _: Tensor) -> None:
+        self.runs = True
         self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
 
     def _end(self, _: Tensor) -> None:
+        self.runs = False
         self.peak_bytes = self._meter.peak_bytes
 
 
-def _with_slices(stage: MegatronStage, costs: StageCosts, alike: bool) -> StageCosts:
-    """With what the keys and values of a sequence take and what their gradient does, and what is left of a layer when that is
-    there: two slices, of which the last runs backward and meets the gradient first in its last layer.
+def _of_slices(stage: MegatronStage, keep_weights: bool = False) -> tuple[float, float, float]:
+    """Two slices of a sequence, of which the last runs backward and meets the gradient of keys and values in its last layer.
+
+    Returns:
+        bytes per token of a layer's keys and values, of their gradient, and of what is there of the last layer, at the most and
+        above what was there when it came, when the gradient is, which does not count.
     """
     (segment,) = bytes_chunk(stage).segments
-    tokens, relay, met = segment.end, stage.relay, []
+    tokens, relay, left_bytes = segment.end, stage.relay, [0]
 
     def cached() -> int:
         """Bytes of the relay. That they have grown in a backward is seen while what attention kept is still there."""
-        if relay.num_bytes > cache_bytes and not met:
-            met.append(meter.live_bytes)
+        if last.runs and relay.num_bytes > cache_bytes:
+            left_bytes.append(meter.live_bytes - last.begin_bytes)
         return relay.num_bytes
 
-    cache_bytes, runs = 1 << 62, []
+    cache_bytes, runs = 0, []
     meter = SavedTensors(stage.parameters, cached)
     with meter, _LastLayer(stage, meter) as last:
         for start in (0, tokens):
@@ -152,22 +173,16 @@ def _with_slices(stage: MegatronStage, costs: StageCosts, alike: bool) -> StageC
             _, *run = forward(stage, chunk, view, Recompute(whole=stage.num_layers))
             runs.append(run)
         cache_bytes = relay.num_bytes
+        backward(stage, *runs.pop(), keep_weights)
+        gradient_bytes, most = relay.num_bytes - cache_bytes, max(left_bytes[1:], default=0)
+        if keep_weights:
+            stage.weight(0)
         backward(stage, *runs.pop())
-        begin_bytes, gradient_bytes = last.begin_bytes, relay.num_bytes - cache_bytes
-        backward(stage, *runs.pop())
-    if not met:  # no layer attends
-        return replace(costs, kv_bytes_per_token=0.0, kv_gradient_bytes_per_token=0.0)
-    kv = cache_bytes / (stage.num_layers * size_class(2 * tokens))
-    left = costs.recomputed_layer_bytes_per_token + (met[0] - begin_bytes) / tokens + kv
-    return replace(
-        costs,
-        kv_bytes_per_token=kv,
-        kv_gradient_bytes_per_token=gradient_bytes / (stage.num_layers * 2 * tokens),
-        attended_bytes_per_token=left if alike else None,
-    )
+    of_layer = stage.num_layers * 2 * tokens
+    return cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens), gradient_bytes / of_layer, most / tokens
 
 
-def _message_bytes(stage: MegatronStage) -> float:
+def message_bytes(stage: MegatronStage) -> float:
     """Per token, which is what a layer is given."""
     shape, dtype, _ = stage.message(_TOKENS * stage.token_multiple)
     return math.prod(shape) * dtype.itemsize / (_TOKENS * stage.token_multiple)

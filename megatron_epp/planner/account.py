@@ -51,6 +51,7 @@ class _Stage:
         self.gone, self.comes = (gradient * work.first).tolist(), (gradient * work.last).tolist()
         self.head: list[int] = costs.head_bytes(stage, work).tolist()
         self.stays: list[int] = costs.weight_bytes(stage, work).tolist()
+        self.of_layer: list[int] = costs.layer_weight_bytes(stage, work).tolist()
         used = {"", *(name for r in set(self.recompute) for name, count in zip(LEVELS, r, strict=True) if count)}
         self.layers = {level: _layers(costs, stage, work, level) for level in used}
         steps = {step.action: step for step in plan.ranks[plan.placement[stage]]}
@@ -78,50 +79,54 @@ class _Stage:
         return ({}, moved) if op is Op.O else (moved, {})
 
     def _backward(self, step: AnyStep, c: int) -> tuple[Items, Items]:
-        stays = self.stays[c] if c in self.split else 0
-        beside = max(0, stays - sum(self.kept[c].values()))
-        takes = self._risen(c, step.alloc_bytes - beside)
-        takes[item.WEIGHT_INPUTS] = beside
+        apart = c in self.split
+        takes = self._risen(c, step.alloc_bytes, apart)
         left = Counter({item.CACHE: -self.opened[c], item.CACHE_GRADIENT: self.comes[c] - self.gone[c]})
         left.subtract(self.kept[c])
-        left[item.WEIGHT_INPUTS] += stays
+        left[item.WEIGHT_INPUTS] += self.stays[c] if apart else 0
         gives = Counter(takes)
         gives.subtract(left)
         return takes, gives
 
-    def _risen(self, c: int, risen: int) -> dict[str, int]:
+    def _risen(self, c: int, risen: int, apart: bool) -> dict[str, int]:
         """What a backward holds, where it holds most, above what is live when it starts: see `planner.inner.memory.risen`."""
-        if risen <= 0:
-            return {item.HEAD: risen}
+        of_layer = self.of_layer[c] if apart else 0
         live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0)})
-        found, most = live, 0
+        live[item.WEIGHT_INPUTS] = self.stays[c] - self.num_layers * of_layer if apart else 0
+        found, most = Counter({item.HEAD: 0}), 0
         for number in reversed(range(self.num_layers)):
             level = self.recompute[c].level(number)
-            layer = self.layers[level][c]
-            own = item.LEVEL_ITEMS.get(level, item.LAYERS)
-            there = Counter(live)
+            layer, own = self.layers[level][c], item.LEVEL_ITEMS.get(level, item.LAYERS)
+            there, of_weights = Counter(live), layer.apart - layer.peak if apart else 0
             there[item.RECOMPUTED if level else own] += layer.peak - layer.kept - layer.gradient
             there[item.CACHE_GRADIENT] += layer.gradient
+            there[item.WEIGHT_INPUTS] += of_weights
             if there.total() > most:
                 found, most = there, there.total()
             live[own] -= layer.kept
-            live[item.CACHE_GRADIENT] += -(-self.comes[c] // self.num_layers)
+            live[item.WEIGHT_INPUTS] += of_layer
+            live[item.CACHE] -= self.opened[c] // self.num_layers
+            live[item.CACHE_GRADIENT] -= (self.gone[c] - self.comes[c]) // self.num_layers
+        if risen > most + self.num_layers + 1 and live.total() > most:  # all of it is there only in the end
+            found = live
         return _filled(dict(found), risen, item.RECOMPUTED if self.recompute[c].num_layers else item.LAYERS)
 
 
 class _Layer(NamedTuple):
-    """Bytes of one layer and chunk: kept to the backward, the most while that runs, and of these the gradient of its keys and
-    values.
+    """Bytes of one layer and chunk: kept to the backward; the most while that runs, and of these the gradient of its keys and
+    values; and the most where it keeps what weight gradients need.
     """
 
     kept: int
     peak: int
     gradient: int
+    apart: int
 
 
 def _layers(costs: Costs, stage: int, work: ChunkWork, level: str) -> list[_Layer]:
     """Of every chunk, where the layer recomputes at a level."""
-    columns = costs.layer_bytes(stage, work, level), *costs.layer_peak_bytes(stage, work, level)
+    apart, _ = costs.layer_peak_bytes(stage, work, level, apart=True)
+    columns = costs.layer_bytes(stage, work, level), *costs.layer_peak_bytes(stage, work, level), apart
     return [_Layer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 

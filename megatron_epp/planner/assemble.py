@@ -69,7 +69,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
             tuple(tables.recompute(stage, c, taken) for c, taken in enumerate(row)) for stage, row in enumerate(made.layers)
         ),
         recompute_us=recompute_times(tables, made.layers),
-        offload_share=made.offload or ((0.0,) * len(made.chunks),) * problem.num_stages,
+        offload_share=tuple(tuple(writer.share(s, c) for c in range(len(made.chunks))) for s in range(problem.num_stages)),
         ranks=tuple(tuple(map(writer.step, *row)) for row in zip(made.order, *sizes, strict=True)),
         copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
@@ -103,6 +103,13 @@ class _Writer:
     def step(self, action: Action, takes: int, gives: int) -> Step:
         op, stage, c = action
         return Step(action, self.times_us[op][stage][c], takes, gives)
+
+    def share(self, stage: int, c: int) -> float:
+        """Of the kept bytes, what is moved: what was decided, or what least there is to move."""
+        share = self.offload[stage][c] if self.offload else 0.0
+        kept = self.tables.kept_bytes(stage, c, self.layers[stage][c])
+        moved = moved_bytes(self.tables, self.layers, stage, c, share)
+        return share if moved == int(kept * share) else moved / kept
 
     def copy(self, action: Action, after: Action | None) -> Copy:
         op, stage, c = action

@@ -68,8 +68,11 @@ def split_off(order: Order) -> set[tuple[int, int]]:
 
 
 def moved_bytes(tables: Tables, layers: Layers, stage: int, c: int, share: float) -> int:
-    """What an offload of a share of a chunk's kept bytes moves."""
-    return int(tables.kept_bytes(stage, c, layers[stage][c]) * share)
+    """What an offload of a share of a chunk's kept bytes moves, and at least the input of a layer: to split one tensor takes
+    room that another has made by leaving whole (see `runtime.offload.choose`).
+    """
+    kept = tables.kept_bytes(stage, c, layers[stage][c])
+    return max(int(kept * share), min(kept, tables.layer_input[stage][c])) if share > 0.0 else 0
 
 
 def makespan_us(order: Order | Codes, tables: Tables, layers: Layers) -> float:

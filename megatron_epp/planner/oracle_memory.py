@@ -23,8 +23,6 @@ SIZES = (
     "saved",
     "forward_alloc",
     "backward_net",
-    "backward_first",
-    "backward_last",
     "weight_bytes",
 )
 """Columns of `Tables` that the account is made of."""
@@ -62,6 +60,10 @@ class Memory:
             name: [[size / cap for size in row] for row, cap in zip(getattr(tables, name), caps, strict=True)] for name in SIZES
         }
         self.size = orders.size
+        self.ends = {
+            apart: [[[size / cap for size in tables.at_ends(s, c, apart)] for c in orders.size] for s, cap in enumerate(caps)]
+            for apart in (False, True)
+        }
         self._recomputed: dict[tuple[int, int, Item], Linear] = {}
         self._needs: dict[tuple[int, int], list[Linear]] = {}
 
@@ -182,11 +184,8 @@ class Memory:
 
     def _needs_of(self, s: int, c: int) -> Iterator[Linear]:
         size = {name: rows[s][c] for name, rows in self.sizes.items()}
-        stays = size["weight_bytes"] * self.orders.split[s][c]
-        beside = NEVER  # what stays for the weight gradient, as far as what was kept does not cover it
-        if stays.terms:
-            beside = self.model.variable(0.0, size["weight_bytes"])
-            self.model.at_least(beside - stays + self.kept(s, c))
+        split = self.orders.split[s][c]
+        stays = size["weight_bytes"] * split
         most, made = self.tables.num_layers[s], NEVER
         if most and size["saved"] > 0.0:
             everything = self.layers[s][c]
@@ -194,7 +193,8 @@ class Memory:
                 everything = self.model.variable(0.0, 1.0)
                 self.model.at_most(self.layers[s][c] - everything, most - 1)
             made = size["saved"] * everything
-        yield beside
-        yield beside + made + size["backward_first"]
-        yield beside - self.kept(s, c) + size["backward_last"]
+        (first, last), (first_apart, last_apart) = (self.ends[apart][s][c] for apart in (False, True))
+        yield NEVER
+        yield made + first + (first_apart - first) * split
+        yield last + (last_apart - last) * split - self.kept(s, c)
         yield stays - self.kept(s, c) + size["backward_net"]

@@ -134,7 +134,8 @@ class Orders:
     def _profile(self, c: int) -> tuple[float, ...]:
         t = self.tables
         times = [row[c] for row in (*t.forward_us, *t.backward_us, *t.layer_us, *t.weight_us, *t.hops)]
-        kept = [row[c] for row in (*t.activation, *t.saved, *t.weight_bytes, *t.backward_first, *t.backward_last)]
+        kept = [row[c] for row in (*t.activation, *t.saved, *t.weight_bytes)]
+        kept += [size for s in range(len(self.items)) for apart in (False, True) for size in t.at_ends(s, c, apart)]
         more = [row[c] for row in (*t.forward_alloc, *t.forward_free, *t.backward_net)]
         return *times, *kept, *more
 

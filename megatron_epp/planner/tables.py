@@ -47,14 +47,18 @@ class Tables:
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
         activation: kept from forward to backward with nothing recomputed.
         rungs: of the ladders of recompute, first to last. What planners call layers, where they have rungs, are steps taken.
+        layer_input: of the chunk, what a layer that recomputes whole keeps.
         forward_alloc, forward_free: of the forward, `activation` apart: caches of keys and values, and in a forward-only plan
             what is gone at its end.
         backward_head: what a backward lets go before it reaches the layers.
-        backward_passed: what it lets go with each layer that keeps everything, less the gradient of keys and values that comes.
+        backward_passed: what it lets go with each layer that keeps everything, with keys and values and their gradient if it is
+            the sequence's first slice, less their gradient if it is the last.
         backward_surge: what it makes at such a layer, at the most, above what was there when it came.
         backward_net: what a backward leaves behind, without the activations it frees: gradients of keys and values, opened or
             closed.
         weight_bytes: of what the backward keeps for a weight gradient that is split off.
+        weight_layer: of these, one layer's.
+        weight_surge: as `backward_surge`, of a backward that keeps them.
         static: bytes of each rank held throughout, and what the pass that takes most needs while it runs, as if it were.
         rank_of: the rank of each stage.
         stages_of: the stages of each rank.
@@ -71,6 +75,7 @@ class Tables:
     hops: Times
     activation: Sizes
     rungs: tuple[RungRows, ...]
+    layer_input: Sizes
     forward_alloc: Sizes
     forward_free: Sizes
     backward_head: Sizes
@@ -78,6 +83,8 @@ class Tables:
     backward_surge: Sizes
     backward_net: Sizes
     weight_bytes: Sizes
+    weight_layer: Sizes
+    weight_surge: Sizes
     static: tuple[int, ...]
     rank_of: tuple[int, ...]
     stages_of: tuple[tuple[int, ...], ...]
@@ -107,24 +114,19 @@ class Tables:
         """Of the first rung: where whole layers are the only level, added to the backward by each that recomputes."""
         return self.rungs[0].layer_us
 
-    @property
-    def backward_first(self) -> Sizes:
-        """Where whole layers are the only level: what there is at the most at the first layer that a backward comes to, above
-        what was there when it started; a layer that recomputes adds `saved`.
+    def at_ends(self, stage: int, chunk: int, apart: bool) -> tuple[int, int]:
+        """Where whole layers are the only level: the most that a backward holds at the layer that it comes to first, where a
+        layer that recomputes adds `saved`, above what is live when it starts; and at the one that it comes to last, of the
+        chunk and what it makes, whatever was recomputed. See `inner.memory.risen`.
         """
-        rows = zip(self.backward_surge, self.backward_head, strict=True)
-        return [[surge - head for surge, head in zip(*row, strict=True)] for row in rows]
-
-    @property
-    def backward_last(self) -> Sizes:
-        """Where whole layers are the only level: what there is at the most at the last layer, of the chunk's activations and
-        the gradient of keys and values, whatever was recomputed.
-        """
-        rows = zip(self.num_layers, self.activation, self.backward_first, self.backward_passed, strict=True)
-        return [
-            [kept + first - max(0, layers - 1) * passed for kept, first, passed in zip(*row, strict=True)]
-            for layers, *row in rows
-        ]
+        first, passed = -self.backward_head[stage][chunk], self.backward_passed[stage][chunk]
+        layers, surge = self.num_layers[stage], self.backward_surge[stage][chunk]
+        if apart:
+            of_layer, surge = self.weight_layer[stage][chunk], self.weight_surge[stage][chunk]
+            first += self.weight_bytes[stage][chunk] - layers * of_layer
+            passed -= of_layer
+        first += surge
+        return first, self.activation[stage][chunk] + first - max(0, layers - 1) * passed
 
     def recompute(self, stage: int, chunk: int, taken: int) -> Recompute:
         """What so many steps on the ladder come to."""
@@ -231,19 +233,21 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
     if problem.forward_only:
         passing = costs.transient_bytes(stage, work)
-        kept = weight = head = passed = surge = net = none
+        kept = weight = of_layer = head = passed = surge = apart = net = none
         forward_alloc, forward_free = opened + passing, closed + passing
     else:
         kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
         comes = np.where(work.last, gradient, 0)
         layer, head = costs.layer_bytes(stage, work), costs.head_bytes(stage, work)
-        passed = layer + -comes // max(1, costs.num_layers[stage])
-        surge = costs.layer_peak_bytes(stage, work)[0] - layer
-        weight = costs.weight_bytes(stage, work)
+        goes = np.where(work.first, cache + gradient, 0)
+        passed = layer + (goes - comes) // max(1, costs.num_layers[stage])
+        surge, apart = (costs.layer_peak_bytes(stage, work, apart=split)[0] - layer for split in (False, True))
+        weight, of_layer = costs.weight_bytes(stage, work), costs.layer_weight_bytes(stage, work)
         forward_alloc, forward_free = opened, none
-        net = comes - opened - np.where(work.first, gradient, 0)
+        net = comes - goes
     return {
         "activation": kept,
+        "layer_input": costs.layer_bytes(stage, work, "whole"),
         "forward_alloc": forward_alloc,
         "forward_free": forward_free,
         "backward_head": head,
@@ -251,4 +255,6 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         "backward_surge": surge,
         "backward_net": net,
         "weight_bytes": weight,
+        "weight_layer": of_layer,
+        "weight_surge": apart,
     }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_epp.planner.evaluate import Layers, backward_times, play
+from megatron_epp.planner.inner.memory import risen
 from megatron_epp.planner.memory import held_bytes, levels
 from megatron_epp.planner.offload import Offload, away_bytes, peaks_beside, timed
 from megatron_epp.planner.order import Order
@@ -68,15 +69,16 @@ def _room(
 ) -> list[list[tuple[int, int]]]:
     """For each action, the bytes left beside it, and what a backward without its weight gradient takes of them meanwhile."""
     found = []
-    held, (_, gives) = held_bytes(order, tables, layers), levels(order, tables, layers)
-    for rank, actions in enumerate(order):
+    held, sizes = held_bytes(order, tables, layers), levels(order, tables, layers)
+    for rank, (actions, takes, gives) in enumerate(zip(order, *sizes, strict=True)):
         left = caps[rank] - held[rank] + np.array(away[rank] if away else 0)
         row = []
-        for (op, stage, c), free, given in zip(actions, left.tolist(), gives[rank], strict=True):
+        for (op, stage, c), free, taken, given in zip(actions, left.tolist(), takes, gives, strict=True):
             extra = 0
             if op is Op.B:
-                waits = tables.weight_bytes[stage][c]
-                extra = max(0, waits - tables.kept_bytes(stage, c, layers[stage][c]), waits - given)
+                item = stage * tables.columns.num_chunks + c
+                rise = int(risen(tables.columns, item, layers[stage][c], True))
+                extra = max(0, rise - taken, tables.weight_bytes[stage][c] - given)
             row.append((free, extra))
         found.append(row)
     return found

@@ -16,7 +16,7 @@ COMMON = shlex.split(
     "--calculate-per-token-loss --epp --epp-measure-memory --epp-trace 1"
 )
 SHAPE = ModelShape(
-    num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=VOCABULARY, bytes_per_value=4
+    num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=VOCABULARY, bytes_per_value=2
 )
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -31,7 +31,7 @@ FREE = "three slices"
 BLOCKS = "three slices, loss by blocks"
 OFFLOADED = "offloaded"
 FAST_HOST = "FAST_HOST"
-"""Stands for a file: costs of a machine that computes slowly and copies fast."""
+"""Stands for a file: a profile of a machine that computes slowly and copies fast, in bf16 while the run is in fp32."""
 TOKENS_SHARED = "one stage on two ranks that share tokens and have the same keys"
 
 PIPELINES = {

@@ -4,7 +4,6 @@ Measured is what autograd keeps on the device, each storage once, and the KV rel
 """
 
 import json
-import statistics
 import sys
 from pathlib import Path
 
@@ -32,12 +31,17 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_no_plan_holds_more_than_it_says_nor_less_by_three_in_a_hundred(runs, name):
+    """A load that waits for an offload to give its memory back is issued behind the action that both lie within by their times:
+    so a plan with copies may hold less than it says, but not less than by the order of its actions.
+    """
     for lines in runs[name]:
-        ratios = [line["measured"] / line["planned"] for line in lines]
+        ratios = [line["measured"] / line["in_order"] for line in lines]
         print(f"\n{name}, {len(lines)} plans: measured over planned {min(ratios):.4f} to {max(ratios):.4f}")
         assert len(lines) > 5 * BATCHES
         assert max(line["measured"] - line["planned"] for line in lines) <= SCALARS_BYTES
         assert min(ratios) >= 0.97
+        assert all(line["in_order"] == line["planned"] for line in lines if not line["share"])
+        assert max(line["in_order"] - line["planned"] for line in lines) <= 0
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -46,17 +50,17 @@ def test_nothing_is_left_on_the_device_or_at_the_host(runs, name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_was_planned_is_at_the_host_but_for_the_part_of_a_storage(runs, name):
-    """Storages move whole, and as many as free what was planned; of recomputed layers there are few, and large ones."""
-    moved = [line for lines in runs[name] for line in lines if line["planned_host"]]
-    assert min(line["host"] / line["planned_host"] for line in moved) > 0.97
-    assert statistics.median(line["host"] / line["planned_host"] for line in moved) < 1.1
+def test_the_host_has_what_was_planned_to_three_in_a_hundred(runs, name):
+    ratios = [line["host"] / line["planned_host"] for lines in runs[name] for line in lines if line["planned_host"]]
+    print(f"\n{name}, {len(ratios)} plans with copies: at the host over planned {min(ratios):.4f} to {max(ratios):.4f}")
+    assert min(ratios) >= 0.97
+    assert max(ratios) <= 1.03
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_plans_had_every_level_alone_and_beside_others_and_copies(runs, name):
     seen = {again for lines in runs[name] for line in lines for again in line["recompute"]}
-    assert {f"4 {level}" for level in LEVELS} <= seen
+    assert any({f"{layers} {level}" for level in LEVELS} <= seen for layers in (2, 4))
     assert any("+" in again for again in seen)
     assert len({line["share"] for lines in runs[name] for line in lines}) > BATCHES
 

@@ -19,6 +19,8 @@ from synthetic_documents import documents_of, write_pair
 from megatron_epp.schedule import Plan
 from megatron_epp.schedule.serialize import load
 
+SCALARS_BYTES = 64
+"""Of the loss, which no cost per token has."""
 WORKER = Path(__file__).with_name("memory_worker.py")
 
 
@@ -55,7 +57,7 @@ def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], 
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, settings in PIPELINES.items() for name in settings])
-def test_measured_activations_are_within_a_tenth_of_the_plans(
+def test_measured_activations_are_what_the_plans_say_and_no_more(
     report_of: Callable[[int, str], Report], ranks: int, name: str
 ) -> None:
     report = report_of(ranks, name)
@@ -64,7 +66,8 @@ def test_measured_activations_are_within_a_tenth_of_the_plans(
     print(f"\n{ranks} stages, {name}: measured over planned {min(ratios):.4f} to {max(ratios):.4f}")
     assert report.plan.num_ranks == (1 if name == TOKENS_SHARED else ranks)
     assert len(pairs) == report.plan.num_ranks * ITERATIONS
-    assert all(0.9 <= ratio <= 1.1 for ratio in ratios), pairs
+    assert min(ratios) >= 0.97, pairs
+    assert max(measured - planned for planned, measured in pairs) <= SCALARS_BYTES
 
 
 @pytest.mark.parametrize("ranks", list(PIPELINES))

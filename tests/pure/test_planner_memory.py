@@ -194,6 +194,9 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
         layer_bytes_per_token=layer,
         attended_bytes_per_token=draw.choice([None, attended]),
         kv_gradient_bytes_per_token=draw.choice([None, 2 * kv]),
+        weight_bytes_per_token=(weight := draw.randint(0, 20)),
+        extra_weight_bytes_per_token=draw.randint(0, 9),
+        apart_bytes_per_token=draw.choice([None, layer + weight // 2]),
         recomputed_layer_bytes_per_token=whole,
         linear=replace(own.linear, bytes_per_token=linear),
         mlp=replace(own.mlp, bytes_per_token=mlp, full_bytes_per_token=draw.randint(int(mlp), int(layer))),
@@ -203,15 +206,17 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
     tables = tabulate(chunks, problem((40, 30), len(costs.stages)), costs, LEVELS)
     work = work_of(chunks, (40, 30))
     for c in range(len(chunks)):
-        comes = int(costs.gradient_bytes(0, work)[c]) // 3 if c == 1 else 0
-        for taken in range(int(tables.columns.most[c]) + 1):
+        gradient, cache = int(costs.gradient_bytes(0, work)[c]), int(costs.cache_bytes(0, work)[c])
+        comes = [-(gradient + cache) // 3, gradient // 3, 0][c]
+        for taken, apart in itertools.product(range(int(tables.columns.most[c]) + 1), (False, True)):
             recompute = tables.recompute(0, c, taken)
             start = most = tables.kept_bytes(0, c, taken)
+            stays = int(costs.layer_weight_bytes(0, work)[c]) if apart else 0
             held = start - int(costs.head_bytes(0, work)[c])
+            held += int(costs.weight_bytes(0, work)[c]) - 3 * stays if apart else 0
             for layer in reversed(range(3)):
                 level = recompute.level(layer)
-                kept = int(costs.layer_bytes(0, work, level)[c])
-                held += int(costs.layer_peak_bytes(0, work, level)[0][c]) - kept
-                most = max(most, held)
-                held += comes - int(costs.layer_peak_bytes(0, work, level)[0][c])
-            assert risen(tables.columns, c, taken) == most - start
+                kept, peak = costs.layer_bytes(0, work, level), costs.layer_peak_bytes(0, work, level, apart=apart)[0]
+                most = max(most, held + int(peak[c] - kept[c]))
+                held += comes - int(kept[c]) + stays
+            assert risen(tables.columns, c, taken, apart) == most - start

@@ -80,8 +80,8 @@ def _solve(
             room = (caps[p] - level) / UNIT_BYTES - margin
             saved, own = tables.saved[p][c] / UNIT_BYTES, count[place[c]]
             kept = tables.activation[p][c] / UNIT_BYTES
-            first = kept + tables.backward_first[p][c] / UNIT_BYTES
-            last = max(tables.backward_last[p][c], tables.backward_net[p][c]) / UNIT_BYTES
+            at_first, at_last = tables.at_ends(p, c, apart=False)
+            first, last = kept + at_first / UNIT_BYTES, max(at_last, tables.backward_net[p][c]) / UNIT_BYTES
             relief = total(count[place[u]] * (tables.saved[p][u] / UNIT_BYTES) for u in others)
             if last > room:
                 model.at_most(last - relief, room)

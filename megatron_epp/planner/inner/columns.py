@@ -53,6 +53,8 @@ class Columns(NamedTuple):
     surge: Integers
     net: Integers
     weight_bytes: Integers
+    weight_layer: Integers
+    weight_surge: Integers
 
 
 def columns_of(tables: Tables) -> Columns:
@@ -100,6 +102,8 @@ def columns_of(tables: Tables) -> Columns:
         surge=sizes(tables.backward_surge),
         net=sizes(tables.backward_net),
         weight_bytes=sizes(tables.weight_bytes),
+        weight_layer=sizes(tables.weight_layer),
+        weight_surge=sizes(tables.weight_surge),
     )
 
 

@@ -16,27 +16,40 @@ def kept(columns: Columns, item: int, taken: int) -> int:
 
 
 @compiled
-def risen(columns: Columns, item: int, taken: int) -> int:
+def risen(columns: Columns, item: int, taken: int, apart: bool) -> int:
     """The most that a chunk's backward holds above what is live when it starts, after so many steps on the ladder.
 
     A backward goes through the stage from its end. What the head kept goes first. At each layer there is more for a while: what
-    recompute makes again, or the gradient of its keys and values, of which the latter stays. Then what the layer kept goes. The
-    layers with fewest steps come first. Of layers with as many steps all are alike, so the most is held at the first or at the
-    last of them; and as those that come later keep less, the last of the former is never the one.
+    recompute makes again, or the gradient of its keys and values, of which the latter stays. Then what the layer kept goes, and
+    with a sequence's first slice its keys and values and their gradient.
+
+    The layers with fewest steps come first. Of layers with as many steps all are alike, so the most is held at the first or at
+    the last of them; and as those that come later keep less, the last of the former is never the one.
+
+    Args:
+        apart: it keeps what weight gradients need, of the head and of every layer that it has passed.
     """
     layers = columns.layers[item]
-    if layers == 0:
-        return 0
-    full, rest, rung = taken // layers, taken % layers, item * columns.num_rungs
+    full, rest, rung = (taken // layers, taken % layers, item * columns.num_rungs) if layers > 0 else (0, 0, 0)
     live, passed, surge = -columns.head[item], columns.passed[item], columns.surge[item]
+    if apart:
+        live += columns.weight_bytes[item] - layers * columns.weight_layer[item]
+        passed -= columns.weight_layer[item]
+        surge = columns.weight_surge[item]
+    if layers == 0:
+        return max(0, live)
     for at in range(rung, rung + full):
         passed -= columns.saved[at]
-        surge += columns.saved[at] + columns.fuller[at]
+        surge += columns.saved[at]
+        if not apart:
+            surge += columns.fuller[at]
     most = max(0, live + surge)
     if rest > 0:
         live -= (layers - rest) * passed
         passed -= columns.saved[rung + full]
-        surge += columns.saved[rung + full] + columns.fuller[rung + full]
+        surge += columns.saved[rung + full]
+        if not apart:
+            surge += columns.fuller[rung + full]
         most = max(most, live + surge)
         return max(most, live - (rest - 1) * passed + surge)
     return max(most, live - (layers - 1) * passed + surge)
@@ -44,11 +57,11 @@ def risen(columns: Columns, item: int, taken: int) -> int:
 
 @compiled
 def own(columns: Columns, item: int, taken: int) -> int:
-    """The most that a backward and its chunk's activations hold together.
+    """The most that a backward and its chunk's activations hold together, where it computes weight gradients itself.
 
     It never grows with the steps taken, but where those layers that climb are fuller while their own backward runs.
     """
-    return max(kept(columns, item, taken) + risen(columns, item, taken), columns.net[item])
+    return max(kept(columns, item, taken) + risen(columns, item, taken, False), columns.net[item])
 
 
 @compiled
@@ -86,7 +99,7 @@ def levels(actions: Integers, columns: Columns, layers: Integers, split: Integer
         elif op == BACKWARD:
             held = columns.weight_bytes[item] if split[item] else 0
             growth = columns.net[item] - stays + held
-            takes[at] = max(risen(columns, item, layers[item]) + max(0, held - stays), growth)
+            takes[at] = max(risen(columns, item, layers[item], split[item] != 0), growth)
             gives[at] = takes[at] - growth
         else:
             takes[at] = 0
