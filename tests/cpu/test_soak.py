@@ -1,4 +1,4 @@
-"""A thousand iterations leave nothing behind: no cache, no tensor, no memory."""
+"""Thousands of iterations leave nothing behind: no cache, no tensor, no memory."""
 
 import gc
 import random
@@ -13,7 +13,7 @@ from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.schedule import Op
 
-ITERATIONS, WARM_UP = 1000, 300
+ITERATIONS, WARM_UP = 2000, 600
 STAGES = 2
 """On one rank, so that hidden states and gradients are handed on too."""
 
@@ -42,7 +42,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_a_thousand_iterations_leave_nothing_behind(one_thread):
+def test_thousands_of_iterations_leave_nothing_behind(one_thread):
     batches = [(plan, batch_of(plan)) for plan in plans()]
     assert len({plan.lengths for plan, _ in batches}) > 30
     assert any(action.op is Op.W for plan, _ in batches for action in plan.actions(0))
@@ -66,4 +66,4 @@ def test_a_thousand_iterations_leave_nothing_behind(one_thread):
     assert live_tensors() == tensors
     one_cache = 2 * (LONGEST // 2) * KV_HEADS * CHANNELS * 4
     print(f"\n{ITERATIONS - WARM_UP} iterations: {grown / 1024:.0f} KiB more, a cache has {one_cache / 1024:.0f} or more")
-    assert grown < (ITERATIONS - WARM_UP) * one_cache / 2
+    assert grown < (ITERATIONS - WARM_UP) * one_cache / 4
