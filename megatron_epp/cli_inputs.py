@@ -108,6 +108,13 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         help="what a layer may recompute: itself whole, or also all but core attention, or MLP and norms (default: all)",
     )
     add_offload(memory)
+    memory.add_argument(
+        "--host-memory-gb",
+        "--epp-host-memory-gb",
+        type=positive_number,
+        metavar="GB",
+        help="host memory that --offload may take per rank, in 2^30 bytes (default: no limit)",
+    )
 
 
 def add_split_weight(group: argparse._ArgumentGroup) -> None:
@@ -125,7 +132,8 @@ def add_offload(group: argparse._ArgumentGroup) -> None:
         choices=["on", "off"],
         const="on",
         default="off",
-        help="copy activations to the host and back where that is faster than recompute (default: off)",
+        help="copy activations to the host and back where that is faster than recompute, and have keys and values of slices "
+        "there where the rest does not fit otherwise (default: off)",
     )
 
 
@@ -163,6 +171,7 @@ def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None)
         cap_bytes=(cap_bytes,) * args.stages,
         token_multiple=args.token_multiple,
         forward_only=args.forward_only,
+        host_cap_bytes=UNLIMITED_BYTES if args.host_memory_gb is None else int(args.host_memory_gb * 2**30),
     )
 
 

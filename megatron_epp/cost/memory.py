@@ -17,6 +17,7 @@ INPUTS = "stage inputs, embeddings"
 HEAD = "logits and loss"
 CACHE = "keys and values of slices"
 CACHE_GRADIENT = "gradients of keys and values"
+HOSTED = "keys and values from the host"
 RECOMPUTED = "layer being recomputed"
 WEIGHT_INPUTS = "kept for weight gradients"
 FRAGMENTATION = "fragmentation allowance"
@@ -24,7 +25,18 @@ LOSS_BLOCK = "block of the loss"
 WORKING = "layer that runs: gradients, workspace"
 MESSAGES = "messages in flight"
 
-DYNAMIC = (LAYERS, *LEVEL_ITEMS.values(), INPUTS, HEAD, CACHE, CACHE_GRADIENT, RECOMPUTED, WEIGHT_INPUTS, FRAGMENTATION)
+DYNAMIC = (
+    LAYERS,
+    *LEVEL_ITEMS.values(),
+    INPUTS,
+    HEAD,
+    CACHE,
+    CACHE_GRADIENT,
+    HOSTED,
+    RECOMPUTED,
+    WEIGHT_INPUTS,
+    FRAGMENTATION,
+)
 """Items that come and go with chunks, in the order in which reports list them."""
 
 FRAGMENTATION_SHARE = 0.05

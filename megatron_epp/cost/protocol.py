@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from megatron_epp.cost.hosting import Hosting
 from megatron_epp.cost.stage import Line, TimeColumn
 from megatron_epp.cost.work import ChunkWork, IntColumn
 from megatron_epp.schedule import Recompute
@@ -111,6 +112,10 @@ class Costs(Protocol):
         """The most there is of such a layer while its backward runs, and of that the gradient of keys and values; `apart` where
         that backward keeps what weight gradients need.
         """
+        ...
+
+    def hosting(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> Hosting:
+        """What it takes to have keys and values of slices at the host; the link is `sharing` times slower."""
         ...
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:

@@ -74,10 +74,18 @@ class ModelShape:
         return self.tensor_parallel * self.context_parallel
 
     @property
+    def kv_heads_per_tensor_rank(self) -> int:
+        return max(1, (self.num_query_groups or self.num_attention_heads) // self.tensor_parallel)
+
+    @property
     def kv_copies(self) -> int:
         """Context-parallel ranks that hold the same keys and values: a rank has whole heads, so too few are repeated."""
-        groups = max(1, (self.num_query_groups or self.num_attention_heads) // self.tensor_parallel)
-        return math.lcm(groups, self.context_parallel) // groups
+        return math.lcm(self.kv_heads_per_tensor_rank, self.context_parallel) // self.kv_heads_per_tensor_rank
+
+    @property
+    def kv_heads_on_rank(self) -> int:
+        """Heads of keys and values that a rank has inside attention."""
+        return self.kv_heads_per_tensor_rank * self.kv_copies // self.context_parallel
 
     @property
     def mlp_parameters(self) -> int:

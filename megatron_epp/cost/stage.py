@@ -15,6 +15,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_epp.cost.hosting import Hosting, hosting
 from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, NO_STATIC, WORKING, Static
 from megatron_epp.cost.work import ChunkWork, IntColumn
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
@@ -96,6 +97,7 @@ class StageCosts:
         head_bytes_per_token: of these, what backward lets go before it reaches the layers: logits, loss.
         kv_bytes_per_token: K and V of one layer.
         kv_gradient_bytes_per_token: their gradient, while it is added up; None where it takes as much.
+        kv_heads: heads of keys and values that a rank has inside attention.
         weight_bytes_per_token: what a layer's W still needs after its B: inputs and output gradients of the linear layers.
         apart_bytes_per_token: the most there is of a layer while a backward runs that keeps them; None where that is not known.
         apart_attended_bytes_per_token: the same, as `attended_bytes_per_token`.
@@ -123,6 +125,7 @@ class StageCosts:
     head_bytes_per_token: float = 0.0
     kv_bytes_per_token: float
     kv_gradient_bytes_per_token: float | None = None
+    kv_heads: int = 1
     weight_bytes_per_token: float = 0.0
     apart_bytes_per_token: float | None = None
     apart_attended_bytes_per_token: float | None = None
@@ -300,6 +303,10 @@ class PipelineCosts:
         """Keys and values of the whole sequence a chunk holds a slice of, all layers, in buffers of the sizes there are."""
         costs = self.stages[stage]
         return self._whole_bytes(costs.num_layers * costs.kv_bytes_per_token * size_classes(work.cache_tokens))
+
+    def hosting(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> Hosting:
+        """What it takes to have keys and values of slices at the host."""
+        return hosting(self, stage, work, sharing)
 
     def gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """The gradient of that sequence's keys and values, all layers. It comes with the backward of the last slice, layer by

@@ -30,6 +30,7 @@ class ChunkWork:
         sliced: the chunk holds a slice of a longer sequence (split and hybrid chunks).
         first: it holds the first slice, whose forward allocates the sequence's keys and values.
         last: it holds the last slice, whose backward allocates their gradient.
+        prefix_tokens: of that sequence, ahead of the slice.
         cache_tokens: tokens of that sequence's key and value cache: all padded tokens of its chunks, so the short sequences
             that ride with the tail are included. Zero where nothing is sliced.
     """
@@ -39,6 +40,7 @@ class ChunkWork:
     sliced: BoolColumn
     first: BoolColumn
     last: BoolColumn
+    prefix_tokens: IntColumn
     cache_tokens: IntColumn
 
 
@@ -67,5 +69,6 @@ def work_of(chunks: Sequence[Chunk], lengths: Sequence[int], token_multiple: int
         sliced=np.array([part is not None for part in slices], dtype=np.bool_),
         first=np.array([s is not None and p is None for s, p in zip(slices, neighbours.previous, strict=True)], dtype=np.bool_),
         last=np.array([s is not None and f is None for s, f in zip(slices, neighbours.following, strict=True)], dtype=np.bool_),
+        prefix_tokens=np.array([0 if part is None else part.start for part in slices], dtype=np.int64),
         cache_tokens=np.array([0 if part is None else cache_of[part.sequence] for part in slices], dtype=np.int64),
     )

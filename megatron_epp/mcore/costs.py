@@ -99,7 +99,7 @@ def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
     base = replace(base, workspace_bytes=0) if stage.block_loss is None else _by_blocks(base, stage.block_loss.workspace_bytes)
-    return replace(measure_bytes(stage, base), static=_static(args, stage))
+    return replace(measure_bytes(stage, base), static=_static(args, stage), kv_heads=model_shape(args).kv_heads_on_rank)
 
 
 def _of_first(costs: PipelineCosts) -> PipelineCosts:

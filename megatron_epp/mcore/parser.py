@@ -87,7 +87,8 @@ def _add_memory(add: Callable[..., Any]) -> None:
         const="on",
         default="off",
         help="Copy activations to host memory between forward and backward, beside compute, where that costs less time than "
-        "recompute (default: off). Only the planner greedy does so.",
+        "recompute, and have keys and values of sliced sequences there where the rest does not fit otherwise (default: off). "
+        "Only the planner greedy does so.",
     )
     add(
         "--epp-host-memory-gb",

@@ -22,7 +22,7 @@ from megatron_epp.mcore import writers
 from megatron_epp.mcore.session import Session
 from megatron_epp.planner.account import account_of
 from megatron_epp.planner.balance import imbalance
-from megatron_epp.report.facts import copies_us, host_peak_bytes, offload_share, recompute_share
+from megatron_epp.report.facts import copies_us, host_peak_bytes, hosted_bytes, offload_share, recompute_share
 from megatron_epp.report.measured import Event, Measured
 from megatron_epp.report.trace import save_trace
 from megatron_epp.runtime.offload import Offload
@@ -212,6 +212,7 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
         "recompute_us": sum(map(sum, plan.recompute_us)),
         "copies_us": copies_us(plan),
         "offload_share": offload_share(plan),
+        "hosted_bytes": hosted_bytes(plan),
         "planned_host_peak_bytes": host_peak_bytes(plan),
         "padding_share": 1 - plan.num_tokens / padded,
     }

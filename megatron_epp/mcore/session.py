@@ -115,10 +115,12 @@ class Session:
     def _learn_costs(self, links: Links) -> None:
         costs = self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of)
         caps = gathered(self._cap_bytes(), links, min)
+        host_caps = gathered(host_cap_bytes(self.args), links, min)
         if self.plans:
             assert self._planning_ranks is not None
             least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
-            self._problem = problem_of(self.args, least, self.placement.rank_of)
+            host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
+            self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
             self._planner = BackgroundPlanner(costs, options_of(self.args), self.team, self.teams)
             self._can_plan.set()
 
@@ -208,19 +210,23 @@ def host_cap_bytes(args: argparse.Namespace) -> int:
     return int(0.8 * machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def problem_of(args: argparse.Namespace, cap_bytes: tuple[int, ...], placement: tuple[int, ...]) -> Problem:
+def problem_of(
+    args: argparse.Namespace, cap_bytes: tuple[int, ...], placement: tuple[int, ...], host_cap: int = UNLIMITED_BYTES
+) -> Problem:
     """What is to be planned for every batch, but for its lengths.
 
     Args:
         args: Megatron's arguments.
         cap_bytes: of every pipeline rank; the least of any replica.
         placement: the rank of every stage.
+        host_cap: what every rank may have at the host.
     """
     return Problem(
         lengths=(),
         placement=placement,
         cap_bytes=cap_bytes,
         token_multiple=token_multiple(args),
+        host_cap_bytes=host_cap if args.epp_offload == "on" else UNLIMITED_BYTES,
     )
 
 

@@ -76,6 +76,8 @@ def log(line: dict[str, Any]) -> None:
     ]
     if line["offload_share"] > 0:
         parts.append(f"offload: {line['offload_share']:.1%} ({line['copies_us'] / _MS:.1f} ms beside compute)")
+    if line.get("hosted_bytes"):
+        parts.append(f"keys and values at the host (GiB): {line['hosted_bytes'] / _GIB:.3g}")
     if line["replicas"] > 1:
         parts.append(f"imbalance of {line['replicas']} replicas: {line['imbalance']:.1%} planned")
     if line.get("oom_retries"):

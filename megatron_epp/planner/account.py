@@ -9,8 +9,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost import memory as item
+from megatron_epp.cost.work import BoolColumn
+from megatron_epp.planner.hosting import without_caches
 from megatron_epp.planner.tables import static_items
 from megatron_epp.schedule import LEVELS, Action, Op, Plan, Recompute, simulate
 from megatron_epp.schedule.account import Account, Items
@@ -46,6 +50,10 @@ class _Stage:
 
     def __init__(self, plan: Plan, costs: Costs, stage: int, work: ChunkWork) -> None:
         self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
+        slices, there = (chunk.slice_of(plan.lengths) for chunk in plan.chunks), plan.hosted_by(stage)
+        hosted = np.array([part is not None and part.sequence in there for part in slices], dtype=np.bool_)
+        self.streamed = _streamed(costs, stage, work, hosted)
+        work = without_caches(work, hosted)
         cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
         self.opened, self.closed = (cache * work.first).tolist(), (cache * work.last).tolist()
         self.gone, self.comes = (gradient * work.first).tolist(), (gradient * work.last).tolist()
@@ -62,7 +70,7 @@ class _Stage:
             items = {name: int(row[c]) for name, row in columns[r].items()}
             if plan.forward_only:
                 items = {item.HEAD: self.head[c]}
-            whole = steps[Action(Op.F, stage, c)].alloc_bytes - self.opened[c]
+            whole = steps[Action(Op.F, stage, c)].alloc_bytes - self.opened[c] - self.streamed[c][0]
             self.kept.append(_filled(items, whole, _busiest(items, r)))
 
     def pair(self, step: AnyStep) -> tuple[Items, Items]:
@@ -70,7 +78,8 @@ class _Stage:
         op, _, c = step.action
         if op is Op.F:
             gives = {item.CACHE: self.closed[c], **self.kept[c]} if self.plan.forward_only else {}
-            return {**self.kept[c], item.CACHE: self.opened[c]}, gives
+            passing = {item.HOSTED: self.streamed[c][0]}
+            return {**self.kept[c], item.CACHE: self.opened[c]} | passing, gives | passing
         if op is Op.B:
             return self._backward(step, c)
         if op is Op.W:
@@ -101,6 +110,7 @@ class _Stage:
             there[item.RECOMPUTED if level else own] += layer.peak - layer.kept - layer.gradient
             there[item.CACHE_GRADIENT] += layer.gradient
             there[item.WEIGHT_INPUTS] += of_weights
+            there[item.HOSTED] += self.streamed[c][1]
             if there.total() > most:
                 found, most = there, there.total()
             live[own] -= layer.kept
@@ -128,6 +138,14 @@ def _layers(costs: Costs, stage: int, work: ChunkWork, level: str) -> list[_Laye
     apart, _ = costs.layer_peak_bytes(stage, work, level, apart=True)
     columns = costs.layer_bytes(stage, work, level), *costs.layer_peak_bytes(stage, work, level), apart
     return [_Layer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def _streamed(costs: Costs, stage: int, work: ChunkWork, hosted: BoolColumn) -> list[tuple[int, int]]:
+    """What a forward and a backward of each chunk have on the device of keys and values that are at the host."""
+    if not hosted.any():
+        return [(0, 0)] * len(hosted)
+    sizes = costs.hosting(stage, work)
+    return list(zip((sizes.forward_bytes * hosted).tolist(), (sizes.backward_bytes * hosted).tolist(), strict=True))
 
 
 def _busiest(items: Mapping[str, int], recompute: Recompute) -> str:

@@ -15,7 +15,6 @@ from megatron_epp.planner.improve import improve
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search import finished, greedy, predicted_us
 from megatron_epp.planner.solved import Solved, canonical, relabelled
-from megatron_epp.planner.tables import tabulate
 from megatron_epp.planner.warm import Warm
 from megatron_epp.schedule import Plan
 
@@ -36,7 +35,7 @@ def improved(
     made: Decisions, problem: Problem, costs: Costs, options: Options, deadline_s: float, clock: Clock = time.perf_counter
 ) -> Decisions:
     """Run the local search again and again, each time from the best so far and with another seed, until the deadline."""
-    tables = tabulate(made.chunks, problem, costs, made.levels)
+    tables = made.tables(problem, costs)
     steps, seed, now_s = FIRST_STEPS, options.seed, clock()
     while steps and now_s < deadline_s:
         made = improve(made, tables, problem, replace(options, steps=steps, seed=seed))

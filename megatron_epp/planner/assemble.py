@@ -8,10 +8,11 @@ from itertools import starmap
 from megatron_epp.cost import Costs
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, recompute_times
+from megatron_epp.planner.hosting import SHARING, Pairs, hosted_entries, with_hosted
 from megatron_epp.planner.memory import levels
 from megatron_epp.planner.offload import Offload
 from megatron_epp.planner.order import CopyOrder, Order
-from megatron_epp.planner.problem import WHOLE, Options, Problem
+from megatron_epp.planner.problem import UNLIMITED_BYTES, WHOLE, Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.schedule import Action, Chunk, Copy, Messages, Op, Plan, PlanError, Prediction, Step
 from megatron_epp.schedule.check import examine, report
@@ -29,6 +30,7 @@ class Decisions:
         token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
+        hosted: stages and sequences whose keys and values are at the host.
     """
 
     chunks: tuple[Chunk, ...]
@@ -38,6 +40,15 @@ class Decisions:
     token_multiple: int | None = None
     copies: CopyOrder = ()
     offload: tuple[tuple[float, ...], ...] = ()
+    hosted: Pairs = frozenset()
+
+    def tables(self, problem: Problem, costs: Costs) -> Tables:
+        """Times and sizes of what was decided."""
+        tables = tabulate(self.chunks, problem, costs, self.levels)
+        if not self.hosted:
+            return tables
+        sharing = SHARING if any(self.copies) else 1.0
+        return with_hosted(tables, self.chunks, problem, costs, self.levels, self.hosted, sharing)
 
     @property
     def beside(self) -> Offload:
@@ -58,7 +69,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     """
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
-    tables = tabulate(made.chunks, problem, costs, made.levels) if tables is None else tables
+    tables = made.tables(problem, costs) if tables is None else tables
     writer, sizes = _Writer(tables, made), levels(made.order, tables, made.layers)
     plan = Plan(
         lengths=problem.lengths,
@@ -73,6 +84,8 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         ranks=tuple(tuple(map(writer.step, *row)) for row in zip(made.order, *sizes, strict=True)),
         copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
+        hosted=hosted_entries(made.chunks, problem, costs, made.hosted),
+        host_cap_bytes=(problem.host_cap_bytes,) * problem.num_ranks if problem.host_cap_bytes < UNLIMITED_BYTES else (),
         messages=Messages(*[tuple(map(tuple, tables.hops))] * 2),
         static_bytes=tables.static,
         cap_bytes=problem.cap_bytes,

@@ -29,10 +29,10 @@ def lower_bound_us(
     all keep is live beside the static bytes and the sequence's keys, values and their gradient. What is above the cap must
     have been given up by recomputing layers of these slices. The least time that can take is that of the fractional knapsack:
     layers in the order of time per byte. A chunk belongs to one sequence (or is one batched chunk), so the times of several
-    sequences add. With a link to the host, bytes may be copied away and back instead; copies of a rank run one at a time, so
-    the copied bytes cannot take longer than the makespan, and what is dearest to recompute is copied. Weight gradients that
-    are split off can run while the last chunk goes back, so then the rank's time is the larger of all its work, and of its work
-    without them followed by that way back.
+    sequences add. With a link to the host, keys and values may be there, and bytes may be copied away and back instead; copies
+    of a rank run one at a time, so the copied bytes cannot take longer than the makespan, and what is dearest to recompute is
+    copied. Weight gradients that are split off can run while the last chunk goes back, so then the rank's time is the larger of
+    all its work, and of its work without them followed by that way back.
 
     *A chunk's time.* Every chunk passes all stages forward and back one after another, and on the first its weight gradient
     follows.
@@ -63,18 +63,26 @@ def lower_bound_us(
         weight_us = sum(sum(tables.weight_us[stage]) for stage in stages) if split else 0.0
         pieces: list[tuple[float, float]] = []
         if problem is not None and backward:
-            pieces = [piece for stage in stages for piece in _forced(tables, groups, starts, stage, problem.cap_bytes[rank])]
+            pieces = [
+                piece
+                for stage in stages
+                for piece in _forced(tables, groups, starts, stage, problem.cap_bytes[rank], options.offload)
+            ]
         bound = max(bound, _with_copies(start_us + busy_us + max(weight_us, end_us), pieces, per_byte))
     return bound
 
 
-def _forced(tables: Tables, groups: list[range], starts: NDArray[np.int64], stage: int, cap: int) -> list[tuple[float, float]]:
+def _forced(
+    tables: Tables, groups: list[range], starts: NDArray[np.int64], stage: int, cap: int, copies: bool
+) -> list[tuple[float, float]]:
     """Least recompute that the cap forces, as pieces ``(time per byte, bytes)``.
 
     Args:
         groups, starts: the chunks of every sequence, and the first of each.
+        copies: keys and values may be at the host, so they force none.
     """
-    kept = np.array(tables.activation[stage]) + np.array(tables.forward_alloc[stage])
+    stays = np.array(tables.forward_alloc[stage]) - np.array(tables.forward_free[stage])
+    kept = np.array(tables.activation[stage]) + (0 if copies else stays)
     excess = np.add.reduceat(kept, starts) + tables.static[tables.rank_of[stage]] - cap
     rungs = [(rung.saved[stage], rung.layer_us[stage]) for rung in tables.rungs]
     most = tables.num_layers[stage]

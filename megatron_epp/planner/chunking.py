@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_epp.cost import Costs, Line, causal_pairs
@@ -72,6 +72,14 @@ class Chunker:
             slices = max(slices, math.ceil(longest_us / self.sequence_us(self.token_cap) - 1e-9))
         slices = max(1, min(slices, -(-longest // self.problem.token_multiple)))
         return Grain(slices, longest_us / slices if slices > 1 or not chunks else max(longest_us, self.total_us / chunks))
+
+    def evener(self, grain: Grain) -> Chunker:
+        """The same with a token cap of twice what slices of the longest sequence have on average. Slices of equal time are
+        uneven in tokens, and so in the memory of their passes: the first of a very long sequence are many times as long.
+        """
+        multiple = self.problem.token_multiple
+        even = _round_up(-(-2 * max(self.problem.lengths) // grain.slices), multiple)
+        return replace(self, token_cap=min(self.token_cap, even))
 
     def sequence_us(self, tokens: int) -> float:
         return self.line.time_us(tokens, causal_pairs(0, tokens))

@@ -121,12 +121,12 @@ class _Joint:
         so_far = math.inf if self.best is None else self.best.makespan_us
         if free.best is None or free.best.makespan_us >= WORTH * so_far:
             return
-        first, *others = self._schedules()
+        one, (first, *others) = self.problems[0], self._schedules()
         schedules = first if free.best.makespan_us >= FAR * so_far else list(chain(first, *others))
         for known in [free.best] if self.best is None else [free.best, self.best]:
             orders = [known.order, *(self._order(known.aligned, known.tables, schedule) for schedule in schedules)]
             for order in dict.fromkeys(orders):
-                found = fit_offload(order, known.tables, self.problems[0].cap_bytes)
+                found = fit_offload(order, known.tables, one.cap_bytes, [one.host_cap_bytes] * one.num_ranks)
                 if found is not None and (self.best is None or found[0] < self.best.makespan_us):
                     self.best = _Best(known.aligned, known.tables, order, found[1], found[0])
 

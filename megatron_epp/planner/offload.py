@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Action, Op
 
-SHARES = (1.0, 0.7, 0.4, 0.1)
+SHARES = (1.0, 0.7, 0.4, 0.1, 0.0)
 """Of what is above the cap, what the link is to take. The rest is recomputed."""
 SLOWER = 1.02
 """Recompute that copies may spare again is worth a try when it alone is slower than the best by less than this."""
@@ -45,8 +46,18 @@ class Offload:
         _, stage, c = action
         return moved_bytes(tables, self.layers, stage, c, self.shares[stage][c])
 
+    def fits_host(self, tables: Tables, host_room: Sequence[int]) -> bool:
+        """Whether no rank has more away at one time than there is room for."""
+        for row, room in zip(self.copies, host_room, strict=True):
+            away = accumulate(self.moved(tables, action) * (1 if action.op is Op.O else -1) for action, _ in row)
+            if max(away, default=0) > room:
+                return False
+        return True
 
-def fit_offload(order: Order, tables: Sequence[Tables], caps: tuple[int, ...]) -> tuple[float, tuple[Offload, ...]] | None:
+
+def fit_offload(
+    order: Order, tables: Sequence[Tables], caps: tuple[int, ...], host_room: Sequence[int]
+) -> tuple[float, tuple[Offload, ...]] | None:
     """Copy away what the link has time for, recompute what is then still above the cap.
 
     How much of the excess over the cap is left to the link is tried from all of it downwards: recompute is fitted to a cap
@@ -60,6 +71,7 @@ def fit_offload(order: Order, tables: Sequence[Tables], caps: tuple[int, ...]) -
         order: what all replicas run.
         tables: of every replica; their times are the same (`matched.in_step`).
         caps: of the ranks.
+        host_room: what each of them may copy away at one time.
 
     Returns:
         the makespan, and what is copied of every replica; None where no copies fit.
@@ -75,7 +87,7 @@ def fit_offload(order: Order, tables: Sequence[Tables], caps: tuple[int, ...]) -
         ]
         layers = fit_alike(order, tables, eased, Options()).layers
         assert layers is not None  # no cap is below the least peak
-        found = _fit_copies(order, tables, caps, layers, None if best is None else best[0])
+        found = _fit_copies(order, tables, caps, layers, None if best is None else best[0], host_room)
         if found is not None and (best is None or found[0] < best[0]):
             best = found
         elif best is not None:
@@ -84,7 +96,12 @@ def fit_offload(order: Order, tables: Sequence[Tables], caps: tuple[int, ...]) -
 
 
 def _fit_copies(
-    order: Order, tables: Sequence[Tables], caps: tuple[int, ...], layers: Layers, limit_us: float | None
+    order: Order,
+    tables: Sequence[Tables],
+    caps: tuple[int, ...],
+    layers: Layers,
+    limit_us: float | None,
+    host_room: Sequence[int],
 ) -> tuple[float, tuple[Offload, ...]] | None:
     """Copies for a given recompute, and then as much less or more of that as the memory they make asks for.
 
@@ -109,6 +126,8 @@ def _fit_copies(
             [peak - cap for peak, cap in zip(peaks_beside(order, own, one, times), caps, strict=True)]
             for own, one, times in zip(tables, made, after, strict=True)
         ]
+        if not all(one.fits_host(own, host_room) for one, own in zip(made, tables, strict=True)):
+            return None
         if max(map(max, above)) <= 0:
             return after[0].makespan_us, made
         aims = [[aim - max(0, over) for aim, over in zip(*rows, strict=True)] for rows in zip(aims, above, strict=True)]

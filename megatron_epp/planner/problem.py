@@ -24,6 +24,7 @@ class Problem:
         cap_bytes: what each rank may hold at most, static bytes included; `UNLIMITED_BYTES` where it does not matter.
         token_multiple: chunk token counts are padded to a multiple of this, and slices end on one.
         forward_only: plan an evaluation, without backward.
+        host_cap_bytes: what each rank may have at the host at most.
     """
 
     lengths: tuple[int, ...]
@@ -31,6 +32,7 @@ class Problem:
     cap_bytes: tuple[int, ...]
     token_multiple: int = 1
     forward_only: bool = False
+    host_cap_bytes: int = UNLIMITED_BYTES
 
     @property
     def num_stages(self) -> int:
@@ -59,7 +61,8 @@ class Options:
             "whole" leaves it at whole layers.
         planner: a name in `PLANNERS`, or ``module:function``.
         split_weight: run weight gradients as actions of their own (W) where the costs tell them apart.
-        offload: copy activations to the host and back where the costs have a link.
+        offload: copy activations to the host and back where the costs have a link, and have keys and values of slices there.
+        hosting: with `offload`, have keys and values of slices at the host where memory is short.
         steps: of the local search that follows; each tries one change. Equal numbers give equal plans on every machine.
         budget_ms: time for planning with the planner "greedy", spent on the local search where the rest leaves any. Then plans
             depend on the machine. 0 takes no steps but `steps`.
@@ -74,6 +77,7 @@ class Options:
     planner: str = "greedy"
     split_weight: bool = False
     offload: bool = False
+    hosting: bool = True
     steps: int = 0
     budget_ms: int | None = None
     seed: int = 0

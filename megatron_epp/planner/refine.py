@@ -47,7 +47,7 @@ def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float
     if problem.forward_only or not problem.is_straight or len(start.chunks) > MOST_CHUNKS:
         return start
     plain = start  # the oracle knows whole layers only, and no copies
-    if start.levels != WHOLE or start.copies:
+    if start.levels != WHOLE or start.copies or start.hosted:
         plain = for_table(start.chunks, problem, costs, replace(options, recompute_levels="whole", offload=False))
     found = oracle(start.chunks, problem, costs, options, start=plain, time_limit_s=time_limit_s).decisions or plain
     return min(start, found, key=lambda one: predicted_us(one, problem, costs))

@@ -16,7 +16,6 @@ from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.offload import timed
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
 from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.planner.tables import tabulate
 from megatron_epp.planner.trials import WORTH, Trials
 from megatron_epp.planner.unsliced import plainly, tables_with_whole
 from megatron_epp.planner.warm import Warm
@@ -29,6 +28,8 @@ CHUNKS_PER_STAGE = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Grains the search may try: total work cut into that many chunks per stage. Coarser leaves bubbles, finer costs overhead."""
 MOST_CHUNKS = 1024
 """No grain aims at more chunks than that."""
+HOSTED_PER_STAGE = (3, 6, 12, 24, 48)
+"""Of these, those that are tried with keys and values at the host."""
 FIRST: tuple[Schedule, ...] = (Stairs(late=True, slope=2), Stairs(late=False, slope=2))
 """What every grain is tried with."""
 SECOND: tuple[Schedule, ...] = (
@@ -73,8 +74,11 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
         if trials.best is None:
             search_unsliced(trials)
     found = [] if trials.best is None else [trials.best]
-    if options.offload and options.recompute == "auto" and not problem.forward_only and math.isfinite(costs.host_us(1)):
-        search_copies(trials, chunker)
+    if options.offload and options.recompute == "auto" and math.isfinite(costs.host_us(1)):
+        if not problem.forward_only:
+            search_copies(trials, chunker)
+        elif trials.best is None:
+            search_hosted(trials, chunker)
         found += [] if trials.best is None or trials.best in found else [trials.best]
     made = fastest([finished(one, problem, costs, options) for one in found], problem, costs)
     if options.slices is None and max(problem.lengths) <= chunker.token_cap and problem.is_straight:
@@ -97,7 +101,7 @@ def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Dec
 
 def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
     """Makespan of what was decided."""
-    tables = tabulate(made.chunks, problem, costs, made.levels)
+    tables = made.tables(problem, costs)
     return play(made.order, tables, made.layers, timed(made.beside, tables)).makespan_us
 
 
@@ -129,11 +133,31 @@ def search_copies(trials: Trials, chunker: Chunker) -> None:
     choices = [(table, schedule) for table in dict.fromkeys(known) for schedule in dict.fromkeys(filter(None, schedules))]
     for table, schedule in choices:
         trials.better_with_copies(table, schedule)
-    if free.best_us < FAR * trials.best_us:
+    if free.best_us < WORTH * trials.best_us:
+        search_hosted(trials, chunker)
+    if free.best_us < FAR * trials.best_us and (trials.best is None or not trials.best.hosted):
         finest = chunker.table(chunker.grain(chunks=min(MOST_CHUNKS, trials.problem.num_ranks * CHUNKS_PER_STAGE[-1])))
         frugal: tuple[Schedule | Listing, ...] = (*SECOND, HALF, *LEAST) if trials.problem.is_straight else LISTED[1:]
         for table, schedule in product(dict.fromkeys([*tables, finest]), frugal):
             trials.better_with_copies(table, schedule)
+
+
+def search_hosted(trials: Trials, chunker: Chunker) -> None:
+    """Try keys and values at the host with slices of several lengths: short ones compute too little to hide them coming in."""
+    problem = trials.problem
+    if not trials.options.hosting:
+        return
+    counts = [problem.num_ranks * share for share in HOSTED_PER_STAGE]
+    fixed = trials.options.slices
+    grains = [chunker.grain(chunks=count) for count in counts] if fixed is None else [chunker.grain(slices=fixed)]
+    tables = [chunker.evener(grain).table(grain) for grain in grains]
+    roomy: Schedule | Listing = FIRST[0] if problem.is_straight else LISTED[0]
+    least: Schedule | Listing = LEAST[0] if problem.is_straight else Listing(0)
+    for schedule in (roomy, least):
+        for table in dict.fromkeys(tables):
+            trials.better_hosted(table, schedule)
+        if trials.best is not None:
+            break
 
 
 def search_unsliced(trials: Trials) -> None:
@@ -189,7 +213,7 @@ def search_grain(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> 
 
 def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
     """Local search; then weight gradients split off where that is asked for, the costs tell them apart and it is faster."""
-    tables = tabulate(made.chunks, problem, costs, made.levels)
+    tables = made.tables(problem, costs)
     made = improve(made, tables, problem, options)
     if not options.split_weight or not costs.splits_weight or problem.forward_only:
         return made

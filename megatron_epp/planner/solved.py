@@ -39,4 +39,5 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 def relabelled(made: Decisions, sequences: tuple[int, ...]) -> Decisions:
     """Decisions for a canonical batch, told of the original's sequences."""
     chunks = (Chunk(tuple(s._replace(sequence=sequences[s.sequence]) for s in chunk.segments)) for chunk in made.chunks)
-    return replace(made, chunks=tuple(chunks))
+    hosted = frozenset((stage, sequences[sequence]) for stage, sequence in made.hosted)
+    return replace(made, chunks=tuple(chunks), hosted=hosted)

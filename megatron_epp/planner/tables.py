@@ -153,15 +153,26 @@ class Tables:
 
 
 def tabulate(
-    chunks: Sequence[Chunk], problem: Problem, costs: Costs, levels: Sequence[str] = WHOLE, in_order: bool = False
+    chunks: Sequence[Chunk],
+    problem: Problem,
+    costs: Costs,
+    levels: Sequence[str] = WHOLE,
+    in_order: bool = False,
+    work: ChunkWork | None = None,
 ) -> Tables:
     """Evaluate the costs of every stage and chunk. Stages with equal costs share their rows, which nobody changes.
 
     A sliced sequence's keys and values are allocated by the forward of its first slice, their gradient by the backward of its
     last; both are freed when the backward of the first slice ends. Without backward, the forward of the last slice frees
     the keys and values, and of everything else a forward holds only what it needs while it runs.
+
+    Args:
+        chunks, problem, costs: what is to be planned.
+        levels: of recompute, to choose from.
+        in_order: see `ladder`.
+        work: of the chunks, where it is not what follows from the problem.
     """
-    work = work_of(chunks, problem.lengths, problem.token_multiple)
+    work = work_of(chunks, problem.lengths, problem.token_multiple) if work is None else work
     stages, alike, trains = range(problem.num_stages), costs.alike, not problem.forward_only
     distinct = sorted(set(alike))
     found = {stage: {name: row.tolist() for name, row in _sizes(stage, work, problem, costs).items()} for stage in distinct}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.hosted_choice import at_host, choices
+from megatron_epp.planner.hosting import SHARING, Pairs, with_hosted
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.memory import fit_recompute
 from megatron_epp.planner.offload import fit_offload
@@ -79,11 +82,39 @@ class Trials:
         tables = tabulate(chunks, self.problem, self.costs, self.levels)
         if lower_bound_us(tables, chunks, self.problem, self.options) >= WORTH * self.best_us:
             return False
-        made = fit_offload(order := self._order(chunks, tables, schedule), (tables,), self.problem.cap_bytes)
+        return self._copied(chunks, self._order(chunks, tables, schedule), tables)
+
+    def better_hosted(self, chunks: tuple[Chunk, ...], schedule: Schedule | Listing) -> bool:
+        """Try a table with keys and values at the host, alone and beside offload; True when it is faster than all before."""
+        plain = tabulate(chunks, self.problem, self.costs, self.levels)
+        order = self._order(chunks, plain, schedule)
+        found = False
+        for pairs in choices(order, plain, chunks, self.problem, self.costs, self.levels):
+            if max(at_host(order, chunks, self.problem, self.costs, pairs)) > self.problem.host_cap_bytes:
+                continue
+            given = chunks, self.problem, self.costs, self.levels, pairs
+            tables, shared = (with_hosted(plain, *given, sharing) for sharing in (1.0, SHARING))
+            if busiest_us(tables) >= self.best_us:
+                continue
+            fit = fit_recompute(order, tables, self.problem.cap_bytes, self.options)
+            if fit.layers is None:
+                self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
+            elif (took_us := makespan_us(order, tables, fit.layers)) < self.best_us:
+                self.best, self.best_us = Decisions(chunks, order, fit.layers, self.levels, hosted=pairs), took_us
+                found = True
+            if not self.problem.forward_only and busiest_us(shared) < WORTH * self.best_us:
+                found |= self._copied(chunks, order, shared, pairs)
+        return found
+
+    def _copied(self, chunks: tuple[Chunk, ...], order: Order, tables: Tables, pairs: Pairs = frozenset()) -> bool:
+        """With offload, beside what is hosted: its tables are those of `pairs`."""
+        hosted = at_host(order, chunks, self.problem, self.costs, pairs)
+        made = fit_offload(order, (tables,), self.problem.cap_bytes, [self.problem.host_cap_bytes - size for size in hosted])
         if made is None or made[0] >= self.best_us:
             return False
         self.best_us, (beside,) = made
-        self.best = Decisions(chunks, order, beside.layers, self.levels, copies=beside.copies, offload=beside.shares)
+        decided = Decisions(chunks, order, beside.layers, self.levels, copies=beside.copies, offload=beside.shares)
+        self.best = replace(decided, hosted=pairs)
         return True
 
     def _order(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule | Listing) -> Order:
@@ -96,6 +127,12 @@ class Trials:
         if self.best is not None:
             return self.best
         raise infeasible(self.problem, self.least_cap)
+
+
+def busiest_us(tables: Tables) -> float:
+    """Time of the rank that has most to do, without recompute."""
+    passes = [tables.forward_us, tables.backward_us] if tables.backward_us else [tables.forward_us]
+    return max(sum(sum(times[stage]) for times in passes for stage in stages) for stages in tables.stages_of)
 
 
 def infeasible(problem: Problem, least_cap: int) -> InfeasibleError:

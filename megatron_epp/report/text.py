@@ -38,7 +38,7 @@ def headline(plan: Plan) -> list[str]:
 
 
 def _levers(plan: Plan) -> list[str]:
-    """What recompute and offload cost; nothing where neither is used."""
+    """What recompute and offload cost, and what is at the host; nothing where there is none."""
     counts, copied = facts.recompute_counts(plan), facts.offloaded_bytes(plan)
     parts = []
     if counts.num_layers:
@@ -51,7 +51,18 @@ def _levers(plan: Plan) -> list[str]:
         )
         if plan.host_links:
             parts.append(f"{plan.num_ranks} ranks take turns on {len(set(plan.host_links))} links to the host")
+    if plan.hosted:
+        sequences = len({entry.sequence for entry in plan.hosted})
+        parts.append(
+            f"keys and values of {sequences} sequence{'s' * (sequences > 1)} at the host of {_stages(plan)}: "
+            f"{format_bytes(facts.hosted_bytes(plan))} with their gradient"
+        )
     return ["; ".join(parts)] if parts else []
+
+
+def _stages(plan: Plan) -> str:
+    count = len({entry.stage for entry in plan.hosted})
+    return "all stages" if count == plan.num_stages else f"{count} of {plan.num_stages} stages"
 
 
 def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) -> list[str]:

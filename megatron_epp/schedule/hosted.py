@@ -4,9 +4,11 @@ of a plan is at the host when.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from megatron_epp.schedule.action import Action, Op
+from megatron_epp.schedule.chunk import Chunk
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import Timeline
 
@@ -56,9 +58,14 @@ def host_peaks(timeline: Timeline) -> tuple[int, ...]:
 
 def slices_of(plan: Plan) -> dict[int, list[int]]:
     """Of every sequence that is cut, its chunks in the order of its slices."""
+    return slices_in(plan.chunks, plan.lengths)
+
+
+def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int]) -> dict[int, list[int]]:
+    """The same of a chunk table."""
     found: dict[int, list[tuple[int, int]]] = {}
-    for c, chunk in enumerate(plan.chunks):
-        if (part := chunk.slice_of(plan.lengths)) is not None:
+    for c, chunk in enumerate(chunks):
+        if (part := chunk.slice_of(lengths)) is not None:
             found.setdefault(part.sequence, []).append((part.start, c))
     return {sequence: [c for _, c in sorted(parts)] for sequence, parts in found.items()}
 

@@ -94,7 +94,8 @@ def of_batches(executor):
                 for stage in self.stages.values():
                     stage.begin(batch.chunk)
                 with saved:
-                    executor(plan, self.rank, self.stages, self.links, None, None, offload).run()
+                    executor(plan, self.rank, self.stages, self.links, None, None, offload, host=session.host).run()
+                caches = [stage.relay.hosted for stage in self.stages.values() if stage.relay.hosted is not None]
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(
                     {
@@ -102,9 +103,10 @@ def of_batches(executor):
                         "planned": planned,
                         "in_order": in_order_bytes(plan, self.rank) - plan.static_bytes[self.rank],
                         "measured": saved.peak_bytes,
-                        "left": saved.live_bytes + offload.host_bytes,
+                        "left": saved.live_bytes + offload.host_bytes + sum(each.host_bytes for each in caches),
                         "planned_host": host_peak_bytes(plan)[self.rank],
-                        "host": offload.host_peak_bytes,
+                        "host": offload.host_peak_bytes + sum(each.host_peak_bytes for each in caches),
+                        "hosted": len(caches),
                         "share": offload_share(plan),
                         "offloadable": costs.offloadable_share,
                         "recompute": sorted({str(again) for row in plan.recompute for again in row}),
@@ -140,13 +142,14 @@ def in_order_bytes(plan, rank):
 
 
 def plans(args, costs, session):
-    """Names and plans, the same on every rank: of every batch first one that recomputes and copies nothing."""
+    """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
     from megatron_epp import planner
     from megatron_epp.mcore.session import options_of, problem_of
     from megatron_epp.planner import UNLIMITED_BYTES
     from megatron_epp.planner.assemble import build_plan
     from megatron_epp.planner.tables import tabulate
     from megatron_epp.schedule import LEVELS, InfeasibleError
+    from megatron_epp.schedule.hosted import slices_in
 
     draw = random.Random(7)
     placement = session.placement.rank_of
@@ -161,7 +164,7 @@ def plans(args, costs, session):
         yield "free", free
 
         def chosen(levels, some, problem=problem, options=options, made=made):
-            """Recompute of all layers at one level, or of some at several; every other time with copies."""
+            """Recompute of all layers at one level, or of some at several; every other time with copies, or some hosted."""
             rungs = tabulate(made.chunks, problem, costs, levels).rungs
             layers = [
                 [
@@ -171,7 +174,9 @@ def plans(args, costs, session):
                 for stage, count in enumerate(costs.num_layers)
             ]
             copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
-            return build_plan(problem, costs, options, replace(made, levels=levels, layers=layers, **copies))
+            pairs = [(stage, sequence) for stage in range(len(layers)) for sequence in slices_in(made.chunks, problem.lengths)]
+            hosted = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if draw.random() < 0.5 else [])
+            return build_plan(problem, costs, options, replace(made, levels=levels, layers=layers, hosted=hosted, **copies))
 
         for level in LEVELS:
             yield f"all {level}", chosen((level,), False)

@@ -1,4 +1,5 @@
-"""What plans say a rank holds, it holds, to three in a hundred: random batches, every level of recompute, and offload.
+"""What plans say a rank holds, it holds, to three in a hundred: random batches, every level of recompute, offload, and
+keys and values at the host.
 
 Measured is what autograd keeps on the device, each storage once, and the KV relay's buffers; at the host, what is away.
 """
@@ -62,6 +63,7 @@ def test_the_plans_had_every_level_alone_and_beside_others_and_copies(runs, name
     seen = {again for lines in runs[name] for line in lines for again in line["recompute"]}
     assert any({f"{layers} {level}" for level in LEVELS} <= seen for layers in (2, 4))
     assert any("+" in again for again in seen)
+    assert {0, 1} <= {line["hosted"] for lines in runs[name] for line in lines}
     assert len({line["share"] for lines in runs[name] for line in lines}) > BATCHES
 
 

@@ -1,0 +1,85 @@
+"""Greedy choice of what is hosted: whatever it takes to fit, and what spares recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.hosting import Pairs, hosted_entries, with_hosted
+from megatron_epp.planner.inner.columns import encode
+from megatron_epp.planner.memory import least_peaks, peaks_bytes
+from megatron_epp.planner.order import Order
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.tables import Tables
+from megatron_epp.schedule import Chunk, Op
+from megatron_epp.schedule.hosted import slices_in
+
+
+def choices(
+    order: Order, tables: Tables, chunks: Sequence[Chunk], problem: Problem, costs: Costs, levels: Sequence[str]
+) -> Iterator[Pairs]:
+    """What may be worth hosting, least first; nothing where no rank lacks memory or none of its sequences is cut.
+
+    First, on every rank that is above its cap even when all recomputes, the largest caches, until it is not. Then, on every
+    rank that recomputes anything, all.
+
+    Args:
+        order: of all actions.
+        tables: without any hosted.
+        chunks, problem, costs, levels: what they were made from.
+    """
+    sizes = _sizes(tables, chunks, problem)
+    codes = encode(order, len(chunks))
+    none = [[0] * len(chunks) for _ in tables.rank_of]
+    caps, recomputing = problem.cap_bytes, peaks_bytes(codes, tables, none)
+    needed: Pairs = frozenset()
+    above = [rank for rank, peak in enumerate(least_peaks(codes, tables)) if peak > caps[rank]]
+    count = 1
+    while above:
+        more = {pair for rank in above for pair in sizes[rank][:count]}
+        if needed | more == needed:
+            break
+        needed |= more
+        now = with_hosted(tables, chunks, problem, costs, levels, needed)
+        above = [rank for rank, peak in enumerate(least_peaks(codes, now)) if peak > caps[rank]]
+        count *= 2
+    if needed:
+        yield needed
+    every = needed.union(*(sizes[rank] for rank, peak in enumerate(recomputing) if peak > caps[rank]))
+    if every != needed:
+        yield every
+
+
+def at_host(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:
+    """Most bytes that every rank has at the host of what is hosted."""
+    slices = slices_in(chunks, problem.lengths)
+    entries = {(entry.stage, entry.sequence): entry for entry in hosted_entries(chunks, problem, costs, pairs)}
+    comes: dict[tuple[Op, int, int], int] = {}
+    goes: dict[tuple[Op, int, int], int] = {}
+    for (stage, sequence), entry in entries.items():
+        first, last = slices[sequence][0], slices[sequence][-1]
+        comes[Op.F, stage, first] = entry.cache_bytes
+        if problem.forward_only:
+            goes[Op.F, stage, last] = entry.cache_bytes
+        else:
+            comes[Op.B, stage, last] = entry.gradient_bytes
+            goes[Op.B, stage, first] = entry.cache_bytes + entry.gradient_bytes
+    peaks = []
+    for actions in order:
+        now = most = 0
+        for action in actions:
+            now += comes.get(action, 0)
+            most = max(most, now)
+            now -= goes.get(action, 0)
+        peaks.append(most)
+    return peaks
+
+
+def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
+    """Of every rank, stages and sequences that it could host, the largest cache first."""
+    found = []
+    slices = slices_in(chunks, problem.lengths)
+    for stages in tables.stages_of:
+        pairs = [(stage, sequence) for stage in stages for sequence in slices]
+        found.append(sorted(pairs, key=lambda pair: (-tables.forward_alloc[pair[0]][slices[pair[1]][0]], pair)))
+    return found
