@@ -234,9 +234,28 @@ def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
     assert [(x.shape, x.dtype, x.device.type) for x in found] == [(x.shape, dtype, "cuda") for x in (q, k, k)]
 
 
+@pytest.mark.parametrize(("most_bytes", "heads_at_once"), [(1 << 30, [4]), (2 * 2 * 2 * 174 * 16 * 4, [2, 2]), (1, [1] * 4)])
+def test_where_query_heads_share_key_heads_their_gradients_are_made_for_few_at_once(monkeypatch, most_bytes, heads_at_once):
+    seen, module = [], exact_flash_attn([])
+    backward = module._flash_attn_varlen_backward
+
+    def counted(dout, q, k, *rest, **named):
+        assert q.shape[1] == dout.shape[1] == 2 * k.shape[1]
+        seen.append(k.shape[1])
+        backward(dout, q, k, *rest, **named)
+
+    module._flash_attn_varlen_backward = counted
+    monkeypatch.setattr(flash, "_flash_attn", lambda: module)
+    monkeypatch.setattr(flash, "_MOST_EXPANDED_BYTES", most_bytes)
+    assert kernels._apart(FLASH_ATTN, Case("cpu", torch.float32, 16, 8, 4)) < 1e-6
+    assert seen == heads_at_once
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 30, 1])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_torch_flash_attention_takes_the_arguments_it_is_given(monkeypatch, kv_heads):
+def test_torch_flash_attention_takes_the_arguments_it_is_given(monkeypatch, kv_heads, most_bytes):
     """Shapes and types only; keys are a view of a larger cache."""
+    monkeypatch.setattr(flash, "_MOST_EXPANDED_BYTES", most_bytes)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     table = replace(TABLE)  # which keeps offsets on the devices it was used on
     with FakeTensorMode(allow_non_fake_inputs=True):

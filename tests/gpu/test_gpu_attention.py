@@ -63,6 +63,19 @@ def test_output_and_gradients_agree_with_dense_attention(kernel, kind, kv_heads,
         assert (actual.double() - wanted).norm() <= TOLERANCES[dtype] * wanted.norm()
 
 
+@pytest.mark.parametrize("kernel", [kernels.FLASH_ATTN, kernels.TORCH_FLASH], ids=lambda kernel: kernel.name)
+def test_heads_that_go_one_after_the_other_have_the_gradients_of_all_at_once(kernel, monkeypatch):
+    usable(kernel, kernels.Case("cuda", torch.bfloat16, 64, HEADS, 2))
+    table = SegmentTable.build(CHUNKS["hybrid"], CHUNKS["hybrid"].num_tokens)
+    tokens, keys = table.num_tokens, table.key_starts[-1]
+    q, k, v = (torch.randn(*size, 64, device="cuda", dtype=torch.bfloat16) for size in ((tokens, HEADS), (keys, 2), (keys, 2)))
+    out, saved = kernel.forward(q, k, v, table, 0.125)
+    together = kernel.backward(out, q, k, v, out, saved, table, 0.125)
+    monkeypatch.setattr(kernels.flash, "_MOST_EXPANDED_BYTES", 1)
+    for one, wanted in zip(kernel.backward(out, q, k, v, out, saved, table, 0.125), together, strict=True):
+        assert (one.double() - wanted.double()).norm() <= 1e-3 * wanted.double().norm()  # atomics add in any order
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["bf16", "fp16", "fp32"])
 def test_the_first_kernel_that_can_serve_proves_itself_and_is_chosen(dtype):
     case = kernels.Case("cuda", dtype, 128, HEADS, 2)
