@@ -5,12 +5,11 @@ Measured is what autograd keeps on the device, each storage once, and the KV rel
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from batches_worker import BATCHES, RUNS
-from launch import run
+from forked import launch
 
 from megatron_epp.schedule import LEVELS
 
@@ -22,7 +21,7 @@ WORKER = Path(__file__).with_name("batches_worker.py")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """By training and rank: a line for every plan that ran."""
-    finished = run([sys.executable, WORKER, tmp_path_factory.mktemp("batches")], {}, timeout_s=400)
+    finished = launch(1, WORKER, tmp_path_factory.mktemp("batches"), timeout_s=400)
     last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
     assert last is not None, finished.output[-5000:]
     found = json.loads(last)
