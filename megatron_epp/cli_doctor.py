@@ -6,7 +6,6 @@ Nothing is imported before it is looked at: doctor itself runs where torch or Me
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -17,10 +16,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_epp import allocator
-from megatron_epp.cli_profile import cpu_name
 from megatron_epp.cli_progress import progress
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.profile import Profile
+from megatron_epp.launch.machine import cpu_name, version_of
 from megatron_epp.mcore import compat
 from megatron_epp.schedule.errors import EppError
 
@@ -178,12 +177,7 @@ def _import(module: str) -> Any:
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return next(filter(None, map(version_of, distributions)), None)
 
 
 def _python() -> Finding:

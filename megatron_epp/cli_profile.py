@@ -7,9 +7,7 @@ import datetime
 import math
 import os
 import platform
-import re
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from megatron_epp.cost.analytic import analytic_profile
 from megatron_epp.cost.fit import fit_profile
 from megatron_epp.cost.library import RATES, load_cluster, shape_of
 from megatron_epp.cost.profile import Profile
+from megatron_epp.launch.machine import cpu_name, version_of
 from megatron_epp.report.table import table
 from megatron_epp.schedule.errors import EppError
 
@@ -98,25 +97,11 @@ def _measured(args: argparse.Namespace) -> Profile:
         "machine": gpu or cpu_name(),
         "threads": None if gpu else torch.get_num_threads(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "megatron-epp")},
+        "versions": {"python": platform.python_version()} | {name: version_of(name) for name in ("torch", "megatron-epp")},
         "shape": asdict(shape),
     }
     rates = RATES["h100" if gpu else "cpu"]
     return fit_profile(points, shape, rates, f"measured:{gpu or 'cpu'}", origin)
-
-
-def cpu_name() -> str:
-    """This machine's processor and how many cores it has, as profiles name it."""
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from megatron_epp.cli_progress import progress
 from megatron_epp.cli_types import count
-from megatron_epp.launch.runs import Run, machine, pipeline_size, tiny_gpt, train
+from megatron_epp.launch.machine import machine
+from megatron_epp.launch.runs import Run, pipeline_size, tiny_gpt, train
 from megatron_epp.mcore.prepare import prepare
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.measured import Measured

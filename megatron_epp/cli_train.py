@@ -15,6 +15,7 @@ from megatron_epp.cli_progress import progress
 from megatron_epp.cost.library import find
 from megatron_epp.launch.command import Launch, command_of, environment_of, folder_of, save_run, world_of
 from megatron_epp.launch.flags import argv_of
+from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.meet import meet
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
 
@@ -104,7 +105,7 @@ def _quietly() -> Iterator[None]:
 
 def _processes(settings: Settings, launch: Launch) -> int:
     """One for each GPU of this node; without any, what one replica needs."""
-    if found := _count_gpus():
+    if found := count_gpus():
         return found
     needed = world_of(settings.get("megatron") or {})
     if needed % launch.nodes:
@@ -113,9 +114,3 @@ def _processes(settings: Settings, launch: Launch) -> int:
             "launch.processes_per_node"
         )
     return needed // launch.nodes
-
-
-def _count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

@@ -27,7 +27,8 @@ from truth_report import markdown
 
 from megatron_epp.cli_quickstart import corpus
 from megatron_epp.cost import PipelineCosts, Profile, work_of
-from megatron_epp.launch.runs import Run, machine, tiny_gpt, train
+from megatron_epp.launch.machine import machine
+from megatron_epp.launch.runs import Run, tiny_gpt, train
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.measured_error import Comparison, compare
 from megatron_epp.schedule import Messages, Op, Plan, Step, load, simulate

@@ -10,11 +10,11 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import megatron_epp
+from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.meet import WAIT_S, usable_port
 from megatron_epp.launch.nearest import nearest
 from megatron_epp.launch.settings import Settings, SettingsError
@@ -103,7 +103,7 @@ def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]
     where = ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank), "--nproc-per-node", str(processes)]
     where += ["--master-addr", launch.master_addr, "--master-port", str(port)]
     script = ["-m", OURS] if launch.script is None else ["-m", "megatron_epp.run", launch.script]
-    return [sys.executable, "-m", "torch.distributed.run", *where, *script, *argv]
+    return [sys.executable, "-m", "megatron_epp.launch.torchrun", *where, *script, *argv]
 
 
 def folder_of(launch: Launch, megatron: dict[str, Any]) -> Path:
@@ -130,13 +130,8 @@ def save_run(folder: Path, settings: Settings, command: Sequence[str], environme
 
 def versions() -> dict[str, str | None]:
     """Of this package, Python and what training runs on; None for what is not installed."""
-    found: dict[str, str | None] = {"megatron-epp": megatron_epp.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
+    ours: dict[str, str | None] = {"megatron-epp": megatron_epp.__version__, "python": platform.python_version()}
+    return ours | {package: version_of(package) for package in PACKAGES}
 
 
 def environment_of(launch: Launch) -> dict[str, str]:

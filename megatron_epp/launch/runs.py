@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cli_profile import cpu_name
 from megatron_epp.cost.library import load_flags
 from megatron_epp.launch.command import OURS
+from megatron_epp.launch.machine import count_gpus
 from megatron_epp.schedule.errors import EppError
 
 _LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
@@ -59,13 +59,13 @@ class Run:
 
 def tiny_gpt(**changes: Any) -> dict[str, Any]:
     """Megatron's flags of the shipped model ``tiny-gpt`` with changes; on a GPU in bf16 over NCCL."""
-    here = {"bf16": True, "distributed_backend": "nccl"} if _count_gpus() else {"distributed_backend": "gloo"}
+    here = {"bf16": True, "distributed_backend": "nccl"} if count_gpus() else {"distributed_backend": "gloo"}
     return load_flags("tiny-gpt") | here | changes
 
 
 def pipeline_size(wanted: int) -> int:
     """As wanted on CPU; no more than there are GPUs otherwise."""
-    return min(wanted, _count_gpus() or wanted)
+    return min(wanted, count_gpus() or wanted)
 
 
 def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: float = _LIMIT_S) -> Run:
@@ -85,7 +85,15 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--master-port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_epp.launch.torchrun",
+        "--nproc-per-node",
+        str(num_ranks),
+        "--master-port",
+        str(port),
+    ]
     command += ["-m", OURS, *_flags_of(settings | {"epp": True, "epp_report_dir": folder})]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | os.environ
     log = folder / "train.log"
@@ -107,13 +115,6 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
     return Run(lines, tuple(times[line["iteration"]] for line in lines))
 
 
-def machine() -> str:
-    """This machine in a few words."""
-    import torch
-
-    return f"{_count_gpus()} x {torch.cuda.get_device_name()}" if _count_gpus() else cpu_name()
-
-
 def _flags_of(settings: dict[str, Any]) -> list[str]:
     """``{"num_layers": 4, "swiglu": True}`` as ``["--num-layers", "4", "--swiglu"]``; False and None are left out."""
     flags: list[str] = []
@@ -124,9 +125,3 @@ def _flags_of(settings: dict[str, Any]) -> list[str]:
         if value is not True:
             flags.extend(str(v) for v in (value if isinstance(value, list) else [value]))
     return flags
-
-
-def _count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
