@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_epp.cost.head import loss_workspace_bytes
+from megatron_epp.cost.line import Level, Line
 from megatron_epp.cost.profile import Part, Profile
 from megatron_epp.cost.shape import ModelShape
-from megatron_epp.cost.stage import Level, Line, PipelineCosts
+from megatron_epp.cost.stage import PipelineCosts
 from megatron_epp.schedule import EppError
 
 MICROSECONDS = 1e6

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_epp.cost.analytic import MICROSECONDS, Rates, analytic_profile
+from megatron_epp.cost.line import Line
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.shape import ModelShape
-from megatron_epp.cost.stage import Line
 
 
 class Point(NamedTuple):

@@ -18,7 +18,8 @@ from megatron_epp.schedule.hosted import head_parts
 from megatron_epp.schedule.size_class import size_classes
 
 if TYPE_CHECKING:
-    from megatron_epp.cost.stage import PipelineCosts, TimeColumn
+    from megatron_epp.cost.line import TimeColumn
+    from megatron_epp.cost.stage import PipelineCosts
 
 
 @dataclass(frozen=True, slots=True)

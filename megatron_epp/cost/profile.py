@@ -19,14 +19,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron_epp.cost.host_link import divide
+from megatron_epp.cost.line import NO_TIME, Level, Line, level_from
 from megatron_epp.cost.memory import Static
-from megatron_epp.cost.stage import Level, Line, PipelineCosts, StageCosts, level_from
+from megatron_epp.cost.stage import PipelineCosts, StageCosts
 from megatron_epp.schedule import LEVELS, EppError
 
 SCHEMA = "megatron-epp/profile"
 VERSION = 1
-
-_NOTHING = Line()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +47,9 @@ class Part:
         workspace_bytes: there only while a pass runs, whatever its tokens.
     """
 
-    forward: Line = _NOTHING
-    backward: Line = _NOTHING
-    weight: Line = _NOTHING
+    forward: Line = NO_TIME
+    backward: Line = NO_TIME
+    weight: Line = NO_TIME
     linear: Level | None = None
     mlp: Level | None = None
     bytes_per_token: float = 0.0
@@ -142,9 +141,9 @@ class Profile:
             forward=self.layer.forward,
             backward=self.layer.backward,
             weight=self.layer.weight,
-            extra_forward=sum((part.forward for part in extras), _NOTHING),
-            extra_backward=sum((part.backward for part in extras), _NOTHING),
-            extra_weight=sum((part.weight for part in extras), _NOTHING),
+            extra_forward=sum((part.forward for part in extras), NO_TIME),
+            extra_backward=sum((part.backward for part in extras), NO_TIME),
+            extra_weight=sum((part.weight for part in extras), NO_TIME),
             layer_bytes_per_token=self.layer.bytes_per_token,
             attended_bytes_per_token=self.layer.attended_bytes_per_token,
             apart_bytes_per_token=self.layer.apart_bytes_per_token,

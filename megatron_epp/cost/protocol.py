@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from megatron_epp.cost.hosting import Hosting
-from megatron_epp.cost.stage import Line, TimeColumn
+from megatron_epp.cost.line import Line, TimeColumn
 from megatron_epp.cost.work import ChunkWork, IntColumn
 from megatron_epp.schedule import Recompute
 

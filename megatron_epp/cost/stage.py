@@ -10,12 +10,12 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_epp.cost.hosting import Hosting, hosting
+from megatron_epp.cost.line import NO_TIME, Level, Line, TimeColumn, level_from
 from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, NO_STATIC, WORKING, Static
 from megatron_epp.cost.work import ChunkWork, IntColumn
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
@@ -23,54 +23,6 @@ from megatron_epp.schedule.size_class import size_classes
 
 SCHEMA = "megatron-epp/costs"
 VERSION = 1
-
-TimeColumn = NDArray[np.floating[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Time of one pass: ``fixed_us + per_token_us * tokens + per_pair_us * pairs``."""
-
-    fixed_us: float = 0.0
-    per_token_us: float = 0.0
-    per_pair_us: float = 0.0
-
-    @overload
-    def time_us(self, tokens: float, pairs: float) -> float: ...
-    @overload
-    def time_us(self, tokens: IntColumn, pairs: IntColumn) -> TimeColumn: ...
-    def time_us(self, tokens: Any, pairs: Any) -> Any:
-        """Time in microseconds.
-
-        Args:
-            tokens: padded tokens, a number or a column.
-            pairs: causal query-key pairs, of the same shape.
-        """
-        return self.fixed_us + self.per_token_us * tokens + self.per_pair_us * pairs
-
-    def scaled(self, factor: float) -> Line:
-        return Line(self.fixed_us * factor, self.per_token_us * factor, self.per_pair_us * factor)
-
-    def __add__(self, other: Line) -> Line:
-        return Line(
-            self.fixed_us + other.fixed_us, self.per_token_us + other.per_token_us, self.per_pair_us + other.per_pair_us
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """A layer that recomputes a part of its forward.
-
-    Attributes:
-        again: time of what it runs again.
-        bytes_per_token: kept from forward to backward; with its K and V where attention does not run again.
-        full_bytes_per_token: the most that it keeps while its backward runs, with its K and V; None where that is as much
-            as of a layer that keeps everything.
-    """
-
-    again: Line
-    bytes_per_token: float
-    full_bytes_per_token: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +63,10 @@ class StageCosts:
     num_layers: int
     forward: Line
     backward: Line
-    weight: Line = Line()
-    extra_forward: Line = Line()
-    extra_backward: Line = Line()
-    extra_weight: Line = Line()
+    weight: Line = NO_TIME
+    extra_forward: Line = NO_TIME
+    extra_backward: Line = NO_TIME
+    extra_weight: Line = NO_TIME
     layer_bytes_per_token: float
     full_bytes_per_token: float | None = None
     attended_bytes_per_token: float | None = None
@@ -214,7 +166,7 @@ class PipelineCosts:
     @property
     def splits_weight(self) -> bool:
         """The weight gradient has a time of its own, so that W can be an action of its own."""
-        return any(stage.stage_weight != Line() for stage in self.stages)
+        return any(stage.stage_weight != NO_TIME for stage in self.stages)
 
     @property
     def recompute_levels(self) -> tuple[str, ...]:
@@ -406,8 +358,3 @@ def _stage_from(body: dict[str, Any]) -> StageCosts:
     levels = {name: level_from(body[name]) for name in LEVELS if isinstance(body.get(name), dict)}
     lines = {name: Line(**value) for name, value in body.items() if isinstance(value, dict) and name not in levels}
     return StageCosts(static=static, **body | lines | levels)
-
-
-def level_from(body: dict[str, Any]) -> Level:
-    """Read what `asdict` made of a level."""
-    return Level(Line(**body["again"]), body["bytes_per_token"], body.get("full_bytes_per_token"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs
-from megatron_epp.cost.stage import TimeColumn
+from megatron_epp.cost.line import TimeColumn
 from megatron_epp.cost.work import IntColumn
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, Recompute
 

@@ -40,7 +40,7 @@ class Fit:
 def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], options: Options) -> Fit:
     """Keep every rank under its cap with as little recompute time as the greedy rule of `sweep` finds.
 
-    When the caps can be met at all, they are: no choice has a lower peak than recompute of everything (`least_peaks`).
+    When recompute of everything meets the caps, they are met (`least_peaks`).
     """
     columns, codes = tables.columns, coded(order, tables)
     items = columns.num_stages * columns.num_chunks
@@ -88,9 +88,10 @@ def peaks_bytes(order: Order | Codes, tables: Tables, layers: Layers) -> list[in
 
 
 def least_peaks(order: Order | Codes, tables: Tables) -> list[int]:
-    """The least peak that any choice of recompute gives each rank: that of all layers of all chunks.
+    """The least peak that recompute gives each rank: that of all layers of all chunks.
 
-    No action holds more when more layers recompute, neither its own nor another chunk's (see `inner.memory.own`).
+    No action holds more when more layers recompute, neither its own nor another chunk's; but for a norm's output, which a layer
+    has while its own backward runs only where it recomputes more than its MLP (`Level.full_bytes_per_token`).
     """
     return _peaks(order, tables, tables.columns.most)
 

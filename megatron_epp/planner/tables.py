@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
-from megatron_epp.cost.stage import TimeColumn
+from megatron_epp.cost.line import TimeColumn
 from megatron_epp.cost.work import IntColumn
 from megatron_epp.planner.inner import climb
 from megatron_epp.planner.inner.columns import Columns, columns_of
