@@ -33,28 +33,34 @@ class Chosen(NamedTuple):
     share: float
 
 
-def choose(order: Order, tables: Tables, aims: Sequence[int], layers: Layers, played: Played) -> list[Chooser]:
-    """Copies of every rank against the times of an order.
+def choose(
+    order: Order, tables: Tables, aims: Sequence[int], layers: Layers, played: Played
+) -> Iterator[list[tuple[int, Chooser]]]:
+    """Copies against the times of an order.
 
     Ranks that share a link to the host choose in the order of the times at which they are above what they aim at, so that each
     finds the gaps that the others leave.
+
+    Yields:
+        link by link, its ranks and what they have chosen.
     """
-    links = {link: Link() for link in tables.host_links}
-    shared = len(links) < len(order)
-    choosers = [
-        Chooser(actions, tables, layers, held - aims[rank], played.of(rank), links[tables.host_links[rank]], shared)
-        for rank, (actions, held) in enumerate(zip(order, held_bytes(order, tables, layers), strict=True))
-    ]
-    walks = [chooser.walk() for chooser in choosers]
-    turns = [(time_us, rank) for rank, walk in enumerate(walks) for time_us in islice(walk, 1)]
-    heapq.heapify(turns)
-    while turns:
-        _, rank = heapq.heappop(turns)
-        for time_us in islice(walks[rank], 1):
-            heapq.heappush(turns, (time_us, rank))
-    for chooser in choosers:
-        chooser.chosen.sort(key=lambda copy: copy[:2])
-    return choosers
+    held = held_bytes(order, tables, layers)
+    shared = len(set(tables.host_links)) < len(order)
+    for number in dict.fromkeys(tables.host_links):
+        ranks, link = [rank for rank, other in enumerate(tables.host_links) if other == number], Link()
+        choosers = [
+            Chooser(order[rank], tables, layers, held[rank] - aims[rank], played.of(rank), link, shared) for rank in ranks
+        ]
+        walks = [chooser.walk() for chooser in choosers]
+        turns = [(time_us, at) for at, walk in enumerate(walks) for time_us in islice(walk, 1)]
+        heapq.heapify(turns)
+        while turns:
+            _, at = heapq.heappop(turns)
+            for time_us in islice(walks[at], 1):
+                heapq.heappush(turns, (time_us, at))
+        for chooser in choosers:
+            chooser.chosen.sort(key=lambda copy: copy[:2])
+        yield list(zip(ranks, choosers, strict=True))
 
 
 class Chooser:

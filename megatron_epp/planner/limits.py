@@ -108,20 +108,26 @@ class Limits:
         low, high = max(made.static_bytes) // step, -(-peak // step)
         while high - low > 1:
             middle = (low + high) // 2
-            found = self._plan(self.problem.lengths, "smallest cap", middle * step)
-            low, high, made = (middle, high, made) if found is None else (low, middle, found)
-        return Limit(high * step, step), made
+            fits = self._fits(self.problem.lengths, "smallest cap", middle * step)
+            low, high = (low, middle) if fits else (middle, high)
+        smallest = self._plan(self.problem.lengths, "smallest cap", high * step)
+        return Limit(high * step, step), smallest or made
 
-    def _fits(self, lengths: tuple[int, ...], question: str) -> bool:
-        return self._plan(lengths, question) is not None
+    def _fits(self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None) -> bool:
+        """Whether there is a plan. What fits without offload fits with it, and is sooner known."""
+        if self.options.offload and self._plan(lengths, question, cap_bytes, replace(self.options, offload=False)) is not None:
+            return True
+        return self._plan(lengths, question, cap_bytes) is not None
 
-    def _plan(self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None) -> Plan | None:
+    def _plan(
+        self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None, options: Options | None = None
+    ) -> Plan | None:
         self.tried(question)
         problem = replace(self.problem, lengths=lengths)
         if cap_bytes is not None:
             problem = replace(problem, cap_bytes=(cap_bytes,) * problem.num_ranks)
         try:
-            return plan(problem, self.costs_for(max(lengths)), self.options)
+            return plan(problem, self.costs_for(max(lengths)), options or self.options)
         except InfeasibleError:
             return None
 

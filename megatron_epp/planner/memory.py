@@ -22,6 +22,7 @@ from megatron_epp.planner.inner.timing import mark_split
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
+from megatron_epp.schedule import Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +60,30 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
     return Fit(by_stage(column, columns.num_chunks))
 
 
-def fit_beside(codes: Codes, tables: Tables, caps: Sequence[int], limit: Layers) -> Layers | None:
-    """Recompute where memory is different at every action, because some is away; None where none fits.
+def fit_beside(
+    actions: Sequence[Action], tables: Tables, rank: int, caps: Sequence[int], limit: Layers, layers: Layers
+) -> bool:
+    """Recompute of a rank where memory is different at every action, because some is away.
 
     Args:
-        caps: by place among the codes' actions.
+        actions: of the rank.
+        caps: by place among them.
         limit: most steps of each stage and chunk.
+        layers: where the answer goes, for the rank's stages.
+
+    Returns:
+        whether any fits.
     """
-    columns = tables.columns
+    columns, codes = tables.columns, encode([actions], tables.columns.num_chunks)
     items = columns.num_stages * columns.num_chunks
     column, leaves, most = integers([0] * items), integers([0] * items), integers(chain.from_iterable(limit))
-    allowed = integers(caps)
-    for rank, static in enumerate(tables.static):
-        begin, stop = codes.starts[rank], codes.starts[rank + 1]
-        if not sweep(codes.actions, begin, stop, columns, most, allowed, static, column, leaves):
-            return None
-    return by_stage(column, columns.num_chunks)
+    static = tables.static[rank]
+    if not sweep(codes.actions, 0, len(actions), columns, most, integers(caps), static, column, leaves):
+        return False
+    found = by_stage(column, columns.num_chunks)
+    for stage in tables.stages_of[rank]:
+        layers[stage] = found[stage]
+    return True
 
 
 def caps_at(codes: Codes, caps: Sequence[int]) -> list[int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
@@ -107,18 +106,20 @@ def _fit_copies(
 
     Each round aims below the cap by as much as the last came out above it.
     """
-    codes = encode(order, len(tables[0].message_us))
     played = play(order, tables[0], layers)
     if limit_us is not None and played.makespan_us >= limit_us * SLOWER:
         return None
     aims = [list(caps) for _ in tables]
     for _ in range(ROUNDS):
-        chosen = [_chosen(order, own, aim, layers, played) for own, aim in zip(tables, aims, strict=True)]
-        fitted = [fit_beside(codes, own, one.room, one.most) for own, one in zip(tables, chosen, strict=True)]
-        again = _together(layers, fitted)
-        if again is None or not any(any(one.copies) for one in chosen):
+        chosen = []
+        for own, aim in zip(tables, aims, strict=True):
+            if (one := _chosen(order, own, aim, layers, played)) is None:
+                return None
+            chosen.append(one)
+        if not any(any(one.copies) for one in chosen):
             return None
-        made = tuple(Offload(again, one.shares, one.copies) for one in chosen)
+        again = _together(layers, [one.layers for one in chosen])
+        made = tuple(replace(one, layers=again) for one in chosen)
         after = [play(order, own, again, timed(one, own)) for own, one in zip(tables, made, strict=True)]
         if any(one.start_us != after[0].start_us for one in after):
             return None
@@ -134,36 +135,27 @@ def _fit_copies(
     return None
 
 
-class _Chosen(NamedTuple):
-    """Copies of one replica; what its ranks may hold beside them, by place among the actions; and most recompute by stage."""
-
-    shares: tuple[tuple[float, ...], ...]
-    copies: CopyOrder
-    room: list[int]
-    most: Layers
-
-
-def _chosen(order: Order, tables: Tables, aims: list[int], layers: Layers, played: Played) -> _Chosen:
+def _chosen(order: Order, tables: Tables, aims: list[int], layers: Layers, played: Played) -> Offload | None:
+    """Copies of one replica, and what it recomputes beside them; None as soon as a rank is above its aim with both."""
     shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
     most = by_stage(tables.columns.most, len(tables.message_us))
-    copies: list[tuple[tuple[Action, Action | None], ...]] = []
-    room: list[int] = []
-    for aim, chooser in zip(aims, choose(order, tables, aims, layers, played), strict=True):
-        for (_, stage, c), share in ((copy.action, copy.share) for copy in chooser.chosen):
-            shares[stage][c], most[stage][c] = share, layers[stage][c]
-        copies.append(tuple((copy.action, copy.after) for copy in chooser.chosen))
-        room += [aim + away for away in chooser.away.tolist()]
-    return _Chosen(tuple(map(tuple, shares)), tuple(copies), room, most)
+    fitted = [[0] * len(tables.message_us) for _ in tables.rank_of]
+    copies: list[tuple[tuple[Action, Action | None], ...]] = [()] * len(order)
+    for choosers in choose(order, tables, aims, layers, played):
+        for rank, chooser in choosers:
+            for (_, stage, c), share in ((copy.action, copy.share) for copy in chooser.chosen):
+                shares[stage][c], most[stage][c] = share, layers[stage][c]
+            copies[rank] = tuple((copy.action, copy.after) for copy in chooser.chosen)
+            if not fit_beside(order[rank], tables, rank, (aims[rank] + chooser.away).tolist(), most, fitted):
+                return None
+    return Offload(fitted, tuple(map(tuple, shares)), tuple(copies))
 
 
-def _together(layers: Layers, fitted: Sequence[Layers | None]) -> Layers | None:
+def _together(layers: Layers, fitted: Sequence[Layers]) -> Layers:
     """What all replicas recompute. No less than what the times were planned with, where there are several: then none of their
     loads comes late because an action ends sooner.
     """
-    found = [one for one in fitted if one is not None]
-    if len(found) < len(fitted):
-        return None
-    return found[0] if len(found) == 1 else np.max([layers, *found], axis=0).tolist()
+    return fitted[0] if len(fitted) == 1 else np.max([layers, *fitted], axis=0).tolist()
 
 
 def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Action | None]]]:
