@@ -23,6 +23,7 @@ _PASSING = (
     "#F0E442",
     "#E69F00",
     "#D55E00",
+    "#F7B58F",
     "#CC79A7",
     "#8E5BA6",
     "#D9C9E3",
@@ -45,7 +46,7 @@ def memory_picture(account: Account) -> Figure:
     names, peak = account.items, max(timeline.peak_bytes)
     static = [name for name in names if name in account.static[0]]
     grey = dict(zip(static, _STATIC, strict=False))
-    colours = grey | dict(zip(account.order, _PASSING, strict=False))
+    colours = grey | dict(zip(account.order, _PASSING, strict=True))
     size, unit = byte_unit(peak)
     for rank, axis in enumerate(axes):
         _draw(axis, account, rank, names, colours, size)
