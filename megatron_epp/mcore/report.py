@@ -86,13 +86,6 @@ class IterationReport:
             return device_usage(static_bytes)
         return Usage(static_bytes + self.saved.held_bytes)
 
-    @property
-    def _host_peak_bytes(self) -> int:
-        """Activations and caches; the two peaks need not be at one time."""
-        hosted = (stage.relay.hosted for stage in self.session.stages.values())
-        caches = sum(caches.host_peak_bytes for caches in hosted if caches is not None)
-        return caches + (0 if self.offload is None else self.offload.host_peak_bytes)
-
     def finish(self, loss: torch.Tensor | None) -> None:
         """Gather the ranks' figures, log them, append a line to ``iterations.jsonl``, write plan and trace where asked for.
 
@@ -114,7 +107,7 @@ class IterationReport:
             "wait_us": self.recorder.wait_us,
             "peak": self.saved.peak_bytes if self.saved is not None else None,
             "device_peak": device_peak(),
-            "host_peak": self._host_peak_bytes,
+            "host_peak": 0 if self.session.host is None else self.session.host.held_peak_bytes,
             "loss": None if loss is None else loss.tolist(),
             "elapsed_us": elapsed_us,
             "planned_us": planned_us,

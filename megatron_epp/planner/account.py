@@ -102,7 +102,8 @@ class _Stage:
         of_layer = self.of_layer[c] if apart else 0
         live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0)})
         live[item.WEIGHT_INPUTS] = self.stays[c] - self.num_layers * of_layer if apart else 0
-        found, most = Counter({item.HEAD: 0}), 0
+        live[item.HOSTED] = throughout = self.streamed[c][1]
+        found, most = Counter({item.HEAD: 0, item.HOSTED: throughout}), throughout
         for number in reversed(range(self.num_layers)):
             level = self.recompute[c].level(number)
             layer, own = self.layers[level][c], item.LEVEL_ITEMS.get(level, item.LAYERS)
@@ -110,7 +111,6 @@ class _Stage:
             there[item.RECOMPUTED if level else own] += layer.peak - layer.kept - layer.gradient
             there[item.CACHE_GRADIENT] += layer.gradient
             there[item.WEIGHT_INPUTS] += of_weights
-            there[item.HOSTED] += self.streamed[c][1]
             if there.total() > most:
                 found, most = there, there.total()
             live[own] -= layer.kept

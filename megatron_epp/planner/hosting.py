@@ -25,6 +25,7 @@ _ROWS = (
     "backward_head",
     "backward_passed",
     "backward_surge",
+    "backward_throughout",
     "backward_net",
     "weight_surge",
 )
@@ -72,9 +73,7 @@ def with_hosted(
         if problem.forward_only:
             continue
         rows["backward_us"][s][c] += float(host.backward_us[c])
-        least = rows["backward_head"][s][c] + int(host.forward_bytes[c])  # two of the buffers are there before the head goes
-        for name in ("backward_surge", "weight_surge"):
-            rows[name][s][c] = max(rows[name][s][c] + int(host.backward_bytes[c]), least)
+        rows["backward_throughout"][s][c] = int(host.backward_bytes[c])
         for rung in rungs:
             if rung.level[s][c] == LEVELS.index("whole"):  # only then attention runs again
                 rung.layer_us[s][c] += float(host.again_us[c])

@@ -54,6 +54,7 @@ class Tables:
         backward_passed: what it lets go with each layer that keeps everything, with keys and values and their gradient if it is
             the sequence's first slice, less their gradient if it is the last.
         backward_surge: what it makes at such a layer, at the most, above what was there when it came.
+        backward_throughout: what a backward holds all along besides: buffers of keys and values that are at the host.
         backward_net: what a backward leaves behind, without the activations it frees: gradients of keys and values, opened or
             closed.
         weight_bytes: of what the backward keeps for a weight gradient that is split off.
@@ -81,6 +82,7 @@ class Tables:
     backward_head: Sizes
     backward_passed: Sizes
     backward_surge: Sizes
+    backward_throughout: Sizes
     backward_net: Sizes
     weight_bytes: Sizes
     weight_layer: Sizes
@@ -264,6 +266,7 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         "backward_head": head,
         "backward_passed": passed,
         "backward_surge": surge,
+        "backward_throughout": none,
         "backward_net": net,
         "weight_bytes": weight,
         "weight_layer": of_layer,

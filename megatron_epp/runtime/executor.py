@@ -172,6 +172,8 @@ class Executor:
             RunError: another action failed. Either names the action, the rank and, this one, the grid.
         """
         self.recorder.begin()
+        if self.host is not None:
+            self.host.held_peak_bytes = 0
         for number, stage in self.stages.items():
             stage.relay.begin(self.plan.hosted_by(number), self.host)
         try:

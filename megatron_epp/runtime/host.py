@@ -30,12 +30,16 @@ class HostMemory:
     Args:
         device: where the other end of every copy is. On a GPU pages are pinned; on a CPU they stand for it.
         cap_bytes: what all pages may take.
+
+    Attributes:
+        held_bytes, held_peak_bytes: here now, and most of them in the iteration.
     """
 
     def __init__(self, device: torch.device, cap_bytes: int) -> None:
         self.device = device
         self.cap_bytes = cap_bytes
         self.allocated_bytes = 0
+        self.held_bytes = self.held_peak_bytes = 0
         self._on_gpu = device.type == "cuda"
         self._page_bytes = min(_PAGE_BYTES[device.type], cap_bytes)
         self._free: list[Tensor] = []
@@ -47,6 +51,11 @@ class HostMemory:
         while len(self._free) < needed:
             self._free.append(self._allocate())
         return [self._free.pop() for _ in range(needed)]
+
+    def count(self, more_bytes: int) -> None:
+        """So many more bytes are here, or fewer."""
+        self.held_bytes += more_bytes
+        self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
 
     def give_back(self, pages: list[Tensor]) -> None:
         """Let later copies have the pages."""

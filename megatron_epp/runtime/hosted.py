@@ -40,6 +40,7 @@ class _Running:
     """The action that runs, and the buffers it has on the device, ``[2, rows, heads, channels]`` each."""
 
     view: SliceView
+    backward: bool
     ahead: LookAhead
     kv: list[Tensor]
     gradient: Tensor | None = None
@@ -84,7 +85,7 @@ class HostedCaches:
             is_last: the caches of the sequence are not needed afterwards.
         """
         uses = self._uses(view, backward, num_whole)
-        self._now = _Running(view, LookAhead(uses, self._load), [])
+        self._now = _Running(view, backward, LookAhead(uses, self._load), [])
         try:
             if self._like is not None and view.sequence in self._num_rows:
                 self._open(self._now, self._like)
@@ -122,9 +123,7 @@ class HostedCaches:
         """As `KVRelay.keys_and_values`, of a group of heads, ahead of its backward. Groups come last to first."""
         piece, now = self._piece(layer, view, part), self._running
         check_backward(layer, view, piece.taken_from)
-        if now.gradient is None:
-            dtype = torch.promote_types(k_beside.dtype, torch.float32) if self._fp32_gradients else k_beside.dtype
-            now.gradient = self._empty(view, k_beside, dtype)
+        assert now.gradient is not None  # a backward runs
         if piece.gradient is not None:
             now.arriving = self._copy(now.gradient, piece.gradient, 0, view.stop, out=False)
         buffer = self._buffer(Use(Piece(layer, part), view.stop), k_beside)
@@ -189,8 +188,12 @@ class HostedCaches:
         return now.kv[number]
 
     def _open(self, now: _Running, like: Tensor) -> None:
-        if not now.kv:
-            now.kv = [self._empty(now.view, like, like.dtype) for _ in range(2)]
+        if now.kv:
+            return
+        now.kv = [self._empty(now.view, like, like.dtype) for _ in range(2)]
+        if now.backward:
+            dtype = torch.promote_types(like.dtype, torch.float32) if self._fp32_gradients else like.dtype
+            now.gradient = self._empty(now.view, like, dtype)
 
     def _load(self, use: Use, number: int) -> Any:
         now = self._running
@@ -224,6 +227,7 @@ class HostedCaches:
     def _reserve(self, view: SliceView, buffer: Tensor) -> int:
         start = self._regions[view.sequence].reserve(buffer.nbytes)
         self.host_bytes += buffer.nbytes
+        self._host.count(buffer.nbytes)
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         return start
 
@@ -243,6 +247,7 @@ class HostedCaches:
         if region is None:  # dropped before, with all others
             return
         self.host_bytes -= region.num_bytes
+        self._host.count(-region.num_bytes)
         region.give_back()
         del self._num_rows[sequence]
         self._pieces = {key: piece for key, piece in self._pieces.items() if key[0] != sequence}

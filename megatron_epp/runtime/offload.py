@@ -75,6 +75,7 @@ class Offload:
                 host.copy_(device, non_blocking=True)
             self._moved[owner] = _Moved(parts, pages, self._host.mark())
         self.host_bytes += _size(parts)
+        self._host.count(_size(parts))
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def free(self, owner: Owner) -> None:
@@ -97,6 +98,7 @@ class Offload:
         self._host.give_back(moved.pages)
         moved.pages = []
         self.host_bytes -= _size(moved.parts)
+        self._host.count(-_size(moved.parts))
 
     def before_backward(self, owner: Owner) -> None:
         """Ahead of the backward of any chunk: what was copied back is there."""
@@ -112,6 +114,7 @@ class Offload:
             self._host.give_back(moved.pages)
         self._moved.clear()
         self._saved.disown()
+        self._host.count(-self.host_bytes)
         self.host_bytes = 0
 
     def assert_empty(self) -> None:

@@ -4,6 +4,7 @@ of a plan is at the host when.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -30,25 +31,31 @@ def host_levels(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
 
     What is offloaded is there from the start of its offload to the end of its load, keys and values as `Hosted` says.
     """
-    plan, changes = timeline.plan, []
+    plan = timeline.plan
     starts, ends = _times(timeline, rank)
+    place = {action: at for at, action in enumerate(plan.actions(rank))}
+    changes: list[tuple[float, float, int]] = []  # at equal times in the order of the actions, offloads first and loads last
+
+    def change(action: Action, at_end: bool, size: int) -> None:
+        changes.append(((ends if at_end else starts)[action], 2 * place[action] + at_end, size))
+
     for copy in plan.copies[rank] if plan.copies else ():
-        is_load = copy.action.op is Op.L
-        changes.append(((ends if is_load else starts)[copy.action], copy.free_bytes - copy.alloc_bytes))
+        is_load, size = copy.action.op is Op.L, copy.free_bytes - copy.alloc_bytes
+        changes.append(((ends if is_load else starts)[copy.action], math.inf if is_load else -1, size))
     slices = slices_of(plan)
     for stage, sequence, cache, gradient in plan.hosted:
         if plan.placement[stage] != rank:
             continue
         first, last = slices[sequence][0], slices[sequence][-1]
-        changes.append((starts[Action(Op.F, stage, first)], cache))
+        change(Action(Op.F, stage, first), False, cache)
         if plan.forward_only:
-            changes.append((ends[Action(Op.F, stage, last)], -cache))
+            change(Action(Op.F, stage, last), True, -cache)
         else:
-            changes.append((starts[Action(Op.B, stage, last)], gradient))
-            changes.append((ends[Action(Op.B, stage, first)], -cache - gradient))
-    changes.sort(key=lambda change: (change[0], -change[1]))  # at equal times what is given back comes last
-    times = [0.0, *(time_us for time_us, _ in changes)]
-    return list(zip(times, accumulate((size for _, size in changes), initial=0), strict=True))
+            change(Action(Op.B, stage, last), False, gradient)
+            change(Action(Op.B, stage, first), True, -cache - gradient)
+    changes.sort()
+    times = [0.0, *(time_us for time_us, _, _ in changes)]
+    return list(zip(times, accumulate((size for _, _, size in changes), initial=0), strict=True))
 
 
 def host_peaks(timeline: Timeline) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ def of_batches(executor):
                         "measured": saved.peak_bytes,
                         "left": saved.live_bytes + offload.host_bytes + sum(each.host_bytes for each in caches),
                         "planned_host": host_peak_bytes(plan)[self.rank],
-                        "host": offload.host_peak_bytes + sum(each.host_peak_bytes for each in caches),
+                        "host": session.host.held_peak_bytes,
                         "hosted": len(caches),
                         "share": offload_share(plan),
                         "offloadable": costs.offloadable_share,
@@ -164,7 +164,7 @@ def plans(args, costs, session):
         yield "free", free
 
         def chosen(levels, some, problem=problem, options=options, made=made):
-            """Recompute of all layers at one level, or of some at several; every other time with copies, or some hosted."""
+            """Recompute of all layers at one level, or of some at several; with copies, or with some keys and values away."""
             rungs = tabulate(made.chunks, problem, costs, levels).rungs
             layers = [
                 [
@@ -175,7 +175,7 @@ def plans(args, costs, session):
             ]
             copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
             pairs = [(stage, sequence) for stage in range(len(layers)) for sequence in slices_in(made.chunks, problem.lengths)]
-            hosted = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if draw.random() < 0.5 else [])
+            hosted = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if not copies else [])
             return build_plan(problem, costs, options, replace(made, levels=levels, layers=layers, hosted=hosted, **copies))
 
         for level in LEVELS:

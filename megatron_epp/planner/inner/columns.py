@@ -51,6 +51,7 @@ class Columns(NamedTuple):
     head: Integers
     passed: Integers
     surge: Integers
+    throughout: Integers
     net: Integers
     weight_bytes: Integers
     weight_layer: Integers
@@ -100,6 +101,7 @@ def columns_of(tables: Tables) -> Columns:
         head=sizes(tables.backward_head),
         passed=sizes(tables.backward_passed),
         surge=sizes(tables.backward_surge),
+        throughout=sizes(tables.backward_throughout),
         net=sizes(tables.backward_net),
         weight_bytes=sizes(tables.weight_bytes),
         weight_layer=sizes(tables.weight_layer),

@@ -37,7 +37,7 @@ def risen(columns: Columns, item: int, taken: int, apart: bool) -> int:
         passed -= columns.weight_layer[item]
         surge = columns.weight_surge[item]
     if layers == 0:
-        return max(0, live)
+        return columns.throughout[item] + max(0, live)
     for at in range(rung, rung + full):
         passed -= columns.saved[at]
         surge += columns.saved[at]
@@ -51,8 +51,8 @@ def risen(columns: Columns, item: int, taken: int, apart: bool) -> int:
         if not apart:
             surge += columns.fuller[rung + full]
         most = max(most, live + surge)
-        return max(most, live - (rest - 1) * passed + surge)
-    return max(most, live - (layers - 1) * passed + surge)
+        return columns.throughout[item] + max(most, live - (rest - 1) * passed + surge)
+    return columns.throughout[item] + max(most, live - (layers - 1) * passed + surge)
 
 
 @compiled
