@@ -1,0 +1,22 @@
+"""The benchmark of one long sequence, on a small case: its figures are there, and every lever helps or does nothing."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import bench_long
+
+
+def test_more_levers_fit_more_and_are_no_slower(tmp_path, monkeypatch):
+    flags = ["--stages", "4", "--cap-gb", "20", "--contexts", "32", "64", "-o", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_long.py", *flags])
+    bench_long.main()
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    for row in rows.values():
+        times = [found["makespan_s"] if found else float("inf") for found in (row[name] for name in bench_long.VARIANTS)]
+        assert times == sorted(times, reverse=True)
+    assert rows["64"]["offload, keys and values at the host"]["hosted_stages"] > 0
+    assert rows["64"]["recompute"] is None
+    assert "| 64K | no plan |" in (tmp_path / "report.md").read_text()
