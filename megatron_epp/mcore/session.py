@@ -115,7 +115,8 @@ class Session:
     def _learn_costs(self, links: Links) -> None:
         costs = self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of)
         caps = gathered(self._cap_bytes(), links, min)
-        host_caps = gathered(host_cap_bytes(self.args), links, min)
+        offloads = self.args.epp_offload == "on"
+        host_caps = gathered(host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES, links, min)
         if self.plans:
             assert self._planning_ranks is not None
             least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
@@ -226,7 +227,7 @@ def problem_of(
         placement=placement,
         cap_bytes=cap_bytes,
         token_multiple=token_multiple(args),
-        host_cap_bytes=host_cap if args.epp_offload == "on" else UNLIMITED_BYTES,
+        host_cap_bytes=host_cap,
     )
 
 
