@@ -78,7 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plans.add_argument(
         "--costs",
         action="append",
-        default=[],
         metavar="FILE",
         help="a profile of this model that `megatron-epp profile` wrote, in place of formulas; only its tensor-, context- and "
         "expert-parallel sizes are searched then, so repeat it for more of them (default: formulas)",
@@ -162,7 +161,7 @@ def _question(args: argparse.Namespace) -> Question:
         options=Options(context=context, offload=args.offload == "on", split_weight=args.split_weight),
     )
     measured, files = {}, {}
-    for name in args.costs:
+    for name in args.costs or ():
         sizes, profile = _measured(name, asked)
         measured[sizes], files[sizes] = profile, str(find("profiles", name))
     return replace(asked, measured=measured, costs_files=files)

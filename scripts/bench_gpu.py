@@ -29,7 +29,7 @@ import torch
 from gpu_report import markdown
 from gpu_runs import Launched, Launches, OutOfMemory, Settings, Sizes, versions
 
-from megatron_epp.launch.runs import machine
+from megatron_epp.launch.machine import machine
 from megatron_epp.report.measured import Measured
 from megatron_epp.schedule import Op
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from random_documents import write_documents
 
+from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.runs import Run, RunError, tiny_gpt, train
 from megatron_epp.report.measured import Measured
 from megatron_epp.schedule import Plan, load
@@ -230,17 +230,10 @@ def _beating(log: Path) -> Iterator[None]:
 def versions() -> dict[str, str | None]:
     """Of everything that a figure may depend on; None for what is not there."""
     names = ("torch", "megatron-core", "transformer-engine", "flash-attn", "megatron-epp")
-    found: dict[str, str | None] = {name: _version(name) for name in names} | {"CUDA": torch.version.cuda}
+    found: dict[str, str | None] = {name: version_of(name) for name in names} | {"CUDA": torch.version.cuda}
     if torch.cuda.is_available():
         found["cuDNN"] = str(torch.backends.cudnn.version())
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     driver = Path("/proc/driver/nvidia/version")
     found["driver"] = driver.read_text(encoding="utf-8").splitlines()[0].strip() if driver.exists() else None
     return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -51,7 +51,7 @@ def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
         ours["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
     if layout.virtual > 1 and layout.placement == "v":
         ours["placement"] = "v"
-    if question.options.offload and layout.expert == 1:  # matched plans of replicas that share experts copy nothing
+    if question.options.offload:
         ours["offload"] = "on"
     if question.options.split_weight:
         ours["split_weight_gradient"] = True

@@ -104,6 +104,8 @@ def _plain_text(advice: Advice) -> str:
     rate = f"{advice.tokens_per_s(plain.step_us):,.0f} tokens/s"
     share = f"{best_us / plain.step_us:.0%}".replace("%", " %")
     alone = " Without a pipeline that is plain gradient accumulation." if plain.layout.pipeline == 1 else ""
+    if best_us > (1 + TIE) * plain.step_us:
+        return f"Plain 1F1B is faster: {where}: {rate}, {share} of the best above.{alone}"
     if advice.plain_is_as_good:
         return f"Plain 1F1B is as good (within {TIE * 100:.0f} %): {where}: {rate}, {share} of the best above.{alone}"
     head = "Plain 1F1B comes close" if plain.step_us < (1 + _NEAR) * best_us else "Elastic plans pay"

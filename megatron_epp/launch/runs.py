@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -16,10 +15,12 @@ from typing import Any
 from megatron_epp.cost.library import load_flags
 from megatron_epp.launch.command import OURS
 from megatron_epp.launch.machine import count_gpus
+from megatron_epp.launch.meet import usable_port
 from megatron_epp.schedule.errors import EppError
 
 _LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
-_REASON = re.compile(r"^(megatron_epp, rank \d+: .*|\S*(Error|Exception)\b.*)$", re.MULTILINE)
+_REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Error|Exception)\b.*)$", re.MULTILINE)
+"""In a log. torch puts the rank in front of every line of a traceback."""
 _LIMIT_S = 3600.0
 
 
@@ -82,9 +83,6 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
     folder.mkdir(parents=True, exist_ok=True)
     figures = folder / "iterations.jsonl"
     figures.unlink(missing_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [
         sys.executable,
         "-m",
@@ -92,7 +90,7 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
         "--nproc-per-node",
         str(num_ranks),
         "--master-port",
-        str(port),
+        str(usable_port(0)),
     ]
     command += ["-m", OURS, *_flags_of(settings | {"epp": True, "epp_report_dir": folder})]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | os.environ
@@ -108,11 +106,17 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
             raise RunError(f"training has not ended after {timeout_s:.0f} s: see {log}") from None
     text = log.read_text(encoding="utf-8", errors="replace")
     if done.returncode != 0:
-        reason = _REASON.search(text)
-        raise RunError(f"training ended with exit code {done.returncode}, see {log}" + (f": {reason[0]}" if reason else ""))
+        reason = reason_in(text)
+        raise RunError(f"training ended with exit code {done.returncode}, see {log}" + (f": {reason}" if reason else ""))
     times = {int(m[1]): float(m[2]) for m in _LINE.finditer(text)}
     lines = tuple(json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines())
     return Run(lines, tuple(times[line["iteration"]] for line in lines))
+
+
+def reason_in(log: str) -> str | None:
+    """The first line of a log that says why a run failed."""
+    found = _REASON.search(log)
+    return found[1] if found else None
 
 
 def _flags_of(settings: dict[str, Any]) -> list[str]:

@@ -31,7 +31,8 @@ def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) ->
         overrides: ``megatron.lr=1e-4``, ``epp.placement=v``; a key without a section is one of Megatron's. ``null`` unsets.
 
     Raises:
-        SettingsError: a file is missing, not YAML, or includes itself; a section is unknown; an override has no ``=``.
+        EppError: a file is missing or not YAML.
+        SettingsError: a file includes itself; a section is unknown; an override has no ``=``.
     """
     merged = _omegaconf().create({})
     for file in files:

@@ -43,7 +43,7 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, Flag]:
 
 
 def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse as the training script will. Raises SettingsError with the flag and the value that it does not take."""
+    """Parse as the training script will. Raises EppError with the flag and the value that it does not take."""
     args = parser.parse_args(list(argv))
     if args.yaml_cfg is not None and args.epp:
         take_defaults(parser, args.yaml_cfg)

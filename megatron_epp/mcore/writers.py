@@ -27,7 +27,7 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
     measured = [peak for peak in line["peak_activation_bytes"] if peak is not None]
     if measured:
         found["epp/measured peak activations (GiB)"] = max(measured) / _GIB
-    if line["offload_share"] > 0:
+    if any(line["planned_host_peak_bytes"]):
         found["epp/planned peak host memory (GiB)"] = max(line["planned_host_peak_bytes"]) / _GIB
         found["epp/measured peak host memory (GiB)"] = max(line["host_peak_bytes"]) / _GIB
     if line["replicas"] > 1:
@@ -74,7 +74,7 @@ def log(line: dict[str, Any]) -> None:
         f"padding: {line['padding_share']:.1%}",
         f"tokens: {line['tokens']:,}",
     ]
-    if line["offload_share"] > 0:
+    if any(line["planned_host_peak_bytes"]):
         parts.append(f"offload: {line['offload_share']:.1%} ({line['copies_us'] / _MS:.1f} ms beside compute)")
     if line.get("hosted_bytes"):
         parts.append(f"keys and values at the host (GiB): {line['hosted_bytes'] / _GIB:.3g}")

@@ -131,11 +131,15 @@ def _default(parser: argparse.ArgumentParser, action: argparse.Action, key: str,
         if key == action.dest:
             return {key: value}
         return {action.dest: action.const} if value else {}
+    if isinstance(value, bool) and {"on", "off"} <= set(action.choices or ()):  # as YAML reads these words
+        value = "on" if value else "off"
     several = action.nargs in ("*", "+") or isinstance(action.nargs, int)
     words = value.split() if several and isinstance(value, str) else value if isinstance(value, list) else [value]
     needed = action.nargs if isinstance(action.nargs, int) else None
     if isinstance(value, bool | dict) or (not several and len(words) != 1) or len(words) != (needed or len(words)):
-        raise ArgumentError(f"{path}: {key} is {value!r}; {action.option_strings[0]} takes {needed or 'one'} value(s)")
+        raise ArgumentError(
+            f"{path}: {key} is {value!r}; {action.option_strings[0]} takes {f'{needed} values' if needed else 'one value'}"
+        )
     try:
         return {action.dest: parser._get_values(action, [str(word) for word in words])}
     except argparse.ArgumentError as error:

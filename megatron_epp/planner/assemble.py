@@ -99,8 +99,9 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     faults, timeline = examine(plan)
     if faults or timeline is None:
         raise PlanError(f"planner {options.planner!r} made a plan that cannot run\n{report(plan, faults)}")
+    at_best = replace(made, hosted=frozenset()).tables(problem, costs) if made.hosted else tables  # streaming takes time too
     bound_us = min(
-        lower_bound_us(tables, made.chunks, problem, options), timeline.makespan_us
+        lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us
     )  # they add in another order, so may differ in the last digit
     return replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
 

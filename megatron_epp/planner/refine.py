@@ -17,7 +17,7 @@ from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
 from megatron_epp.planner.search import for_table, greedy, predicted_us
 from megatron_epp.planner.solved import Solved, canonical, relabelled
 from megatron_epp.planner.worker import Worker
-from megatron_epp.schedule import Plan
+from megatron_epp.schedule import InfeasibleError, Plan
 
 TIME_LIMIT_S = 10.0
 MOST_CHUNKS = 16
@@ -48,7 +48,10 @@ def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float
         return start
     plain = start  # the oracle knows whole layers only, and no copies
     if start.levels != WHOLE or start.copies or start.hosted:
-        plain = for_table(start.chunks, problem, costs, replace(options, recompute_levels="whole", offload=False))
+        try:
+            plain = for_table(start.chunks, problem, costs, replace(options, recompute_levels="whole", offload=False))
+        except InfeasibleError:
+            return start
     found = oracle(start.chunks, problem, costs, options, start=plain, time_limit_s=time_limit_s).decisions or plain
     return min(start, found, key=lambda one: predicted_us(one, problem, costs))
 

@@ -1,4 +1,4 @@
-"""Figures that several reports show, read off a plan without simulating it again."""
+"""Figures that several reports show, read off a plan."""
 
 from __future__ import annotations
 

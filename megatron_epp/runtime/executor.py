@@ -173,7 +173,7 @@ class Executor:
         """
         self.recorder.begin()
         if self.host is not None:
-            self.host.held_peak_bytes = 0
+            self.host.held_peak_bytes = self.host.held_bytes
         for number, stage in self.stages.items():
             stage.relay.begin(self.plan.hosted_by(number), self.host)
         try:

@@ -194,12 +194,12 @@ def _run(plan: Plan, rank: int, scale: float, locks: Locks) -> tuple[Events, flo
     stages = {stage: WaitingStage(stage, shared, times_us) for stage, on in enumerate(plan.placement) if on == rank}
     if plan.copies and plan.copies[rank]:
         shared.offload = WaitingOffload(plan, rank, locks, scale, shared.record)
-    prepare(plan, rank)
+    unstreamed = replace(plan, hosted=())  # what it takes to stream caches is in the steps' times
+    prepare(unstreamed, rank)
     if links is not None:
         _meet(plan, rank, links)
     start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
     dist.all_reduce(start, op=dist.ReduceOp.MAX)
-    unstreamed = replace(plan, hosted=())  # what it takes to stream caches is in the steps' times
     executor = Executor(unstreamed, rank, stages, links, offload=shared.offload)
     shared.origin_s = shared.free_s = float(start[0])
     _wait_until(shared.origin_s)

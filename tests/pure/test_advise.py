@@ -253,6 +253,9 @@ def test_plans_are_made_with_what_training_is_to_do(capsys):
     assert main([*command, "--offload", "on", "--split-weight"]) == 0
     printed = capsys.readouterr().out
     assert "--epp-offload on --epp-split-weight-gradient" in " ".join(printed.replace("\\", "").split())
+    experts = ["--experts", "2", "--expert-parallel", "2"]
+    assert main([*command, "--offload", "on", *experts]) == 0
+    assert "--epp-offload on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,16 @@ def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
     costs, asked = pipeline(2), problem([300_000, 5_000], 2)
     chunks = plan(asked, costs, Options(slices=40)).chunks
     plain = for_table(chunks, asked, costs, Options())
-    peaks, times = [], []
+    peaks, times, bounds = [], [], []
     for pairs in (set(), {(0, 0)}, {(0, 0), (1, 0)}):
         built = build_plan(asked, costs, Options(), replace(plain, hosted=frozenset(pairs)))
         peaks.append(built.predicted.peak_bytes)
         times.append(built.predicted.makespan_us)
+        bounds.append(built.predicted.lower_bound_us)
     assert peaks[0][0] > peaks[1][0] == peaks[2][0]
     assert peaks[0][1] == peaks[1][1] > peaks[2][1]
     assert times[0] <= times[1] <= times[2] < 1.1 * times[0]
+    assert max(bounds) <= times[0]  # what streaming takes can be spared
 
 
 def least_cap(lengths: list[int], stages: int, costs: PipelineCosts, options: Options) -> int:
@@ -129,6 +131,16 @@ def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int])
     assert digest(made) == digest(plan(problem(lengths, 2, cap, host_cap_bytes=100 * GIB), costs, FIXED_ON))
     with pytest.raises(InfeasibleError):
         plan(problem(lengths, 2, cap, host_cap_bytes=GIB // 8), costs, FIXED_ON)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_local_search_takes_no_more_of_the_host_than_there_is(seed: int):
+    costs, lengths = replace(pipeline(2), offloadable_share=0.0), [200_000, 150_000, 180_000, 900]
+    cap = int(0.85 * least_cap(lengths, 2, costs, FIXED))
+    at_host = max(host_peaks(simulate(plan(problem(lengths, 2, cap), costs, FIXED_ON))))
+    made = plan(problem(lengths, 2, cap, host_cap_bytes=at_host), costs, replace(FIXED_ON, steps=2000, seed=seed))
+    assert made.hosted
+    assert max(host_peaks(simulate(made))) <= at_host
 
 
 def test_an_evaluation_fits_too():

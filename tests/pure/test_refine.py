@@ -46,6 +46,16 @@ def test_the_same_lengths_in_another_order_get_the_refined_plan(refiner: Refiner
     assert second == build_plan(problem(shuffled, 2), COSTS, OPTIONS, refined)
 
 
+def test_what_only_offload_makes_fit_stays_as_it_is():
+    costs, options = pipeline(2), replace(OPTIONS, offload=True, slices=8)
+    with pytest.raises(InfeasibleError) as error:
+        plan(problem([60_000], 2, 1), costs, replace(options, offload=False, planner="greedy"))
+    asked = problem([60_000], 2, int(0.9 * (error.value.least_cap_bytes or 0)))
+    found = refine(asked, costs, options, 20)
+    assert len(found.chunks) <= MOST_CHUNKS
+    assert found == greedy(asked, costs, options)
+
+
 def test_what_fits_nothing_is_said_at_once(refiner: Refiner):
     with pytest.raises(InfeasibleError):
         refiner.plan(problem(LENGTHS, 2, max(stage.static_bytes for stage in COSTS.stages)))
