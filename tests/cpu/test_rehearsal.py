@@ -96,5 +96,6 @@ def test_a_plan_that_does_not_check_is_not_rehearsed(tmp_path, capsys):
 
 def test_a_scale_that_makes_no_sense_is_refused(tmp_path, capsys):
     save(two_ranks(), tmp_path / "plan.json")
-    assert main(["rehearse", str(tmp_path / "plan.json"), "--time-scale", "0"]) == 2
-    assert "--time-scale 0.0 must be a positive number" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["rehearse", str(tmp_path / "plan.json"), "--time-scale", "0"])
+    assert "--time-scale: '0' is not a positive number" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from megatron_epp.report.side_by_side import side_by_side
 from megatron_epp.schedule.errors import PlanError
 from megatron_epp.schedule.simulate import simulate
 
-SMALL = ["--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4"]
+SMALL = ["--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "4"]
 
 
 def bars(axis, label):
