@@ -11,8 +11,8 @@ from megatron_epp.planner.memory import least_peaks, peaks_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
-from megatron_epp.schedule import Chunk, Op
-from megatron_epp.schedule.hosted import slices_in
+from megatron_epp.schedule import Action, Chunk
+from megatron_epp.schedule.hosted import hosted_changes, slices_in
 
 
 def choices(
@@ -52,25 +52,19 @@ def choices(
 
 def at_host(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:
     """Most bytes that every rank has at the host of what is hosted."""
-    slices = slices_in(chunks, problem.lengths)
-    entries = {(entry.stage, entry.sequence): entry for entry in hosted_entries(chunks, problem, costs, pairs)}
-    comes: dict[tuple[Op, int, int], int] = {}
-    goes: dict[tuple[Op, int, int], int] = {}
-    for (stage, sequence), entry in entries.items():
-        first, last = slices[sequence][0], slices[sequence][-1]
-        comes[Op.F, stage, first] = entry.cache_bytes
-        if problem.forward_only:
-            goes[Op.F, stage, last] = entry.cache_bytes
-        else:
-            comes[Op.B, stage, last] = entry.gradient_bytes
-            goes[Op.B, stage, first] = entry.cache_bytes + entry.gradient_bytes
+    entries = hosted_entries(chunks, problem, costs, pairs)
+    comes: dict[Action, int] = {}
+    goes: dict[Action, int] = {}
+    for action, at_end, size in hosted_changes(entries, slices_in(chunks, problem.lengths), problem.forward_only):
+        changes = goes if at_end else comes
+        changes[action] = changes.get(action, 0) + size
     peaks = []
     for actions in order:
         now = most = 0
         for action in actions:
             now += comes.get(action, 0)
             most = max(most, now)
-            now -= goes.get(action, 0)
+            now += goes.get(action, 0)
         peaks.append(most)
     return peaks
 

@@ -5,12 +5,12 @@ of a plan is at the host when.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.chunk import Chunk
-from megatron_epp.schedule.plan import Plan
+from megatron_epp.schedule.plan import Hosted, Plan
 from megatron_epp.schedule.simulate import Timeline
 
 MOST_PARTS = 4
@@ -42,20 +42,32 @@ def host_levels(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
     for copy in plan.copies[rank] if plan.copies else ():
         is_load, size = copy.action.op is Op.L, copy.free_bytes - copy.alloc_bytes
         changes.append(((ends if is_load else starts)[copy.action], math.inf if is_load else -1, size))
-    slices = slices_of(plan)
-    for stage, sequence, cache, gradient in plan.hosted:
-        if plan.placement[stage] != rank:
-            continue
-        first, last = slices[sequence][0], slices[sequence][-1]
-        change(Action(Op.F, stage, first), False, cache)
-        if plan.forward_only:
-            change(Action(Op.F, stage, last), True, -cache)
-        else:
-            change(Action(Op.B, stage, last), False, gradient)
-            change(Action(Op.B, stage, first), True, -cache - gradient)
+    here = [entry for entry in plan.hosted if plan.placement[entry.stage] == rank]
+    for action, at_end, size in hosted_changes(here, slices_of(plan), plan.forward_only):
+        change(action, at_end, size)
     changes.sort()
     times = [0.0, *(time_us for time_us, _, _ in changes)]
     return list(zip(times, accumulate((size for _, _, size in changes), initial=0), strict=True))
+
+
+def hosted_changes(
+    entries: Iterable[Hosted], slices: Mapping[int, Sequence[int]], forward_only: bool
+) -> Iterator[tuple[Action, bool, int]]:
+    """When what is hosted comes to the host and goes: ``(action, whether at its end, bytes)``.
+
+    Args:
+        entries: of a plan.
+        slices: of every sequence that is cut, its chunks in order.
+        forward_only: there are no backwards.
+    """
+    for stage, sequence, cache, gradient in entries:
+        first, last = slices[sequence][0], slices[sequence][-1]
+        yield Action(Op.F, stage, first), False, cache
+        if forward_only:
+            yield Action(Op.F, stage, last), True, -cache
+        else:
+            yield Action(Op.B, stage, last), False, gradient
+            yield Action(Op.B, stage, first), True, -cache - gradient
 
 
 def host_peaks(timeline: Timeline) -> tuple[int, ...]:

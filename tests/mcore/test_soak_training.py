@@ -18,4 +18,4 @@ def test_hundreds_of_iterations_of_training_leave_no_tensor_behind(tmp_path: Pat
     seen = json.loads(next(line for line in finished.output.splitlines() if line.startswith("[{")))
     assert tuple(look["iteration"] for look in seen) == LOOKED_AT
     before, after = (look["tensors"] for look in seen)
-    assert after - before < (LOOKED_AT[1] - LOOKED_AT[0]) / 100, "a tensor or two may be on their way"
+    assert after <= before

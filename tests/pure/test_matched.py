@@ -71,6 +71,15 @@ def test_no_replica_goes_above_its_cap_and_all_recompute_alike():
     assert plans[0].recompute == plans[1].recompute
 
 
+def test_being_in_step_costs_little_where_work_is_shared_evenly():
+    """Two replicas of about the same work, against each alone."""
+    batches = (3000, 700, 300, *(120,) * 8), (2600, 1700, *(90,) * 12)
+    together = plan_matched(problems(*batches), COSTS, Options())[0].predicted.makespan_us
+    alone = max(plan(one, COSTS).predicted.makespan_us for one in problems(*batches))
+    assert alone <= together * (1 + 1e-9)
+    assert together < 1.25 * alone
+
+
 @pytest.mark.parametrize("lengths", [(3000, 700, 300, *(120,) * 8), (4000,), (500,) * 8], ids=str)
 def test_replicas_with_equal_batches_lose_nothing_by_being_in_step(lengths):
     """But for the grains and levels of recompute that are tried for one pipeline alone."""

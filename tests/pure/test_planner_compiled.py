@@ -23,8 +23,9 @@ for lengths, stages, options in [
     (web_lengths(20, seed=1, longest=30000), 4, Options()),
     (web_lengths(20, seed=2, longest=30000), 4, Options(split_weight=True, offload=True)),
 ]:
-    costs = replace(pipeline(stages), host_turns=2)
-    print(digest(plan(problem(lengths, stages, 30 * GIB), costs, options)))
+    for turns in (1, 2):
+        costs = replace(pipeline(stages), host_turns=turns)
+        print(digest(plan(problem(lengths, stages, 30 * GIB), costs, options)))
 """
 
 
