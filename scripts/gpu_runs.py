@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 import torch
 from random_documents import write_documents
 
+from megatron_epp.cli_progress import progress
 from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.runs import Run, RunError, tiny_gpt, train
 from megatron_epp.report.measured import Measured
@@ -22,7 +20,6 @@ from megatron_epp.schedule import Plan, load
 
 Settings = dict[str, Any]
 
-_BEAT_S = 60.0
 _GIB = 2**30
 _LAYER = {
     "hidden_size": 4096,
@@ -192,7 +189,7 @@ class Launches:
         log = folder / "train.log"
         log.unlink(missing_ok=True)
         try:
-            with _beating(log):
+            with progress("training", lambda: _reached(log)):
                 return Launched(train(folder, 1, settings, self.limit_s), folder)
         except RunError:
             if shortage := _OUT_OF_MEMORY.search(log.read_text(encoding="utf-8", errors="replace")):
@@ -205,26 +202,10 @@ class Launches:
         return write_documents(prefix, lengths * copies, min(256, settings["vocab_size"]))
 
 
-@contextmanager
-def _beating(log: Path) -> Iterator[None]:
-    """Say now and then how far a run has got."""
-    done = threading.Event()
-
-    def beat() -> None:
-        seconds = 0.0
-        while not done.wait(_BEAT_S):
-            seconds += _BEAT_S
-            text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-            reached = _ITERATION.findall(text)
-            print(f"    {seconds:.0f} s, {f'iteration {reached[-1]}' if reached else 'starting'} ({log})", flush=True)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def _reached(log: Path) -> str:
+    """How far a run has got, by its log."""
+    found = _ITERATION.findall(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
+    return f"{f'iteration {found[-1]}' if found else 'starting'} ({log})"
 
 
 def versions() -> dict[str, str | None]:
