@@ -217,7 +217,7 @@ def _add_width(parser: argparse.ArgumentParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     problem = problem_of(args)
-    costs = costs_of(args, max(problem.lengths, default=0))
+    costs = costs_of(args, problem.lengths)
     with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
         made = plan(problem, costs, options_of(args, args.planner))
     if args.output:

@@ -39,7 +39,7 @@ def compare(args: argparse.Namespace) -> str:
     batches = batches_of(args)
     if args.output and len(batches) > 1:
         raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
-    costs = costs_of(args, max((max(lengths, default=0) for _, lengths in batches), default=0))
+    costs = costs_of(args, [length for _, lengths in batches for length in lengths])
     names = list(dict.fromkeys(args.planner or sorted(PLANNERS)))
     total, tables = len(names) * len(batches), []
     made: list[Entry] = []

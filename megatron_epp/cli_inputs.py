@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -57,7 +58,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--layers-per-stage",
         default="even",
         metavar="even|balanced|N,N,...",
-        help="balanced: fewer where the vocabulary's work comes on top (default: even)",
+        help="balanced: fewer where the vocabulary's work comes on top, for sequences as long as these (default: even)",
     )
     add_count(pipeline, "--chunk-tokens", "--epp-chunk-tokens", help="most tokens of a chunk (default: no limit)")
     add_count(pipeline, "--slices", "--epp-slices", help="slices of the longest sequence (default: the planner chooses)")
@@ -202,19 +203,21 @@ def options_of(args: argparse.Namespace, planner: str) -> Options:
     )
 
 
-def costs_of(args: argparse.Namespace, longest: int) -> PipelineCosts:
+def costs_of(args: argparse.Namespace, lengths: Sequence[int], longest: int | None = None) -> PipelineCosts:
     """Costs of the pipeline that the flags name.
 
     Args:
         args: parsed flags.
-        longest: tokens of the longest sequence.
+        lengths: tokens of sequences like those to come, by which layers are balanced.
+        longest: tokens of the longest there may be, where it is not among them.
 
     Raises:
         EppError: a file cannot be read, a flag does not fit the model, or the layers do not make the stages.
     """
     flags = flags_of(args)
     if args.costs is None:
-        profile = analytic_profile(shape_of(flags | {"seq_length": args.context or longest}), _rates(args))
+        tokens = args.context or longest or max(lengths, default=0)
+        profile = analytic_profile(shape_of(flags | {"seq_length": tokens}), _rates(args))
     else:
         stored = load_costs(args.costs)
         if isinstance(stored, PipelineCosts):
@@ -222,7 +225,7 @@ def costs_of(args: argparse.Namespace, longest: int) -> PipelineCosts:
             return stored if share is None else replace(stored, fragmentation_share=share)
         profile = stored
     num_layers = flags["num_layers"] if args.costs is None or args.layers or args.model else profile.num_layers
-    layers = _layers(args, profile, num_layers)
+    layers = _layers(args, profile, num_layers, lengths)
     state_bytes = profile.adam_bytes(args.data_parallel)
     costs = profile.costs(layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel)
     return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(args.stages))
@@ -234,12 +237,12 @@ def _fragmentation_share(args: argparse.Namespace) -> float:
     return 0.0 if args.rates == "cpu" else FRAGMENTATION_SHARE
 
 
-def _layers(args: argparse.Namespace, profile: Profile, num_layers: int) -> tuple[int, ...]:
+def _layers(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: Sequence[int]) -> tuple[int, ...]:
     """Layers of every stage."""
     if args.layers_per_stage == "even":
         return even_layers(num_layers, args.stages)
     if args.layers_per_stage == "balanced":
-        return balanced_layers(profile, num_layers, args.stages)
+        return balanced_layers(profile, num_layers, args.stages, lengths)
     words = args.layers_per_stage.split(",")
     layers = tuple(int(word) for word in words if word.isdecimal())
     if len(layers) != len(words) or len(layers) != args.stages or sum(layers) != num_layers:

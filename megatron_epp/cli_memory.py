@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Plan, take the plan apart, look for limits, print. Raises `EppError`."""
     problem, options = problem_of(args), options_of(args, args.planner)
-    costs = costs_of(args, max(problem.lengths))
+    costs = costs_of(args, problem.lengths)
     refusal, made = "", None
     try:
         with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
@@ -77,7 +77,7 @@ def _reaches(args: Namespace, problem: Problem, options: Options) -> dict[str, R
     tried: list[str] = []
     with progress("looking for what fits", lambda: f"{tried[-1]}, {len(tried)} plans" if tried else ""):
         return {
-            name: Limits(problem, lambda longest: costs_of(uncut, longest), chosen, tried.append).reach()
+            name: Limits(problem, lambda longest: costs_of(uncut, problem.lengths, longest), chosen, tried.append).reach()
             for name, chosen in choices.items()
         }
 

@@ -36,7 +36,7 @@ VARIANTS = {
 def costs_of(model: str, stages: int, tokens: int) -> PipelineCosts:
     shape = shape_of(load_flags(model) | {"tensor_model_parallel_size": 1, "seq_length": tokens})
     profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
-    layers = balanced_layers(profile, shape.num_layers, stages)
+    layers = balanced_layers(profile, shape.num_layers, stages, (tokens,))
     return on_device(profile.costs(layers, state_bytes_per_parameter=profile.adam_bytes(REPLICAS)))
 
 

@@ -21,6 +21,8 @@ from megatron_epp.schedule import InfeasibleError, Op, Plan
 
 SEQUENCES = {"wikipedia": 512, "code": 128, "chat": 128, "equal": 64, "whale": 501}
 """Per batch: about half a million to a few million tokens."""
+OTHER_BATCHES = 8
+"""Layers are balanced for batches like these, not for the one that is planned: a run has one partition."""
 CONTEXTS = (32768, 131072, 196608, 524288, 1048576)
 STAGES = (4, 8, 16)
 MODELS = ("llama3-8b", "llama2-13b", "llama-30b", "llama3-70b")
@@ -49,8 +51,16 @@ class Case:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
+        return self._batch(self.seed)
+
+    @cached_property
+    def other_lengths(self) -> tuple[int, ...]:
+        """Of other batches of the run, for what is settled before it starts."""
+        return tuple(length for batch in range(1, OTHER_BATCHES + 1) for length in self._batch(self.seed + 10_000 * batch))
+
+    def _batch(self, seed: int) -> tuple[int, ...]:
         draw: Callable[[int, int], np.ndarray] = getattr(sequence_lengths, self.lengths_like)
-        return tuple(np.minimum(draw(SEQUENCES[self.lengths_like], self.seed), self.context).tolist())
+        return tuple(np.minimum(draw(SEQUENCES[self.lengths_like], seed), self.context).tolist())
 
     @property
     def seed(self) -> int:
@@ -89,7 +99,7 @@ class Case:
 
     def _costs(self, shape: ModelShape) -> PipelineCosts:
         profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
-        layers = balanced_layers(profile, shape.num_layers, self.stages)
+        layers = balanced_layers(profile, shape.num_layers, self.stages, self.other_lengths)
         return profile.costs(layers, state_bytes_per_parameter=6 + 12 / REPLICAS)
 
     @cached_property

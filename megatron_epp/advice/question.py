@@ -101,7 +101,7 @@ class Question:
         num_layers = int(self.flags["num_layers"])
         if partition == "even":
             return even_layers(num_layers, layout.num_stages)
-        return balanced_layers(self.profile(layout), num_layers, layout.num_stages)
+        return balanced_layers(self.profile(layout), num_layers, layout.num_stages, self.lengths)
 
     def reduction_us(self, layout: Layout) -> float:
         """Time to reduce gradients and to gather weights over the ranks that hold the same, as a distributed optimizer does.

@@ -5,6 +5,7 @@ A model file holds Megatron's own flags under ``megatron:``; a cluster file hold
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_epp.cost.profile import SCHEMA as PROFILE_SCHEMA
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.shape import ModelShape
 from megatron_epp.cost.stage import PipelineCosts
+from megatron_epp.cost.work import pairs_per_token
 from megatron_epp.schedule import EppError
 
 RATES = {"h100": H100, "cpu": CPU}
@@ -185,17 +187,26 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(each + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages))
 
 
-def balanced_layers(profile: Profile, num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage such that the stages' times per token come close: a large vocabulary takes layers off the last.
+def balanced_layers(profile: Profile, num_layers: int, num_stages: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
+    """Layers of each stage such that the stages' times come close: a large vocabulary takes layers off the last.
 
+    The longer the sequences, the fewer: attention makes layers take longer, and the vocabulary's work stays.
     Each layer goes to the stage that has least to do, the latest among equals, where fewest chunks are held at a time.
+
+    Args:
+        profile: times of a layer, of the embedding and of the head.
+        num_layers: of the model.
+        num_stages: to spread them over.
+        lengths: tokens of sequences like those to come; without any, attention counts for nothing.
 
     Raises:
         EppError: there are more stages than layers.
     """
     even_layers(num_layers, num_stages)
+    pairs = pairs_per_token(lengths)
     layer, embedding, head = (
-        (part.forward + part.backward).per_token_us for part in (profile.layer, profile.embedding, profile.head)
+        both.per_token_us + both.per_pair_us * pairs
+        for both in (part.forward + part.backward for part in (profile.layer, profile.embedding, profile.head))
     )
     times = [0.0] * num_stages
     times[0] += embedding

@@ -20,6 +20,12 @@ def causal_pairs(start: int, end: int) -> int:
     return (end * (end + 1) - start * (start + 1)) // 2
 
 
+def pairs_per_token(lengths: Sequence[int]) -> float:
+    """Query-key pairs of whole sequences, per token of them; 0 where there are none."""
+    tokens = sum(lengths)
+    return sum(causal_pairs(0, length) for length in lengths) / tokens if tokens else 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkWork:
     """The work of the chunks of a table, as columns with one entry per chunk.

@@ -95,7 +95,7 @@ def test_flags_go_by_megatrons_names_too(capsys):
 def test_a_cost_profile_replaces_the_formulas(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     add_problem(parser)
-    (tmp_path / "costs.json").write_text(costs_of(parser.parse_args(BATCH), 4096).to_json())
+    (tmp_path / "costs.json").write_text(costs_of(parser.parse_args(BATCH), [4096]).to_json())
     assert main(["plan", *BATCH]) == 0
     first = capsys.readouterr().out
     alone = ["--lengths", "4096,300,200,100", "--stages", "2", "--slices", "4", "--costs", str(tmp_path / "costs.json")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.cost import CPU, H100, Profile, analytic_profile
+from megatron_epp.cost import CPU, H100, Profile, analytic_profile, causal_pairs
 from megatron_epp.cost.library import (
     balanced_layers,
     even_layers,
@@ -125,6 +125,25 @@ def test_a_large_vocabulary_takes_layers_off_the_last_stage():
     per_layer = (profile.layer.forward + profile.layer.backward).per_token_us
     head = (profile.head.forward + profile.head.backward).per_token_us
     assert layers[-1] * per_layer + head <= max(layers) * per_layer + per_layer
+
+
+def test_the_longer_the_sequences_the_more_layers_the_last_stage_has():
+    """Attention makes layers take longer, the vocabulary's work stays."""
+    profile = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
+    last = [balanced_layers(profile, 32, 8, (tokens,))[-1] for tokens in (1, 1 << 15, 1 << 17, 1 << 20)]
+    assert last == sorted(last)
+    assert last[0] == balanced_layers(profile, 32, 8)[-1] < last[-1] == 4
+
+
+def test_layers_are_balanced_for_the_time_of_all_sequences():
+    profile, lengths = analytic_profile(shape_of(load_flags("llama3-8b")), H100), (200_000, 90_000, 3000, 500, 500)
+
+    def slowest_us(layers: tuple[int, ...]) -> float:
+        lines = [stage.stage_forward + stage.stage_backward for stage in profile.costs(layers).stages]
+        return max(line.time_us(sum(lengths), sum(causal_pairs(0, length) for length in lengths)) for line in lines)
+
+    best = min(slowest_us((*even_layers(32 - last, 7), last)) for last in range(26))
+    assert slowest_us(balanced_layers(profile, 32, 8, lengths)) <= best
 
 
 def test_more_stages_than_layers_are_refused():
