@@ -17,6 +17,7 @@ from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Action, Op
+from megatron_epp.schedule.hosted import in_units
 
 SHARES = (1.0, 0.7, 0.4, 0.1, 0.0)
 """Of what is above the cap, what the link is to take. The rest is recomputed."""
@@ -48,7 +49,7 @@ class Offload:
     def fits_host(self, tables: Tables, host_room: Sequence[int]) -> bool:
         """Whether no rank has more away at one time than there is room for."""
         for row, room in zip(self.copies, host_room, strict=True):
-            away = accumulate(self.moved(tables, action) * (1 if action.op is Op.O else -1) for action, _ in row)
+            away = accumulate(in_units(self.moved(tables, action)) * (1 if action.op is Op.O else -1) for action, _ in row)
             if max(away, default=0) > room:
                 return False
         return True

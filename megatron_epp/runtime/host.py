@@ -1,27 +1,31 @@
 """Host memory for what leaves the device for a while, and the way there.
 
-Memory comes in pages of one size, which are kept: whatever the next iteration moves finds them, pinned and in any combination.
-Copies run one after the other on a stream of their own. A page is free again when the copy out of it is issued, for the next
+Memory comes in pages, which are kept: whatever the next iteration moves finds them, pinned. What is at the host lies wherever
+pages have room, in parts if need be, so pages never have more bytes than were at the host at one time, but for the rest of the
+last page; and up to the cap all of it can be had.
+Copies run one after the other on a stream of their own. Memory is free again when the copy out of it is issued, for the next
 copy into it comes later on the same stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_epp.runtime.free_spans import FreeSpans, Span
 from megatron_epp.runtime.shortage import ShortageError
+from megatron_epp.schedule.hosted import HOST_UNIT_BYTES, in_units
 
-_PAGE_BYTES = {"cuda": 32 << 20, "cpu": 1 << 20}
-_ALIGNED_BYTES = 256
+_PAGE_BYTES = 32 << 20
 
 
 class HostMemoryError(ShortageError):
-    """The host gives no more pages."""
+    """The host gives no more memory."""
 
 
 class HostMemory:
@@ -32,7 +36,8 @@ class HostMemory:
         cap_bytes: what all pages may take.
 
     Attributes:
-        held_bytes, held_peak_bytes: here now, and most of them in the iteration.
+        allocated_bytes: of all pages.
+        held_bytes, held_peak_bytes: of them in use now, and most in the iteration.
     """
 
     def __init__(self, device: torch.device, cap_bytes: int) -> None:
@@ -41,25 +46,27 @@ class HostMemory:
         self.allocated_bytes = 0
         self.held_bytes = self.held_peak_bytes = 0
         self._on_gpu = device.type == "cuda"
-        self._page_bytes = min(_PAGE_BYTES[device.type], cap_bytes)
-        self._free: list[Tensor] = []
+        self._pages: list[Tensor] = []
+        self._free = FreeSpans()
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None
 
-    def take(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Pages for memory of these sizes, bytes. Raises `HostMemoryError` at the cap, or when there is no more."""
-        needed = -(-sum(map(_aligned, sizes)) // self._page_bytes)
-        while len(self._free) < needed:
-            self._free.append(self._allocate())
-        return [self._free.pop() for _ in range(needed)]
-
-    def count(self, more_bytes: int) -> None:
-        """So many more bytes are here, or fewer."""
-        self.held_bytes += more_bytes
+    def take(self, num_bytes: int) -> list[Span]:
+        """Room for so many bytes. Raises `HostMemoryError` at the cap, or when there is no more."""
+        needed = in_units(num_bytes)
+        while self._free.num_bytes < needed:
+            self._allocate()
+        self.held_bytes += needed
         self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
+        return self._free.take(needed)
 
-    def give_back(self, pages: list[Tensor]) -> None:
-        """Let later copies have the pages."""
-        self._free += pages
+    def give_back(self, spans: list[Span]) -> None:
+        """Let later copies have the room."""
+        self._free.add(spans)
+        self.held_bytes -= sum(span.num_bytes for span in spans)
+
+    def memory(self, span: Span) -> Tensor:
+        """Its bytes, ``[num_bytes]``."""
+        return self._pages[span.page][span.start : span.stop]
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -80,28 +87,29 @@ class HostMemory:
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 
-    def _allocate(self) -> Tensor:
-        needed = self.allocated_bytes + self._page_bytes
-        if needed > self.cap_bytes:
+    def _allocate(self) -> None:
+        page_bytes = min(_PAGE_BYTES, _power_below(self.cap_bytes - self.allocated_bytes))
+        if page_bytes < HOST_UNIT_BYTES:
             raise HostMemoryError(
                 f"what is offloaded needs more than {self.allocated_bytes / 2**30:.3g} GB of host memory and "
                 f"--epp-host-memory-gb allows {self.cap_bytes / 2**30:.3g} per rank",
                 ("a higher --epp-host-memory-gb", "a lower --epp-chunk-tokens"),
             )
         try:
-            page = torch.empty(self._page_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
+            page = torch.empty(page_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
         except RuntimeError as error:
             raise HostMemoryError(
                 f"the system gives this rank no more than {self.allocated_bytes / 2**30:.3g} GB of "
                 f"{'pinned ' * self._on_gpu}host memory for offload, below --epp-host-memory-gb ({error})",
                 ("a lower --epp-chunk-tokens", "no --epp-offload"),
             ) from error
-        self.allocated_bytes = needed
-        return page
+        self._free.add([Span(len(self._pages), 0, page_bytes)])
+        self._pages.append(page)
+        self.allocated_bytes += page_bytes
 
 
 class Region:
-    """Bytes at the host, in pages, handed out range by range and given back all at once.
+    """Bytes at the host, one after the other, handed out range by range and given back all at once.
 
     Attributes:
         num_bytes: handed out.
@@ -110,46 +118,35 @@ class Region:
     def __init__(self, host: HostMemory) -> None:
         self.num_bytes = 0
         self._host = host
-        self._pages: list[Tensor] = []
-        self._end = 0
+        self._spans: list[Span] = []
+        self._starts: list[int] = []  # of the spans, in the region
+        self._room = 0
 
     def reserve(self, num_bytes: int) -> int:
         """Where the next so many bytes start. Raises `HostMemoryError`, and then has as many as before."""
-        start, room = self._end, sum(page.numel() for page in self._pages)
-        self._pages += self._host.take([max(0, start + num_bytes - room)])
-        self._end += _aligned(num_bytes)
+        start = self.num_bytes
+        for span in self._host.take(max(0, start + num_bytes - self._room)):
+            self._spans.append(span)
+            self._starts.append(self._room)
+            self._room += span.num_bytes
         self.num_bytes += num_bytes
         return start
 
     def pairs(self, start: int, device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Bytes on the device, and those from so many on, cut into parts that belong together, ``(device, host)``."""
-        return _pairs(device, self._pages, start)
+        done, at = 0, bisect_right(self._starts, start) - 1
+        while done < device.numel():
+            inside = start + done - self._starts[at]
+            part = self._host.memory(self._spans[at])[inside : inside + device.numel() - done]
+            yield device[done : done + part.numel()], part
+            done, at = done + part.numel(), at + 1
 
     def give_back(self) -> None:
         """Let others have all of it."""
-        self._host.give_back(self._pages)
-        self._pages, self._end, self.num_bytes = [], 0, 0
+        self._host.give_back(self._spans)
+        self._spans, self._starts, self._room, self.num_bytes = [], [], 0, 0
 
 
-def pair_up(parts: Sequence[Tensor], pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut memory on the device (bytes, ``[size]``) and pages into parts that belong together, ``(device, host)``, of as many
-    bytes.
-    """
-    start = 0  # in all pages
-    for device in parts:
-        yield from _pairs(device, pages, start)
-        start += _aligned(device.numel())
-
-
-def _pairs(device: Tensor, pages: Sequence[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
-    page_bytes = pages[0].numel() if pages else 1
-    done = 0
-    while done < device.numel():
-        number, inside = divmod(start + done, page_bytes)
-        part = min(page_bytes - inside, device.numel() - done)
-        yield device[done : done + part], pages[number][inside : inside + part]
-        done += part
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+def _power_below(num_bytes: int) -> int:
+    """The largest power of two that is no more: pinned memory takes up a power of two in any case."""
+    return 1 << num_bytes.bit_length() - 1 if num_bytes > 0 else 0

@@ -227,7 +227,6 @@ class HostedCaches:
     def _reserve(self, view: SliceView, buffer: Tensor) -> int:
         start = self._regions[view.sequence].reserve(buffer.nbytes)
         self.host_bytes += buffer.nbytes
-        self._host.count(buffer.nbytes)
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         return start
 
@@ -247,7 +246,6 @@ class HostedCaches:
         if region is None:  # dropped before, with all others
             return
         self.host_bytes -= region.num_bytes
-        self._host.count(-region.num_bytes)
         region.give_back()
         del self._num_rows[sequence]
         self._pieces = {key: piece for key, piece in self._pieces.items() if key[0] != sequence}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime.host import HostMemory, pair_up
+from megatron_epp.runtime.host import HostMemory, Region
 from megatron_epp.runtime.saved import Owner, SavedTensors, Storage, bytes_of
 from megatron_epp.schedule import EppError
 
@@ -32,11 +32,18 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Moved:
-    """What has left of one chunk. `mark` is the last copy's place on the copy stream."""
+    """What has left of one chunk, and where it is, part after part. `mark` is the last copy's place on the copy stream."""
 
     parts: list[Part]
-    pages: list[Tensor]
-    mark: Any
+    region: Region
+    mark: Any = None
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts on the device and at the host, cut so that they belong together."""
+        start = 0
+        for part in self.parts:
+            yield from self.region.pairs(start, part.memory())
+            start += part.num_bytes
 
 
 class Offload:
@@ -69,13 +76,14 @@ class Offload:
         kept = self._saved.pop(owner)
         whole_bytes = sum(storage.num_bytes for storage in kept)
         parts = choose([storage for storage in kept if storage.owner and storage.is_ours], round(share * whole_bytes))
-        pages = self._host.take([part.num_bytes for part in parts])
+        moved = _Moved(parts, Region(self._host))
+        moved.region.reserve(_size(parts))
         with self._host.copying(), timed:
-            for device, host in pair_up([part.memory() for part in parts], pages):
+            for device, host in moved.pairs():
                 host.copy_(device, non_blocking=True)
-            self._moved[owner] = _Moved(parts, pages, self._host.mark())
+            moved.mark = self._host.mark()
+        self._moved[owner] = moved
         self.host_bytes += _size(parts)
-        self._host.count(_size(parts))
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def free(self, owner: Owner) -> None:
@@ -92,13 +100,11 @@ class Offload:
             place = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._host.device)
             self._saved.bring_back(storage, place.untyped_storage())
         with self._host.copying(), timed:
-            for on_device, at_host in pair_up([part.memory() for part in moved.parts], moved.pages):
+            for on_device, at_host in moved.pairs():
                 on_device.copy_(at_host, non_blocking=True)
             moved.mark = self._host.mark()
-        self._host.give_back(moved.pages)
-        moved.pages = []
+        moved.region.give_back()
         self.host_bytes -= _size(moved.parts)
-        self._host.count(-_size(moved.parts))
 
     def before_backward(self, owner: Owner) -> None:
         """Ahead of the backward of any chunk: what was copied back is there."""
@@ -111,10 +117,9 @@ class Offload:
         """Give everything up: no backward follows in this iteration."""
         for moved in self._moved.values():
             self._host.wait(moved.mark)
-            self._host.give_back(moved.pages)
+            moved.region.give_back()
         self._moved.clear()
         self._saved.disown()
-        self._host.count(-self.host_bytes)
         self.host_bytes = 0
 
     def assert_empty(self) -> None:

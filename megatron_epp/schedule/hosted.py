@@ -1,10 +1,9 @@
 """Caches of keys and values that stages have at the host: the pieces they move in, in plans and at run time alike, and what
-of a plan is at the host when.
+of a plan is at the host when, in the units in which a run takes host memory.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -15,6 +14,15 @@ from megatron_epp.schedule.simulate import Timeline
 
 MOST_PARTS = 4
 """Into so many groups of heads attention is divided at most: fewer heads at a time would leave a GPU idle at short slices."""
+
+
+HOST_UNIT_BYTES = 256
+"""Host memory is taken in so many bytes: for what is offloaded of a chunk, and for the cache of a sequence on a stage."""
+
+
+def in_units(num_bytes: int) -> int:
+    """What so many bytes take at the host."""
+    return -(-num_bytes // HOST_UNIT_BYTES) * HOST_UNIT_BYTES
 
 
 def head_parts(kv_heads: int) -> int:
@@ -29,19 +37,22 @@ def head_parts(kv_heads: int) -> int:
 def host_levels(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
     """What a rank has at the host: steps ``(time_us, bytes)`` from time 0, each until the next.
 
-    What is offloaded is there from the start of its offload to the end of its load, keys and values as `Hosted` says.
+    What is offloaded is there from the start of its offload to the end of its load, keys and values as `Hosted` says. A run has
+    no more there at any action: it begins an offload before the compute action in which that starts here, and gives the memory
+    to others as soon as it has issued the load, which is before the first compute action that starts behind the load's end.
     """
     plan = timeline.plan
     starts, ends = _times(timeline, rank)
     place = {action: at for at, action in enumerate(plan.actions(rank))}
-    changes: list[tuple[float, float, int]] = []  # at equal times in the order of the actions, offloads first and loads last
+    changes: list[tuple[float, int, int]] = []  # at equal times copies first, in their order; then in the order of the actions
 
     def change(action: Action, at_end: bool, size: int) -> None:
         changes.append(((ends if at_end else starts)[action], 2 * place[action] + at_end, size))
 
-    for copy in plan.copies[rank] if plan.copies else ():
-        is_load, size = copy.action.op is Op.L, copy.free_bytes - copy.alloc_bytes
-        changes.append(((ends if is_load else starts)[copy.action], math.inf if is_load else -1, size))
+    copies = plan.copies[rank] if plan.copies else ()
+    for at, copy in enumerate(copies):
+        is_load, size = copy.action.op is Op.L, in_units(copy.free_bytes) - in_units(copy.alloc_bytes)
+        changes.append(((ends if is_load else starts)[copy.action], at - len(copies), size))
     here = [entry for entry in plan.hosted if plan.placement[entry.stage] == rank]
     for action, at_end, size in hosted_changes(here, slices_of(plan), plan.forward_only):
         change(action, at_end, size)
@@ -53,7 +64,7 @@ def host_levels(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
 def hosted_changes(
     entries: Iterable[Hosted], slices: Mapping[int, Sequence[int]], forward_only: bool
 ) -> Iterator[tuple[Action, bool, int]]:
-    """When what is hosted comes to the host and goes: ``(action, whether at its end, bytes)``.
+    """When what is hosted comes to the host and goes: ``(action, whether at its end, bytes)``, in units of host memory.
 
     Args:
         entries: of a plan.
@@ -62,12 +73,12 @@ def hosted_changes(
     """
     for stage, sequence, cache, gradient in entries:
         first, last = slices[sequence][0], slices[sequence][-1]
-        yield Action(Op.F, stage, first), False, cache
+        yield Action(Op.F, stage, first), False, in_units(cache)
         if forward_only:
-            yield Action(Op.F, stage, last), True, -cache
+            yield Action(Op.F, stage, last), True, -in_units(cache)
         else:
-            yield Action(Op.B, stage, last), False, gradient
-            yield Action(Op.B, stage, first), True, -cache - gradient
+            yield Action(Op.B, stage, last), False, in_units(cache + gradient) - in_units(cache)
+            yield Action(Op.B, stage, first), True, -in_units(cache + gradient)
 
 
 def host_peaks(timeline: Timeline) -> tuple[int, ...]:

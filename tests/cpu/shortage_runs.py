@@ -95,5 +95,4 @@ def _run(rank, links, plan, stages, host, survives):
         offload = Offload(saved, host) if any(plan.copies) else None
         executor = Executor(plan, rank, stages, links, offload=offload, on_shortage=policy, host=host)
         executor.run()
-    idle_bytes = sum(page.nbytes for page in host._free)
-    return executor, saved.held_bytes + host.allocated_bytes - idle_bytes
+    return executor, saved.held_bytes + host.held_bytes

@@ -7,7 +7,7 @@ from late_host import LateHost
 from pipeline_runs import run_plan
 from runtime_plans import offloading, one_rank, one_rank_split, one_rank_two_stages
 
-from megatron_epp.runtime.host import HostMemory, pair_up
+from megatron_epp.runtime.host import HostMemory
 from megatron_epp.runtime.offload import Offload, choose
 from megatron_epp.runtime.saved import SavedTensors, Storage
 from megatron_epp.schedule import EppError
@@ -119,26 +119,3 @@ def test_what_is_dropped_while_a_part_of_it_is_away_is_forgotten():
         offload.abandon()
         del y
     assert saved.live_bytes == 0
-
-
-def test_pages_hold_memory_of_any_size_and_are_used_again():
-    host = HostMemory(CPU, 4096)
-    parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (1, 700, 2000, 256)]
-    pages = [torch.empty(512, dtype=torch.uint8) for _ in range(7)]
-    for device, page in pair_up(parts, pages):
-        page.copy_(device)
-    back = [torch.empty_like(part) for part in parts]
-    for device, page in pair_up(back, pages):
-        device.copy_(page)
-    assert all(map(torch.equal, parts, back))
-    first = host.take([4000])
-    host.give_back(first)
-    assert host.take([100])[0] is first[0]
-    assert host.allocated_bytes == 4096
-
-
-def test_the_cap_on_host_memory_is_named():
-    host = HostMemory(CPU, 1 << 20)
-    host.take([1 << 20])
-    with pytest.raises(EppError, match=r"--epp-host-memory-gb allows 0\.000977 per rank"):
-        host.take([1])

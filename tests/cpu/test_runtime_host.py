@@ -1,0 +1,143 @@
+"""Host memory holds as much as its cap says in any order of coming and going, so that a plan which fits the cap runs in it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime_plans import hosting, offloading, planned
+
+from megatron_epp.runtime.host import HostMemory, HostMemoryError, Region
+from megatron_epp.schedule import EppError, Op, simulate
+from megatron_epp.schedule.hosted import HOST_UNIT_BYTES, host_peaks, hosted_changes, in_units, slices_of
+from megatron_epp.schedule.lowering import lower
+
+CPU = torch.device("cpu")
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([10 * KIB, 3 * MIB, 90 * MIB]))
+def test_whatever_comes_and_goes_the_most_that_was_there_at_once_is_enough(rng, largest):
+    sizes = [rng.randint(1, largest) for _ in range(40)]
+    steps, here = [], []  # numbers that come, or go
+    for number in range(len(sizes)):
+        steps.append(number)
+        here.append(number)
+        while here and rng.random() < 0.45:
+            steps.append(here.pop(rng.randrange(len(here))))
+    levels, seen = [0], set()
+    for number in steps:
+        levels.append(levels[-1] + in_units(sizes[number]) * (-1 if number in seen else 1))
+        seen.add(number)
+    host, regions = HostMemory(CPU, max(levels)), {}
+    for _ in range(2):
+        for number in steps:
+            if number in regions:
+                regions.pop(number).give_back()
+            else:
+                regions[number] = Region(host)
+                regions[number].reserve(sizes[number])
+        for region in regions.values():
+            region.give_back()
+        regions.clear()
+    assert host.held_bytes == 0
+    assert host.held_peak_bytes == max(levels)
+    assert host.allocated_bytes <= max(levels)
+
+
+@given(st.randoms(use_true_random=False))
+def test_what_lies_in_parts_comes_back_whole_and_nobody_writes_over_it(rng):
+    host, here = HostMemory(CPU, 40 * KIB), {}
+    for number in range(60):
+        size = rng.randint(1, 9 * KIB)
+        if host.held_bytes + in_units(size) <= host.cap_bytes:
+            made = torch.randint(0, 256, (size,), dtype=torch.uint8)
+            region, cut = Region(host), rng.randint(0, size)
+            places = region.reserve(cut), region.reserve(size - cut)
+            for start, part in zip(places, (made[:cut], made[cut:]), strict=True):
+                for device, at_host in region.pairs(start, part):
+                    at_host.copy_(device)
+            here[number] = made, region
+        elif here:
+            made, region = here.pop(rng.choice(sorted(here)))
+            back = torch.empty_like(made)
+            for device, at_host in region.pairs(0, back):
+                device.copy_(at_host)
+            assert torch.equal(back, made)
+            region.give_back()
+
+
+def test_pages_are_kept_and_no_larger_than_the_cap_lets_them_be():
+    host = HostMemory(CPU, 100 * MIB + 3 * KIB + 100)
+    spans = host.take(1)
+    assert host.allocated_bytes == 32 * MIB
+    host.give_back(spans)
+    host.give_back(host.take(100 * MIB + 3 * KIB))
+    assert host.allocated_bytes == 100 * MIB + 3 * KIB
+    assert len(host.take(32 * MIB)) == 1
+    assert host.allocated_bytes == 100 * MIB + 3 * KIB
+
+
+def test_the_cap_on_host_memory_is_named_and_what_does_not_fit_takes_nothing():
+    host = HostMemory(CPU, MIB)
+    (region := Region(host)).reserve(MIB)
+    with pytest.raises(EppError, match=r"--epp-host-memory-gb allows 0\.000977 per rank"):
+        region.reserve(1)
+    assert (region.num_bytes, host.held_bytes) == (MIB, MIB)
+
+
+def moving(copy, size, sizes):
+    """The copy with a size; a load has that of its offload."""
+    size = sizes.setdefault(copy.action[1:], size)
+    return copy._replace(alloc_bytes=size) if copy.action.op is Op.L else copy._replace(free_bytes=size)
+
+
+def replay(plan, rank, host):
+    """All that a run of a rank takes at a host and gives back there, in the order of the run."""
+    copies = {copy.action: copy for copy in plan.copies[rank]} if plan.copies else {}
+    entries = {entry[:2]: entry for entry in plan.hosted}
+    changes = {}
+    for key, entry in entries.items():
+        for action, at_end, _ in hosted_changes([entry], slices_of(plan), plan.forward_only):
+            changes.setdefault(action, []).append((at_end, key))
+    away, caches = {}, {}
+    for action in lower(plan)[rank]:
+        if action.op is Op.O:
+            away[action[1:]] = Region(host)
+            away[action[1:]].reserve(copies[action].free_bytes)
+        elif action.op is Op.L:
+            away.pop(action[1:]).give_back()
+        for at_end, key in sorted(changes.get(action, [])):
+            if at_end:
+                caches.pop(key).give_back()
+                continue
+            _, _, cache, gradient = entries[key]
+            total, region = gradient if action.op is Op.B else cache, caches.setdefault(key, Region(host))
+            for piece in range(3):
+                region.reserve(total // 3 + (piece < total % 3))
+    assert not away
+    assert not caches
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_that_fit_the_host_run_in_it_to_the_byte(seed):
+    draw = random.Random(seed)
+    lengths = [draw.randint(40, 90), draw.randint(30, 60), *(draw.randint(1, 30) for _ in range(draw.randint(1, 6)))]
+    plan = hosting(offloading(planned(lengths, (2, 2), slices=draw.randint(3, 8)), 0.5))
+    copies = tuple(
+        tuple(moving(copy, draw.randint(1, 70 * MIB), sizes) for copy in row) for row in plan.copies for sizes in [{}]
+    )
+    entries = tuple(
+        entry._replace(cache_bytes=draw.randint(1, GIB), gradient_bytes=draw.randint(1, GIB)) for entry in plan.hosted
+    )
+    plan = replace(plan, copies=copies, hosted=entries)
+    peaks = host_peaks(simulate(plan))
+    for rank, peak in enumerate(peaks):
+        host = HostMemory(CPU, peak)
+        for _ in range(3):
+            replay(plan, rank, host)
+        assert 0.9 * peak < host.held_peak_bytes <= peak
+        with pytest.raises(HostMemoryError):
+            replay(plan, rank, HostMemory(CPU, host.held_peak_bytes - HOST_UNIT_BYTES))
