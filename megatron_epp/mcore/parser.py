@@ -138,8 +138,9 @@ def _add_running(add: Callable[..., Any]) -> None:
         default="auto",
         metavar="auto|N|0",
         help="Compute logits and loss by blocks of at most N tokens, again in backward, so that a chunk's logits are never "
-        "there at once. The price is one more product with the output layer's weight. 0: as Megatron does. auto (default): "
-        "blocks of 1 GiB of fp32 logits where --seq-length tokens have more than 2 GiB of them on a rank, else 0.",
+        "there at once. The price is one more product with the output layer's weight. Liger's kernel does what is between "
+        "products where it can (megatron-epp doctor tells), else plain torch. 0: as Megatron does. auto (default): blocks of "
+        "1 GiB of fp32 logits where --seq-length tokens have more than 2 GiB of them on a rank, else 0.",
     )
 
 

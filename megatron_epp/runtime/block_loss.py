@@ -4,8 +4,9 @@ Forward keeps two numbers of every token, its label and the logarithm of its sum
 vocabulary. Backward makes a block's logits again, turns them into their gradient in place, and hands that to the input and to
 the weight. The price is one more product with the weight. The weight takes its gradient through autograd, as any other.
 
-Liger's kernel does without that product by computing gradients in the forward. It would hold a gradient of the weight for every
-chunk between forward and backward, and knows no vocabulary that ranks share.
+What happens to a block's logits is Liger's kernel, where `loss_kernels` chooses it, or plain torch. Liger's fused linear cross
+entropy does without the second product by computing gradients in the forward. It is not used: it would hold a gradient of the
+weight for every chunk between forward and backward, knows no vocabulary that ranks share, and cannot add to a main gradient.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_epp.runtime.loss_kernels import Case, choose
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -55,20 +58,17 @@ def block_losses(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: 
 class _BlockLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
+        kernel = choose(Case(x.device.type, x.dtype, len(weight), head.group is not None))
         index, is_here = _entries(labels, weight, head)
-        rows = [_summary(x[part], weight, index[part]) for part in _blocks(len(x), head.block_tokens)]
-        own_most, summed, predicted = torch.cat(rows, dim=1)
-        most = own_most
-        if head.group is not None:
-            dist.all_reduce(most := own_most.clone(), dist.ReduceOp.MAX, group=head.group)
-            summed = summed * (own_most - most).exp()
-        parts = torch.stack([summed, torch.where(is_here, predicted - most, 0.0)])
-        if head.group is not None:
-            dist.all_reduce(parts, group=head.group)
-        log_sum = parts[0].log()
-        ctx.save_for_backward(kept, weight, labels, log_sum + most)
-        ctx.head = head
-        return log_sum - parts[1]
+        blocks, log_sum = _blocks(len(x), head.block_tokens), None
+        if kernel is None:
+            rows = [_summary(x[part], weight, index[part]) for part in blocks]
+            losses, log_sum = _together(torch.cat(rows, dim=1), is_here, head.group)
+        else:
+            losses = torch.cat([kernel.losses(x[part] @ weight.t(), index[part]) for part in blocks])
+        ctx.save_for_backward(kept, weight, labels, log_sum)
+        ctx.head, ctx.kernel = head, kernel
+        return losses
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
@@ -80,12 +80,18 @@ class _BlockLosses(torch.autograd.Function):
         blocks = _blocks(len(x), head.block_tokens)
         grad_weight = _WeightGradient(weight, head, len(blocks)) if ctx.needs_input_grad[2] else None
         for part in blocks:
-            grad = _less(x[part] @ weight.t(), log_sum[part, None]).exp_()
-            grad.scatter_add_(1, index[part, None], -is_here[part, None].to(grad.dtype))
-            grad = _times(grad, grad_losses[part, None], x.dtype)
-            torch.mm(grad, weight, out=grad_x[part])
+            rows, of_losses = x[part], grad_losses[part, None]
+            if ctx.kernel is None:
+                grad = _less(rows @ weight.t(), log_sum[part, None]).exp_()
+                grad.scatter_add_(1, index[part, None], -is_here[part, None].to(grad.dtype))
+                grad = _times(grad, of_losses, x.dtype)
+                torch.mm(grad, weight, out=grad_x[part])
+            else:  # which knows no gradient of losses: it goes to what is not as wide as the vocabulary
+                grad = ctx.kernel.gradient(rows @ weight.t(), index[part])
+                torch.mm(grad, weight, out=grad_x[part]).mul_(of_losses)
+                rows = torch.mul(rows, of_losses, out=torch.empty_like(rows))
             if grad_weight is not None:
-                grad_weight.add(x[part], grad)
+                grad_weight.add(rows, grad)
             del grad
         return grad_x, None, None if grad_weight is None else grad_weight.result(), None, None
 
@@ -119,6 +125,20 @@ def _summary(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     logits = x @ weight.t()
     most, predicted = _wide(logits.amax(1)), _wide(logits.gather(1, index[:, None]).squeeze(1))
     return torch.stack([most, _less(logits, most[:, None]).exp_().sum(1), predicted])
+
+
+def _together(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Losses, and logarithms of summed exponentials, of what every rank found of its part of the vocabulary."""
+    own_most, summed, predicted = rows
+    most = own_most
+    if group is not None:
+        dist.all_reduce(most := own_most.clone(), dist.ReduceOp.MAX, group=group)
+        summed = summed * (own_most - most).exp()
+    parts = torch.stack([summed, torch.where(is_here, predicted - most, 0.0)])
+    if group is not None:
+        dist.all_reduce(parts, group=group)
+    log_sum = parts[0].log()
+    return log_sum - parts[1], log_sum + most
 
 
 def _blocks(num_tokens: int, most: int) -> list[slice]:

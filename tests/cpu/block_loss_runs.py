@@ -1,8 +1,10 @@
 """What a rank does in the tests of losses by blocks."""
 
 import torch
+from torch.nn import functional
 
 from megatron_epp.runtime.block_loss import Head, block_losses
+from megatron_epp.runtime.loss_kernels import LossKernel
 
 ENTRIES, WIDTH = 26, 6
 
@@ -18,3 +20,25 @@ def shared_vocabulary(rank, links, x, weight, labels, grad, block_tokens):
     x = x.requires_grad_()
     losses = block_losses(x, x, own, labels, Head(block_tokens, links.activations))
     return losses_and_gradients(losses, grad, (x, own))
+
+
+def problem(tokens, entries=ENTRIES, width=WIDTH):
+    """Hidden states and a weight that take gradients, and labels, in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, width, generator=generator) for n in (tokens, entries))
+    labels = torch.randint(entries, (tokens,), generator=generator)
+    return x.requires_grad_(), (weight * width**-0.5).requires_grad_(), labels
+
+
+def _losses(logits, labels):
+    return functional.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def _gradient(logits, labels):
+    wide = logits.float().softmax(1)
+    return logits.copy_(wide.scatter_add_(1, labels[:, None], -torch.ones_like(wide[:, :1])))
+
+
+def exact_kernel(losses=_losses, gradient=_gradient):
+    """What Liger's kernel does, in fp32 and rounded once."""
+    return LossKernel("played", losses, gradient, lambda case: "")

@@ -1,11 +1,15 @@
-"""On a GPU a loss by blocks agrees with plain cross entropy and takes the memory that plans count."""
+"""On a GPU a loss by blocks agrees with plain cross entropy and takes the memory that plans count, by Liger's kernel or not."""
+
+import importlib.util
 
 import pytest
 import torch
 from torch.nn import functional
 
 from megatron_epp.cost.head import loss_workspace_bytes
+from megatron_epp.runtime import block_loss
 from megatron_epp.runtime.block_loss import Head, block_losses
+from megatron_epp.runtime.loss_kernels import LIGER, Case, explain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -28,7 +32,14 @@ def gradients(loss, inputs):
     return [x.double() for x in found], peak
 
 
-def test_gradients_agree_and_the_peak_is_what_plans_count():
+@pytest.mark.parametrize("by_liger", [False, True], ids=["torch", "Liger"])
+def test_gradients_agree_and_the_peak_is_what_plans_count(by_liger, monkeypatch):
+    if by_liger and importlib.util.find_spec("liger_kernel") is None:
+        pytest.skip("needs Liger: pip install 'megatron-epp[liger]'")
+    if by_liger:
+        assert explain(Case("cuda", torch.bfloat16, ENTRIES)) == (LIGER, "")
+    else:
+        monkeypatch.setattr(block_loss, "choose", lambda case: None)
     x, weight, labels = tensors()
     exact = functional.cross_entropy(x.double() @ weight.double().t(), labels, reduction="sum")
     wanted, _ = gradients(exact, (x, weight))
@@ -38,4 +49,22 @@ def test_gradients_agree_and_the_peak_is_what_plans_count():
     for tensor, expected in zip(found, wanted, strict=True):
         assert (tensor - expected).norm() <= 1e-2 * expected.norm()
     beside = TOKENS * (2 * WIDTH + 64) + 2**22  # the input's gradient, a few numbers of every token, the allocator's rounding
-    assert peak <= loss_workspace_bytes(BLOCK, ENTRIES, WIDTH, 2) + beside
+    assert peak <= loss_workspace_bytes(BLOCK, ENTRIES, WIDTH, 2, in_place=by_liger) + beside
+
+
+def test_liger_is_no_coarser_than_torch(monkeypatch):
+    """Where tokens count or do not. Both are measured from the exact gradient of the same bf16 values."""
+    if explain(Case("cuda", torch.bfloat16, ENTRIES))[0] is None:
+        pytest.skip("needs Liger: pip install 'megatron-epp[liger]'")
+    x, weight, labels = tensors()
+    mask = (torch.arange(TOKENS, device="cuda") % 3 != 0).float()
+    exact = functional.cross_entropy(x.double() @ weight.double().t(), labels, reduction="none")
+    wanted, _ = gradients((exact * mask).sum(), (x, weight))
+
+    def errors():
+        found, _ = gradients((block_losses(x, x, weight, labels, Head(BLOCK)) * mask).sum(), (x, weight))
+        return [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+
+    by_liger = errors()
+    monkeypatch.setattr(block_loss, "choose", lambda case: None)
+    assert all(found <= 1.02 * own for found, own in zip(by_liger, errors(), strict=True))

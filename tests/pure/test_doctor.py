@@ -31,7 +31,7 @@ def fake_torch(has_gpu):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with these packages, an environment and, if asked for, a GPU. Megatron and attention are left out."""
+    """A machine with these packages, an environment and, if asked for, a GPU. Megatron and kernels are left out."""
 
     def make(packages, environment=(), has_gpu=True):
         monkeypatch.setattr(cli_doctor, "_version", lambda names: next((packages[n] for n in names if n in packages), None))
@@ -39,14 +39,18 @@ def machine(monkeypatch):
         monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: name if name in modules else None)
         monkeypatch.setattr(cli_doctor, "_import", lambda name: fake_torch(has_gpu) if name in modules else None)
         monkeypatch.setattr(cli_doctor, "_megatron", lambda: iter(()))
-        monkeypatch.setattr(cli_doctor, "_attention", lambda torch, has_gpu: iter(()))
+        for part in ("_attention", "_loss_by_blocks"):
+            monkeypatch.setattr(cli_doctor, part, lambda torch, has_gpu: iter(()))
         monkeypatch.setattr(cli_doctor.os, "environ", dict(environment))
         return {finding.subject: finding for finding in cli_doctor.look()}
 
     return make
 
 
-FULL = {"torch": "2.13.0", "transformer-engine": "2.9.0", "flash-attn": "2.8.3", "apex": "0.1", "numba": "0.68.1"}
+FULL = {"torch": "2.13.0", "transformer-engine": "2.9.0", "flash-attn": "2.8.3", "apex": "0.1"} | {
+    "liger-kernel": "0.8.5",
+    "numba": "0.68.1",
+}
 SET = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 

@@ -1,0 +1,191 @@
+"""Which kernel makes losses of a block's logits, and turns them into their gradient: Liger's where it can serve, or none.
+
+Without one it is done in plain torch (`block_loss`), in several passes over logits as wide as the vocabulary. Liger's kernel
+reads them once for losses, and twice for their gradient, which takes their place. As kernels of attention do, it proves itself
+before it is used, on a few tokens with as many entries: its losses must be exact, and its gradient rounded once.
+
+The kernel itself is called, not the function around it. That rounds losses to the type of the logits, so that others would have
+to be made in fp32 for it, and the host waits in it for the device three times a block.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_MODULE, _KERNEL = "liger_kernel.ops.cross_entropy", "liger_cross_entropy_kernel"
+_INSTALL = "pip install 'megatron-epp[liger]'"
+
+_MOST_COLUMNS = 32768
+"""That the kernel has in registers at once: more spill."""
+
+_PROOF_TOKENS = 6
+_LOSS_TOLERANCE = 1e-5
+_GRADIENT_TOLERANCE = 1.1 * 2**-8
+"""Of the relative error of any value: half a unit in the last of bf16's 8 places, and a little for the sum behind it."""
+
+
+class Case(NamedTuple):
+    """What the choice depends on.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        dtype: of the logits.
+        entries: of the vocabulary, on this rank.
+        is_shared: whether ranks have a part of the vocabulary each.
+    """
+
+    device: str
+    dtype: torch.dtype
+    entries: int
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LossKernel:
+    """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, all of which are entries.
+
+    Attributes:
+        name: for people.
+        losses: every token's, in fp32.
+        gradient: puts that of every token's own loss in the place of the logits, and returns it.
+        obstacle: why it cannot serve a case here; empty if it can.
+    """
+
+    name: str
+    losses: Callable[[Tensor, Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor], Tensor]
+    obstacle: Callable[[Case], str]
+
+
+def choose(case: Case) -> LossKernel | None:
+    """The kernel for a case; None where plain torch does it."""
+    return explain(case)[0]
+
+
+@functools.cache
+def explain(case: Case) -> tuple[LossKernel | None, str]:
+    """The kernel for a case, or None and why."""
+    obstacle = LIGER.obstacle(case) or _failure(LIGER, case)
+    return (None, f"{LIGER.name}: {obstacle}") if obstacle else (LIGER, "")
+
+
+def _failure(kernel: LossKernel, case: Case) -> str:
+    """What is wrong with a kernel's results."""
+    try:
+        of_losses, of_gradient = errors(kernel, case)
+    except Exception as error:  # libraries raise what they like where a build or a device does not suit them
+        return f"it fails ({type(error).__name__}: {error})"
+    if not of_losses <= _LOSS_TOLERANCE:
+        return f"its losses are {of_losses:.1e} from exact ones, where {_LOSS_TOLERANCE:.0e} may be"
+    if not of_gradient <= _GRADIENT_TOLERANCE:
+        return f"its gradient is {of_gradient:.1e} from the exact one, where {_GRADIENT_TOLERANCE:.1e} may be"
+    return ""
+
+
+@torch.no_grad()
+def errors(kernel: LossKernel, case: Case) -> tuple[float, float]:
+    """The largest relative errors of a kernel's losses, and of values of its gradient, on a few tokens: one whose label is all
+    but sure, so that its gradient there is a small difference, one whose exponentials would overflow, labels first and last.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(_PROOF_TOKENS, case.entries, generator=generator)
+    labels = torch.randint(case.entries, (_PROOF_TOKENS,), generator=generator)
+    labels[2], labels[3] = 0, case.entries - 1
+    logits[0, labels[0]] = logits[0].logsumexp(0) + 7
+    logits[1] *= 1000
+    logits, labels = logits.to(case.device, case.dtype), labels.to(case.device)
+    exact = logits.double()
+    log_sum = exact.logsumexp(1, keepdim=True)
+    wanted = (log_sum - exact.gather(1, labels[:, None])).squeeze(1)
+    gradient = (exact - log_sum).exp()
+    gradient.scatter_add_(1, labels[:, None], -torch.ones_like(log_sum))
+    of_losses = (kernel.losses(logits.clone(), labels) - wanted).abs() / (1 + wanted)
+    of_gradient = (kernel.gradient(logits, labels) - gradient).abs() / gradient.abs().clamp_min(1e-30)
+    return float(of_losses.max()), float(of_gradient.max())
+
+
+def _liger() -> Any:
+    return getattr(importlib.import_module(_MODULE), _KERNEL)
+
+
+def _launch(logits: Tensor, labels: Tensor, has_gradients: bool) -> Tensor:
+    """Run Liger's kernel, a program for every token."""
+    kernel, losses = _liger(), torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    given = _arguments(logits, labels, losses, has_gradients)
+    warps = 16 if torch.version.hip else 32
+    kernel[(len(logits),)](**{name: given[name] for name in kernel.arg_names}, num_warps=warps)
+    return losses
+
+
+def _arguments(logits: Tensor, labels: Tensor, losses: Tensor, has_gradients: bool) -> dict[str, Any]:
+    """All that releases of the kernel since 0.6.3 take, by name. Nothing is averaged, so counts are not read."""
+    entries = logits.shape[1]
+    return {
+        "X_ptr": logits,
+        "X_stride": logits.stride(0),
+        "Y_ptr": labels,
+        "Y_stride": labels.stride(0),
+        "weight_ptr": None,
+        "loss_ptr": losses,
+        "z_loss_ptr": None,
+        "loss_stride": losses.stride(0),
+        "token_accuracy_ptr": None,
+        "token_accuracy_stride": 0,
+        "predicted_tokens_ptr": None,
+        "predicted_tokens_stride": 0,
+        "n_cols": entries,
+        "n_non_ignore": 1,
+        "sum_non_ignore_weight": 1,
+        "weight_sum": 0.0,
+        "ignore_index": -100,
+        "lse_square_scale": 0.0,
+        "label_smoothing": 0.0,
+        "reduction": "none",
+        "softcap": None,
+        "RETURN_Z_LOSS": False,
+        "RETURN_TOKEN_ACCURACY": False,
+        "RETURN_PREDICTED_TOKENS": False,
+        "BLOCK_SIZE": min(_MOST_COLUMNS, 1 << (entries - 1).bit_length()),
+        "HAS_WEIGHT": False,
+        "HAS_SOFTCAPPING": False,
+        "HAS_GRADIENTS": has_gradients,
+    }
+
+
+def _liger_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    return _launch(logits, labels, has_gradients=False)
+
+
+def _liger_gradient(logits: Tensor, labels: Tensor) -> Tensor:
+    _launch(logits, labels, has_gradients=True)
+    return logits
+
+
+def _obstacle(case: Case) -> str:
+    if case.device != "cuda":
+        return "it runs on GPUs"
+    if case.is_shared:
+        return "it knows no vocabulary that ranks share"
+    if case.dtype == torch.float16:
+        return "its gradient, which is scaled later, would leave the range of fp16"
+    if case.dtype != torch.bfloat16:
+        return "it is for bf16: wider logits take their gradient in place without it"
+    try:
+        kernel = _liger()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"it cannot be imported ({error}): {_INSTALL}"
+    if "HAS_GRADIENTS" not in kernel.arg_names:
+        return f"this release is older than 0.6.3, and makes gradients with every loss: {_INSTALL} --upgrade"
+    empty = torch.empty(1, 1)
+    unknown = [name for name in kernel.arg_names if name not in _arguments(empty, empty, empty, False)]
+    return f"this release takes what is not known here: {', '.join(unknown)}" if unknown else ""
+
+
+LIGER = LossKernel("Liger's cross entropy", _liger_losses, _liger_gradient, _obstacle)

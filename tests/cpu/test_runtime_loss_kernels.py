@@ -1,0 +1,222 @@
+"""Losses by blocks run on Liger's kernel where it can serve and proves itself, else in plain torch. GPUs are played."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from allocations import peak_bytes_of
+from block_loss_runs import exact_kernel, losses_and_gradients, problem
+from package_index import release
+from torch.nn import functional
+
+from megatron_epp.cost.head import loss_workspace_bytes
+from megatron_epp.runtime import block_loss, loss_kernels
+from megatron_epp.runtime.block_loss import Head, block_losses
+from megatron_epp.runtime.loss_kernels import LIGER, Case
+
+ON_GPU = Case("cuda", torch.bfloat16, 1000)
+WEIGHTS = {"masked": [0.0, 1.0], "of any size": [0.3, 0.0, -1.7, 2.9, 1.0]}
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """A kernel in Liger's place, without obstacles, and its proof made on this machine."""
+
+    def play(kernel):
+        loss_kernels.explain.cache_clear()
+        monkeypatch.setattr(loss_kernels, "LIGER", replace(kernel, obstacle=lambda case: ""))
+        here = loss_kernels.errors
+        monkeypatch.setattr(loss_kernels, "errors", lambda kernel, case: here(kernel, case._replace(device="cpu")))
+
+    yield play
+    loss_kernels.explain.cache_clear()
+
+
+def plain(x, weight, labels):
+    return functional.cross_entropy(x.double() @ weight.double().t(), labels, reduction="none")
+
+
+def of_tokens(kind, tokens):
+    return torch.tensor(WEIGHTS[kind]).repeat(tokens)[:tokens]
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("block_tokens", [1, 4, 11])
+def test_with_a_kernel_losses_and_gradients_are_those_of_plain_cross_entropy(played, kind, block_tokens):
+    played(exact_kernel())
+    x, weight, labels = problem(tokens=11)
+    assert loss_kernels.choose(Case("cpu", torch.float32, len(weight))) is loss_kernels.LIGER
+    grad = of_tokens(kind, 11)
+    expected = losses_and_gradients(plain(x, weight, labels), grad.double(), (x, weight))
+    found = losses_and_gradients(block_losses(x, x, weight, labels, Head(block_tokens)), grad, (x, weight))
+    for wanted, tensor in zip(expected, found, strict=True):
+        torch.testing.assert_close(tensor.double(), wanted.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_kernel_keeps_nothing_of_a_token_but_its_label(played):
+    played(exact_kernel())
+    x, weight, labels = problem(tokens=11)
+    node = block_losses(x, x, weight, labels, Head(4)).grad_fn
+    assert [t if t is None else t.data_ptr() for t in node.saved_tensors] == [
+        *(t.data_ptr() for t in (x, weight, labels)),
+        None,
+    ]
+
+
+def test_blocks_that_add_to_a_main_gradient_add_the_same_with_a_kernel(played):
+    played(exact_kernel())
+    x, weight, labels = problem(tokens=11)
+    grad, main = of_tokens("of any size", 11), torch.zeros_like(weight)
+
+    def accumulate(rows, of_logits):
+        main.add_(of_logits.t() @ rows)
+        return torch.empty_like(weight)
+
+    losses_and_gradients(block_losses(x, x, weight, labels, Head(4, accumulate=accumulate)), grad, (weight,))
+    torch.testing.assert_close(main, losses_and_gradients(plain(x, weight, labels), grad.double(), (weight,))[1])
+
+
+def errors_in_bf16(grad):
+    """Of input's and weight's gradients, from those in fp64 of the same values."""
+    x, weight, labels = (t.detach() for t in problem(tokens=512, entries=512))
+    exact = [t.bfloat16().double().requires_grad_() for t in (x, weight)]
+    wanted = losses_and_gradients(plain(*exact, labels), grad.double(), exact)[1:]
+    x, weight = (t.detach().bfloat16().requires_grad_() for t in exact)
+    found = losses_and_gradients(block_losses(x, x, weight, labels, Head(64)), grad, (x, weight))[1:]
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "coarser"), [("masked", 1.0), ("of any size", 1.15)])
+def test_in_bf16_a_kernel_rounds_no_more_than_plain_torch_where_tokens_count_or_do_not(played, kind, coarser):
+    """With other weights an input's gradient is rounded three times and not twice, each time as likely up as down."""
+    grad = of_tokens(kind, 512)
+    ours = errors_in_bf16(grad)
+    played(exact_kernel())
+    assert all(found <= coarser * own for found, own in zip(errors_in_bf16(grad), ours, strict=True))
+
+
+def test_with_a_kernel_logits_and_their_gradient_take_their_own_size(monkeypatch):
+    tokens, entries, width, block = 256, 2048, 16, 32
+    x, weight, labels = problem(tokens, entries, width)
+    x, weight = (t.detach().bfloat16().requires_grad_() for t in (x, weight))
+    grad = of_tokens("masked", tokens)
+    beside = 64 * tokens + 2 * tokens * width  # a few numbers of every token, and the input's gradient
+    in_place = exact_kernel(lambda logits, labels: torch.zeros(len(logits)), lambda logits, labels: logits.zero_())
+    monkeypatch.setattr(block_loss, "choose", lambda case: in_place)
+    peak = peak_bytes_of(lambda: block_losses(x, x, weight, labels, Head(block)).backward(grad))
+    workspace = loss_workspace_bytes(block, entries, width, 2, in_place=True)
+    assert 0.7 * workspace < peak < 1.02 * workspace + beside
+    assert workspace < loss_workspace_bytes(block, entries, width, 2)
+
+
+def rounded_losses(logits, labels):
+    return exact_kernel().losses(logits, labels).bfloat16().float()
+
+
+def rounded_twice(logits, labels):
+    """As one that subtracts 1 from what it has stored."""
+    gradient = logits.float().softmax(1).to(logits.dtype)
+    return logits.copy_(gradient.scatter_add_(1, labels[:, None], -torch.ones_like(gradient[:, :1])))
+
+
+def failing(logits, labels):
+    raise RuntimeError("no kernel image")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"losses": rounded_losses}, "its losses are 2.* from exact ones, where 1e-05 may be"),
+        ({"gradient": rounded_twice}, "its gradient is .* from the exact one, where 4.3e-03 may be"),
+        ({"gradient": lambda logits, labels: logits}, "its gradient is .* from the exact one"),
+        ({"losses": failing}, r"it fails \(RuntimeError: no kernel image\)"),
+    ],
+)
+def test_a_kernel_that_is_coarser_wrong_or_fails_is_passed_over_and_says_so(played, changed, said):
+    played(replace(exact_kernel(), **changed))
+    assert loss_kernels.choose(ON_GPU) is None
+    kernel, why = loss_kernels.explain(ON_GPU)
+    assert kernel is None
+    assert re.match(f"played: {said}", why)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (ON_GPU._replace(device="cpu"), "it runs on GPUs"),
+        (ON_GPU._replace(is_shared=True), "vocabulary that ranks share"),
+        (ON_GPU._replace(dtype=torch.float16), "range of fp16"),
+        (ON_GPU._replace(dtype=torch.float32), "for bf16"),
+    ],
+)
+def test_liger_names_what_it_cannot_do(case, reason):
+    assert reason in LIGER.obstacle(case)
+    assert loss_kernels.explain(case)[0] is None
+
+
+class Recorded:
+    """Takes launches as a Triton kernel does."""
+
+    def __init__(self, names):
+        self.arg_names, self.launches = names, []
+
+    def __getitem__(self, grid):
+        return lambda **given: self.launches.append((grid, given))
+
+
+OLD = ["X_ptr", "X_stride", "Y_ptr", "Y_stride", "loss_ptr", "loss_stride", "n_cols", "ignore_index", "BLOCK_SIZE"]
+NEW = [*OLD, "HAS_GRADIENTS"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(OLD, "older than 0.6.3"), ([*NEW, "top_k", "margin"], "not known here: top_k, margin"), (NEW, "")],
+)
+def test_releases_of_liger_are_told_by_what_their_kernel_takes(monkeypatch, names, said):
+    monkeypatch.setattr(loss_kernels, "_liger", lambda: Recorded(names))
+    found = LIGER.obstacle(ON_GPU)
+    assert said in found if said else found == ""
+
+
+def test_a_liger_that_is_not_installed_or_has_no_such_kernel_is_named_with_what_to_install(monkeypatch):
+    for module in (None, types.ModuleType("cross_entropy")):
+        monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+        monkeypatch.setitem(sys.modules, "liger_kernel.ops", types.ModuleType("liger_kernel.ops"))
+        monkeypatch.setitem(sys.modules, "liger_kernel.ops.cross_entropy", module)
+        assert "pip install 'megatron-epp[liger]'" in LIGER.obstacle(ON_GPU)
+
+
+def test_the_kernel_gets_what_it_takes_and_no_more(monkeypatch):
+    kernel = Recorded(NEW)
+    monkeypatch.setattr(loss_kernels, "_liger", lambda: kernel)
+    logits, labels = torch.zeros(3, 50000), torch.zeros(3, dtype=torch.long)
+    assert LIGER.losses(logits, labels).dtype == torch.float32
+    assert LIGER.gradient(logits, labels) is logits
+    (grid, forward), (_, backward) = kernel.launches
+    assert grid == (3,)
+    assert set(forward) == {*NEW, "num_warps"}
+    assert (forward["n_cols"], forward["X_stride"], forward["BLOCK_SIZE"]) == (50000, 50000, 32768)
+    assert (forward["HAS_GRADIENTS"], backward["HAS_GRADIENTS"]) == (False, True)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton, which torch for Linux on the package index brings"
+)
+@pytest.mark.parametrize("version", ["0.6.3", "0.8.5"])
+def test_ligers_own_kernel_gives_exact_losses_and_gradients_in_tritons_interpreter(version):
+    """Numbers of the real kernel without a GPU, in a process of its own: Triton asks for its interpreter at its import."""
+    path = [
+        str(release("liger-kernel", version, Path(sys.prefix) / "liger-releases")),
+        *filter(None, [os.getenv("PYTHONPATH")]),
+    ]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, str(Path(__file__).with_name("liger_worker.py"))]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
