@@ -13,7 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays
-from megatron_epp.mcore.block_loss import BlockLoss
+from megatron_epp.mcore.block_loss import BlockLoss, FusedLoss
 from megatron_epp.mcore.core_attention import ChunkParams
 from megatron_epp.mcore.experts import scale_router_losses
 from megatron_epp.mcore.loss import check_loss, summed_loss
@@ -47,7 +47,7 @@ class MegatronStage:
         is_last: computes the loss.
         tp_size: tensor-parallel ranks.
         fp32_kv_gradients: add up gradients of sliced sequences' keys and values in fp32.
-        block_loss: computes the loss of a last stage by blocks; None where Megatron does, with all logits of a chunk.
+        block_loss: computes the loss of a last stage without all logits of a chunk; None where they are there at once.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MegatronStage:
         is_last: bool,
         tp_size: int,
         fp32_kv_gradients: bool = False,
-        block_loss: BlockLoss | None = None,
+        block_loss: BlockLoss | FusedLoss | None = None,
     ) -> None:
         self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
         self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)

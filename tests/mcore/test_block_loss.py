@@ -1,28 +1,42 @@
 """Which models' losses go by blocks, and what is said where they cannot. That they train alike is in `test_parity.py`."""
 
 import logging
+import re
+import sys
 import types
+import typing
 
 import pytest
 import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.mcore.block_loss import block_loss
+from megatron_epp.mcore import block_loss as module
+from megatron_epp.mcore.block_loss import BlockLoss, FusedLoss, block_loss
 from megatron_epp.mcore.costs import _by_blocks
 from megatron_epp.schedule import EppError
+
+
+class Group:
+    """Of so many tensor-parallel ranks."""
+
+    def __init__(self, size):
+        self.size = lambda: size
 
 
 class Model(torch.nn.Module):
     """A model as far as its loss goes. `changes` are made to its output layer."""
 
-    def __init__(self, layer_type=ColumnParallelLinear, autocast=False, **changes):
+    def __init__(self, layer_type=ColumnParallelLinear, autocast=False, fused=None, **changes):
         super().__init__()
+        if fused is not None:
+            self.fuse_linear_cross_entropy = fused
         self.output_layer = layer_type.__new__(layer_type)
         torch.nn.Module.__init__(self.output_layer)
         self.config = types.SimpleNamespace(enable_autocast=autocast, params_dtype=torch.bfloat16)
-        usual = {"gather_output": False, "bias": None, "output_size_per_partition": 128, "input_size": 16}
+        usual = {"gather_output": False, "bias": None, "output_size_per_partition": 128, "input_size": 16, "tp_group": Group(1)}
         for name, value in (usual | {"gradient_accumulation_fusion": False} | changes).items():
             setattr(self.output_layer, name, value)
 
@@ -55,6 +69,26 @@ def test_the_workspace_is_that_of_the_output_layer():
     assert adds.workspace_bytes == 128 * (100 * (4 + 2) + 16 * 2)
 
 
+def test_the_workspace_is_smaller_where_a_kernel_makes_gradients_in_the_place_of_logits(monkeypatch):
+    kernel = types.SimpleNamespace(name="played")
+    monkeypatch.setattr(module, "explain", lambda case: (None, "played") if case.is_shared else (kernel, ""))
+    alone, shared = (block_loss(arguments(100), Model(tp_group=Group(size))) for size in (1, 2))
+    assert (alone.kernel, shared.kernel) == (kernel, None)
+    assert alone.workspace_bytes == 2 * 100 * (128 + 16) + 128 * 16 * (4 + 2)
+    assert shared.workspace_bytes == 128 * (100 * (4 + 2) + 16 * (4 + 2))
+
+
+def test_the_log_says_which_kernel_the_loss_is_by_and_why_not_another(caplog, monkeypatch):
+    with caplog.at_level(logging.INFO):
+        block_loss(arguments(100), Model())
+        monkeypatch.setattr(module, "explain", lambda case: (types.SimpleNamespace(name="the best"), ""))
+        block_loss(arguments(100), Model())
+    assert [record.getMessage() for record in caplog.records] == [
+        "loss by blocks of 100 tokens: in plain torch, not Liger's cross entropy: it runs on GPUs",
+        "loss by blocks of 100 tokens: by the best",
+    ]
+
+
 OBSTACLES = {
     "the output layer is a OtherOutput": {"layer_type": OtherOutput},
     "the output layer has a bias": {"bias": torch.nn.Parameter(torch.zeros(1))},
@@ -72,6 +106,91 @@ def test_where_it_is_not_possible_it_is_refused_or_left_to_megatron_with_the_rea
     with caplog.at_level(logging.WARNING):
         assert block_loss(arguments(seq_length=2**22), model) is None
     assert reason in caplog.text
+
+
+@pytest.fixture
+def fused_kernel(monkeypatch):
+    """A Megatron as its development branch is, where an output layer can be fused with the loss; on a GPU that can or not."""
+
+    def play(failure):
+        def platform():
+            if failure:
+                raise ValueError(failure)
+
+        layers, kernels = (types.ModuleType(name) for name in ("linear_cross_entropy", "fused_linear_cross_entropy"))
+        layers.LinearCrossEntropyModule, kernels.Platform = LinearCrossEntropyModule, platform
+        monkeypatch.setitem(sys.modules, "megatron.core.transformer.linear_cross_entropy", layers)
+        monkeypatch.setitem(sys.modules, "megatron.core.fusions.fused_linear_cross_entropy", kernels)
+
+    return play
+
+
+class LinearCrossEntropyModule(ColumnParallelLinear):
+    """A product, or, asked for it, that and the loss."""
+
+
+def test_an_output_layer_that_could_be_fused_with_the_loss_goes_by_blocks_as_any_other(fused_kernel):
+    fused_kernel("")
+    loss = block_loss(arguments(100), Model(LinearCrossEntropyModule, fused=False))
+    assert isinstance(loss, BlockLoss)
+    assert block_loss(arguments(seq_length=8), Model(LinearCrossEntropyModule, fused=False)) is None
+
+
+@pytest.mark.parametrize("tokens", ["auto", "0"])
+def test_megatrons_fused_kernel_is_left_to_itself_where_it_is_asked_for_and_runs(fused_kernel, tokens):
+    fused_kernel("")
+    model = Model(LinearCrossEntropyModule, fused=True)
+    before = dict(vars(model))
+    loss = block_loss(arguments(tokens), model)
+    assert isinstance(loss, FusedLoss)
+    assert loss.workspace_bytes == 0
+    with loss.instead():
+        assert vars(model) == before
+
+
+@pytest.mark.parametrize(
+    ("tokens", "failure", "blocks", "why"),
+    [
+        ("auto", "Unsupported architecture: 9", 2**19, r"it cannot run here \(ValueError: Unsupported architecture: 9\)"),
+        (100, "Unsupported architecture: 9", 100, "--epp-loss-block-tokens is given too"),
+        (100, "", 100, "--epp-loss-block-tokens is given too"),
+    ],
+)
+def test_where_the_fused_kernel_cannot_run_or_blocks_are_asked_for_it_is_blocks(
+    fused_kernel, caplog, tokens, failure, blocks, why
+):
+    """However short sequences are: somebody wants no logits."""
+    fused_kernel(failure)
+    loss = block_loss(arguments(tokens, seq_length=8), Model(LinearCrossEntropyModule, fused=True))
+    assert loss.block_tokens == blocks
+    assert re.search(why, caplog.text)
+
+
+def test_where_neither_can_be_both_reasons_are_given(fused_kernel):
+    fused_kernel("Unsupported architecture: 9")
+    said = "--cross-entropy-fusion-impl linear is not possible: .* architecture: 9.*; nor are blocks of tokens in its place: {}"
+    with pytest.raises(EppError, match=said.format("--epp-loss-block-tokens is 0. Leave one of the flags out")):
+        block_loss(arguments(0), Model(LinearCrossEntropyModule, fused=True))
+    with pytest.raises(EppError, match=said.format("the output layer has a bias")):
+        block_loss(arguments(), Model(LinearCrossEntropyModule, fused=True, bias=torch.nn.Parameter(torch.zeros(1))))
+
+
+def test_by_blocks_a_layer_that_is_asked_for_the_loss_itself_gives_it(fused_kernel, monkeypatch):
+    """The model of the development branch asks its output layer for losses, and takes those of others from logits."""
+    fused_kernel("Unsupported architecture: 9")
+    model = Model(LinearCrossEntropyModule, fused=True, weight=None)
+    loss = block_loss(arguments(), model)
+    monkeypatch.setattr(loss, "_losses", lambda labels, hidden: (labels, hidden, loss._weight))
+    with loss.instead():
+        asked = model.output_layer(input_="hidden", weight="weight", output_cross_entropy_loss=True, labels="labels")
+        logits, _ = model.output_layer(input_="hidden", weight="weight", runtime_gather_output=None)
+        assert asked == model.compute_language_model_loss("labels", logits) == ("labels", "hidden", "weight")
+
+
+def test_no_supported_release_has_a_choice_of_that_kernel():
+    """Were there one, this file's stand-ins would have to give way to it."""
+    choices = typing.get_type_hints(ModelParallelConfig)["cross_entropy_fusion_impl"]
+    assert "linear" not in typing.get_args(choices)
 
 
 def test_times_of_an_ordinary_head_become_those_of_one_by_blocks_once():
