@@ -85,7 +85,7 @@ class _Joint:
         known = options.levels(costs)
         self.levels = ALIKE if set(ALIKE) <= set(known) else WHOLE
         self.best: _Best | None = None
-        self.least_cap = 0
+        self.least_cap = self.least_host = 0
 
     def plans(self) -> tuple[Plan, ...]:
         self.search()
@@ -126,9 +126,12 @@ class _Joint:
         for known in [free.best] if self.best is None else [free.best, self.best]:
             orders = [known.order, *(self._order(known.aligned, known.tables, schedule) for schedule in schedules)]
             for order in dict.fromkeys(orders):
-                found = fit_offload(order, known.tables, one.cap_bytes, [one.host_cap_bytes] * one.num_ranks)
-                if found is not None and (self.best is None or found[0] < self.best.makespan_us):
-                    self.best = _Best(known.aligned, known.tables, order, found[1], found[0])
+                rooms = [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
+                found = fit_offload(order, known.tables, one.cap_bytes, rooms)
+                if found is not None and found.short_bytes:
+                    self.least_host = int(min(self.least_host or math.inf, one.host_cap_bytes + found.short_bytes))
+                elif found is not None and (self.best is None or found.makespan_us < self.best.makespan_us):
+                    self.best = _Best(known.aligned, known.tables, order, found.made, found.makespan_us)
 
     def _walks(self) -> tuple[list[list[_Grain]], list[_Grain]]:
         """Chunks in all to aim at: from a middling number to more, and to fewer. With slices given there is one grain. And
@@ -170,7 +173,7 @@ class _Joint:
     def _finished(self) -> Iterator[Plan]:
         best, options = self.best, self.options
         if best is None and self.least_cap:
-            raise infeasible(self.problems[0], self.least_cap)
+            raise infeasible(self.problems[0], self.least_cap, self.least_host)
         if best is None:
             fewest = min(sum(problem.lengths) for problem in self.problems)
             raise InfeasibleError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,18 +47,34 @@ class Offload:
         _, stage, c = action
         return moved_bytes(tables, self.layers, stage, c, self.shares[stage][c])
 
-    def fits_host(self, tables: Tables, host_room: Sequence[int]) -> bool:
-        """Whether no rank has more away at one time than there is room for."""
-        for row, room in zip(self.copies, host_room, strict=True):
-            away = accumulate(in_units(self.moved(tables, action)) * (1 if action.op is Op.O else -1) for action, _ in row)
-            if max(away, default=0) > room:
-                return False
-        return True
+    def most_away(self, tables: Tables) -> list[int]:
+        """Most bytes that each rank has away at one time."""
+        return [
+            max(
+                accumulate(in_units(self.moved(tables, action)) * (1 if action.op is Op.O else -1) for action, _ in row),
+                default=0,
+            )
+            for row in self.copies
+        ]
+
+
+class Copied(NamedTuple):
+    """Copies that keep ranks within their memory caps.
+
+    Attributes:
+        makespan_us: with them.
+        made: of every replica.
+        short_bytes: what there would have to be more of a rank's room at the host; 0 where they can be.
+    """
+
+    makespan_us: float
+    made: tuple[Offload, ...]
+    short_bytes: int
 
 
 def fit_offload(
-    order: Order, tables: Sequence[Tables], caps: tuple[int, ...], host_room: Sequence[int]
-) -> tuple[float, tuple[Offload, ...]] | None:
+    order: Order, tables: Sequence[Tables], caps: tuple[int, ...], host_room: Sequence[Sequence[int]]
+) -> Copied | None:
     """Copy away what the link has time for, recompute what is then still above the cap.
 
     How much of the excess over the cap is left to the link is tried from all of it downwards: recompute is fitted to a cap
@@ -71,12 +88,13 @@ def fit_offload(
         order: what all replicas run.
         tables: of every replica; their times are the same (`matched.in_step`).
         caps: of the ranks.
-        host_room: what each of them may copy away at one time.
+        host_room: what each of them may copy away at one time, of every replica.
 
     Returns:
-        the makespan, and what is copied of every replica; None where no copies fit.
+        the fastest for which there is room; else what lacks the least room. None where no copies meet the caps.
     """
-    best: tuple[float, tuple[Offload, ...]] | None = None
+    best: Copied | None = None
+    lacking: Copied | None = None
     codes = encode(order, len(tables[0].message_us))
     none = [[0] * len(tables[0].message_us)] * len(tables[0].rank_of)
     bounds = [(least_peaks(codes, own), peaks_bytes(codes, own, none)) for own in tables]
@@ -87,12 +105,14 @@ def fit_offload(
         ]
         layers = fit_alike(order, tables, eased, Options()).layers
         assert layers is not None  # no cap is below the least peak
-        found = _fit_copies(order, tables, caps, layers, None if best is None else best[0], host_room)
-        if found is not None and (best is None or found[0] < best[0]):
+        found = _fit_copies(order, tables, caps, layers, None if best is None else best.makespan_us, host_room)
+        if found is not None and found.short_bytes:
+            lacking = found if lacking is None or found.short_bytes < lacking.short_bytes else lacking
+        elif found is not None and (best is None or found.makespan_us < best.makespan_us):
             best = found
         elif best is not None:
             break
-    return best
+    return best or lacking
 
 
 def _fit_copies(
@@ -101,8 +121,8 @@ def _fit_copies(
     caps: tuple[int, ...],
     layers: Layers,
     limit_us: float | None,
-    host_room: Sequence[int],
-) -> tuple[float, tuple[Offload, ...]] | None:
+    host_room: Sequence[Sequence[int]],
+) -> Copied | None:
     """Copies for a given recompute, and then as much less or more of that as the memory they make asks for.
 
     Each round aims below the cap by as much as the last came out above it.
@@ -128,10 +148,10 @@ def _fit_copies(
             [peak - cap for peak, cap in zip(peaks_beside(order, own, one, times), caps, strict=True)]
             for own, one, times in zip(tables, made, after, strict=True)
         ]
-        if not all(one.fits_host(own, host_room) for one, own in zip(made, tables, strict=True)):
-            return None
         if max(map(max, above)) <= 0:
-            return after[0].makespan_us, made
+            away = [one.most_away(own) for one, own in zip(made, tables, strict=True)]
+            short = max(most - room for rows in zip(away, host_room, strict=True) for most, room in zip(*rows, strict=True))
+            return Copied(after[0].makespan_us, made, max(0, short))
         aims = [[aim - max(0, over) for aim, over in zip(*rows, strict=True)] for rows in zip(aims, above, strict=True)]
     return None
 

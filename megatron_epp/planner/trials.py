@@ -39,7 +39,7 @@ class Trials:
         self.best: Decisions | None = None
         self.best_us = math.inf
         self.schedule: Schedule | Listing | None = None
-        self.least_cap = 0
+        self.least_cap = self.least_host = 0
         self.seen: set[tuple[tuple[Chunk, ...], Schedule | Listing]] = set()
 
     def better(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule | Listing], close: float = CLOSE) -> bool:
@@ -90,7 +90,8 @@ class Trials:
         order = self._order(chunks, plain, schedule)
         found = False
         for pairs in choices(order, plain, chunks, self.problem, self.costs, self.levels):
-            if max(at_host(order, chunks, self.problem, self.costs, pairs)) > self.problem.host_cap_bytes:
+            short = max(at_host(order, chunks, self.problem, self.costs, pairs)) - self.problem.host_cap_bytes
+            if short > 0 and self.best is not None:
                 continue
             given = chunks, self.problem, self.costs, self.levels, pairs
             tables, shared = (with_hosted(plain, *given, sharing) for sharing in (1.0, SHARING))
@@ -99,6 +100,8 @@ class Trials:
             fit = fit_recompute(order, tables, self.problem.cap_bytes, self.options)
             if fit.layers is None:
                 self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
+            elif short > 0:
+                self._needs_host(short)
             elif (took_us := makespan_us(order, tables, fit.layers)) < self.best_us:
                 self.best, self.best_us = Decisions(chunks, order, fit.layers, self.levels, hosted=pairs), took_us
                 found = True
@@ -109,13 +112,20 @@ class Trials:
     def _copied(self, chunks: tuple[Chunk, ...], order: Order, tables: Tables, pairs: Pairs = frozenset()) -> bool:
         """With offload, beside what is hosted: its tables are those of `pairs`."""
         hosted = at_host(order, chunks, self.problem, self.costs, pairs)
-        made = fit_offload(order, (tables,), self.problem.cap_bytes, [self.problem.host_cap_bytes - size for size in hosted])
-        if made is None or made[0] >= self.best_us:
+        made = fit_offload(order, (tables,), self.problem.cap_bytes, [[self.problem.host_cap_bytes - size for size in hosted]])
+        if made is not None and made.short_bytes:
+            self._needs_host(made.short_bytes)
             return False
-        self.best_us, (beside,) = made
+        if made is None or made.makespan_us >= self.best_us:
+            return False
+        self.best_us, (beside,), _ = made
         decided = Decisions(chunks, order, beside.layers, self.levels, copies=beside.copies, offload=beside.shares)
         self.best = replace(decided, hosted=pairs)
         return True
+
+    def _needs_host(self, short_bytes: int) -> None:
+        """A candidate would do if the host had so much more."""
+        self.least_host = int(min(self.least_host or math.inf, self.problem.host_cap_bytes + short_bytes))
 
     def _order(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule | Listing) -> Order:
         if isinstance(schedule, Listing):
@@ -123,10 +133,10 @@ class Trials:
         return schedule(chunks, self.problem.num_stages, self.problem.forward_only)
 
     def result(self) -> Decisions:
-        """The best decisions. Raises `InfeasibleError` with the smallest cap that would have let one table through."""
+        """The best decisions. Raises `InfeasibleError` with the smallest caps that would have let one table through."""
         if self.best is not None:
             return self.best
-        raise infeasible(self.problem, self.least_cap)
+        raise infeasible(self.problem, self.least_cap, self.least_host)
 
 
 def busiest_us(tables: Tables) -> float:
@@ -135,12 +145,28 @@ def busiest_us(tables: Tables) -> float:
     return max(sum(sum(times[stage]) for times in passes for stage in stages) for stages in tables.stages_of)
 
 
-def infeasible(problem: Problem, least_cap: int) -> InfeasibleError:
-    """The error of a batch that needs a cap of so many bytes at the least."""
-    gib = -(-least_cap * 100 // GIB) / 100
+def infeasible(problem: Problem, least_cap: int, least_host: int = 0) -> InfeasibleError:
+    """The error of a batch that fits no cap.
+
+    Args:
+        problem: the batch.
+        least_cap: bytes of each rank that would do.
+        least_host: bytes of each rank at the host that would do, with the caps as they are; 0 where none would.
+    """
+    host, beside = problem.host_cap_bytes, ""
+    raised = f"--epp-memory-cap-gb to {_gib(least_cap)}"
+    does = f"{least_cap} bytes ({_gib(least_cap)} GiB)"
+    if least_host:
+        beside = f" with {host} bytes at the host"
+        raised += f", or --epp-host-memory-gb to {_gib(least_host)}"
+        does += f", or {least_host} bytes ({_gib(least_host)} GiB) at the host (--epp-host-memory-gb)"
     return InfeasibleError(
-        f"no plan fits a memory cap of {min(problem.cap_bytes)} bytes per rank: the least that would do is "
-        f"{least_cap} bytes ({gib:.2f} GiB).\n"
-        f"Raise --epp-memory-cap-gb to {gib:.2f}, or lower --epp-chunk-tokens or --seq-length.",
+        f"no plan fits a memory cap of {min(problem.cap_bytes)} bytes per rank{beside}: the least that would do is {does}.\n"
+        f"Raise {raised}, or lower --epp-chunk-tokens or --seq-length.",
         least_cap,
     )
+
+
+def _gib(num_bytes: int) -> str:
+    """To be raised to: rounded up."""
+    return f"{-(-num_bytes * 100 // GIB) / 100:.2f}"

@@ -54,7 +54,7 @@ class HostMemory:
         """Room for so many bytes. Raises `HostMemoryError` at the cap, or when there is no more."""
         needed = in_units(num_bytes)
         while self._free.num_bytes < needed:
-            self._allocate()
+            self._allocate(self.held_bytes + needed)
         self.held_bytes += needed
         self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
         return self._free.take(needed)
@@ -87,12 +87,13 @@ class HostMemory:
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 
-    def _allocate(self) -> None:
+    def _allocate(self, wanted_bytes: int) -> None:
+        """Add a page; the error names what is wanted in all."""
         page_bytes = min(_PAGE_BYTES, _power_below(self.cap_bytes - self.allocated_bytes))
         if page_bytes < HOST_UNIT_BYTES:
             raise HostMemoryError(
-                f"what is offloaded needs more than {self.allocated_bytes / 2**30:.3g} GB of host memory and "
-                f"--epp-host-memory-gb allows {self.cap_bytes / 2**30:.3g} per rank",
+                f"what is offloaded needs {wanted_bytes / 2**30:.4g} GB of host memory and "
+                f"--epp-host-memory-gb allows {self.cap_bytes / 2**30:.4g} per rank",
                 ("a higher --epp-host-memory-gb", "a lower --epp-chunk-tokens"),
             )
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from itertools import product
+from math import ceil
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from megatron_epp.planner.search import predicted_us
 from megatron_epp.planner.trials import Trials
 from megatron_epp.report.text import summary
 from megatron_epp.schedule import Chunk, InfeasibleError, Segment, check, digest, simulate
-from megatron_epp.schedule.hosted import host_peaks, slices_in
+from megatron_epp.schedule.hosted import HOST_UNIT_BYTES, host_peaks, slices_in
 
 ON = Options(offload=True)
 FIXED = Options(slices=24)
@@ -132,8 +134,36 @@ def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int])
     assert 0 < max(host_peaks(simulate(made))) <= 100 * GIB
     assert "at the host of" in summary(made)
     assert digest(made) == digest(plan(problem(lengths, 2, cap, host_cap_bytes=100 * GIB), costs, FIXED_ON))
-    with pytest.raises(InfeasibleError):
-        plan(problem(lengths, 2, cap, host_cap_bytes=GIB // 8), costs, FIXED_ON)
+
+
+def named_host_bytes(error: Exception) -> int:
+    """The host memory that an infeasibility message names."""
+    found = re.search(r"(\d+) bytes \([\d.]+ GiB\) at the host", str(error))
+    assert found is not None, str(error)
+    return int(found[1])
+
+
+@pytest.mark.parametrize("offloadable_share", [0.0, 0.9])
+def test_where_the_host_has_too_little_the_error_names_what_would_do(offloadable_share: float):
+    costs, lengths, host = replace(pipeline(2), offloadable_share=offloadable_share), [200_000, 3_000], GIB // 8
+    cap = int(0.9 * least_cap(lengths, 2, costs, FIXED))
+    with pytest.raises(InfeasibleError) as refused:
+        plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
+    assert f"with {host} bytes at the host" in str(refused.value)
+    wanted = named_host_bytes(refused.value)
+    assert f"or --epp-host-memory-gb to {ceil(100 * wanted / GIB) / 100:.2f}" in str(refused.value)
+    made = plan(problem(lengths, 2, cap, host_cap_bytes=wanted), costs, FIXED_ON)
+    assert max(host_peaks(simulate(made))) <= wanted
+    with pytest.raises(InfeasibleError) as refused:
+        plan(problem(lengths, 2, cap, host_cap_bytes=wanted - HOST_UNIT_BYTES), costs, FIXED_ON)
+    assert named_host_bytes(refused.value) == wanted
+
+
+def test_where_more_at_the_host_would_not_help_the_error_does_not_ask_for_it():
+    costs = pipeline(2)
+    with pytest.raises(InfeasibleError, match="--epp-memory-cap-gb") as refused:
+        plan(problem([60_000], 2, sum(costs.static_items(0).values()) // 2, host_cap_bytes=GIB), costs, FIXED_ON)
+    assert "host" not in str(refused.value)
 
 
 def test_local_search_which_knows_nothing_of_the_host_leaves_such_plans_alone_where_its_memory_is_bounded():
