@@ -19,6 +19,7 @@ from megatron_epp.cli_inputs import PLANNER_NAMES, add_planner, add_problem, cos
 from megatron_epp.cli_parser import Parser
 from megatron_epp.cli_progress import progress
 from megatron_epp.cli_types import PICTURES, count, output, picture, planner
+from megatron_epp.cost import spread
 from megatron_epp.mcore import prepare
 from megatron_epp.planner import plan
 from megatron_epp.report.compare import against
@@ -223,6 +224,8 @@ def _plan(args: argparse.Namespace) -> int:
     if args.output:
         save(made, args.output)
     print(_summary(made, args))
+    if hint := spread.advice(costs, problem.placement, problem.lengths, "--layers-per-stage balanced"):
+        print(f"\n{hint}")
     return 0
 
 

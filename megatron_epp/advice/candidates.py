@@ -51,7 +51,7 @@ def variants(question: Question, layout: Layout) -> Iterator[Layout]:
     stages = _sizes(question, "virtual", [1, 2])
     if 1 in stages:
         balanced = question.layers(layout, "balanced")
-        if balanced != layout.layers and min(balanced) > 0:
+        if balanced != layout.layers:
             yield replace(layout, layers=balanced)
     num_layers = int(question.flags["num_layers"])
     for virtual in stages:

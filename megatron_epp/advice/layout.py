@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
+from megatron_epp.cost.spread import layout_flag
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
@@ -89,16 +91,7 @@ class Layout:
         if self.expert > 1:
             flags["expert_model_parallel_size"] = self.expert
         if len(set(self.layers)) > 1:
-            flags["pipeline_model_parallel_layout"] = self._stages_text()
+            flags["pipeline_model_parallel_layout"] = layout_flag(self.layers)
         elif self.virtual > 1:
             flags["num_virtual_stages_per_pipeline_rank"] = self.virtual
         return flags | {"use_distributed_optimizer": True}
-
-    def _stages_text(self) -> str:
-        """``Et*7|t*8|t*7L``: embedding, layers and loss of every stage, as Megatron writes it."""
-        last = len(self.layers) - 1
-        stages = []
-        for stage, count in enumerate(self.layers):
-            layers = f"t*{count}" if count > 1 else "t" * count
-            stages.append("E" * (stage == 0) + layers + "L" * (stage == last))
-        return "|".join(stages)

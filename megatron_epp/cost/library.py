@@ -15,6 +15,7 @@ from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.profile import SCHEMA as PROFILE_SCHEMA
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.shape import ModelShape
+from megatron_epp.cost.spread import spread_layers
 from megatron_epp.cost.stage import PipelineCosts
 from megatron_epp.cost.work import pairs_per_token
 from megatron_epp.schedule import EppError
@@ -191,7 +192,6 @@ def balanced_layers(profile: Profile, num_layers: int, num_stages: int, lengths:
     """Layers of each stage such that the stages' times come close: a large vocabulary takes layers off the last.
 
     The longer the sequences, the fewer: attention makes layers take longer, and the vocabulary's work stays.
-    Each layer goes to the stage that has least to do, the latest among equals, where fewest chunks are held at a time.
 
     Args:
         profile: times of a layer, of the embedding and of the head.
@@ -208,15 +208,10 @@ def balanced_layers(profile: Profile, num_layers: int, num_stages: int, lengths:
         both.per_token_us + both.per_pair_us * pairs
         for both in (part.forward + part.backward for part in (profile.layer, profile.embedding, profile.head))
     )
-    times = [0.0] * num_stages
-    times[0] += embedding
-    times[-1] += head
-    layers = [0] * num_stages
-    for _ in range(num_layers):
-        stage = min(range(num_stages), key=lambda s: (times[s], -s))
-        times[stage] += layer
-        layers[stage] += 1
-    return tuple(layers)
+    extra = [0.0] * num_stages
+    extra[0] += embedding
+    extra[-1] += head
+    return spread_layers(layer, extra, num_layers)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

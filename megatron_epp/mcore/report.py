@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.training import training
 
+from megatron_epp.cost import spread
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import writers
 from megatron_epp.mcore.session import Session
@@ -35,6 +36,9 @@ from megatron_epp.schedule.serialize import digest, save
 logger = logging.getLogger(__name__)
 
 LINES = "iterations.jsonl"
+
+_BATCHES = 10
+"""Logged iterations whose lengths say what sequences are like."""
 
 
 @dataclass(slots=True)
@@ -162,6 +166,7 @@ class IterationReport:
         if self.iteration % args.log_interval == 0:
             self._log_memory()
             writers.log(line)
+            self._log_spread()
         if self.iteration % args.tensorboard_log_interval == 0:
             writers.write(line)
 
@@ -171,6 +176,17 @@ class IterationReport:
         if plan is not None and session.costs is not None and not session.memory_is_told:
             session.memory_is_told = True
             writers.log_memory(account_of(plan, session.costs), self.iteration)
+
+    def _log_spread(self) -> None:
+        """Once per run, after a few iterations' lines: whether other layers on the stages would keep fewer ranks waiting."""
+        session, plan = self.session, self.batch.plan
+        if plan is None or session.costs is None or len(session.batches_seen) == _BATCHES:
+            return
+        session.batches_seen.append(plan.lengths)
+        if len(session.batches_seen) == _BATCHES:
+            lengths = list(chain.from_iterable(session.batches_seen))
+            if hint := spread.advice(session.costs, plan.placement, lengths):
+                writers.log_hint(hint)
 
     def _write(self, line: dict[str, Any], measured: Measured | None) -> None:
         args = self.session.args

@@ -73,6 +73,8 @@ class Session:
         """How many iterations have run a second time, below lower caps (`lower_caps`)."""
         self.memory_is_told = False
         """Whether the log has said what the planned peaks are made of."""
+        self.batches_seen: list[tuple[int, ...]] = []
+        """Lengths of the first planned batches that were logged, on this replica."""
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
         self._can_plan = threading.Event()

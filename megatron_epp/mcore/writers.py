@@ -96,6 +96,11 @@ def log_memory(account: Account, iteration: int) -> None:
     )
 
 
+def log_hint(text: str) -> None:
+    """One line, on the last rank: what would make the run faster."""
+    print_rank_last(f"epp hint | {text}")
+
+
 def _peaks(line: dict[str, Any]) -> str:
     measured = [peak for peak in line["peak_activation_bytes"] if peak is not None]
     planned = f"{max(line['planned_peak_activation_bytes']) / _GIB:.3g} planned"

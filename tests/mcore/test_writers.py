@@ -6,9 +6,10 @@ from argparse import Namespace
 import pytest
 from megatron.training import global_vars
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.cost import CPU, ModelShape, analytic_costs, spread
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.mcore import session, writers
+from megatron_epp.mcore.report import IterationReport
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.account import account_of
 from megatron_epp.planner.background import BackgroundPlanner
@@ -112,6 +113,20 @@ def test_the_planned_peaks_are_told_with_what_the_highest_is_made_of(capsys):
     assert f"epp memory planned for iteration 3 | peak per pipeline rank (GiB): {peaks[0]:.3g} {peaks[1]:.3g} | rank" in line
     assert main_items(account.peak(peaks.index(max(peaks))).items) in line
     assert "layers that keep everything" in line
+
+
+def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewer_ranks_waiting(capsys):
+    shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=128 * 1024)
+    costs = analytic_costs(shape, CPU, [2] * 4)
+    made = plan(Problem((900, 200), (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4), costs)
+    report = IterationReport(Namespace(costs=costs, batches_seen=[]), Namespace(plan=made), 1, False, True, 0.0, 0.0)
+    told = []
+    for _ in range(20):
+        report._log_spread()
+        told.append(capsys.readouterr().out)
+    assert [number for number, text in enumerate(told) if text] == [9]
+    assert told[9] == f"epp hint | {spread.advice(costs, made.placement, made.lengths * 10)}\n"
+    assert "--pipeline-model-parallel-layout 'Et" in told[9]
 
 
 def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both, capsys):

@@ -1,0 +1,62 @@
+"""How evenly stages share the work of sequences like those given, and what is said of it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from megatron_epp.cost import H100, PipelineCosts, analytic_profile
+from megatron_epp.cost.library import balanced_layers, load_flags, shape_of
+from megatron_epp.cost.spread import WORTH, advice, layout_flag, spread_layers, spreads
+
+SHORT, LONG = (2048,) * 64, (1 << 20,)
+PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
+
+
+def costs(layers: tuple[int, ...]) -> PipelineCosts:
+    return PROFILE.costs(layers)
+
+
+@pytest.mark.parametrize(("extra_us", "num_layers"), [((0, 0, 0), 9), ((1, 0, 7), 12), ((0, 0, 25), 8), ((3, 3, 3), 10)])
+def test_no_other_layers_make_the_busiest_stage_faster(extra_us: tuple[float, ...], num_layers: int):
+    def busiest_us(layers: tuple[int, ...]) -> float:
+        return max(5 * count + extra for count, extra in zip(layers, extra_us, strict=True))
+
+    found = spread_layers(5, extra_us, num_layers)
+    every = [layers for layers in product(range(1, num_layers), repeat=3) if sum(layers) == num_layers]
+    assert found in every
+    assert busiest_us(found) == min(map(busiest_us, every))
+
+
+def test_the_excess_is_what_the_others_wait_for_the_busiest():
+    own, best = spreads(costs((8,) * 4), LONG)
+    assert own.layers == (8,) * 4
+    assert own.excess == pytest.approx(best.excess, abs=0.02)
+    lopsided, _ = spreads(costs((16, 6, 5, 5)), LONG)
+    assert lopsided.excess == pytest.approx(1.0, abs=0.03)  # half of all layers on a quarter of the stages
+
+
+def test_a_head_that_makes_others_wait_is_spoken_of_with_the_flag_that_mends_it():
+    said = advice(costs((4,) * 8), range(8), SHORT)
+    assert said is not None
+    own, best = spreads(costs((4,) * 8), SHORT)
+    assert f"{own.excess:.0%} longer" in said
+    assert f"--pipeline-model-parallel-layout '{layout_flag(best.layers)}' would make it {best.excess:.0%}" in said
+    assert own.excess - best.excess > WORTH
+    assert advice(costs(best.layers), range(8), SHORT) is None
+
+
+def test_nothing_is_said_of_layers_that_suit_the_sequences():
+    assert advice(costs((4,) * 8), range(8), LONG) is None
+    for_short_ones = costs(balanced_layers(PROFILE, 32, 8))
+    assert advice(for_short_ones, range(8), LONG) is not None
+
+
+def test_nothing_is_said_where_ranks_have_several_stages_or_nothing_is_known():
+    assert advice(costs((4,) * 8), (0, 1, 2, 3) * 2, SHORT) is None
+    assert advice(costs((4,) * 8), range(8), ()) is None
+
+
+def test_a_layout_is_written_as_megatron_reads_it():
+    assert layout_flag((7, 8, 1)) == "Et*7|t*8|tL"
