@@ -153,15 +153,13 @@ def infeasible(problem: Problem, least_cap: int, least_host: int = 0) -> Infeasi
         least_cap: bytes of each rank that would do.
         least_host: bytes of each rank at the host that would do, with the caps as they are; 0 where none would.
     """
-    host, beside = problem.host_cap_bytes, ""
-    raised = f"--epp-memory-cap-gb to {_gib(least_cap)}"
-    does = f"{least_cap} bytes ({_gib(least_cap)} GiB)"
+    raised, beside = f"--epp-memory-cap-gb to {_gib(least_cap)}", ""
     if least_host:
-        beside = f" with {host} bytes at the host"
         raised += f", or --epp-host-memory-gb to {_gib(least_host)}"
-        does += f", or {least_host} bytes ({_gib(least_host)} GiB) at the host (--epp-host-memory-gb)"
+        beside = f", or {least_host} bytes ({_gib(least_host)} GiB) at the host, where it may have {problem.host_cap_bytes}"
     return InfeasibleError(
-        f"no plan fits a memory cap of {min(problem.cap_bytes)} bytes per rank{beside}: the least that would do is {does}.\n"
+        f"no plan fits a memory cap of {min(problem.cap_bytes)} bytes per rank: the least that would do is "
+        f"{least_cap} bytes ({_gib(least_cap)} GiB){beside}.\n"
         f"Raise {raised}, or lower --epp-chunk-tokens or --seq-length.",
         least_cap,
     )
