@@ -232,8 +232,8 @@ def _plan(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     plans = list(map(load, args.plans))
     found = [check(made) for made in plans]
-    for made, violations in zip(plans, found, strict=True):
-        print(report(made, violations), end="")
+    for path, made, violations in zip(args.plans, plans, found, strict=True):
+        print(f"{path}: {report(made, violations)}", end="")
     unmatched = [] if any(found) else check_matched(plans)
     for fault in unmatched:
         print(fault)

@@ -89,7 +89,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         messages=Messages(*[tuple(map(tuple, tables.hops))] * 2),
         static_bytes=tables.static,
         cap_bytes=problem.cap_bytes,
-        predicted=Prediction(0.0, 0.0, tables.static, 0.0),
+        predicted=Prediction.none(problem.num_ranks),
         token_multiple=problem.token_multiple,
         forward_only=problem.forward_only,
         costs=costs.name,

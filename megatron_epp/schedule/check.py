@@ -1,9 +1,10 @@
-"""The proof that a plan can run: complete, free of deadlock, in slice order, inside its memory."""
+"""The proof that a plan can run: complete, free of deadlock, in slice order, inside its memory, and true to its word."""
 
 from __future__ import annotations
 
 from megatron_epp.schedule.check_actions import check_links, check_order, check_presence
 from megatron_epp.schedule.check_memory import check_memory
+from megatron_epp.schedule.check_predicted import check_predicted
 from megatron_epp.schedule.check_tables import check_hosted, check_tables, check_tokens
 from megatron_epp.schedule.graph import build_graph
 from megatron_epp.schedule.plan import Plan
@@ -21,7 +22,8 @@ def check(plan: Plan) -> list[Violation]:
     1. tables have the right shapes and ranges;
     2. every token is in exactly one chunk, and every action is there once, on its rank;
     3. the order is possible: no action before one it needs, no cycle across ranks, no crossed messages;
-    4. memory: nothing freed twice, early or never, and no rank above its cap, or with more at the host than it may have.
+    4. memory: nothing freed twice, early or never, and no rank above its cap, or with more at the host than it may have;
+    5. what is predicted is what the simulator finds; a plan that predicts nothing (`Prediction.none`) passes.
 
     Returns:
         every violation of the first layer that has any, each with rank, position and reason. It raises nothing.
@@ -42,4 +44,4 @@ def examine(plan: Plan) -> tuple[list[Violation], Timeline | None]:
     if faults := [*check_order(plan, graph, played), *check_links(plan)]:
         return faults, None
     timeline = timeline_of(plan, graph, played)
-    return list(check_memory(timeline)), timeline
+    return list(check_memory(timeline)) or list(check_predicted(timeline)), timeline

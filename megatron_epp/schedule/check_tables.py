@@ -82,6 +82,7 @@ def _shapes(plan: Plan) -> Iterator[str]:
         ("num_layers", plan.num_layers, stages, "stages"),
         ("static_bytes", plan.static_bytes, ranks, "ranks"),
         ("cap_bytes", plan.cap_bytes, ranks, "ranks"),
+        ("predicted.peak_bytes", plan.predicted.peak_bytes, ranks, "ranks"),
         ("copies", plan.copies or ((),) * ranks, ranks, "ranks"),
         ("host_cap_bytes", plan.host_cap_bytes or (0,) * ranks, ranks, "ranks"),
         ("host_links", plan.host_links or (0,) * ranks, ranks, "ranks"),

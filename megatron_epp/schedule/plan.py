@@ -71,12 +71,17 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says of a plan. `peak_bytes` is per rank and includes the static bytes."""
+    """What the simulator says of a plan. `peak_bytes` is per rank and includes the static bytes. `check` proves it."""
 
     makespan_us: float
     lower_bound_us: float
     peak_bytes: tuple[int, ...]
     bubble_fraction: float
+
+    @classmethod
+    def none(cls, num_ranks: int) -> Prediction:
+        """Of a plan that nobody has simulated, one written by hand for instance: all zero."""
+        return cls(0.0, 0.0, (0,) * num_ranks, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

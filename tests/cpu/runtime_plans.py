@@ -52,7 +52,7 @@ def by_hand(rows, chunks, placement=None, recompute_layers=0, num_layers=2, forw
         messages=Messages(no_time, no_time),
         static_bytes=(0,) * ranks,
         cap_bytes=(1,) * ranks,
-        predicted=Prediction(0.0, 0.0, (0,) * ranks, 0.0),
+        predicted=Prediction.none(ranks),
         forward_only=forward_only,
         token_multiple=token_multiple,
     )
@@ -65,11 +65,12 @@ SLICED_THEN_WHOLE = ([(0, 0, 9)], [(0, 9, 14), (1, 0, 3)], [(2, 0, 6)])
 
 
 def offloading(plan, share):
-    """The plan with that share of every chunk copied away and back."""
+    """The plan with that share of every chunk copied away and back; it predicts nothing."""
     copy_of = {Op.F: Op.O, Op.B: Op.L}
     rows = [[a._replace(op=copy_of[a.op]) for a in plan.actions(r) if a.op in copy_of] for r in range(plan.num_ranks)]
     copies = tuple(tuple(Copy(action, 0.5, 0, 0) for action in row) for row in rows)
-    plan = replace(plan, copies=copies, offload_share=((share,) * len(plan.chunks),) * plan.num_stages)
+    shares = ((share,) * len(plan.chunks),) * plan.num_stages
+    plan = replace(plan, copies=copies, offload_share=shares, predicted=Prediction.none(plan.num_ranks))
     assert check(plan) == []
     return plan
 

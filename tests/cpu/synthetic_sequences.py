@@ -34,6 +34,6 @@ def plan_of(lengths, chunks, token_multiple=1):
         messages=Messages((), ()),
         static_bytes=(0,),
         cap_bytes=(1,),
-        predicted=Prediction(0.0, 0.0, (0,), 0.0),
+        predicted=Prediction.none(1),
         token_multiple=token_multiple,
     )

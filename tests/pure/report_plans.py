@@ -48,7 +48,7 @@ def sliced_plan(num_ranks: int = 2, slices: int = 2, batched: int = 2, recompute
         messages=Messages(message, message),
         static_bytes=(2**20,) * num_ranks,
         cap_bytes=(2**24,) * num_ranks,
-        predicted=Prediction(0.0, 0.0, (0,) * num_ranks, 0.0),
+        predicted=Prediction.none(num_ranks),
     )
     return predicted(plan)
 

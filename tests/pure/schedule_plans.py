@@ -104,7 +104,7 @@ def plan_of(
         messages=Messages(message, message),
         static_bytes=(static_bytes,) * len(ranks),
         cap_bytes=(cap_bytes,) * len(ranks),
-        predicted=Prediction(0.0, 0.0, (0,) * len(ranks), 0.0),
+        predicted=Prediction.none(len(ranks)),
         forward_only=forward_only,
     )
 

@@ -105,7 +105,16 @@ def test_a_cost_profile_replaces_the_formulas(tmp_path, capsys):
 
 def test_check_of_a_sound_plan_exits_with_0(plan_file, capsys):
     assert main(["check", str(plan_file)]) == 0
-    assert "sound" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"{plan_file}: sound: ")
+
+
+def test_a_plan_with_predictions_of_the_wrong_number_of_ranks_is_refused_not_shown(plan_file, capsys):
+    made = load(plan_file)
+    save(replace(made, predicted=replace(made.predicted, peak_bytes=made.predicted.peak_bytes[1:])), plan_file)
+    assert main(["check", str(plan_file)]) == 1
+    assert "predicted.peak_bytes has 1 entries for 2 ranks" in capsys.readouterr().out
+    assert main(["show", str(plan_file)]) == 2
+    assert "predicted.peak_bytes has 1 entries for 2 ranks" in capsys.readouterr().err
 
 
 def test_check_of_a_broken_plan_shows_the_fault_and_exits_with_1(plan_file, capsys):

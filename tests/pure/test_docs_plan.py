@@ -43,4 +43,4 @@ def test_a_fault_is_reported_as_shown(plan):
     one, other = (at[Action.parse(text)] for text in ("0B1", "0B0"))
     steps[one], steps[other] = steps[other], steps[one]
     broken = replace(plan, ranks=(tuple(steps), *plan.ranks[1:]))
-    assert f"```text\n{report(broken, check(broken))}```\n" in PAGE
+    assert f"```text\nswapped.json: {report(broken, check(broken))}```\n" in PAGE

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from schedule_plans import chunk, faults, hybrid, make_plan, only_fault, two_by_two, whole, with_step
 
-from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Messages, Recompute, check
+from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Messages, Prediction, Recompute, check
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,7 @@ WRONG_TABLES = [
     ({"num_layers": (4,)}, "num_layers has 1 entries for 2 stages"),
     ({"static_bytes": (0, 0, 0)}, "static_bytes has 3 entries for 2 ranks"),
     ({"cap_bytes": (0,)}, "cap_bytes has 1 entries for 2 ranks"),
+    ({"predicted": Prediction.none(3)}, "predicted.peak_bytes has 3 entries for 2 ranks"),
     ({"copies": ((),)}, "copies has 1 entries for 2 ranks"),
     ({"host_links": (0, 0, 1)}, "host_links has 3 entries for 2 ranks"),
     ({"recompute": ((NO_RECOMPUTE,) * 2,)}, "recompute has 1 rows of [2] entries; expected 2 rows of 2"),
