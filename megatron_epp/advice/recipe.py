@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
-from megatron_epp.planner import UNLIMITED_BYTES
+from megatron_epp.schedule import is_unlimited
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -47,7 +47,7 @@ def megatron_settings(question: Question, layout: Layout) -> dict[str, Any]:
 def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
     """Those of this package, without the prefix."""
     ours: dict[str, Any] = {}
-    if question.cap_bytes < UNLIMITED_BYTES:
+    if not is_unlimited(question.cap_bytes):
         ours["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
     if layout.virtual > 1 and layout.placement == "v":
         ours["placement"] = "v"

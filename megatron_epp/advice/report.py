@@ -10,8 +10,8 @@ from typing import Any
 from megatron_epp.advice.judge import Entry, Refusal, gib
 from megatron_epp.advice.reasons import CLOSE, why_slower
 from megatron_epp.advice.search import TIE, WORTH, Advice
-from megatron_epp.planner import UNLIMITED_BYTES
 from megatron_epp.report.table import format_us, table
+from megatron_epp.schedule import is_unlimited
 
 _WIDTH = 128
 _LINES = 6
@@ -61,7 +61,7 @@ def _asked(advice: Advice) -> str:
     question = advice.question
     node, lengths = question.cluster.devices_per_node, question.lengths
     nodes = f", nodes of {node}" if question.devices > node else ""
-    cap = "no memory cap" if question.cap_bytes >= UNLIMITED_BYTES else f"at most {gib(question.cap_bytes)} each"
+    cap = "no memory cap" if is_unlimited(question.cap_bytes) else f"at most {gib(question.cap_bytes)} each"
     return _wrapped(
         f"{question.devices} devices of {question.cluster.name}{nodes}, {cap}. A batch of {len(lengths):,} sequences, "
         f"{question.tokens:,} tokens, of up to {max(lengths):,} tokens; one of {question.context:,} fits too."

@@ -25,14 +25,14 @@ from megatron_epp.mcore.placement import Placement
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.balance import Teams, teams_of
-from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.runtime.host import HostMemory
 from megatron_epp.runtime.links import Links, new_group
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.sharing import from_each, from_first
 from megatron_epp.runtime.shortage import Shortage
 from megatron_epp.runtime.watchdog import Watchdog
-from megatron_epp.schedule import EppError
+from megatron_epp.schedule import UNLIMITED_BYTES, EppError
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.anytime import Anytime
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.baselines import BASELINES
-from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem, validate
+from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.refine import milp
 from megatron_epp.planner.search import PLANNERS as OUR_PLANNERS
 from megatron_epp.planner.search import Planner, for_table, greedy
-from megatron_epp.schedule import Plan, PlanError
+from megatron_epp.schedule import UNLIMITED_BYTES, Plan, PlanError
 
 __all__ = ["PLANNERS", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "for_table", "plan"]
 

@@ -12,9 +12,9 @@ from megatron_epp.planner.hosting import SHARING, Pairs, hosted_entries, with_ho
 from megatron_epp.planner.memory import levels
 from megatron_epp.planner.offload import Offload
 from megatron_epp.planner.order import CopyOrder, Order
-from megatron_epp.planner.problem import UNLIMITED_BYTES, WHOLE, Options, Problem
+from megatron_epp.planner.problem import WHOLE, Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.schedule import Action, Chunk, Copy, Messages, Op, Plan, PlanError, Prediction, Step
+from megatron_epp.schedule import Action, Chunk, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
 from megatron_epp.schedule.check import examine, report
 
 
@@ -85,7 +85,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
         hosted=hosted_entries(made.chunks, problem, costs, made.hosted),
-        host_cap_bytes=(problem.host_cap_bytes,) * problem.num_ranks if problem.host_cap_bytes < UNLIMITED_BYTES else (),
+        host_cap_bytes=() if is_unlimited(problem.host_cap_bytes) else (problem.host_cap_bytes,) * problem.num_ranks,
         messages=Messages(*[tuple(map(tuple, tables.hops))] * 2),
         static_bytes=tables.static,
         cap_bytes=problem.cap_bytes,

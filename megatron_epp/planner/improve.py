@@ -15,8 +15,9 @@ from megatron_epp.planner.inner.compiled import floats, integers, is_compiled
 from megatron_epp.planner.inner.steps import Choice, Facts, Spare, search
 from megatron_epp.planner.memory import by_stage, caps_at
 from megatron_epp.planner.order import slice_groups
-from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
+from megatron_epp.schedule import is_unlimited
 
 LOG = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options)
     steps = steps_of(options, problem.num_stages, len(made.chunks))
     if not steps or made.copies or problem.forward_only or options.recompute != "auto":
         return made
-    if made.hosted and problem.host_cap_bytes < UNLIMITED_BYTES:  # steps know nothing of what another order has at the host
+    if made.hosted and not is_unlimited(problem.host_cap_bytes):  # steps know nothing of what another order has at the host
         return made
     _say_if_slow()
     bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=False))

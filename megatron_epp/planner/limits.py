@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner import plan
-from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.schedule import InfeasibleError, Plan
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.schedule import UNLIMITED_BYTES, InfeasibleError, Plan, is_unlimited
 
 LONGEST = 1 << 25
 """Tokens of a sequence from which nobody looks further."""
@@ -73,7 +73,7 @@ class Limits:
     def reach(self) -> Reach:
         """Every answer; several dozen plans."""
         rest = sorted(self.problem.lengths)[:-1]
-        is_capped = max(self.problem.cap_bytes) < UNLIMITED_BYTES
+        is_capped = not is_unlimited(max(self.problem.cap_bytes))
         cap, cap_plan = self.cap()
         alone = self.context() if is_capped else None
         return Reach(

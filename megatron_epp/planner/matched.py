@@ -24,12 +24,12 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.offload import Offload, fit_offload
 from megatron_epp.planner.order import Order, Schedule
-from megatron_epp.planner.problem import UNLIMITED_BYTES, WHOLE, Options, Problem, validate
+from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
 from megatron_epp.planner.search import CHUNKS_PER_STAGE, FAR, FIRST, HALF, LEAST, LISTED, MOST_CHUNKS, PATIENCE, SECOND
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.trials import WORTH, infeasible
 from megatron_epp.planner.weight import weights_apart
-from megatron_epp.schedule import InfeasibleError, Plan, PlanError
+from megatron_epp.schedule import UNLIMITED_BYTES, InfeasibleError, Plan, PlanError
 from megatron_epp.schedule.check_matched import check_matched
 
 ALIKE = ("linear", "whole")

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_epp.cost import Costs
-from megatron_epp.schedule import InfeasibleError, PlanError
+from megatron_epp.schedule import UNLIMITED_BYTES, InfeasibleError, PlanError
 
-UNLIMITED_BYTES = 1 << 62
-"""A memory cap that binds nobody."""
 WHOLE = ("whole",)
 """The level of recompute that all costs know and all planners use."""
 

@@ -15,12 +15,12 @@ from megatron_epp.planner.improve import improve
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.offload import timed
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
-from megatron_epp.planner.problem import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.trials import WORTH, Trials
 from megatron_epp.planner.unsliced import plainly, tables_with_whole
 from megatron_epp.planner.warm import Warm
 from megatron_epp.planner.weight import weights_apart
-from megatron_epp.schedule import Chunk, PlanError
+from megatron_epp.schedule import UNLIMITED_BYTES, Chunk, PlanError
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
 

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_epp.report.facts import host_peak_bytes
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, table
 from megatron_epp.schedule.account import Account, Moment
+from megatron_epp.schedule.plan import is_unlimited
 
 _COLUMNS = 8
 """Ranks side by side."""
@@ -43,8 +44,9 @@ def _table(account: Account, peaks: Sequence[Moment], ranks: Sequence[int], size
     rows += [rule, row("held throughout", [plan.static_bytes[rank] for rank in ranks])]
     rows += [row(name, sizes) for name in passing if any(sizes := [peaks[rank].items.get(name, 0) for rank in ranks])]
     rows += [rule, row("peak", [peaks[rank].num_bytes for rank in ranks])]
-    rows.append(["cap", *(format_cap(cap) if cap > 1 << 60 else f"{cap / size:.2f}" for cap in _of(plan.cap_bytes, ranks))])
-    if max(plan.cap_bytes) <= 1 << 60:
+    caps = _of(plan.cap_bytes, ranks)
+    rows.append(["cap", *(format_cap(cap) if is_unlimited(cap) else f"{cap / size:.2f}" for cap in caps)])
+    if not any(map(is_unlimited, caps)):
         rows.append(["headroom", *(f"{(plan.cap_bytes[r] - peaks[r].num_bytes) / size:.2f}" for r in ranks)])
     if any(hosts := host_peak_bytes(plan)):
         rows.append(row("host memory, at its peak", _of(hosts, ranks)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_epp.schedule.plan import is_unlimited
+
 _BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-_BEYOND_ANY_MACHINE = 2**60
 
 
 def byte_unit(largest: float) -> tuple[int, str]:
@@ -20,8 +21,8 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_cap(cap_bytes: int) -> str:
-    """As `format_bytes`; a cap beyond any machine prints as ``unlimited``."""
-    return "unlimited" if cap_bytes >= _BEYOND_ANY_MACHINE else format_bytes(cap_bytes)
+    """As `format_bytes`; no cap prints as ``unlimited``."""
+    return "unlimited" if is_unlimited(cap_bytes) else format_bytes(cap_bytes)
 
 
 def format_us(time_us: float) -> str:

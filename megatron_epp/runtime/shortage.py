@@ -12,15 +12,12 @@ from typing import NamedTuple
 import torch
 
 from megatron_epp import allocator
-from megatron_epp.schedule import Action, EppError, Op, Plan, simulate
+from megatron_epp.schedule import Action, EppError, Op, Plan, is_unlimited, simulate
 
 LEAST_SHARE = 0.05
 """Of the bytes that come and go: another plan's peak must be lower by this at least. Where the device gave out below the plan,
 or nobody counts, there is no excess to go by.
 """
-
-_UNBOUND = 1 << 60
-"""Caps from here on mean that there is none."""
 
 _GAPS = 0.1
 """More of the reserved memory than this lying idle is a sign of fragments."""
@@ -152,7 +149,7 @@ def _found(usage: Usage | None, wanted_bytes: int) -> str:
 
 
 def _cap(cap_bytes: int) -> str:
-    return "no cap" if cap_bytes >= _UNBOUND else f"a cap of {_gib(cap_bytes)}"
+    return "no cap" if is_unlimited(cap_bytes) else f"a cap of {_gib(cap_bytes)}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -7,7 +7,7 @@ from megatron_epp.schedule.chunk import Chunk, Segment
 from megatron_epp.schedule.deps import deps
 from megatron_epp.schedule.errors import EppError, InfeasibleError, PlanError
 from megatron_epp.schedule.lowering import lower
-from megatron_epp.schedule.plan import Copy, Hosted, Messages, Plan, Prediction, Step
+from megatron_epp.schedule.plan import UNLIMITED_BYTES, Copy, Hosted, Messages, Plan, Prediction, Step, is_unlimited
 from megatron_epp.schedule.recompute import LEVELS, NO_RECOMPUTE, Recompute
 from megatron_epp.schedule.serialize import digest, from_json, load, save, to_json
 from megatron_epp.schedule.simulate import MemoryEvent, Message, Timeline, simulate
@@ -16,6 +16,7 @@ from megatron_epp.schedule.text import from_grid, to_grid
 __all__ = [
     "LEVELS",
     "NO_RECOMPUTE",
+    "UNLIMITED_BYTES",
     "Action",
     "Chunk",
     "Copy",
@@ -40,6 +41,7 @@ __all__ = [
     "digest",
     "from_grid",
     "from_json",
+    "is_unlimited",
     "load",
     "lower",
     "report",

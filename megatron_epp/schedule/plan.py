@@ -15,6 +15,13 @@ from megatron_epp.schedule.recompute import Recompute
 
 SCHEMA = "megatron-epp/plan"
 VERSION = 2
+UNLIMITED_BYTES = 1 << 62
+"""A memory cap that binds nobody."""
+
+
+def is_unlimited(cap_bytes: int) -> bool:
+    """The cap is none."""
+    return cap_bytes >= UNLIMITED_BYTES
 
 
 class Step(NamedTuple):
@@ -102,7 +109,7 @@ class Plan:
         host_links: the link to the host that each rank copies over; empty where every rank has one of its own.
         messages: time of every message.
         static_bytes: bytes each rank holds throughout (weights, gradients, optimizer).
-        cap_bytes: what each rank may hold at most.
+        cap_bytes: what each rank may hold at most; `UNLIMITED_BYTES` for no cap.
         host_cap_bytes: what each rank may have at the host at most; empty where nobody says.
         predicted: the simulator's numbers for this plan.
         token_multiple: chunk token counts are padded to a multiple of this.

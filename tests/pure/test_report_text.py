@@ -10,6 +10,7 @@ from megatron_epp.report.facts import bubble_fraction, recompute_in_backward, re
 from megatron_epp.report.table import clip, format_bytes, format_cap, format_us
 from megatron_epp.report.text import summary
 from megatron_epp.schedule.action import Action
+from megatron_epp.schedule.plan import UNLIMITED_BYTES
 from megatron_epp.schedule.serialize import digest
 
 SMALL = """\
@@ -117,7 +118,7 @@ def test_a_run_twice_as_slow_shows_as_such():
         (format_bytes(0), "0.00 B"),
         (format_bytes(1536), "1.50 KiB"),
         (format_bytes(80 * 2**30), "80.00 GiB"),
-        (format_cap(2**62), "unlimited"),
+        (format_cap(UNLIMITED_BYTES), "unlimited"),
         (format_cap(80 * 2**30), "80.00 GiB"),
         (format_us(812.5), "812.5 us"),
         (format_us(12345.6), "12.35 ms"),
