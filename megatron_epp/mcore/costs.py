@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import pairwise, repeat
+from functools import partial
+from itertools import pairwise
 from operator import itemgetter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, Static, analytic_profile, on_device
-from megatron_epp.cost.library import find, load_costs, shape_of
+from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.mcore import stored_costs
 from megatron_epp.mcore.host_probe import measure_host_link, measure_offloadable_share
 from megatron_epp.mcore.memory_probe import measure_bytes, message_bytes
 from megatron_epp.mcore.probe import Link, measure_link
@@ -27,66 +27,90 @@ from megatron_epp.mcore.snapshot import Snapshot
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.mcore.timing import measure_times
 from megatron_epp.runtime.links import Links
-from megatron_epp.schedule import EppError
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "epp_costs.json"
-
 
 def pipeline_costs(
-    args: argparse.Namespace, stages: Mapping[int, MegatronStage], links: Links, placement: Sequence[int]
+    args: argparse.Namespace,
+    stages: Mapping[int, MegatronStage],
+    links: Links,
+    placement: Sequence[int],
+    note: Callable[[str], None] = lambda step: None,
 ) -> PipelineCosts:
     """Costs of the whole pipeline, the same on every rank of the run: replicas divide batches by them.
 
     Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run, and
     are those of the run's precision whatever that of a profile. Times vary, so they are formulas, or those of the profile that
     `--epp-costs` names, unless `--epp-costs measure` asks otherwise; then they are kept with the checkpoints, and a resumed run
-    plans as the interrupted one did. A file with costs of a whole pipeline is taken as it is, so one of another precision is
-    refused.
+    whose stages are the same plans as the interrupted one did. A file with costs of a whole pipeline is taken as it is, so one
+    of another precision is refused.
 
     Args:
         args: Megatron's arguments.
         stages: this rank's, by number.
         links: of this pipeline.
         placement: the rank of every stage.
+        note: called with what is to be done next, as it goes on.
     """
-    source = _stored(args)
-    stored = None if source is None else load_costs(str(source))
+    note("reading --epp-costs")
+    given = stored_costs.named(args)
     token_bytes = message_bytes(next(iter(stages.values())))
-    if isinstance(stored, PipelineCosts):
-        share = stored.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
-        return _of_first(replace(_check(stored, str(source), len(placement), token_bytes), fragmentation_share=share))
-    profile = stored or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
+    if isinstance(given, PipelineCosts):
+        share = given.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
+        return replace(stored_costs.checked(given, args.epp_costs, len(placement), token_bytes), fragmentation_share=share)
+    profile = given or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     layers = _by_stage({number: stage.num_layers for number, stage in stages.items()}, links)
     base = _with_bytes(profile.costs(layers, replicas=args.data_parallel_size), token_bytes)
-    link, offloads = Link(base.message_latency_us, base.message_us_per_byte), args.epp_offload == "on"
     with _undisturbed(stages.values()):
+        note("measuring bytes")
         found = {number: _measured_bytes(args, stage, base.stages[number]) for number, stage in stages.items()}
-        shared = _by_stage(found, links)  # ranks that share a stage must time the same cases
-        mine = {number: shared[number] for number in stages}
+        base = replace(base, stages=_by_stage(found, links))  # ranks that share a stage must time the same cases
         if args.epp_costs == "measure":
-            mine = {number: measure_times(stage, mine[number], args.seq_length) for number, stage in stages.items()}
-            link = measure_link(next(iter(stages.values())), links, links.position)
-        host = _host_link(args, base, stages) if offloads else {}
-    link = gathered(link, links)[0]
-    hosts = gathered(host, links) if offloads else [{}]
-    costs_of = tuple(map(_with_messages, _by_stage(mine, links), repeat(link), _neighbours(placement)))
-    name = "measured" if args.epp_costs == "measure" else base.name
-    latency_us, us_per_byte, _ = link
-    messages = {"message_latency_us": latency_us, "message_us_per_byte": us_per_byte}
-    costs = replace(base, stages=costs_of, name=name, **messages, **_slowest(hosts))
-    costs = _of_first(_beside(args, costs, placement))
-    if args.epp_costs == "measure" and args.save and dist.get_rank() == 0:
-        os.makedirs(args.save, exist_ok=True)
-        Path(args.save, FILE_NAME).write_text(costs.to_json())
+            costs = stored_costs.kept_times(args, base) or _with_measured_times(args, base, stages, links, placement, note)
+        else:
+            costs = _with_link(base, Link(base.message_latency_us, base.message_us_per_byte), placement)
+        if args.epp_offload == "on":
+            note("measuring what can go to the host")
+            costs = replace(costs, **_slowest(gathered(_host_link(args, costs, base, stages), links)))
+    note("exchanging costs")
+    costs = stored_costs.of_first(partial(_beside, args, costs, placement))
+    stored_costs.keep(args, costs)
     return costs
 
 
-def _host_link(args: argparse.Namespace, base: PipelineCosts, stages: Mapping[int, MegatronStage]) -> dict[str, float]:
-    """What `--epp-offload` asks: the link to the host, measured where asked for or not known, and what can leave."""
-    found = {"host_latency_us": base.host_latency_us, "host_us_per_byte": base.host_us_per_byte}
-    if args.epp_costs == "measure" or math.isinf(base.host_us_per_byte):
+def _with_measured_times(
+    args: argparse.Namespace,
+    base: PipelineCosts,
+    stages: Mapping[int, MegatronStage],
+    links: Links,
+    placement: Sequence[int],
+    note: Callable[[str], None],
+) -> PipelineCosts:
+    times = {}
+    for number, stage in stages.items():
+        note(f"measuring times of stage {number}")
+        times[number] = measure_times(stage, base.stages[number], args.seq_length)
+    note("measuring messages")
+    link = measure_link(next(iter(stages.values())), links, links.position)
+    measured = replace(base, stages=_by_stage(times, links), name="measured")
+    return _with_link(measured, gathered(link, links)[0], placement)
+
+
+def _host_link(
+    args: argparse.Namespace, costs: PipelineCosts, base: PipelineCosts, stages: Mapping[int, MegatronStage]
+) -> dict[str, float]:
+    """What `--epp-offload` asks: the link to the host, measured where asked for or not known, and what can leave.
+
+    Args:
+        args: Megatron's arguments.
+        costs: with the link that an earlier run has measured, if it has.
+        base: with that of the profile.
+        stages: this rank's.
+    """
+    found = {"host_latency_us": costs.host_latency_us, "host_us_per_byte": costs.host_us_per_byte}
+    was_measured = costs.host_us_per_byte != base.host_us_per_byte
+    if math.isinf(costs.host_us_per_byte) or (args.epp_costs == "measure" and not was_measured):
         _, _, device = next(iter(stages.values())).message(1)
         found = dict(zip(found, measure_host_link(device), strict=True))
     return found | {"offloadable_share": min(map(measure_offloadable_share, stages.values()))}
@@ -102,13 +126,6 @@ def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageC
     return replace(measure_bytes(stage, base), static=_static(args, stage), kv_heads=model_shape(args).kv_heads_on_rank)
 
 
-def _of_first(costs: PipelineCosts) -> PipelineCosts:
-    """Replicas measure, or read files, for themselves; all take the first one's figures."""
-    shared = [costs]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
-
-
 def model_shape(args: argparse.Namespace) -> ModelShape:
     """The model's shape from Megatron's arguments. How the loss is computed is up to the last stage."""
     return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": 0})
@@ -122,37 +139,20 @@ def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
     return replace(costs, extra_backward=again, extra_weight=Line(), workspace_bytes=workspace_bytes)
 
 
-def _stored(args: argparse.Namespace) -> Path | None:
-    """The file that already holds costs: the one named, a shipped profile's, or that of the run being resumed."""
-    if args.epp_costs == "analytic":
-        return None
-    if args.epp_costs == "measure":
-        kept = Path(args.load, FILE_NAME) if args.load else None
-        return kept if kept is not None and kept.exists() else None
-    try:
-        return find("profiles", args.epp_costs)
-    except EppError as error:
-        raise EppError(f"--epp-costs {args.epp_costs}: {error}. Or give analytic or measure") from error
-
-
 def _neighbours(placement: Sequence[int]) -> list[int]:
     """Of every stage, those on other ranks."""
     apart = [0, *(int(here != there) for here, there in pairwise(placement)), 0]
     return [before + after for before, after in pairwise(apart)]
 
 
-def _with_messages(costs: StageCosts, link: Link, neighbours: int) -> StageCosts:
-    """With the host's time for a message to or from every neighbour, in either pass."""
-    handling = Line(link.host_us * neighbours)
-    return replace(costs, extra_forward=costs.extra_forward + handling, extra_backward=costs.extra_backward + handling)
-
-
-def _check(costs: PipelineCosts, source: str, num_stages: int, token_bytes: float) -> PipelineCosts:
-    if len(costs.stages) != num_stages:
-        raise EppError(f"{source} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}; measure again")
-    if not math.isclose(costs.hidden_bytes_per_token, token_bytes):
-        raise EppError(f"{source} has {_other_bytes(costs, token_bytes)}: measure again (--epp-costs measure)")
-    return costs
+def _with_link(costs: PipelineCosts, link: Link, placement: Sequence[int]) -> PipelineCosts:
+    """With what messages take, and the host's time for one to or from every neighbour, in either pass."""
+    stages = []
+    for stage, neighbours in zip(costs.stages, _neighbours(placement), strict=True):
+        handling = Line(link.host_us * neighbours)
+        forward, backward = stage.extra_forward + handling, stage.extra_backward + handling
+        stages.append(replace(stage, extra_forward=forward, extra_backward=backward))
+    return replace(costs, stages=tuple(stages), message_latency_us=link.latency_us, message_us_per_byte=link.us_per_byte)
 
 
 def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
@@ -161,16 +161,9 @@ def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
         logger.warning(
             "profile %s has %s: bytes are measured on the model, but times are the profile's (or --epp-costs measure)",
             costs.name,
-            _other_bytes(costs, token_bytes),
+            stored_costs.other_bytes(costs, token_bytes),
         )
     return replace(costs, hidden_bytes_per_token=token_bytes)
-
-
-def _other_bytes(costs: PipelineCosts, token_bytes: float) -> str:
-    return (
-        f"costs of messages of {costs.hidden_bytes_per_token:g} bytes per token where this run's take {token_bytes:g}, so they "
-        "are of another precision (--bf16, --fp16), --hidden-size or number of ranks that share a layer"
-    )
 
 
 def _by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:

@@ -75,6 +75,7 @@ class Session:
         """Whether the log has said what the planned peaks are made of."""
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
+        self._learning: str | None = None  # the step of learning costs that is under way
         self._problem: Problem | None = None
         self._planner: BackgroundPlanner | None = None
         self._can_plan = threading.Event()
@@ -110,22 +111,33 @@ class Session:
             _, _, device = next(iter(self.stages.values())).message(1)
             with self.watchdog.watch(lambda: f"rank {self.rank} waits for its neighbours (--epp-wait-limit-seconds)"):
                 self.links.meet(device)
-            self._learn_costs(self.links)
+            with self.watchdog.watch(self._what_it_learns, lambda: self._learning):
+                self._learn_costs(self.links)
             if self.args.epp_offload == "on":
                 self.host = HostMemory(device, host_cap_bytes(self.args))
 
     def _learn_costs(self, links: Links) -> None:
-        costs = self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of)
-        caps = gathered(self._cap_bytes(), links, min)
-        offloads = self.args.epp_offload == "on"
-        host_caps = gathered(host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES, links, min)
-        if self.plans:
-            assert self._planning_ranks is not None
-            least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
-            host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
-            self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
-            self._planner = BackgroundPlanner(costs, options_of(self.args), self.team, self.teams)
-            self._can_plan.set()
+        try:
+            costs = self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of, self._note_learning)
+            self._note_learning("exchanging memory caps")
+            caps = gathered(self._cap_bytes(), links, min)
+            offloads = self.args.epp_offload == "on"
+            host_caps = gathered(host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES, links, min)
+            if self.plans:
+                assert self._planning_ranks is not None
+                least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
+                host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
+                self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
+                self._planner = BackgroundPlanner(costs, options_of(self.args), self.team, self.teams)
+                self._can_plan.set()
+        finally:
+            self._learning = None
+
+    def _note_learning(self, step: str) -> None:
+        self._learning = step
+
+    def _what_it_learns(self) -> str:
+        return f"rank {self.rank} has been {self._learning} for {self.watchdog.limit_s:g} s (--epp-wait-limit-seconds)"
 
     def plan_source(self, forward_only: bool) -> PlanSource:
         """How this rank comes by plans, for training or for evaluation."""

@@ -1,0 +1,172 @@
+"""A resumed run has the times that the one before has measured, and bytes of its own. Torch's collectives are played."""
+
+from argparse import Namespace
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.mcore import costs as costs_of_runs
+from megatron_epp.mcore import stored_costs
+from megatron_epp.mcore.probe import Link
+from megatron_epp.schedule import EppError
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+HERE = analytic_costs(SHAPE, CPU, [2, 2])
+TIMES = "forward", "backward", "weight", "extra_forward", "extra_backward", "extra_weight"
+
+
+def other_times(costs: PipelineCosts, factor: float) -> PipelineCosts:
+    """As if measured when the machine was slower."""
+    stages = (replace(s, **{name: getattr(s, name).scaled(factor) for name in TIMES}) for s in costs.stages)
+    return replace(costs, name="measured", stages=tuple(stages), message_latency_us=7.0 * factor)
+
+
+def with_static(costs: PipelineCosts, **parts: int) -> PipelineCosts:
+    return replace(costs, stages=tuple(replace(s, static=replace(s.static, **parts)) for s in costs.stages))
+
+
+@pytest.fixture
+def first(monkeypatch):
+    """This process is the first rank of the job. Gives what it has broadcast."""
+    sent = []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: sent.append(shared[0]))
+    return sent
+
+
+FLAGS = {"epp_costs": "measure", "epp_offload": "off", "tensor_model_parallel_size": 1, "epp_split_weight_gradient": False}
+
+
+@pytest.fixture
+def resumed(first, tmp_path):
+    """The arguments of a run that goes on where one with such costs and flags has ended."""
+
+    def resume(costs: PipelineCosts, **flags: object) -> Namespace:
+        stored_costs.keep(Namespace(**FLAGS | flags, save=str(tmp_path)), costs)
+        return Namespace(**FLAGS, load=str(tmp_path), save=None)
+
+    return resume
+
+
+def test_times_are_those_kept_and_bytes_those_of_this_run(resumed):
+    kept = with_static(other_times(HERE, 3.0), optimizer=999)
+    found = stored_costs.kept_times(resumed(kept), with_static(HERE, optimizer=111))
+    assert found == with_static(kept, optimizer=111)
+
+
+@pytest.mark.parametrize(
+    ("kept", "flags", "reason"),
+    [
+        (analytic_costs(SHAPE, CPU, [1, 3]), {}, "[1, 3] layers where this run's have [2, 2]"),
+        (analytic_costs(SHAPE, CPU, [1, 1, 1, 1]), {}, "[1, 1, 1, 1] layers where this run's have [2, 2]"),
+        (analytic_costs(replace(SHAPE, bytes_per_value=4), CPU, [2, 2]), {}, "of another precision (--bf16, --fp16)"),
+        (HERE, {"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size was 2 and is 1"),
+        (HERE, {"epp_split_weight_gradient": True}, "--epp-split-weight-gradient was True and is False"),
+    ],
+)
+def test_times_of_other_stages_are_measured_again_with_a_warning(resumed, caplog, kept, flags, reason):
+    assert stored_costs.kept_times(resumed(kept, **flags), HERE) is None
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert reason in line
+    assert "measured again" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [('{"half a fi', "not a cost profile"), (HERE.to_json(), "--tensor-model-parallel-size was not told and is 1")],
+)
+def test_a_file_that_does_not_say_what_it_is_for_is_measured_again(resumed, caplog, text, reason):
+    args = resumed(HERE)
+    Path(args.load, stored_costs.FILE_NAME).write_text(text)
+    assert stored_costs.kept_times(args, HERE) is None
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("offload", ["on", "off"])
+def test_a_link_to_the_host_is_kept_where_it_was_measured(resumed, offload):
+    kept = replace(HERE, host_latency_us=5.0, host_us_per_byte=0.5)
+    found = stored_costs.kept_times(resumed(kept, epp_offload=offload), HERE)
+    expected = kept if offload == "on" else HERE
+    assert (found.host_latency_us, found.host_us_per_byte) == (expected.host_latency_us, expected.host_us_per_byte)
+
+
+def test_where_nothing_is_resumed_nothing_is_kept(first, tmp_path, caplog):
+    for load in (None, str(tmp_path)):
+        assert stored_costs.kept_times(Namespace(load=load), HERE) is None
+    assert not caplog.records
+
+
+def test_a_rank_that_sees_no_file_goes_by_what_the_first_has_found(monkeypatch, tmp_path):
+    kept = other_times(HERE, 3.0)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: shared.__setitem__(0, kept))
+    assert stored_costs.kept_times(Namespace(load=str(tmp_path)), HERE) == kept
+
+
+def test_a_rank_that_sees_a_file_which_the_first_does_not_measures_too(monkeypatch, resumed):
+    args = resumed(HERE)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: None)
+    assert stored_costs.kept_times(args, HERE) is None
+
+
+def test_what_is_wrong_with_a_named_file_is_raised_on_all_ranks(monkeypatch, first, tmp_path):
+    with pytest.raises(EppError, match=r"--epp-costs nowhere\.json: .*Or give analytic or measure"):
+        stored_costs.named(Namespace(epp_costs="nowhere.json"))
+    (error,) = first
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: shared.__setitem__(0, error))
+    with pytest.raises(EppError, match=r"nowhere\.json"):
+        stored_costs.named(Namespace(epp_costs="nowhere.json"))
+
+
+def test_costs_of_a_pipeline_in_another_precision_or_of_other_stages_are_refused_by_name():
+    half = analytic_costs(replace(SHAPE, bytes_per_value=2), CPU, [1, 2, 1])
+    assert stored_costs.checked(half, "half.json", 3, 128.0) is half
+    with pytest.raises(
+        EppError, match=r"half.json has costs of messages of 128 bytes per token where this run's take 256.*--bf16"
+    ):
+        stored_costs.checked(half, "half.json", 3, 256.0)
+    with pytest.raises(EppError, match=r"half.json has costs of 3 stages but the pipeline has 2: .*--epp-costs measure"):
+        stored_costs.checked(half, "half.json", 2, 128.0)
+
+
+@pytest.fixture
+def one_rank(first, monkeypatch):
+    """A pipeline of stages that are all here, whose layers have the bytes of `HERE` and take what `times` says."""
+    times = {}
+    played = {
+        "model_shape": lambda args: SHAPE,
+        "message_bytes": lambda stage: HERE.hidden_bytes_per_token,
+        "_by_stage": lambda mine, links: tuple(mine.values()),
+        "gathered": lambda mine, links: [mine],
+        "_undisturbed": lambda stages: nullcontext(),
+        "_measured_bytes": lambda args, stage, base: with_static(HERE, optimizer=args.optimizer).stages[0],
+        "measure_times": lambda stage, base, context: replace(base, forward=base.forward.scaled(times["factor"])),
+        "measure_link": lambda stage, links, position: Link(times["factor"], 0.0, 0.0),
+    }
+    for name, stand_in in played.items():
+        monkeypatch.setattr(costs_of_runs, name, stand_in)
+
+    def learn(args: Namespace, factor: float) -> PipelineCosts:
+        times["factor"] = factor
+        stages = {number: Namespace(num_layers=2) for number in range(2)}
+        return costs_of_runs.pipeline_costs(args, stages, Namespace(position=0), (0, 1))
+
+    return learn
+
+
+def test_a_run_resumed_with_other_replicas_has_kept_times_and_optimizer_states_of_its_own(one_rank, tmp_path):
+    common = {"epp_costs": "measure", "epp_offload": "off", "epp_fragmentation_share": None, "seq_length": 64}
+    args = Namespace(**common, data_parallel_size=2, optimizer=500, save=str(tmp_path / "a"), load=None)
+    before = one_rank(args, 2.0)
+    assert before.message_latency_us == 2.0
+    resumed = Namespace(**common, data_parallel_size=1, optimizer=1000, save=str(tmp_path / "b"), load=args.save)
+    after = one_rank(resumed, 9.0)
+    assert after == with_static(before, optimizer=1000)
+    again = one_rank(Namespace(**vars(resumed) | {"load": resumed.save}), 9.0)
+    assert again == after
