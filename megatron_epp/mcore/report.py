@@ -46,7 +46,7 @@ class IterationReport:
     """Collects one iteration's figures on every rank. The first writes them to `--epp-report-dir`; the last hands them to
     Megatron's log and writers.
 
-    Without `--epp-report-dir`, only iterations that Megatron logs too are collected.
+    Without `--epp-report-dir`, only iterations that Megatron logs, or writes to a writer, are collected.
     """
 
     session: Session
@@ -66,7 +66,7 @@ class IterationReport:
         args = session.args
         if not forward_only:
             session.iteration += 1
-        due = session.iteration % min(args.log_interval, args.tensorboard_log_interval) == 0
+        due = writers.is_due(args, session.iteration)
         collects = (args.epp_report_dir is not None or (due and batch.plan is not None)) and not forward_only
         now_s = time.perf_counter()
         return IterationReport(session, batch, session.iteration, forward_only, collects, now_s, session.plan_wait_us)

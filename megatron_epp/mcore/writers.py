@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from megatron.training import global_vars
@@ -11,6 +12,12 @@ from megatron_epp.report.memory import main_items
 from megatron_epp.schedule.account import Account
 
 _MS, _GIB = 1e3, 2**30
+
+
+def is_due(args: argparse.Namespace, iteration: int) -> bool:
+    """Whether Megatron's log, or a writer that the last rank has, shows an iteration; the same on all ranks."""
+    writes = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
+    return iteration % args.log_interval == 0 or (writes and iteration % args.tensorboard_log_interval == 0)
 
 
 def scalars(line: dict[str, Any]) -> dict[str, float]:

@@ -211,3 +211,20 @@ def test_a_rank_that_does_not_plan_has_nothing_to_agree_on(monkeypatch):
     ours.plans = False
     monkeypatch.delattr(session, "from_each")
     ours._agree(7)
+
+
+@pytest.mark.parametrize(
+    ("writer", "collected"),
+    [
+        ({}, {10, 20}),
+        ({"tensorboard_dir": "", "wandb_project": ""}, {10, 20}),
+        ({"tensorboard_dir": "runs"}, {4, 8, 10, 12, 16, 20}),
+        ({"wandb_project": "epp"}, {4, 8, 10, 12, 16, 20}),
+    ],
+)
+def test_iterations_are_collected_when_the_log_or_a_writer_that_is_there_shows_them(writer, collected):
+    args = Namespace(log_interval=10, tensorboard_log_interval=4, epp_report_dir=None, **writer)
+    run = Namespace(args=args, iteration=0, plan_wait_us=0.0)
+    planned = Namespace(plan=object())
+    reports = [IterationReport.begin(run, planned, forward_only=False) for _ in range(20)]
+    assert {report.iteration for report in reports if report.collects} == collected
