@@ -64,6 +64,8 @@ class _Stage:
         self.layers = {level: _layers(costs, stage, work, level) for level in used}
         steps = {step.action: step for step in plan.ranks[plan.placement[stage]]}
         self.split = {action.chunk for action in steps if action.op is Op.W and action.stage == stage}
+        again = [step for action, step in steps.items() if action.op is Op.R and action.stage == stage]
+        self.ahead = {step.action.chunk: step.alloc_bytes - step.free_bytes for step in again}
         columns = {r: costs.activation_items(stage, work, r) for r in set(self.recompute)}
         self.kept = []
         for c, r in enumerate(self.recompute):
@@ -84,6 +86,8 @@ class _Stage:
             return self._backward(step, c)
         if op is Op.W:
             return {}, {item.WEIGHT_INPUTS: step.free_bytes}
+        if op is Op.R:
+            return {item.RECOMPUTED: step.alloc_bytes}, {item.RECOMPUTED: step.free_bytes}
         moved = _moved(self.kept[c], step.free_bytes or step.alloc_bytes)
         return ({}, moved) if op is Op.O else (moved, {})
 
@@ -95,6 +99,7 @@ class _Stage:
         left[item.WEIGHT_INPUTS] += self.stays[c] if apart else 0
         gives = Counter(takes)
         gives.subtract(left)
+        gives[item.RECOMPUTED] += self.ahead.get(c, 0)
         return takes, gives
 
     def _risen(self, c: int, risen: int, apart: bool) -> dict[str, int]:

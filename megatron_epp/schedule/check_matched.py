@@ -14,7 +14,7 @@ from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.violation import Violation
 
-_EXCHANGING = (Op.F, Op.B)
+_EXCHANGING = (Op.F, Op.B, Op.R)
 
 
 def check_matched(plans: Sequence[Plan]) -> list[Violation]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from planner_cases import problem
@@ -11,7 +12,7 @@ from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, on
 from megatron_epp.cost import memory as item
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.account import account_of
-from megatron_epp.schedule import InfeasibleError, Op, Plan
+from megatron_epp.schedule import InfeasibleError, Op, Plan, Prediction, Step, check
 from megatron_epp.schedule.account import Account
 
 SEEDS = range(12)
@@ -103,6 +104,40 @@ def test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_somet
     assert seen == expected
     ops = {step.action.op for account in accounts for step in steps(account.timeline.plan)}
     assert ops == {Op.F, Op.B, Op.W, Op.O, Op.L}
+
+
+def recomputed_ahead(made: Plan, share: float) -> Plan:
+    """The plan with an action of its own for every recompute, ahead of its backward, which takes a share of its bytes."""
+
+    def parts(step: Step) -> list[Step]:
+        op, stage, c = step.action
+        if op is not Op.B or not made.recompute[stage][c].num_layers:
+            return [step]
+        taken, took_us = int(share * step.alloc_bytes), made.recompute_us[stage][c]
+        rest = step._replace(time_us=step.time_us - took_us, alloc_bytes=step.alloc_bytes - taken)
+        return [Step(step.action._replace(op=Op.R), took_us, taken, 0), rest]
+
+    rows = tuple(tuple(part for step in row for part in parts(step)) for row in made.ranks)
+    return replace(made, ranks=rows, predicted=Prediction.none(made.num_ranks))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_recompute_of_its_own_has_what_it_made_until_the_backward_is_done(share: float):
+    draw = random.Random(5)
+    costs = random_costs(draw, 2)
+    made = recomputed_ahead(plan(problem((900, 60, 300), 2), costs, Options(recompute=1)), share)
+    assert check(made) == []
+    again = [step.action for step in steps(made) if step.action.op is Op.R]
+    assert again
+    account = account_of(made, costs)
+    for step in steps(made):
+        assert sum(account.takes[step.action].values()) == step.alloc_bytes, step
+        assert sum(account.gives[step.action].values()) == step.free_bytes, step
+    assert all(set(account.takes[action]) == {item.RECOMPUTED} for action in again)
+    for rank in range(made.num_ranks):
+        moments = account.moments(rank)
+        assert [(moment.time_us, moment.num_bytes) for moment in moments] == account.timeline.live_bytes(rank)
+        assert min(size for moment in moments for size in moment.items.values()) > -4 * len(item.DYNAMIC)  # of rounding
 
 
 def test_static_bytes_are_their_items():

@@ -195,6 +195,18 @@ def test_other_recompute_is_found(matched):
     assert str(fault) == "rank 1: stage 1 recomputes 2 whole layers of chunk 0 on replica 1, none on replica 0"
 
 
+def test_a_recompute_of_its_own_is_an_exchange_too(matched):
+    def ahead(position):
+        return lambda row: row.insert(position, Step(row[position].action._replace(op=Op.R), 1.0, 0, 0))
+
+    at = next(position for position, action in enumerate(matched[0].actions(0)) if action.op is Op.B)
+    both = [reordered(made, 0, ahead(at)) for made in matched]
+    assert check_matched(both) == []
+    faults = check_matched([both[0], matched[1]])
+    assert (faults[0].rank, faults[0].position, faults[0].action) == (0, at, matched[1].actions(0)[at])
+    assert str(faults[0]).endswith(f"replica 1 runs it where replica 0 runs {both[0].actions(0)[at]}")
+
+
 def test_plans_of_other_shape_are_found(matched):
     other = plan_matched(problems(*ROUGH), COSTS, Options(slices=7))[0]
     assert any("chunks, replica 0 has" in fault.reason for fault in check_matched([matched[0], other]))
