@@ -19,13 +19,14 @@ EXIT_CODE = 70
 class _Activity:
     """Something that must not stand still for longer than the limit."""
 
-    __slots__ = ("closed", "describe", "place", "progress", "since_s")
+    __slots__ = ("closed", "describe", "failure", "place", "progress", "since_s")
 
     def __init__(self, describe: Callable[[], str], progress: Callable[[], object] | None) -> None:
         self.describe = describe
         self.progress = progress
         self.place: object = None
         self.closed = False
+        self.failure: Exception | None = None
         self.since_s = time.monotonic()
 
 
@@ -78,15 +79,26 @@ class Watchdog:
     def _look_at(self, activity: _Activity) -> None:
         if activity.progress is not None:
             closed = activity.closed  # before asking: what the body does last must not be missed
-            place = activity.progress()
-            if closed and place is None:
-                self._activities.remove(activity)
-                return
+            try:
+                place = activity.progress()
+            except Exception as error:  # a device that has failed says so to whoever asks it, and gets no further
+                place, activity.failure = activity.place, error
+            else:
+                if closed and place is None:
+                    self._activities.remove(activity)
+                    return
             if place != activity.place:
                 activity.place, activity.since_s = place, time.monotonic()
         if time.monotonic() - activity.since_s > self.limit_s:
             activity.since_s = math.inf
-            self._on_expiry(activity.describe())
+            self._on_expiry(self._message(activity))
+
+    def _message(self, activity: _Activity) -> str:
+        try:
+            return activity.describe()
+        except Exception as error:
+            failure = activity.failure or error
+            return f"no progress for {self.limit_s:g} s (--epp-wait-limit-seconds): {type(failure).__name__}: {failure}"
 
     @staticmethod
     def _end_process(message: str) -> None:

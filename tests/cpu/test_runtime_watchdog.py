@@ -127,3 +127,24 @@ def test_an_activity_that_failed_is_no_longer_watched(clock):
         raise KeyError
     clock.advance(100)
     assert reports == []
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_device_that_answers_with_errors_makes_no_progress_and_is_reported(clock, tells):
+    """After an illegal access every query of an event raises, while the main thread may wait for other ranks for ever."""
+    reports = []
+
+    def ask():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    watchdog = Watchdog(10, reports.append)
+    with watchdog.watch(lambda: "stands still" if tells else ask(), ask):
+        clock.advance(9)
+        assert reports == []
+        clock.advance(2)
+        expected = "stands still" if tells else "RuntimeError: an illegal memory access was encountered"
+        assert len(reports) == 1
+        assert expected in reports[0]
+        with watchdog.watch(lambda: "still watched"):
+            clock.advance(11)
+        assert reports[1:] == ["still watched"]
