@@ -71,7 +71,7 @@ class Limits:
     tried: Callable[[str], None] = lambda _: None
 
     def reach(self) -> Reach:
-        """Every answer; several dozen plans."""
+        """Every answer; several dozen plans. Raises `InfeasibleError` where no cap is high enough."""
         rest = sorted(self.problem.lengths)[:-1]
         is_capped = not is_unlimited(max(self.problem.cap_bytes))
         cap, cap_plan = self.cap()
@@ -100,9 +100,11 @@ class Limits:
 
         Args:
             step: None for about a thousandth of the answer.
+
+        Raises:
+            InfeasibleError: no cap is high enough: what stands in the way is not memory.
         """
         made = self._plan(self.problem.lengths, "smallest cap", UNLIMITED_BYTES)
-        assert made is not None  # nothing is too much
         peak = max(made.predicted.peak_bytes)
         step = step or 1 << max(0, peak.bit_length() - 11)
         low, high = max(made.static_bytes) // step, -(-peak // step)
@@ -110,26 +112,31 @@ class Limits:
             middle = (low + high) // 2
             fits = self._fits(self.problem.lengths, "smallest cap", middle * step)
             low, high = (low, middle) if fits else (middle, high)
-        smallest = self._plan(self.problem.lengths, "smallest cap", high * step)
+        smallest = self._try(self.problem.lengths, "smallest cap", high * step)
         return Limit(high * step, step), smallest or made
 
     def _fits(self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None) -> bool:
         """Whether there is a plan. What fits without offload fits with it, and is sooner known."""
-        if self.options.offload and self._plan(lengths, question, cap_bytes, replace(self.options, offload=False)) is not None:
+        if self.options.offload and self._try(lengths, question, cap_bytes, replace(self.options, offload=False)) is not None:
             return True
-        return self._plan(lengths, question, cap_bytes) is not None
+        return self._try(lengths, question, cap_bytes) is not None
+
+    def _try(
+        self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None, options: Options | None = None
+    ) -> Plan | None:
+        try:
+            return self._plan(lengths, question, cap_bytes, options)
+        except InfeasibleError:
+            return None
 
     def _plan(
         self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None, options: Options | None = None
-    ) -> Plan | None:
+    ) -> Plan:
         self.tried(question)
         problem = replace(self.problem, lengths=lengths)
         if cap_bytes is not None:
             problem = replace(problem, cap_bytes=(cap_bytes,) * problem.num_ranks)
-        try:
-            return plan(problem, self.costs_for(max(lengths)), options or self.options)
-        except InfeasibleError:
-            return None
+        return plan(problem, self.costs_for(max(lengths)), options or self.options)
 
 
 def _largest(fits: Callable[[int], bool], multiple: int, most: int) -> Limit:

@@ -99,3 +99,13 @@ def test_without_megatron_one_line_says_so(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron_epp.mcore.estimate", None)
     assert main(["memory", *BATCH[:-1], "--quick"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("Megatron's own estimate: Megatron is not installed here")
+
+
+def test_a_batch_that_no_memory_would_help_is_refused_as_by_plan(capsys):
+    too_fine = [*BATCH[:-1], "--chunk-tokens", "4", "--token-multiple", "8"]
+    said = []
+    for command in (["plan"], ["memory", "--no-megatron"]):
+        assert main([*command, *too_fine]) == 2
+        said.append(capsys.readouterr().err.splitlines()[-1])
+    assert said[0] == said[1]
+    assert "raise --epp-chunk-tokens to 8 or more" in said[0]

@@ -80,3 +80,9 @@ def test_without_a_cap_only_the_smallest_cap_is_asked_for():
 def test_an_error_that_is_not_about_memory_is_not_taken_for_an_answer():
     with pytest.raises(PlanError, match="at least 1"):
         limits(slices=0).context()
+
+
+def test_what_no_cap_would_let_through_is_refused_with_its_own_reason():
+    asked = Limits(problem(BATCH, 2, CAP, token_multiple=8), lambda _: COSTS, Options(chunk_tokens=4))
+    with pytest.raises(InfeasibleError, match="cannot be padded to a multiple of 8; raise --epp-chunk-tokens to 8"):
+        asked.reach()
