@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner import plan
@@ -89,6 +90,7 @@ class Limits:
         lengths = self.problem.lengths
         most = BATCHES * len(lengths)
 
+        @cache
         def fits(count: int) -> bool:
             rounds, rest = divmod(count, len(lengths))
             return self._fits(lengths * rounds + lengths[:rest], "largest batch")
@@ -140,12 +142,12 @@ class Limits:
 
 
 def _largest(fits: Callable[[int], bool], multiple: int, most: int) -> Limit:
-    """The largest multiple that fits, to within a step that is small beside it: by doubling, then halving what is left."""
-    low, high = 0, multiple
+    """The largest multiple up to `most` that fits, to within a step that is small beside it: by doubling, then halving."""
+    low, high, most = 0, multiple, most // multiple * multiple
     while fits(high):
-        low, high = high, 2 * high
-        if high > most:
-            return Limit(low)
+        if high >= most:
+            return Limit(high)
+        low, high = high, min(2 * high, most)
     if not low:
         return Limit(None, multiple)
     step = max(multiple, low // _GRAINS // multiple * multiple)

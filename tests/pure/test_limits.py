@@ -9,7 +9,7 @@ from planner_cases import GIB, pipeline, problem
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.limits import BATCHES, Limits
+from megatron_epp.planner.limits import BATCHES, Limit, Limits
 from megatron_epp.schedule import InfeasibleError, PlanError
 
 COSTS = pipeline(2, 1)
@@ -64,7 +64,13 @@ def test_with_one_chunk_per_sequence_a_cap_that_the_longest_exceeds_leaves_the_s
     cap, _ = Limits(problem((3000, 500), 2), lambda _: COSTS, Options(planner="1f1b", recompute=0)).cap()
     assert cap.value is not None
     asked = replace(limits(cap.value, planner="1f1b", recompute=0), problem=problem((3000, 500, 20000), 2, cap.value))
-    assert asked.batch() == type(cap)(2, 1)
+    assert asked.batch() == Limit(2, 1)
+
+
+@pytest.mark.parametrize("most", [1, 31, 32, 33, 47])
+def test_what_fits_between_a_power_of_two_and_the_most_that_is_tried_is_found(monkeypatch: pytest.MonkeyPatch, most: int):
+    monkeypatch.setattr(Limits, "_fits", lambda self, lengths, question: len(lengths) <= most)
+    assert limits().batch() == Limit(most, 1)
 
 
 def test_where_nothing_fits_nothing_is_named():
