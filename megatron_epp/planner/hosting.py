@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
+from megatron_epp.cost.hosting import Hosting
 from megatron_epp.cost.work import BoolColumn
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables, tabulate
@@ -56,7 +57,7 @@ def with_hosted(
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     bare = tabulate(chunks, problem, costs, levels, work=without_caches(work))
-    found = {stage: costs.hosting(costs.alike[stage], work, sharing) for stage, _ in sorted(pairs)}
+    found = _hosting(costs, work, pairs, sharing)
     slices = [chunk.slice_of(problem.lengths) for chunk in chunks]
     items = [(s, c) for s in found for c, part in enumerate(slices) if part is not None and (s, part.sequence) in pairs]
     rows: dict[str, Any] = {}
@@ -99,16 +100,21 @@ def _merged(rows: Any, others: Any, items: Sequence[tuple[int, int]]) -> Any:
     return merged
 
 
-def hosted_entries(
-    chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Iterable[tuple[int, int]]
-) -> tuple[Hosted, ...]:
+def _hosting(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: float = 1.0) -> dict[int, Hosting]:
+    """What it takes of every stage that has any, in order; of stages that are alike only worked out once."""
+    alike, stages = costs.alike, sorted({stage for stage, _ in pairs})
+    distinct = {first: costs.hosting(first, work, sharing) for first in {alike[stage] for stage in stages}}
+    return {stage: distinct[alike[stage]] for stage in stages}
+
+
+def hosted_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> tuple[Hosted, ...]:
     """What a plan says of them."""
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     slices = [chunk.slice_of(problem.lengths) for chunk in chunks]
     chunk_of = {part.sequence: c for c, part in enumerate(slices) if part is not None}
-    entries = []
+    found, entries = _hosting(costs, work, pairs), []
     for stage, sequence in sorted(pairs):
-        sizes, c = costs.hosting(stage, work), chunk_of[sequence]
+        sizes, c = found[stage], chunk_of[sequence]
         gradient = 0 if problem.forward_only else int(sizes.gradient_bytes[c])
         entries.append(Hosted(stage, sequence, int(sizes.cache_bytes[c]), gradient))
     return tuple(entries)

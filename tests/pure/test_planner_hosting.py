@@ -18,9 +18,12 @@ from megatron_epp.cost import memory as item
 from megatron_epp.planner import Options, for_table, plan
 from megatron_epp.planner.account import account_of
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.hosting import hosted_entries, with_hosted
 from megatron_epp.planner.improve import improve
 from megatron_epp.planner.order import elastic_1f1b
+from megatron_epp.planner.problem import WHOLE
 from megatron_epp.planner.search import predicted_us
+from megatron_epp.planner.tables import tabulate
 from megatron_epp.planner.trials import Trials
 from megatron_epp.report.text import summary
 from megatron_epp.schedule import Chunk, InfeasibleError, Segment, check, digest, simulate
@@ -111,6 +114,22 @@ def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
     assert peaks[0][1] == peaks[1][1] > peaks[2][1]
     assert times[0] <= times[1] <= times[2] < 1.1 * times[0]
     assert max(bounds) <= times[0]  # what streaming takes can be spared
+
+
+def test_what_hosting_takes_is_worked_out_once_for_stages_that_are_alike(monkeypatch: pytest.MonkeyPatch):
+    costs, asked, asked_of = pipeline(4), problem([40_000] * 6, 4), []
+    hosting = PipelineCosts.hosting
+    monkeypatch.setattr(
+        PipelineCosts, "hosting", lambda self, stage, *rest: asked_of.append(stage) or hosting(self, stage, *rest)
+    )
+    chunks = plan(asked, costs, Options(slices=4)).chunks
+    every = frozenset(product(range(4), range(6)))
+    entries = hosted_entries(chunks, asked, costs, every)
+    assert sorted(asked_of) == sorted(set(costs.alike))
+    asked_of.clear()
+    assert [(entry.stage, entry.sequence) for entry in entries] == sorted(every)
+    with_hosted(tabulate(chunks, asked, costs), chunks, asked, costs, WHOLE, every)
+    assert sorted(asked_of) == sorted(set(costs.alike))
 
 
 def least_cap(lengths: list[int], stages: int, costs: PipelineCosts, options: Options) -> int:
