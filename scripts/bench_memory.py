@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 import time
@@ -76,9 +75,7 @@ def least_cap(problem: Problem, costs: PipelineCosts, options: Options) -> int:
     try:
         plan(replace(problem, cap_bytes=(1,) * problem.num_stages), costs, options)
     except InfeasibleError as error:
-        named = re.search(r"is (\d+) bytes", str(error))
-        assert named is not None
-        return int(named[1])
+        return error.least_cap_bytes
     raise AssertionError("a plan fits one byte")
 
 
