@@ -252,6 +252,6 @@ def baseline(schedule: Schedule) -> Planner:
 
 
 PLANNERS: dict[str, Planner] = {"greedy": greedy, "1f1b": baseline(elastic_1f1b)}
-"""Planners by name. A new schedule is a function (see `Schedule`) and an entry: `baseline(it)` to run whole sequences in it,
-`partial(greedy, schedule=it)` to have chunks searched for it.
+"""Planners by name. A new order of whole sequences is a function (see `Schedule`) and an entry, `baseline(it)`. A planner that
+cuts its own chunks is a function too: docs/your-own-schedule.md.
 """
