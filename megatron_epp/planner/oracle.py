@@ -20,7 +20,7 @@ from megatron_epp.schedule import Chunk, InfeasibleError, PlanError
 SPARE = 1e-5
 """Share of the caps kept free where the solver's answer is above one by less than its tolerance."""
 EASIER_SHARE = 0.3
-"""Of the time limit, what goes to the same case without offload, and of that to the one without split weight gradients."""
+"""Of the time limit, what goes to the same case with whole backwards."""
 TOLERANCE = 1e-6
 """Makespans closer than this, relative, are the same to the solver."""
 
@@ -40,11 +40,6 @@ class Proven:
     makespan_us: float
     bound_us: float
     optimal: bool
-
-    @property
-    def gap(self) -> float:
-        """How much slower the decisions may be than the best, relative to the bound."""
-        return self.makespan_us / self.bound_us - 1.0
 
 
 def oracle(

@@ -1,13 +1,13 @@
 """Live bytes in the oracle's program: the account that the steps of a plan carry, as rows.
 
-A moment is the start of an action, or of a load. What is live then depends on who has run, on the layers they recompute and on
-what is away on the host; at the start of a backward comes what it needs itself. All of that is exact: a product of a literal
-and a number of layers is a variable of its own, and so is whether a chunk recomputes all its layers.
+A moment is the start of an action. What is live then depends on who has run and on the layers they recompute; at the start of
+a backward comes what it needs itself. All of that is exact: a product of a literal and a number of layers is a variable of its
+own, and so is whether a chunk recomputes all its layers. Nothing is copied to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_epp.planner.milp import ALWAYS, NEVER, Linear, Model, total
@@ -85,7 +85,7 @@ class Memory:
         return made
 
     def hold(self) -> None:
-        """No action lifts its rank above the cap. Nothing is copied away.
+        """No action lifts its rank above the cap.
 
         Between backwards bytes only rise, so where all backwards are whole the forwards need no rows.
         """
@@ -110,38 +110,15 @@ class Memory:
         weight = [backward[c] if self.orders.split[s][c].never or c == own else ran(Op.W, c) for c in self.size]
         return Moment([ran(Op.F, c) for c in self.size], backward, weight)
 
-    def binds(self, s: int) -> bool:
-        """Whether a rank can come above its cap at all."""
-        return any(
-            self.model.highest(self._plain(s, self.at(s, (Op.B, c))) + need) > self.room
-            for c in self.size
-            for need in self.needs(s, c)
-        )
-
-    def limit(
-        self,
-        s: int,
-        moment: Moment,
-        needs: Sequence[Linear],
-        away: Callable[[], Linear] = lambda: NEVER,
-        slack: Sequence[Linear] = (),
-    ) -> None:
-        """What is live at a moment and what is needed beside it fit the cap.
-
-        Args:
-            needs: bytes; each for itself must fit.
-            away: what is on the host.
-            slack: literals; a need holds only where its literal is 0. None where empty.
-        """
+    def limit(self, s: int, moment: Moment, needs: Sequence[Linear]) -> None:
+        """What is live at a moment, and each of the needs beside it for itself, fit the cap."""
         live = self._plain(s, moment)
-        most = [self.model.highest(live + need) for need in needs]
-        if all(share <= self.room for share in most):
+        tight = [need for need in needs if self.model.highest(live + need) > self.room]
+        if not tight:
             return
-        live = live - total(self._relief(s, moment)) - away()
-        for number, (need, share) in enumerate(zip(needs, most, strict=True)):
-            if share > self.room:
-                loose = (share - self.room) * slack[number] if slack else NEVER
-                self.model.at_most(live + need - loose, self.room)
+        live = live - total(self._relief(s, moment))
+        for need in tight:
+            self.model.at_most(live + need, self.room)
 
     def _plain(self, s: int, moment: Moment) -> Linear:
         """What is live at a moment if nothing recomputes."""
