@@ -85,6 +85,15 @@ class Options:
         return costs.recompute_levels if self.recompute == "auto" and self.recompute_levels == "all" else WHOLE
 
 
+def require_straight(problem: Problem, options: Options) -> None:
+    """Raises `PlanError` where a planner that knows only one stage on each rank, in order, is asked for another placement."""
+    if not problem.is_straight:
+        raise PlanError(
+            f"planner {options.planner!r} places one stage on each rank, in order; it cannot use placement "
+            f"{list(problem.placement)} (leave out the flags that put several on one)"
+        )
+
+
 def validate(problem: Problem, costs: Costs, options: Options) -> None:
     """Refuse what no planner here can plan.
 

@@ -15,12 +15,12 @@ from megatron_epp.planner.improve import improve
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.offload import timed
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.problem import Options, Problem, require_straight
 from megatron_epp.planner.trials import WORTH, Trials
 from megatron_epp.planner.unsliced import plainly, tables_with_whole
 from megatron_epp.planner.warm import Warm
 from megatron_epp.planner.weight import weights_apart
-from megatron_epp.schedule import UNLIMITED_BYTES, Chunk, PlanError
+from megatron_epp.schedule import UNLIMITED_BYTES, Chunk
 
 Planner = Callable[[Problem, Costs, Options], Decisions]
 
@@ -239,11 +239,7 @@ def baseline(schedule: Schedule) -> Planner:
     """A planner for whole sequences, one per chunk in batch order. It ignores `chunk_tokens` and `slices`."""
 
     def planner(problem: Problem, costs: Costs, options: Options) -> Decisions:
-        if not problem.is_straight:
-            raise PlanError(
-                f"planner {options.planner!r} places one stage on each rank, in order; it cannot use placement "
-                f"{list(problem.placement)} (leave out the flags that put several on one)"
-            )
+        require_straight(problem, options)
         trials = Trials(problem, costs, options)
         trials.better(whole_sequences(problem.lengths), (schedule,))
         return trials.result()

@@ -145,22 +145,26 @@ def busiest_us(tables: Tables) -> float:
     return max(sum(sum(times[stage]) for times in passes for stage in stages) for stages in tables.stages_of)
 
 
-def infeasible(problem: Problem, least_cap: int, least_host: int = 0) -> InfeasibleError:
+def infeasible(problem: Problem, least_cap: int, least_host: int = 0, planner: str = "greedy") -> InfeasibleError:
     """The error of a batch that fits no cap.
 
     Args:
         problem: the batch.
         least_cap: bytes of each rank that would do.
         least_host: bytes of each rank at the host that would do, with the caps as they are; 0 where none would.
+        planner: whose plans these are.
     """
+    whose, instead = "", "lower --epp-chunk-tokens or --seq-length"
+    if planner != "greedy":
+        whose, instead = f" of {planner!r}", "lower --seq-length or use --epp-planner greedy"
     raised, beside = f"--epp-memory-cap-gb to {_gib(least_cap)}", ""
     if least_host:
         raised += f", or --epp-host-memory-gb to {_gib(least_host)}"
         beside = f", or {least_host} bytes ({_gib(least_host)} GiB) at the host, where it may have {problem.host_cap_bytes}"
     return InfeasibleError(
-        f"no plan fits a memory cap of {min(problem.cap_bytes)} bytes per rank: the least that would do is "
+        f"no plan{whose} fits a memory cap of {min(problem.cap_bytes)} bytes per rank: the least that would do is "
         f"{least_cap} bytes ({_gib(least_cap)} GiB){beside}.\n"
-        f"Raise {raised}, or lower --epp-chunk-tokens or --seq-length.",
+        f"Raise {raised}, or {instead}.",
         least_cap,
     )
 

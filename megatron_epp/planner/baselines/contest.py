@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.evaluate import Layers, makespan_us
 from megatron_epp.planner.memory import peaks_bytes
 from megatron_epp.planner.order import Order
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.problem import Options, Problem, require_straight
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.schedule import Chunk, InfeasibleError, PlanError
+from megatron_epp.planner.trials import infeasible
+from megatron_epp.schedule import Chunk, PlanError
 
-GIB = 1 << 30
 MOST_CHUNKS = 1024
 """No baseline tries a chunk table that is longer."""
 
@@ -24,11 +25,7 @@ class Contest:
 
     def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
         """Raises `PlanError` when the placement is not one stage per rank in order, which is all the baselines know."""
-        if problem.placement != tuple(range(problem.num_stages)):
-            raise PlanError(
-                f"planner {options.planner!r} places one stage on each rank, in order; it cannot use placement "
-                f"{list(problem.placement)} (leave out the flags that put several on one)"
-            )
+        require_straight(problem, options)
         self.problem, self.costs, self.options = problem, costs, options
         self.best: Decisions | None = None
         self.best_us = math.inf
@@ -60,7 +57,7 @@ class Contest:
 
     def enter_uniform(self, chunks: tuple[Chunk, ...], order: Order, token_multiple: int | None = None) -> bool:
         """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for."""
-        problem = self.problem if token_multiple is None else with_multiple(self.problem, token_multiple)
+        problem = self.problem if token_multiple is None else replace(self.problem, token_multiple=token_multiple)
         tables = tabulate(chunks, problem, self.costs)
         fixed = 0 if problem.forward_only else self.options.recompute
         counts = range(max(tables.num_layers) + 1) if fixed == "auto" else (fixed,)
@@ -74,23 +71,12 @@ class Contest:
         """The fastest candidate. Raises `InfeasibleError` with a cap that would have let one through."""
         if self.best is not None:
             return self.best
-        gib = -(-self.needed_bytes * 100 // GIB) / 100
-        raise InfeasibleError(
-            f"no plan of {self.options.planner!r} fits a memory cap of {min(self.problem.cap_bytes)} bytes per rank: the least "
-            f"that would do is {self.needed_bytes} bytes ({gib:.2f} GiB).\n"
-            f"Raise --epp-memory-cap-gb to {gib:.2f}, lower --seq-length, or use --epp-planner greedy.",
-            self.needed_bytes,
-        )
+        raise infeasible(self.problem, self.needed_bytes, planner=self.options.planner)
 
 
 def uniform_layers(tables: Tables, count: int) -> Layers:
     """The same number of layers in every chunk, or all where a stage has fewer."""
     return [[min(count, most)] * len(tables.message_us) for most in tables.num_layers]
-
-
-def with_multiple(problem: Problem, token_multiple: int) -> Problem:
-    """The same problem with chunks padded to another multiple."""
-    return Problem(problem.lengths, problem.placement, problem.cap_bytes, token_multiple, problem.forward_only)
 
 
 def own_recompute_only(options: Options) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.baselines.chunkflow import budgets, recompute_all_but_last, uniform_chunks
-from megatron_epp.planner.baselines.contest import uniform_layers, with_multiple
+from megatron_epp.planner.baselines.contest import uniform_layers
 from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.baselines.packed_1f1b import packed_rows
 from megatron_epp.planner.baselines.rows import chunk_sizes, context_tokens
@@ -120,7 +120,7 @@ def fixed_run(batches: Sequence[Problem], worst: Sequence[Problem], costs: Costs
 
 def _arrange(problem: Problem, costs: Costs, options: Options, size: int | None) -> _Arranged:
     if options.planner == "1f1b-padded":
-        problem = with_multiple(problem, context_tokens(problem, options))
+        problem = replace(problem, token_multiple=context_tokens(problem, options))
     chunks = _chunks(problem, options, size)
     if options.planner == "chunkflow":
         order = elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
