@@ -7,11 +7,10 @@ from dataclasses import dataclass, fields
 
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
-from megatron_epp.cost import Costs
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.balance import Share, by_count, divide, sequence_work
-from megatron_epp.planner.estimate import estimate_us, rough_plan
+from megatron_epp.planner.estimate import about_us, rough_plan
 from megatron_epp.planner.matched import plan_matched
 from megatron_epp.report.facts import busy_us
 from megatron_epp.schedule import InfeasibleError, Plan
@@ -117,21 +116,12 @@ def misfit(question: Question, layout: Layout) -> Refusal | None:
         return Refusal(layout.name, why, max(static), layout, is_static=True)
     problem = question.problem(layout, (question.context,))
     try:
-        about_us(question, layout, costs, problem.lengths)
+        about_us(problem, costs, question.options)
     except InfeasibleError as error:
         needed = error.least_cap_bytes
         why = f"a sequence of {question.context:,} tokens needs {gib(needed)} of {gib(cap)}, "
         return Refusal(layout.name, why + f"{gib(max(static))} of it for weights and optimizer", needed, layout)
     return None
-
-
-def about_us(question: Question, layout: Layout, costs: Costs, lengths: tuple[int, ...]) -> float:
-    """An estimate, or where that does not fit a plan. Raises `InfeasibleError`."""
-    problem = question.problem(layout, lengths)
-    try:
-        return estimate_us(problem, costs, question.options)
-    except InfeasibleError:
-        return plan(problem, costs, question.options).predicted.makespan_us
 
 
 def shares_by_work(question: Question, layout: Layout) -> tuple[Share, ...]:
@@ -166,7 +156,7 @@ def exactly(question: Question, layout: Layout) -> Entry:
         problem,
         costs,
         layout.teams,
-        lambda team: max(about_us(question, layout, costs, lengths) for lengths in team),
+        lambda team: max(about_us(question.problem(layout, lengths), costs, question.options) for lengths in team),
         _EXCHANGES,
     )
     times_us = division.makespan_us

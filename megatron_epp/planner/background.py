@@ -13,12 +13,12 @@ from megatron_epp import planner
 from megatron_epp.cost import Costs
 from megatron_epp.planner.anytime import Anytime
 from megatron_epp.planner.balance import Division, Teams, divide
-from megatron_epp.planner.estimate import estimate_us
+from megatron_epp.planner.estimate import about_us
 from megatron_epp.planner.matched import plan_matched
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.refine import Refiner
 from megatron_epp.planner.worker import Worker
-from megatron_epp.schedule import InfeasibleError, Plan
+from megatron_epp.schedule import Plan
 from megatron_epp.schedule.serialize import pack
 
 KEPT = 64
@@ -105,13 +105,11 @@ def _planning(costs: Costs, options: Options, team: int, teams: Teams) -> Callab
     def divided(problem: Problem) -> Division:
         if teams == ((0,),):
             return Division((tuple(range(len(problem.lengths))),), (0.0,))
-        return divide(problem, costs, teams, lambda shares: max(about_us(replace(problem, lengths=share)) for share in shares))
 
-    def about_us(problem: Problem) -> float:
-        try:
-            return estimate_us(problem, costs, steady)
-        except InfeasibleError:  # a plan may fit yet
-            return planner.plan(problem, costs, steady).predicted.makespan_us
+        def slowest_us(shares: Lengths) -> float:
+            return max(about_us(replace(problem, lengths=share), costs, steady) for share in shares)
+
+        return divide(problem, costs, teams, slowest_us)
 
     return functools.partial(_packed, plan, divided, teams[team])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_epp.cost import Costs
+from megatron_epp.planner import plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.listing import Listing
@@ -13,7 +14,7 @@ from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search import FEW, FIRST, LEAST, LISTED
 from megatron_epp.planner.trials import Trials
 from megatron_epp.planner.unsliced import plainly
-from megatron_epp.schedule import Plan
+from megatron_epp.schedule import InfeasibleError, Plan
 
 CHUNKS_PER_RANK = (12, 6, 3, 24)
 """Grains from coarse to fine, a middling one first."""
@@ -29,6 +30,14 @@ def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
         InfeasibleError: this plan fits no cap; another may.
     """
     return _few(problem, costs, options).best_us
+
+
+def about_us(problem: Problem, costs: Costs, options: Options) -> float:
+    """The estimate, or where that fits no cap the makespan of the plan. Raises what `plan` raises."""
+    try:
+        return estimate_us(problem, costs, options)
+    except InfeasibleError:
+        return plan(problem, costs, options).predicted.makespan_us
 
 
 def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
