@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-import struct
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from megatron_epp import sequence_lengths
+from megatron_epp.cli_types import count
+from megatron_epp.data.document_index import document_tokens
 from megatron_epp.schedule.errors import EppError
 
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
 """Lengths to draw where there is no file."""
 _DRAWN = 512
@@ -38,11 +35,11 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
         help=f"{SOURCES} ({_DRAWN} without --batch-size){repeat}",
     )
     batch.add_argument(
-        "--context", type=_whole, metavar="N", help="longer sequences are cut to this many tokens (default: none)"
+        "--context", type=count, metavar="N", help="longer sequences are cut to this many tokens (default: none)"
     )
     batch.add_argument(
         "--batch-size",
-        type=_whole,
+        type=count,
         metavar="N",
         help="a batch is this many sequences, from the file's first on"
         + (", --batches times" if several else "")
@@ -50,7 +47,7 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
     )
     if several:
         batch.add_argument(
-            "--batches", type=_whole, default=1, metavar="K", help="batches per file with --batch-size (default: 1)"
+            "--batches", type=count, default=1, metavar="K", help="batches per file with --batch-size (default: 1)"
         )
     batch.add_argument("--forward-only", action="store_true", help="plan an evaluation, without backward")
 
@@ -118,17 +115,10 @@ def _numbers(text: str, flag: str) -> tuple[int, ...]:
 
 def _index(path: Path) -> tuple[int, ...]:
     """Positions that each document of a Megatron index trains: its tokens but one. Those of fewer than two are left out."""
-    raw = path.read_bytes()
-    if len(raw) < _INDEX_HEADER.size or not raw.startswith(_INDEX_MAGIC):
-        raise EppError(f"--lengths {path}: not a Megatron index")
-    *_, sequences, boundaries = _INDEX_HEADER.unpack_from(raw)
     try:
-        sizes = np.frombuffer(raw, np.int32, sequences, _INDEX_HEADER.size)
-        starts = np.frombuffer(raw, np.int64, boundaries, _INDEX_HEADER.size + 12 * sequences)
-        ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[starts]
-    except (ValueError, IndexError) as error:
-        raise EppError(f"--lengths {path}: the index does not fit its header ({error})") from error
-    positions = np.diff(ends) - 1
+        positions = document_tokens(str(path)) - 1
+    except EppError as error:
+        raise EppError(f"--lengths {error}") from None
     lengths = tuple(positions[positions > 0].tolist())
     if not lengths:
         raise EppError(f"--lengths {path}: no document of two tokens or more")
@@ -141,9 +131,3 @@ def _cut(lengths: tuple[int, ...], context: int | None) -> tuple[int, ...]:
 
 def _is_count(text: str) -> bool:
     return text.isdecimal() and len(text) < 11 and 0 < int(text) < 2**31
-
-
-def _whole(text: str) -> int:
-    if not _is_count(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)

@@ -93,7 +93,11 @@ def test_lengths_come_from_a_megatron_index(tmp_path, capsys):
     raw = (tmp_path / "documents.idx").read_bytes()
     (tmp_path / "short.idx").write_bytes(raw[:-9])
     (tmp_path / "other.idx").write_bytes(b"something else")
-    assert "does not fit its header" in error_of(capsys, "plan", "--lengths", str(tmp_path / "short.idx"))
+    (tmp_path / "future.idx").write_bytes(raw[:9] + struct.pack("<Q", 2) + raw[17:])
+    (tmp_path / "beyond.idx").write_bytes(raw[:-8] + struct.pack("<q", 99))
+    assert "short.idx is truncated: " in error_of(capsys, "plan", "--lengths", str(tmp_path / "short.idx"))
+    assert "future.idx has index version 2" in error_of(capsys, "plan", "--lengths", str(tmp_path / "future.idx"))
+    assert "beyond.idx contradicts itself" in error_of(capsys, "plan", "--lengths", str(tmp_path / "beyond.idx"))
     assert "not a Megatron index" in error_of(capsys, "plan", "--lengths", str(tmp_path / "other.idx"))
 
 
