@@ -94,7 +94,8 @@ def _add_memory(add: Callable[..., Any]) -> None:
         "--epp-host-memory-gb",
         type=float,
         metavar="GB",
-        help="Host memory that --epp-offload may take per rank. Default: 80%% of the machine's, shared by its ranks.",
+        help="Host memory that --epp-offload may take per rank. Default: 80%% of the machine's, or of what the control group "
+        "of the job or container allows where that is less, shared by the machine's ranks; the log says which.",
     )
 
 

@@ -27,6 +27,7 @@ from megatron_epp.planner.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.balance import Teams, teams_of
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.runtime.host import HostMemory
+from megatron_epp.runtime.host_limit import host_limit
 from megatron_epp.runtime.links import Links, new_group
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.sharing import from_each, from_first
@@ -111,23 +112,23 @@ class Session:
             _, _, device = next(iter(self.stages.values())).message(1)
             with self.watchdog.watch(lambda: f"rank {self.rank} waits for its neighbours (--epp-wait-limit-seconds)"):
                 self.links.meet(device)
+            offloads = self.args.epp_offload == "on"
+            host_cap = host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES
             with self.watchdog.watch(self._what_it_learns, lambda: self._learning):
-                self._learn_costs(self.links)
-            if self.args.epp_offload == "on":
-                self.host = HostMemory(device, host_cap_bytes(self.args))
+                self._learn_costs(self.links, host_cap)
+            self.host = HostMemory(device, host_cap) if offloads else None
 
-    def _learn_costs(self, links: Links) -> None:
+    def _learn_costs(self, links: Links, host_cap: int) -> None:
         try:
             costs = self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of, self._note_learning)
             self._note_learning("exchanging memory caps")
             caps = gathered(self._cap_bytes(), links, min)
-            offloads = self.args.epp_offload == "on"
-            host_caps = gathered(host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES, links, min)
+            host_caps = gathered(host_cap, links, min)
             if self.plans:
                 assert self._planning_ranks is not None
                 least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
-                host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
-                self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
+                least_host = min(map(min, from_each(host_caps, self._planning_ranks)))
+                self._problem = problem_of(self.args, least, self.placement.rank_of, least_host)
                 self._planner = BackgroundPlanner(costs, options_of(self.args), self.team, self.teams)
                 self._can_plan.set()
         finally:
@@ -221,8 +222,13 @@ def host_cap_bytes(args: argparse.Namespace) -> int:
     """Host memory that this rank may take."""
     if args.epp_host_memory_gb is not None:
         return int(args.epp_host_memory_gb * 2**30)
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(0.8 * machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    limit, source = host_limit()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.rank == 0:
+        logger.info(
+            "--epp-offload may take %.1f GiB per rank: 80%% of %s, for %d ranks", 0.8 * limit / ranks / 2**30, source, ranks
+        )
+    return int(0.8 * limit / ranks)
 
 
 def problem_of(
