@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.hosting import Pairs, hosted_entries, with_hosted
@@ -16,17 +16,24 @@ from megatron_epp.schedule.hosted import hosted_changes, slices_in
 
 
 def choices(
-    order: Order, tables: Tables, chunks: Sequence[Chunk], problem: Problem, costs: Costs, levels: Sequence[str]
-) -> Iterator[Pairs]:
-    """What may be worth hosting, least first; nothing where no rank lacks memory or none of its sequences is cut.
-
-    First, on every rank that is above its cap even when all recomputes, the largest caches, until it is not. Then, on every
-    rank that recomputes anything, all.
+    order: Order,
+    tables: Tables,
+    chunks: Sequence[Chunk],
+    problem: Problem,
+    costs: Costs,
+    levels: Sequence[str],
+    in_order: bool = False,
+) -> tuple[Pairs, Pairs]:
+    """What may be worth hosting; nothing where no rank lacks memory or none of its sequences is cut.
 
     Args:
         order: of all actions.
         tables: without any hosted.
-        chunks, problem, costs, levels: what they were made from.
+        chunks, problem, costs, levels, in_order: what they were made from.
+
+    Returns:
+        on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and besides these all
+        of every rank that recomputes anything.
     """
     sizes = _sizes(tables, chunks, problem)
     codes = encode(order, len(chunks))
@@ -40,14 +47,10 @@ def choices(
         if needed | more == needed:
             break
         needed |= more
-        now = with_hosted(tables, chunks, problem, costs, levels, needed)
+        now = with_hosted(tables, chunks, problem, costs, levels, needed, in_order=in_order)
         above = [rank for rank, peak in enumerate(least_peaks(codes, now)) if peak > caps[rank]]
         count *= 2
-    if needed:
-        yield needed
-    every = needed.union(*(sizes[rank] for rank, peak in enumerate(recomputing) if peak > caps[rank]))
-    if every != needed:
-        yield every
+    return needed, needed.union(*(sizes[rank] for rank, peak in enumerate(recomputing) if peak > caps[rank]))
 
 
 def at_host(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:

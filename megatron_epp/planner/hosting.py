@@ -43,6 +43,7 @@ def with_hosted(
     levels: Sequence[str],
     pairs: Pairs,
     sharing: float = 1.0,
+    in_order: bool = False,
 ) -> Tables:
     """The tables of a plan that has keys and values at the host.
 
@@ -51,12 +52,12 @@ def with_hosted(
 
     Args:
         tables: of a plan that has none there.
-        chunks, problem, costs, levels: what they were made from.
+        chunks, problem, costs, levels, in_order: what they were made from.
         pairs: stages and sequences.
         sharing: as many times slower is the link for each of its uses.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
-    bare = tabulate(chunks, problem, costs, levels, work=without_caches(work))
+    bare = tabulate(chunks, problem, costs, levels, in_order, without_caches(work))
     found = _hosting(costs, work, pairs, sharing)
     slices = [chunk.slice_of(problem.lengths) for chunk in chunks]
     items = [(s, c) for s in found for c, part in enumerate(slices) if part is not None and (s, part.sequence) in pairs]

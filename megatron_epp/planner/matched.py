@@ -1,8 +1,8 @@
 """Plans for replicas that share experts: made together, so that all run the same actions in the same order.
 
 Each layer with experts is an exchange between the replicas, so an action takes as long as the slowest of them takes for it. One
-order is made for all, by these times; every replica then has its own chunks in it, its own memory, and its own copies to the
-host, of which none keeps an action waiting.
+order is made for all, by these times; every replica then has its own chunks in it, its own memory, its own copies to the
+host, of which none keeps an action waiting, and its own keys and values there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,24 @@ from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.common_recompute import fit_alike
 from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.hosted_choice import at_host, choices
+from megatron_epp.planner.hosting import SHARING, Pairs, with_hosted
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.offload import Offload, fit_offload
 from megatron_epp.planner.order import Order, Schedule
 from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
-from megatron_epp.planner.search import CHUNKS_PER_STAGE, FAR, FIRST, HALF, LEAST, LISTED, MOST_CHUNKS, PATIENCE, SECOND
+from megatron_epp.planner.search import (
+    CHUNKS_PER_STAGE,
+    FAR,
+    FIRST,
+    HALF,
+    HOSTED_PER_STAGE,
+    LEAST,
+    LISTED,
+    MOST_CHUNKS,
+    PATIENCE,
+    SECOND,
+)
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.trials import WORTH, infeasible
 from megatron_epp.planner.weight import weights_apart
@@ -74,6 +87,7 @@ class _Best:
     order: Order
     made: tuple[Offload, ...]
     makespan_us: float
+    hosted: tuple[Pairs, ...]
 
 
 class _Joint:
@@ -89,9 +103,11 @@ class _Joint:
 
     def plans(self) -> tuple[Plan, ...]:
         self.search()
-        can_copy = math.isfinite(self.costs.host_us(1)) and not self.problems[0].forward_only
-        if self.options.offload and self.options.recompute == "auto" and can_copy:
-            self._search_copies()
+        if self.options.offload and self.options.recompute == "auto" and math.isfinite(self.costs.host_us(1)):
+            if not self.problems[0].forward_only:
+                self._search_copies()
+            elif self.best is None:
+                self._search_hosted()
         return tuple(self._finished())
 
     def _schedules(self) -> tuple[Sequence[Schedule | Listing], ...]:
@@ -121,17 +137,84 @@ class _Joint:
         so_far = math.inf if self.best is None else self.best.makespan_us
         if free.best is None or free.best.makespan_us >= WORTH * so_far:
             return
-        one, (first, *others) = self.problems[0], self._schedules()
+        first, *others = self._schedules()
         schedules = first if free.best.makespan_us >= FAR * so_far else list(chain(first, *others))
         for known in [free.best] if self.best is None else [free.best, self.best]:
             orders = [known.order, *(self._order(known.aligned, known.tables, schedule) for schedule in schedules)]
             for order in dict.fromkeys(orders):
-                rooms = [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
-                found = fit_offload(order, known.tables, one.cap_bytes, rooms)
-                if found is not None and found.short_bytes:
-                    self.least_host = int(min(self.least_host or math.inf, one.host_cap_bytes + found.short_bytes))
-                elif found is not None and (self.best is None or found.makespan_us < self.best.makespan_us):
-                    self.best = _Best(known.aligned, known.tables, order, found.made, found.makespan_us)
+                self._try_copies(known.aligned, order, known.tables, self._nothing)
+        if self.best is None or free.best.makespan_us < WORTH * self.best.makespan_us:
+            self._search_hosted()
+
+    def _search_hosted(self) -> None:
+        """Try keys and values at the host, with slices of several lengths (see `search.search_hosted`)."""
+        if not self.options.hosting:
+            return
+        fixed, ranks = self.options.slices, self.problems[0].num_ranks
+        grains: list[_Grain] = (
+            [{"chunks": ranks * share} for share in HOSTED_PER_STAGE] if fixed is None else [{"slices": fixed}]
+        )
+        aligned = [one for grain in grains if (one := self._aligned(grain, even=True)) is not None]
+        (roomy, *_), _, (least, *_) = self._schedules()
+        for schedule in (roomy, least):
+            for one in aligned:
+                self._try_hosted(one, schedule)
+            if self.best is not None:
+                break
+
+    def _try_hosted(self, aligned: Aligned, schedule: Schedule | Listing) -> None:
+        """Each replica hosts what it has to, and then what spares it recompute: alone, and beside copies."""
+        plain = self._tables(aligned)
+        order = self._order(aligned, plain, schedule)
+        given = [(*each, self.costs, self.levels) for each in zip(aligned.chunks, self.problems, strict=True)]
+        found = [choices(order, own, *rest, in_order=True) for own, rest in zip(plain, given, strict=True)]
+        for pairs in dict.fromkeys(zip(*found, strict=True)):
+            if not any(pairs):
+                continue
+
+            def hosted(sharing: float, pairs: tuple[Pairs, ...] = pairs) -> tuple[Tables, ...]:
+                every = zip(plain, given, pairs, strict=True)
+                return in_step([with_hosted(own, *rest, mine, sharing, in_order=True) for own, rest, mine in every])
+
+            self._try_recompute(aligned, order, hosted(1.0), pairs)
+            if not self.problems[0].forward_only:
+                self._try_copies(aligned, order, hosted(SHARING), pairs)
+
+    def _try_recompute(self, aligned: Aligned, order: Order, tables: tuple[Tables, ...], pairs: tuple[Pairs, ...]) -> None:
+        fit = fit_alike(order, tables, [problem.cap_bytes for problem in self.problems], self.options)
+        short = -min(map(min, self._rooms(aligned, order, pairs)))
+        if fit.layers is None:
+            self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
+        elif short > 0:
+            self._needs_host(short)
+        elif self.best is None or makespan_us(order, tables[0], fit.layers) < self.best.makespan_us:
+            made = (Offload(fit.layers, (), ()),) * len(tables)
+            self.best = _Best(aligned, tables, order, made, makespan_us(order, tables[0], fit.layers), pairs)
+
+    def _try_copies(self, aligned: Aligned, order: Order, tables: tuple[Tables, ...], pairs: tuple[Pairs, ...]) -> None:
+        found = fit_offload(order, tables, self.problems[0].cap_bytes, self._rooms(aligned, order, pairs))
+        if found is not None and found.short_bytes:
+            self._needs_host(found.short_bytes)
+        elif found is not None and (self.best is None or found.makespan_us < self.best.makespan_us):
+            self.best = _Best(aligned, tables, order, found.made, found.makespan_us, pairs)
+
+    def _rooms(self, aligned: Aligned, order: Order, pairs: tuple[Pairs, ...]) -> list[list[int]]:
+        """What the host of every replica's ranks has left beside what is hosted."""
+        if not any(pairs):
+            return [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
+        every = zip(aligned.chunks, self.problems, pairs, strict=True)
+        return [
+            [problem.host_cap_bytes - size for size in at_host(order, chunks, problem, self.costs, mine)]
+            for chunks, problem, mine in every
+        ]
+
+    def _needs_host(self, short_bytes: int) -> None:
+        self.least_host = int(min(self.least_host or math.inf, self.problems[0].host_cap_bytes + short_bytes))
+
+    @property
+    def _nothing(self) -> tuple[Pairs, ...]:
+        """Nothing at the host, in any replica."""
+        return (frozenset(),) * len(self.problems)
 
     def _walks(self) -> tuple[list[list[_Grain]], list[_Grain]]:
         """Chunks in all to aim at: from a middling number to more, and to fewer. With slices given there is one grain. And
@@ -144,26 +227,26 @@ class _Joint:
         start = min(CHUNKS_PER_STAGE.index(12), len(counts) - 1)
         return [counts[start:], counts[:start][::-1]], [{"chunks": fewer} for fewer in range(ranks - 1, 0, -1)] or counts[:1]
 
-    def _aligned(self, grain: _Grain) -> Aligned | None:
-        return align([chunker.table(chunker.grain(**grain)) for chunker in self.chunkers], self.chunkers)
+    def _aligned(self, grain: _Grain, even: bool = False) -> Aligned | None:
+        tables = []
+        for chunker in self.chunkers:
+            own = chunker.grain(**grain)
+            tables.append((chunker.evener(own) if even else chunker).table(own))
+        return align(tables, self.chunkers)
 
     def _try(self, aligned: Aligned | None, schedules: Sequence[Schedule | Listing]) -> bool:
         """Whether one of the schedules is faster than all before."""
         if aligned is None:
             return False
-        every = zip(aligned.chunks, self.problems, strict=True)
-        tables = in_step([tabulate(*each, self.costs, self.levels, in_order=True) for each in every])
-        before = self.best
+        tables, before = self._tables(aligned), self.best
         for schedule in schedules:
             order = self._order(aligned, tables, schedule)
-            fit = fit_alike(order, tables, [problem.cap_bytes for problem in self.problems], self.options)
-            if fit.layers is None:
-                self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
-                continue
-            took_us = makespan_us(order, tables[0], fit.layers)
-            if self.best is None or took_us < self.best.makespan_us:
-                self.best = _Best(aligned, tables, order, (Offload(fit.layers, (), ()),) * len(tables), took_us)
+            self._try_recompute(aligned, order, tables, self._nothing)
         return self.best is not before
+
+    def _tables(self, aligned: Aligned) -> tuple[Tables, ...]:
+        every = zip(aligned.chunks, self.problems, strict=True)
+        return in_step([tabulate(*each, self.costs, self.levels, in_order=True) for each in every])
 
     def _order(self, aligned: Aligned, tables: Sequence[Tables], schedule: Schedule | Listing) -> Order:
         if isinstance(schedule, Listing):
@@ -180,11 +263,12 @@ class _Joint:
                 f"replicas that share experts need as many chunks each, and one that has {fewest} tokens in all has too few: "
                 "raise --global-batch-size or --epp-chunk-tokens, or lower --epp-slices or --expert-model-parallel-size"
             )
-        for problem, chunks, tables, made in zip(self.problems, best.aligned.chunks, best.tables, best.made, strict=True):
+        every = zip(self.problems, best.aligned.chunks, best.tables, best.made, best.hosted, strict=True)
+        for problem, chunks, tables, made, hosted in every:
             order = best.order
             if options.split_weight and self.costs.splits_weight and not problem.forward_only:
                 order = weights_apart(order, tables, made, problem.cap_bytes)
-            decided = Decisions(chunks, order, made.layers, copies=made.copies, offload=made.shares)
+            decided = Decisions(chunks, order, made.layers, copies=made.copies, offload=made.shares, hosted=hosted)
             yield build_plan(problem, self.costs, options, decided, tables)
 
 

@@ -89,7 +89,7 @@ class Trials:
         plain = tabulate(chunks, self.problem, self.costs, self.levels)
         order = self._order(chunks, plain, schedule)
         found = False
-        for pairs in choices(order, plain, chunks, self.problem, self.costs, self.levels):
+        for pairs in dict.fromkeys(filter(None, choices(order, plain, chunks, self.problem, self.costs, self.levels))):
             short = max(at_host(order, chunks, self.problem, self.costs, pairs)) - self.problem.host_cap_bytes
             if short > 0 and self.best is not None:
                 continue

@@ -2,7 +2,8 @@
 
 Every forward and backward of a layer with experts exchanges tokens with the other replicas, and so does every recompute. So at
 every step all of them must be in the same kind of action on the same stage, and recompute the same layers in it. Weight
-gradients and copies exchange nothing: they may stand anywhere.
+gradients and copies exchange nothing: they may stand anywhere. Nor do keys and values at the host: each replica may have other
+sequences there, or none.
 """
 
 from __future__ import annotations

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from megatron_epp.planner.account import account_of
 from megatron_epp.planner.alignment import align
 from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.matched import plan_matched
 from megatron_epp.planner.order import slice_groups
 from megatron_epp.schedule import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_matched, simulate
+from megatron_epp.schedule.hosted import host_peaks, slices_of
 
 SHAPE = ModelShape(
     num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512, num_experts=8, experts_per_token=2
@@ -122,6 +124,55 @@ def test_copies_and_weight_gradients_apart_in_step():
     plans = plan_matched(problems(*ROUGH, cap_bytes=cap), COSTS, Options(offload=True, split_weight=True))
     assert check_matched(plans) == []
     assert all({Op.W, Op.O} <= {step.action.op for _, rows in made.tables for row in rows for step in row} for made in plans)
+
+
+LONG = (6000, 40, 700, 20), (5000, 1400, 60, 33)
+FIXED = Options(slices=12)
+
+
+def hosting_caps(costs, batches, share):
+    """A cap below the least that does without anything at the host."""
+    with pytest.raises(InfeasibleError) as refused:
+        plan_matched(problems(*batches, cap_bytes=1), costs, FIXED)
+    static = max(map(costs.static_bytes, range(2)))
+    return static + int(share * (refused.value.least_cap_bytes - static))
+
+
+@pytest.mark.parametrize(("offloadable_share", "share"), [(0.0, 0.9), (0.4, 0.6)], ids=["alone", "beside copies"])
+@pytest.mark.parametrize("batches", [LONG, (LONG[0], (300,) * 20)], ids=["both have long sequences", "one has"])
+def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_step(batches, offloadable_share, share):
+    costs = replace(COSTS, offloadable_share=offloadable_share, host_latency_us=1.0)
+    cap, options = hosting_caps(costs, batches, share), replace(FIXED, offload=True)
+    with pytest.raises(InfeasibleError):
+        plan_matched(problems(*batches, cap_bytes=cap), costs, FIXED)
+    plans = plan_matched(problems(*batches, cap_bytes=cap, host_cap_bytes=1 << 30), costs, options)
+    assert check_matched(plans) == []
+    assert [check(made) for made in plans] == [[], []]
+    assert [{entry.sequence for entry in made.hosted} <= set(slices_of(made)) for made in plans] == [True, True]
+    assert plans[0].hosted
+    assert plans[0].hosted != plans[1].hosted
+    assert any(any(made.copies) for made in plans) == (offloadable_share > 0)
+    assert all(max(made.predicted.peak_bytes) <= cap for made in plans)
+    assert plans[0].recompute == plans[1].recompute
+    timelines = list(map(simulate, plans))
+    assert timelines[0].start_us == timelines[1].start_us
+    for made in plans:
+        account = account_of(made, costs)
+        for step in (step for row in made.ranks for step in row):
+            assert sum(account.takes[step.action].values()) == step.alloc_bytes
+    most = max(max(host_peaks(line)) for line in timelines)
+    with pytest.raises(InfeasibleError, match=f"at the host, where it may have {most // 8}"):
+        plan_matched(problems(*batches, cap_bytes=cap, host_cap_bytes=most // 8), costs, options)
+
+
+def test_an_evaluation_in_step_fits_with_keys_and_values_at_the_host():
+    free = plan_matched(problems(*LONG, forward_only=True), COSTS, FIXED)
+    static = max(free[0].static_bytes)
+    cap = static + (max(max(made.predicted.peak_bytes) for made in free) - static) * 6 // 10
+    with pytest.raises(InfeasibleError):
+        plan_matched(problems(*LONG, cap_bytes=cap, forward_only=True), COSTS, FIXED)
+    plans = plan_matched(problems(*LONG, cap_bytes=cap, forward_only=True), COSTS, replace(FIXED, offload=True))
+    assert all(made.hosted for made in plans)
 
 
 def test_slices_stay_together_and_side_by_side():
