@@ -80,6 +80,8 @@ def _failure(kernel: LossKernel, case: Case) -> str:
     """What is wrong with a kernel's results."""
     try:
         of_losses, of_gradient = errors(kernel, case)
+    except torch.OutOfMemoryError:  # tells nothing of the kernel, which is asked again when there is room
+        raise
     except Exception as error:  # libraries raise what they like where a build or a device does not suit them
         return f"it fails ({type(error).__name__}: {error})"
     if not of_losses <= _LOSS_TOLERANCE:

@@ -72,6 +72,31 @@ def test_a_kernel_that_raises_is_passed_over_and_says_so(played, monkeypatch):
     )
 
 
+def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeypatch):
+    """Else exact attention, whose scores take far more, would run on this rank for good."""
+    played(FLASH_ATTN.name)
+
+    def no_memory(kernel, case):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    with monkeypatch.context() as full:
+        full.setattr(kernels, "_apart", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            kernels._choose(ON_GPU, "auto")
+    assert kernels._choose(ON_GPU, "auto").name == FLASH_ATTN.name
+
+
+@pytest.mark.parametrize(("rank", "wrong", "lines"), [("0", [], 1), ("3", [], 0), ("3", [FLASH_ATTN.name], 1)])
+def test_a_rank_on_which_a_kernel_fails_says_so(played, monkeypatch, caplog, rank, wrong, lines):
+    monkeypatch.setenv("RANK", rank)
+    played(FLASH_ATTN.name, wrong=wrong)
+    with caplog.at_level("INFO", logger="megatron_epp"):
+        kernels._choose(ON_GPU, "auto")
+    assert len(caplog.records) == lines
+    assert all(f"rank {rank}: attention in" in line for line in caplog.messages)
+    assert [record.levelname for record in caplog.records] == [("WARNING" if wrong else "INFO")] * lines
+
+
 def test_what_the_user_asks_for_and_is_not_there_is_refused_with_every_reason(played):
     played(FLASH_ATTN.name)
     with pytest.raises(

@@ -47,6 +47,20 @@ def of_tokens(kind, tokens):
     return torch.tensor(WEIGHTS[kind]).repeat(tokens)[:tokens]
 
 
+def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeypatch):
+    played(exact_kernel())
+    case = Case("cpu", torch.float32, 50)
+
+    def no_memory(kernel, case):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    with monkeypatch.context() as full:
+        full.setattr(loss_kernels, "errors", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss_kernels.choose(case)
+    assert loss_kernels.choose(case) is loss_kernels.LIGER
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("block_tokens", [1, 4, 11])
 def test_with_a_kernel_losses_and_gradients_are_those_of_plain_cross_entropy(played, kind, block_tokens):

@@ -1,7 +1,8 @@
 """Which kernel core attention runs on: the first of a preference that can serve the case here and proves itself.
 
 A fused kernel proves itself once per case, before it is used: on a small chunk with a prefix and packed sequences its output
-and gradients must be those of exact attention. So a library whose interface has changed cannot do harm.
+and gradients must be those of exact attention. So a library whose interface has changed cannot do harm. The log of rank 0 says
+which it is, and that of every rank on which a kernel fails to prove itself: one machine may differ from the others.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -57,14 +59,20 @@ def _choose(case: Case, preference: str) -> Kernel:
     chosen, obstacles = explain(case, preference)
     if chosen is None:
         raise EppError(f"--attention-backend {preference}: {'; '.join(obstacles)}. Leave it at auto")
-    if os.environ.get("RANK", "0") == "0" and case.device == "cuda":
+    rank = os.environ.get("RANK", "0")
+    failed = any(k.obstacle(case) is None for k in takewhile(lambda k: k is not chosen, PREFERENCES[preference]))
+    if case.device == "cuda" and (rank == "0" or failed):
         passed_over = f" ({'; '.join(obstacles)})" if obstacles else ""
-        logger.info("attention in %s with %d channels: %s%s", case.dtype, case.channels, chosen.name, passed_over)
+        level = logging.WARNING if failed else logging.INFO
+        text = "rank %s: attention in %s with %d channels: %s%s"
+        logger.log(level, text, rank, case.dtype, case.channels, chosen.name, passed_over)
     return chosen
 
 
 def explain(case: Case, preference: str = "auto") -> tuple[Kernel | None, list[str]]:
-    """The kernel for a case, or None, and why those preferred to it are not it."""
+    """The kernel for a case, or None, and why those preferred to it are not it. Memory that runs out is nobody's fault: that is
+    raised.
+    """
     obstacles = []
     for kernel in PREFERENCES[preference] if case.device == "cuda" else (EXACT,):
         obstacle = kernel.obstacle(case) or _failure(kernel, case)
@@ -80,6 +88,8 @@ def _failure(kernel: Kernel, case: Case) -> str | None:
         return None
     try:
         apart = _apart(kernel, case)
+    except torch.OutOfMemoryError:  # tells nothing of the kernel, which is asked again when there is room
+        raise
     except Exception as error:  # libraries raise what they like where a build or a device does not suit them
         return f"it fails ({type(error).__name__}: {error})"
     return None if apart <= _TOLERANCE else f"its results are {apart:.1%} from exact ones"
