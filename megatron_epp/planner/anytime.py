@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.improve import improve
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.search import finished, greedy, predicted_us
+from megatron_epp.planner.search import candidates, fastest, finished, splits
 from megatron_epp.planner.solved import Solved, canonical, relabelled
 from megatron_epp.planner.warm import Warm
 from megatron_epp.schedule import Plan
@@ -26,9 +26,27 @@ IDLE_S = 1e-6
 """A step that takes less was none: the search has proven the decisions, or cannot change them."""
 
 
-def start_of(problem: Problem, costs: Costs, options: Options, warm: Warm | None) -> Decisions:
-    """What there is to improve: what there would be without a budget, with whole backwards. Raises what `greedy` raises."""
-    return greedy(problem, costs, replace(options, budget_ms=None, split_weight=False), warm)
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a batch.
+
+    Attributes:
+        whole: the best with whole backwards, for the local search to go on from.
+        best: of all, with weight gradients split off where that is asked for and faster.
+    """
+
+    whole: Decisions
+    best: Decisions
+
+
+def start_of(problem: Problem, costs: Costs, options: Options, warm: Warm | None) -> Known:
+    """What there would be without a budget, of one search. Raises what `greedy` raises."""
+    found = candidates(problem, costs, options, warm)
+    unasked = replace(options, budget_ms=None, split_weight=False)
+    whole = fastest([finished(one, problem, costs, unasked) for one in found], problem, costs)
+    if not splits(problem, costs, options):
+        return Known(whole, whole)
+    return Known(whole, fastest([finished(one, problem, costs, _unimproved(options)) for one in found], problem, costs))
 
 
 def improved(
@@ -47,13 +65,16 @@ def improved(
     return made
 
 
-def completed(made: Decisions, problem: Problem, costs: Costs, options: Options, warm: Warm | None) -> Decisions:
-    """Decisions with their weight gradients split off where that is asked for; never slower than without a budget."""
-    if not options.split_weight:
-        return made
-    counted = replace(options, steps=0, budget_ms=0)
-    choices = finished(made, problem, costs, counted), greedy(problem, costs, counted, warm)
-    return min(choices, key=lambda one: predicted_us(one, problem, costs))
+def completed(whole: Decisions, best: Decisions, problem: Problem, costs: Costs, options: Options) -> Known:
+    """What is known with better whole backwards: their weight gradients are split off too. Never slower than before."""
+    if not splits(problem, costs, options):
+        return Known(whole, whole)
+    return Known(whole, fastest([finished(whole, problem, costs, _unimproved(options)), best], problem, costs))
+
+
+def _unimproved(options: Options) -> Options:
+    """Without local search, which knows whole backwards only."""
+    return replace(options, steps=0, budget_ms=0)
 
 
 class Anytime:
@@ -64,15 +85,15 @@ class Anytime:
 
     def __init__(self, costs: Costs, options: Options, clock: Clock = time.perf_counter) -> None:
         self.costs, self.options, self.clock = costs, options, clock
-        self.warm, self.solved = Warm(), Solved()
+        self.warm, self.solved = Warm(), Solved[Known]()
 
     def plan(self, problem: Problem) -> Plan:
         """Raises what `planner.plan` raises."""
         deadline_s = self.clock() + (self.options.budget_ms or 0) / 1000
         validate(problem, self.costs, self.options)
         asked, sequences = canonical(problem)
-        start = self.solved.recall(asked) or start_of(asked, self.costs, self.options, self.warm)
-        made = improved(start, asked, self.costs, self.options, deadline_s, self.clock)
-        self.solved.remember(asked, made)
-        made = completed(made, asked, self.costs, self.options, self.warm)
-        return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
+        known = self.solved.recall(asked) or start_of(asked, self.costs, self.options, self.warm)
+        whole = improved(known.whole, asked, self.costs, self.options, deadline_s, self.clock)
+        known = completed(whole, known.best, asked, self.costs, self.options)
+        self.solved.remember(asked, known)
+        return build_plan(problem, self.costs, self.options, relabelled(known.best, sequences))

@@ -66,7 +66,7 @@ class Refiner:
             capacity: refined batches kept; the least recently used goes first.
         """
         self.costs, self.options = costs, options
-        self.solved = Solved(capacity)
+        self.solved = Solved[Decisions](capacity)
         self._asked: deque[Problem] = deque()  # of the worker, oldest first
         self._worker = Worker(_refining, costs, options, time_limit_s, niceness=NICENESS)
 

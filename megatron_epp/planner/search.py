@@ -65,6 +65,12 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
     Raises:
         InfeasibleError: no grain fits the memory caps.
     """
+    found = candidates(problem, costs, options, warm)
+    return fastest([finished(one, problem, costs, options) for one in found], problem, costs)
+
+
+def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> list[Decisions]:
+    """What `greedy` finishes, and takes the fastest of: one or several. Raises what it raises."""
     chunker = Chunker.of(problem, costs, options.chunk_tokens)
     trials = Trials(problem, costs, options)
     if options.slices is not None:
@@ -80,22 +86,20 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
         elif trials.best is None:
             search_hosted(trials, chunker)
         found += [] if trials.best is None or trials.best in found else [trials.best]
-    made = fastest([finished(one, problem, costs, options) for one in found], problem, costs)
     if options.slices is None and max(problem.lengths) <= chunker.token_cap and problem.is_straight:
         plain = Trials(problem, costs, options)
         plain.best_us = trials.best_us
         for whole in plainly(problem.lengths):
             plain.better(whole, (elastic_1f1b,), close=0.0)
-        if plain.best is not None:
-            made = fastest([*([made] if made else []), finished(plain.best, problem, costs, options)], problem, costs)
+        found += [] if plain.best is None else [plain.best]
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
-    return trials.result() if made is None else made
+    return found or [trials.result()]
 
 
-def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Decisions | None:
-    """The choice of least makespan, the first among equals; None without any."""
-    if len(choices) < 2:
-        return choices[0] if choices else None
+def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Decisions:
+    """The choice of least makespan, the first among equals."""
+    if len(choices) == 1:
+        return choices[0]
     return min(choices, key=lambda one: predicted_us(one, problem, costs))
 
 
@@ -215,9 +219,14 @@ def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) 
     """Local search; then weight gradients split off where that is asked for, the costs tell them apart and it is faster."""
     tables = made.tables(problem, costs)
     made = improve(made, tables, problem, options)
-    if not options.split_weight or not costs.splits_weight or problem.forward_only:
+    if not splits(problem, costs, options):
         return made
     return replace(made, order=weights_apart(made.order, tables, made.beside, problem.cap_bytes))
+
+
+def splits(problem: Problem, costs: Costs, options: Options) -> bool:
+    """Whether weight gradients may be actions of their own."""
+    return options.split_weight and costs.splits_weight and not problem.forward_only
 
 
 def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:

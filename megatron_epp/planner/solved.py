@@ -11,18 +11,18 @@ from megatron_epp.schedule import Chunk
 
 
 @dataclass(slots=True)
-class Solved:
-    """The decisions for canonical problems (see `canonical`); the least recently used go first."""
+class Solved[T]:
+    """What is known of canonical problems (see `canonical`); the least recently used go first."""
 
     capacity: int = 1024
-    decisions: OrderedDict[Problem, Decisions] = field(default_factory=OrderedDict)
+    decisions: OrderedDict[Problem, T] = field(default_factory=OrderedDict)
 
-    def recall(self, asked: Problem) -> Decisions | None:
+    def recall(self, asked: Problem) -> T | None:
         if asked in self.decisions:
             self.decisions.move_to_end(asked)
         return self.decisions.get(asked)
 
-    def remember(self, asked: Problem, made: Decisions) -> None:
+    def remember(self, asked: Problem, made: T) -> None:
         self.decisions[asked] = made
         self.decisions.move_to_end(asked)
         while len(self.decisions) > self.capacity:

@@ -43,6 +43,16 @@ def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return runs
 
 
+def tries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As many entries as tables were tried from here on."""
+    tried: list[int] = []
+    better = Trials.better
+    monkeypatch.setattr(
+        Trials, "better", lambda self, chunks, *rest, **named: tried.append(1) or better(self, chunks, *rest, **named)
+    )
+    return tried
+
+
 def test_more_time_is_never_slower():
     untouched = replace(OPTIONS, budget_ms=0)
     spans = [plan(GIVEN, COSTS, untouched).predicted.makespan_us]
@@ -98,17 +108,32 @@ def test_weight_gradients_are_split_off_where_asked_for():
     assert made.predicted.makespan_us <= plan(GIVEN, costs, replace(options, budget_ms=0)).predicted.makespan_us
 
 
+def test_a_batch_is_searched_once_whether_or_not_weight_gradients_are_split_off(monkeypatch: pytest.MonkeyPatch):
+    tried = tries(monkeypatch)
+    whole, apart = (Anytime(COSTS, replace(OPTIONS, slices=None, split_weight=split), ticking(9)) for split in (False, True))
+    whole.plan(GIVEN)
+    once = len(tried)
+    tried.clear()
+    apart.plan(GIVEN)
+    assert 0 < len(tried) <= 1.5 * once  # what splitting could gain lets fewer tables be passed over
+    tried.clear()
+    apart.plan(GIVEN)
+    assert not tried
+
+
+def test_what_was_found_with_weight_gradients_split_off_is_kept():
+    ours = Anytime(COSTS, replace(OPTIONS, split_weight=True), ticking(0.2))
+    spans = [ours.plan(GIVEN).predicted.makespan_us for _ in range(3)]
+    assert spans == sorted(spans, reverse=True)
+
+
 def test_what_fits_nothing_is_said_at_once():
     with pytest.raises(InfeasibleError):
         plan(replace(GIVEN, cap_bytes=(GIB,) * 3), COSTS, replace(OPTIONS, budget_ms=60_000))
 
 
 def test_a_warm_start_tries_less_and_finds_about_the_same(monkeypatch: pytest.MonkeyPatch):
-    tried: list[int] = []
-    better = Trials.better
-    monkeypatch.setattr(
-        Trials, "better", lambda self, chunks, *rest, **named: tried.append(1) or better(self, chunks, *rest, **named)
-    )
+    tried = tries(monkeypatch)
     given, costs, warm = [problem(web_lengths(200, seed), 4, 40 * GIB) for seed in range(6)], pipeline(4), Warm()
     warmed = [build_plan(each, costs, Options(), greedy(each, costs, Options(), warm)) for each in given]
     warm_tries = len(tried)
