@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any, Literal
 
 from megatron_epp.cost.spread import layout_flag
+from megatron_epp.schedule.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,17 +47,7 @@ class Layout:
     @property
     def rank_of(self) -> tuple[int, ...]:
         """The pipeline rank of every stage."""
-        ranks = []
-        for stage in range(self.num_stages):
-            lap, rank = divmod(stage, self.pipeline)
-            ranks.append(self.pipeline - 1 - rank if self.placement == "v" and lap % 2 else rank)
-        return tuple(ranks)
-
-    @property
-    def neighbours(self) -> tuple[int, ...]:
-        """Of every stage, how many of the one before and the one after are on other ranks."""
-        apart = [0, *(int(here != there) for here, there in pairwise(self.rank_of)), 0]
-        return tuple(before + after for before, after in pairwise(apart))
+        return Placement(self.placement, self.pipeline, self.virtual).rank_of
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:

@@ -10,6 +10,7 @@ from megatron_epp.mcore.errors import ArgumentError
 from megatron_epp.mcore.expert_flags import check_experts
 from megatron_epp.mcore.layout import check_layout, check_pattern
 from megatron_epp.mcore.stage_flags import check_stages
+from megatron_epp.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,12 @@ def _delay_weight_gradients(args: argparse.Namespace) -> None:
 def token_multiple(args: argparse.Namespace) -> int:
     """What chunks' token counts are padded to: the ranks that share a chunk's tokens."""
     return args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+
+
+def placement_of(args: argparse.Namespace) -> Placement:
+    """Of the pipeline's stages, by validated arguments."""
+    ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    return Placement(args.epp_placement, ranks, chunks)
 
 
 def _check_context_parallel(args: argparse.Namespace) -> None:

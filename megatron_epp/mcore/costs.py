@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from operator import itemgetter
 
 import torch
@@ -27,6 +26,7 @@ from megatron_epp.mcore.snapshot import Snapshot
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.mcore.timing import measure_times
 from megatron_epp.runtime.links import Links
+from megatron_epp.schedule.placement import neighbours_apart
 
 logger = logging.getLogger(__name__)
 
@@ -139,16 +139,10 @@ def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
     return replace(costs, extra_backward=again, extra_weight=Line(), workspace_bytes=workspace_bytes)
 
 
-def _neighbours(placement: Sequence[int]) -> list[int]:
-    """Of every stage, those on other ranks."""
-    apart = [0, *(int(here != there) for here, there in pairwise(placement)), 0]
-    return [before + after for before, after in pairwise(apart)]
-
-
 def _with_link(costs: PipelineCosts, link: Link, placement: Sequence[int]) -> PipelineCosts:
     """With what messages take, and the host's time for one to or from every neighbour, in either pass."""
     stages = []
-    for stage, neighbours in zip(costs.stages, _neighbours(placement), strict=True):
+    for stage, neighbours in zip(costs.stages, neighbours_apart(placement), strict=True):
         handling = Line(link.host_us * neighbours)
         forward, backward = stage.extra_forward + handling, stage.extra_backward + handling
         stages.append(replace(stage, extra_forward=forward, extra_backward=backward))
@@ -208,7 +202,7 @@ def _beside(args: argparse.Namespace, costs: PipelineCosts, placement: Sequence[
     """With what there is beside what autograd keeps. On a CPU nothing else is measured, so nothing else is planned."""
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
-        return on_device(costs, FRAGMENTATION_SHARE if share is None else share, neighbours=_neighbours(placement))
+        return on_device(costs, FRAGMENTATION_SHARE if share is None else share, neighbours=neighbours_apart(placement))
     return costs if share is None else replace(costs, fragmentation_share=share)
 
 

@@ -82,9 +82,9 @@ def _embedding_ranks(original: Callable[..., list[int]]) -> Callable[..., list[i
 
         args = global_vars._GLOBAL_ARGS
         if getattr(args, "epp", False) and args.epp_placement != "looped":
-            from megatron_epp.mcore.placement import Placement
+            from megatron_epp.mcore.args import placement_of
 
-            if Placement.of(args).ends_meet:
+            if placement_of(args).ends_meet:
                 return pp_ranks[:1]
         return original(pp_ranks, *rest)
 

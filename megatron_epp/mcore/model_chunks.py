@@ -16,7 +16,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-from megatron_epp.mcore.placement import Placement
+from megatron_epp.mcore.args import placement_of
+from megatron_epp.schedule.placement import Placement
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
@@ -49,7 +50,7 @@ def place(transformer: Any, args: argparse.Namespace) -> None:
         transformer: Megatron's `TransformerConfig`, initialised.
         args: Megatron's arguments.
     """
-    placement = Placement.of(args)
+    placement = placement_of(args)
     if placement.is_looped or isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):
         return
     layers = layers_of_stages(transformer, placement.num_ranks, placement.num_chunks)
@@ -80,7 +81,7 @@ def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[
 
 def ends(args: argparse.Namespace, vp_stage: int | None) -> dict[str, bool]:
     """Which ends of the model a chunk of this rank has, as arguments of its constructor."""
-    placement = Placement.of(args)
+    placement = placement_of(args)
     stage = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
     return {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1}
 
@@ -96,7 +97,7 @@ def tie(model: Any, args: argparse.Namespace) -> None:
     parallelism can share one: so they do without a pipeline. Call it with every model chunk as soon as it is built.
     """
     global _first_stage
-    if not (Placement.of(args).ends_meet and model.share_embeddings_and_output_weights):
+    if not (placement_of(args).ends_meet and model.share_embeddings_and_output_weights):
         return
     if model.pre_process:
         _first_stage = weakref.ref(model)

@@ -18,10 +18,9 @@ from megatron_epp.cost import PipelineCosts
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore import fingerprints, patching
 from megatron_epp.mcore.adopt import check_adopted
-from megatron_epp.mcore.args import token_multiple
+from megatron_epp.mcore.args import placement_of, token_multiple
 from megatron_epp.mcore.block_loss import block_loss
 from megatron_epp.mcore.costs import gathered, pipeline_costs
-from megatron_epp.mcore.placement import Placement
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.balance import Teams, teams_of
@@ -55,7 +54,7 @@ class Session:
         self.iteration = args.iteration
         self.watchdog = Watchdog(args.epp_wait_limit_seconds)
         self.rank = mpu.get_pipeline_model_parallel_rank()
-        self.placement = Placement.of(args)
+        self.placement = placement_of(args)
         self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.teams, self._team_ranks = _teams()
         self.team = next(number for number, team in enumerate(self.teams) if self.replica in team)

@@ -1,9 +1,10 @@
-"""Which stage every model chunk of every pipeline rank is."""
+"""Which stage is on which pipeline rank, and which of a rank's model chunks it is."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 
@@ -21,12 +22,6 @@ class Placement:
     kind: Literal["looped", "v"]
     num_ranks: int
     num_chunks: int
-
-    @staticmethod
-    def of(args: argparse.Namespace) -> Placement:
-        """From Megatron's validated arguments."""
-        ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-        return Placement(args.epp_placement, ranks, chunks)
 
     @property
     def num_stages(self) -> int:
@@ -59,3 +54,13 @@ class Placement:
     def _rank(self, stage: int) -> int:
         lap, rank = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - rank if self.kind == "v" and lap % 2 else rank
+
+
+def neighbours_apart(rank_of: Sequence[int]) -> tuple[int, ...]:
+    """Of every stage, how many of the one before and the one after are on other ranks.
+
+    Args:
+        rank_of: the rank of every stage.
+    """
+    apart = [0, *(int(here != there) for here, there in pairwise(rank_of)), 0]
+    return tuple(before + after for before, after in pairwise(apart))
