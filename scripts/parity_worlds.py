@@ -6,8 +6,6 @@ A world runs one training after the other. Where one fails, the world ends and a
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import logging
 import multiprocessing
 import os
@@ -22,21 +20,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from parity_runs import Run, record
 
-from megatron_epp.mcore import entry
+from megatron_epp.mcore.forking import preload
 
-_LATE = (  # what training imports when it is under way
-    "megatron.core.models.mimo",
-    "megatron.core.tokenizers.text.text_tokenizer",
-    "megatron_epp.mcore.elastic",
-    "megatron_epp.mcore.gpt",
-    "torch._dynamo",
-)
 _fork = multiprocessing.get_context("fork")
 
 
@@ -59,28 +49,7 @@ def load_megatron() -> None:
     """Import and patch all that a training needs. Processes forked later have it."""
     warnings.simplefilter("ignore")
     logging.getLogger("megatron_epp").setLevel(logging.WARNING)
-    entry.prepare()
-    for module in _LATE:
-        importlib.import_module(module)
-    _read_settings_once()
-    gc.freeze()  # what is there now stays, and need not be looked through after every training
-
-
-def _read_settings_once() -> None:
-    """A training makes two parsers, and for each Megatron parses the sources of its settings to document the flags."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    from megatron_epp.mcore.flags import megatron_parser
-
-    read, known = ArgumentGroupFactory._get_field_docstrings, {}
-
-    def read_once(self: Any, settings: type) -> dict[str, str]:
-        if settings not in known:
-            known[settings] = read(self, settings)
-        return known[settings]
-
-    ArgumentGroupFactory._get_field_docstrings = read_once
-    megatron_parser()
+    preload()
 
 
 def train_all(trainings: Iterable[Training], folder: Path, limit_s: float) -> dict[Training, list[Run] | str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 from megatron_epp.cost.library import load_flags
 from megatron_epp.launch.command import OURS
+from megatron_epp.launch.forked import Forks
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.meet import usable_port
 from megatron_epp.schedule.errors import EppError
@@ -22,6 +24,8 @@ _LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d
 _REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Error|Exception)\b.*)$", re.MULTILINE)
 """In a log. torch puts the rank in front of every line of a traceback."""
 _LIMIT_S = 3600.0
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""Of a run, where nothing else is set."""
 
 
 class RunError(EppError):
@@ -70,7 +74,7 @@ def pipeline_size(wanted: int) -> int:
 
 
 def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: float = _LIMIT_S) -> Run:
-    """Train with torchrun on this machine and read the figures.
+    """Train on this machine and read the figures: with torchrun on GPUs, without any in forked processes, which start sooner.
 
     Args:
         folder: where the log and the figures go; figures of an earlier run are removed.
@@ -83,34 +87,41 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
     folder.mkdir(parents=True, exist_ok=True)
     figures = folder / "iterations.jsonl"
     figures.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_epp.launch.torchrun",
-        "--nproc-per-node",
-        str(num_ranks),
-        "--master-port",
-        str(usable_port(0)),
-    ]
-    command += ["-m", OURS, *_flags_of(settings | {"epp": True, "epp_report_dir": folder})]
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | os.environ
+    program = ["-m", OURS, *_flags_of(settings | {"epp": True, "epp_report_dir": folder})]
+    torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--nproc-per-node", str(num_ranks)]
+    command = [*torchrun, "--master-port", str(usable_port(0)), *program]
     log = folder / "train.log"
-    with open(log, "w", encoding="utf-8") as output:
-        output.write(" ".join(command) + "\n")
-        output.flush()
-        try:
-            done = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=timeout_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise RunError(f"training has not ended after {timeout_s:.0f} s: see {log}") from None
+    log.write_text(" ".join(command) + "\n", encoding="utf-8")
+    if count_gpus():
+        code = _exit_code(command, log, timeout_s)
+    else:
+        code = _forks().run(num_ranks, program, {}, log, timeout_s)
+    if code is None:
+        raise RunError(f"training has not ended after {timeout_s:.0f} s: see {log}")
     text = log.read_text(encoding="utf-8", errors="replace")
-    if done.returncode != 0:
+    if code != 0:
         reason = reason_in(text)
-        raise RunError(f"training ended with exit code {done.returncode}, see {log}" + (f": {reason}" if reason else ""))
+        raise RunError(f"training ended with exit code {code}, see {log}" + (f": {reason}" if reason else ""))
     times = {int(m[1]): float(m[2]) for m in _LINE.finditer(text)}
     lines = tuple(json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines())
     return Run(lines, tuple(times[line["iteration"]] for line in lines))
+
+
+@functools.cache
+def _forks() -> Forks:
+    return Forks({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+
+
+def _exit_code(command: list[str], log: Path, limit_s: float) -> int | None:
+    """Of a command that adds to a log; None where it takes longer."""
+    with open(log, "a", encoding="utf-8") as output:
+        try:
+            done = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, env=_ENVIRONMENT | os.environ, timeout=limit_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return None
+    return done.returncode
 
 
 def reason_in(log: str) -> str | None:

@@ -3,30 +3,17 @@
 What a process does when it starts afresh, under torch's launcher, is not tested by these: see `launch.py`.
 """
 
-import atexit
-import contextlib
 import functools
 import json
-import multiprocessing
-import os
-import runpy
 import shutil
-import signal
-import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from launch import ENVIRONMENT, REPOSITORY, TINY, Finished, free_port
+from launch import ENVIRONMENT, TINY, Finished, free_port
+
+from megatron_epp.launch.forked import Forks
 
 RECORDER = Path(__file__).with_name("recorded_training.py")
-
-PATIENCE_S = 30.0
-"""For processes that are told to end."""
 
 
 def launch(num_processes: int, *command: object, env: dict[str, str] | None = None, timeout_s: float = 180) -> Finished:
@@ -34,11 +21,11 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
 
     Raises AssertionError with the output when it takes longer than `timeout_s`; every process it started is gone then.
     """
-    parent, lock = _parent()
-    with tempfile.TemporaryDirectory() as folder, lock:
+    with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        parent.send((num_processes, [*map(str, command)], env or {}, log, timeout_s))
-        code = parent.recv()
+        log.touch()
+        meeting = {"MASTER_PORT": str(free_port())}
+        code = _forks().run(num_processes, [*map(str, command)], meeting | (env or {}), log, timeout_s)
         output = log.read_text(errors="replace")
     assert code is not None, f"not finished after {timeout_s} s:\n{output[-5000:]}"
     return Finished(code, output)
@@ -59,78 +46,6 @@ def train(folder: Path, num_processes: int, *flags: object, iterations: int, tim
 
 
 @functools.cache
-def _parent() -> tuple[Connection, threading.Lock]:
-    """The process that forks the others: one for all tests, started when the first needs it, ended with them."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    context.Process(target=_serve, args=(theirs,)).start()
-    theirs.close()
-    atexit.register(ours.close)
-    return ours, threading.Lock()
-
-
-def _serve(requests: Connection) -> None:
-    os.environ |= ENVIRONMENT  # before torch is imported
-    sys.path.insert(0, str(REPOSITORY / "scripts"))
-    from parity_worlds import load_megatron
-
-    load_megatron()
-    with contextlib.suppress(EOFError):
-        while True:
-            requests.send(_run(*requests.recv()))
-
-
-def _run(num_processes: int, command: Sequence[str], env: dict[str, str], log: Path, timeout_s: float) -> int | None:
-    """The exit code of the first rank that failed, 0 where none did, None where one took too long."""
-    shared = {"WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes, "MASTER_ADDR": "127.0.0.1"}
-    shared["MASTER_PORT"] = free_port()
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=_enter, args=(command, env | _texts(shared | {"RANK": rank, "LOCAL_RANK": rank}), log))
-        for rank in range(num_processes)
-    ]
-    for process in processes:
-        process.start()
-    end_s = time.monotonic() + timeout_s
-    try:
-        while alive := [process for process in processes if process.is_alive()]:
-            if failed := [process.exitcode for process in processes if process.exitcode]:
-                return failed[0]
-            if time.monotonic() > end_s:
-                return None
-            wait([process.sentinel for process in alive], timeout=1.0)
-        return next((process.exitcode for process in processes if process.exitcode), 0)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            _end(process)
-
-
-def _texts(values: dict[str, object]) -> dict[str, str]:
-    return {name: str(value) for name, value in values.items()}
-
-
-def _end(process: BaseProcess) -> None:
-    """End a process and all that it has started: saving a checkpoint leaves a process behind."""
-    process.join(PATIENCE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
-
-
-def _enter(command: Sequence[str], env: dict[str, str], log: Path) -> None:
-    """Be the program. Its exit code is the process's, its error's traceback goes to the log."""
-    os.setpgrp()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, sys.stdout.fileno())
-    os.dup2(output, sys.stderr.fileno())
-    os.environ |= env
-    run: Callable[..., object] = runpy.run_path
-    if command[0] == "-m":
-        run, command = functools.partial(runpy.run_module, alter_sys=True), command[1:]
-    else:
-        sys.path.insert(0, str(Path(command[0]).parent))
-    sys.argv = [*command]
-    run(command[0], run_name="__main__")
+def _forks() -> Forks:
+    """For all tests, made when the first needs them."""
+    return Forks(ENVIRONMENT)

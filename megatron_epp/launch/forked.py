@@ -1,0 +1,75 @@
+"""Short trainings on processors, whose ranks are forked from one process that has imported Megatron: see `mcore.forking`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from pathlib import Path
+
+from megatron_epp.launch.meet import usable_port
+from megatron_epp.schedule.errors import EppError
+
+_PATIENCE_S = 60.0
+"""For a process that is told to end, and ends others first."""
+
+
+class Forks:
+    """A process that has prepared Megatron once and forks the ranks of one job after the other.
+
+    It starts with the first job, and ends with the process that made it, however that ends.
+
+    Args:
+        environment: set in it before it imports anything.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._connection, theirs = Pipe()
+        program = f"from megatron_epp.mcore.forking import serve; serve({theirs.fileno()})"
+        path = os.pathsep.join(part for part in sys.path if part)
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", program],
+            env={**os.environ, **environment, "PYTHONPATH": path},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what its libraries print is no part of this process's output
+        )
+        theirs.close()
+        atexit.register(self.close)
+
+    def run(
+        self, num_processes: int, command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float
+    ) -> int | None:
+        """Run a script, or a module behind ``-m``, as the ranks of a job; what they print is added to a log.
+
+        They meet on a free port, or where `environment` says.
+
+        Returns:
+            The exit code of the first rank that failed, 0 where none did, None where one took longer than `limit_s`; every
+            process of the job is gone then.
+
+        Raises:
+            EppError: the process that forks has ended.
+        """
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(usable_port(0))}
+        try:
+            with self._lock:
+                self._connection.send((num_processes, list(command), {**meeting, **environment}, log, limit_s))
+                code: int | None = self._connection.recv()
+        except (EOFError, OSError):
+            raise EppError(f"no ranks: what forks them ended with exit code {self._process.wait()}; see above why") from None
+        return code
+
+    def close(self) -> None:
+        """End the process, and what it runs."""
+        self._connection.close()
+        try:
+            self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,37 @@
+"""Jobs of forked processes end as they would alone, in time, and with a reason."""
+
+import pytest
+from forked import launch
+
+from megatron_epp.launch.forked import Forks
+from megatron_epp.schedule import EppError
+
+
+def script(folder, text):
+    path = folder / "script.py"
+    path.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{text}\n")
+    return path
+
+
+def test_every_rank_runs_the_program_and_what_all_say_is_in_one_log(tmp_path):
+    finished = launch(2, script(tmp_path, "print(f'{rank} of {os.environ[\"WORLD_SIZE\"]}, {sys.argv[1:]}')"), "--flag", 7)
+    assert finished.returncode == 0
+    assert sorted(finished.output.splitlines()) == ["0 of 2, ['--flag', '7']", "1 of 2, ['--flag', '7']"]
+
+
+def test_the_first_rank_that_fails_ends_the_job_with_its_exit_code(tmp_path):
+    finished = launch(2, script(tmp_path, "sys.exit(3) if rank else time.sleep(600)"))
+    assert finished.returncode == 3
+
+
+def test_a_job_that_takes_longer_than_it_may_is_ended(tmp_path):
+    with pytest.raises(AssertionError, match=r"not finished after 0\.5 s:\n0 is up"):
+        launch(1, script(tmp_path, "print(rank, 'is up')\ntime.sleep(600)"), timeout_s=0.5)
+
+
+def test_without_the_process_that_forks_there_is_a_reason(tmp_path):
+    forks = Forks({})
+    forks._process.kill()
+    with pytest.raises(EppError, match="exit code -9"):
+        forks.run(1, [str(script(tmp_path, ""))], {}, tmp_path / "log", 60)
+    forks.close()
