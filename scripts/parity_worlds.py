@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from parity_planner import share_planner
 from parity_runs import Run, record
 
 from megatron_epp.mcore.forking import preload
@@ -50,6 +51,7 @@ def load_megatron() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("megatron_epp").setLevel(logging.WARNING)
     preload()
+    share_planner()
 
 
 def train_all(trainings: Iterable[Training], folder: Path, limit_s: float) -> dict[Training, list[Run] | str]:

@@ -13,11 +13,13 @@ from megatron_epp.mcore import entry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+from parity_planner import share_planner
 from parity_runs import train
 
 
 def main() -> None:
     entry.prepare()
+    share_planner()
     ranks = int(os.environ["WORLD_SIZE"])
     reports = Path(os.environ["MEMORY_REPORTS"])
     reports.mkdir(exist_ok=True)

@@ -1,0 +1,55 @@
+"""One planning process for all trainings of a process: it takes longer to start than to plan the tiny batches of a few."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from megatron_epp.planner import background
+from megatron_epp.planner.worker import Worker
+
+_numbers = itertools.count()
+
+
+def share_planner() -> None:
+    """Have trainings that this process starts, and those it forks, plan in one each."""
+    background.Worker = _SharedWorker  # type: ignore[misc, assignment]
+
+
+class _SharedWorker:
+    """Stands in for `planner.worker.Worker`: what it makes lives in a process that stays for the next."""
+
+    def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any) -> None:
+        self._number = next(_numbers)
+        self.call(make, *args)
+
+    def call(self, *args: Any) -> Any:
+        """As `Worker.call`: the first makes."""
+        worker, lock = _process()
+        with lock:
+            return worker.call(self._number, *args)
+
+    def close(self) -> None:
+        """Nothing: the process ends with this one."""
+
+
+@functools.cache
+def _process() -> tuple[Worker, threading.Lock]:
+    return Worker(_several), threading.Lock()
+
+
+def _several() -> Callable[..., Any]:
+    """Of the process: whatever is made in it, by number."""
+    made: dict[int, Callable[..., Any]] = {}
+
+    def work(number: int, *args: Any) -> Any:
+        if number in made:
+            return made[number](*args)
+        make, *rest = args
+        made[number] = make(*rest)
+        return None
+
+    return work
