@@ -152,7 +152,7 @@ def part(folder: Path, ranks: int, settings: dict[str, Any], iterations: int, co
     return compare_peaks(run), traces(folder, iterations)[WARM_UP:]
 
 
-def bench(folder: Path, ranks: int, iterations: int, cap_share: float, data_path: str) -> dict[str, Any]:
+def bench(folder: Path, ranks: int, iterations: int, cap_share: float, data_path: str, context: int) -> dict[str, Any]:
     """All runs.
 
     Args:
@@ -161,9 +161,11 @@ def bench(folder: Path, ranks: int, iterations: int, cap_share: float, data_path
         iterations: compared of every run.
         cap_share: the second run's cap on activations, as a share of what the first was planned to take.
         data_path: of the documents.
+        context: longer documents are cut to this many tokens.
     """
     iterations += WARM_UP
-    settings = tiny_gpt(data_path=data_path, train_iters=iterations, pipeline_model_parallel_size=ranks)
+    lengths = {"seq_length": context, "max_position_embeddings": context}
+    settings = tiny_gpt(data_path=data_path, train_iters=iterations, pipeline_model_parallel_size=ranks, **lengths)
     load_before = os.getloadavg()[0]
     say(f"training {iterations} iterations on {ranks} ranks, and again for their memory")
     free_peaks, free = part(folder / "free", ranks, settings, iterations, "measure")
@@ -201,10 +203,11 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=20, help="iterations compared in every run (default 20)")
     parser.add_argument("--pipeline", type=int, default=2, help="pipeline size (default 2)")
     parser.add_argument("--cap-share", type=float, default=0.6, help="activations of the capped run, a share (default 0.6)")
+    parser.add_argument("--context", type=int, default=4096, help="longer documents are cut to so many tokens (default 4096)")
     parser.add_argument("--data-path", help="documents (default: the standard library's sources)")
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, help="folder for report.json, report.md and the runs")
     a = parser.parse_args()
-    report = bench(a.output, a.pipeline, a.iterations, a.cap_share, a.data_path or corpus(a.output))
+    report = bench(a.output, a.pipeline, a.iterations, a.cap_share, a.data_path or corpus(a.output), a.context)
     (a.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (a.output / "report.md").write_text(markdown(report))
     say(markdown(report))
