@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.planner.evaluate import Layers, Played, moved_bytes
+from megatron_epp.planner.evaluate import Layers, Played, moved_of
 from megatron_epp.planner.gaps import Busy, Link, earliest, latest
 from megatron_epp.planner.memory import held_bytes
 from megatron_epp.planner.order import Order
@@ -110,18 +110,20 @@ class Chooser:
     def _copy(self, forward: Action, entered: int, position: int) -> None:
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
-        kept = moved_bytes(tables, self.layers, stage, c, 1.0)
+        kept, least = tables.kept_bytes(stage, c, self.layers[stage][c]), tables.layer_input[stage][c]
         if leaves <= position or not kept:
             return
         most = min(int(kept * tables.offloadable_share), int(self.excess[position:leaves].max()))
+        free_us, wanted_us = float(self.end[entered]), float(self.start[position])
+        gone_us, needed_us = float(self.end[position]), float(self.start[leaves])
         for part in PARTS:
             share = min(1.0, -(-int(part * most) * 1024 // kept) / 1024)
-            took_us = tables.host_us(moved_bytes(tables, self.layers, stage, c, share))
-            out = earliest((self.own, self.link.out), float(self.end[entered]), float(self.start[position]), took_us)
+            moved = moved_of(kept, least, share)
+            took_us = tables.host_us(moved)
+            out = earliest((self.own, self.link.out), free_us, wanted_us, took_us)
             if out is None:
                 continue
-            soonest_us, latest_us = max(out + took_us, float(self.end[position])), float(self.start[leaves])
-            back = latest((self.own, self.link.back), soonest_us, latest_us, took_us)
+            back = latest((self.own, self.link.back), max(out + took_us, gone_us), needed_us, took_us)
             if back is not None:
                 break
         else:
@@ -130,8 +132,8 @@ class Chooser:
             busy.take(start_us, took_us)
         first = int(np.searchsorted(self.start, out + took_us))
         last = int(np.searchsorted(self.end, back, side="right"))
-        self.excess[first:last] -= moved_bytes(tables, self.layers, stage, c, share)
-        self.away[first:last] += moved_bytes(tables, self.layers, stage, c, share)
+        self.excess[first:last] -= moved
+        self.away[first:last] += moved
         # On a link of its own the rank's order is enough: what waits for a gap waits for the rank's copies before it.
         left = int(np.searchsorted(self.end, out, side="right")) - 1
         self.chosen += [

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_epp.planner.inner import timing
 from megatron_epp.planner.inner.columns import Codes, code_of, decode, encode
-from megatron_epp.planner.inner.compiled import Floats, Integers, floats, integers
+from megatron_epp.planner.inner.compiled import Floats, Integers, floats, integers, numbers
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 from megatron_epp.schedule import Action, Op, PlanError
@@ -71,8 +71,12 @@ def moved_bytes(tables: Tables, layers: Layers, stage: int, c: int, share: float
     """What an offload of a share of a chunk's kept bytes moves, and at least the input of a layer: to split one tensor takes
     room that another has made by leaving whole (see `runtime.offload.choose`).
     """
-    kept = tables.kept_bytes(stage, c, layers[stage][c])
-    return max(int(kept * share), min(kept, tables.layer_input[stage][c])) if share > 0.0 else 0
+    return moved_of(tables.kept_bytes(stage, c, layers[stage][c]), tables.layer_input[stage][c], share)
+
+
+def moved_of(kept: int, layer_input: int, share: float) -> int:
+    """The same, of what is kept."""
+    return max(int(kept * share), min(kept, layer_input)) if share > 0.0 else 0
 
 
 def makespan_us(order: Order | Codes, tables: Tables, layers: Layers) -> float:
@@ -158,5 +162,5 @@ def _play(
 
 
 def _rows(column: Floats, starts: Integers) -> Times:
-    entries = list(map(float, column))
+    entries = numbers(column)
     return [entries[starts[rank] : starts[rank + 1]] for rank in range(len(starts) - 1)]

@@ -52,9 +52,9 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options)
         return made
     _say_if_slow()
     bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=False))
-    start_us = makespan_us(made.order, tables, made.layers)
     columns = tables.columns
     codes = encode(made.order, columns.num_chunks)
+    start_us = makespan_us(codes, tables, made.layers)
     layers = list(chain.from_iterable(made.layers))
     now, best, trial = (Choice(integers(codes.actions), integers(layers), integers(columns.most)) for _ in range(3))
     facts = _facts(made, tables, problem, codes)

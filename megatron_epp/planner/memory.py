@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.inner import memory as inner
 from megatron_epp.planner.inner.columns import Codes, encode
-from megatron_epp.planner.inner.compiled import Integers, integers
-from megatron_epp.planner.inner.memory import peak, sweep
+from megatron_epp.planner.inner.compiled import Integers, integers, numbers
+from megatron_epp.planner.inner.memory import fit, peak, sweep
 from megatron_epp.planner.inner.timing import mark_split
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options
@@ -51,12 +51,8 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
         peaks = peaks_bytes(codes, tables, layers)
         return Fit(layers) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
     column, leaves, allowed = integers([0] * items), integers([0] * items), integers(caps_at(codes, caps))
-    for rank, cap in enumerate(caps):
-        begin, stop, static = codes.starts[rank], codes.starts[rank + 1], tables.static[rank]
-        if peak(codes.actions, begin, stop, columns, column, static) <= cap:
-            continue
-        if not sweep(codes.actions, begin, stop, columns, columns.most, allowed, static, column, leaves):
-            return Fit(None, max(least_peaks(codes, tables)))
+    if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves):
+        return Fit(None, max(least_peaks(codes, tables)))
     return Fit(by_stage(column, columns.num_chunks))
 
 
@@ -113,7 +109,8 @@ def levels(order: Order | Codes, tables: Tables, layers: Layers) -> tuple[list[l
     mark_split(codes.actions, split)
     inner.levels(codes.actions, columns, integers(chain.from_iterable(layers)), split, takes, gives)
     rows = [slice(codes.starts[rank], codes.starts[rank + 1]) for rank in range(codes.num_ranks)]
-    return [list(map(int, takes[row])) for row in rows], [list(map(int, gives[row])) for row in rows]
+    taken, given = numbers(takes), numbers(gives)
+    return [taken[row] for row in rows], [given[row] for row in rows]
 
 
 def held_bytes(order: Order | Codes, tables: Tables, layers: Layers) -> list[NDArray[np.int64]]:
@@ -123,7 +120,7 @@ def held_bytes(order: Order | Codes, tables: Tables, layers: Layers) -> list[NDA
 
 
 def by_stage(column: Integers, num_chunks: int) -> Layers:
-    entries = list(map(int, column))
+    entries = numbers(column)
     return [entries[at : at + num_chunks] for at in range(0, len(entries), num_chunks)]
 
 

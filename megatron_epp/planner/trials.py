@@ -12,6 +12,7 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.hosted_choice import at_host, choices
 from megatron_epp.planner.hosting import SHARING, Pairs, with_hosted
+from megatron_epp.planner.inner.columns import encode
 from megatron_epp.planner.listing import Listing
 from megatron_epp.planner.memory import fit_recompute
 from megatron_epp.planner.offload import fit_offload
@@ -63,12 +64,13 @@ class Trials:
     def _better(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule | Listing) -> bool:
         self.seen.add((chunks, schedule))
         order = self._order(chunks, tables, schedule)
-        fit = fit_recompute(order, tables, self.problem.cap_bytes, self.options)
+        codes = encode(order, len(chunks))
+        fit = fit_recompute(codes, tables, self.problem.cap_bytes, self.options)
         if fit.layers is None:
             before = self.least_cap or math.inf
             self.least_cap = int(min(before, fit.needed_bytes))
             return self.best is None and fit.needed_bytes < CLEARLY * before
-        took_us = makespan_us(order, tables, fit.layers)
+        took_us = makespan_us(codes, tables, fit.layers)
         if took_us >= self.best_us:
             return False
         self.best, self.best_us, self.schedule = Decisions(chunks, order, fit.layers, self.levels), took_us, schedule
@@ -88,6 +90,7 @@ class Trials:
         """Try a table with keys and values at the host, alone and beside offload; True when it is faster than all before."""
         plain = tabulate(chunks, self.problem, self.costs, self.levels)
         order = self._order(chunks, plain, schedule)
+        codes = encode(order, len(chunks))
         found = False
         for pairs in dict.fromkeys(filter(None, choices(order, plain, chunks, self.problem, self.costs, self.levels))):
             short = max(at_host(order, chunks, self.problem, self.costs, pairs)) - self.problem.host_cap_bytes
@@ -97,12 +100,12 @@ class Trials:
             tables, shared = (with_hosted(plain, *given, sharing) for sharing in (1.0, SHARING))
             if busiest_us(tables) >= self.best_us:
                 continue
-            fit = fit_recompute(order, tables, self.problem.cap_bytes, self.options)
+            fit = fit_recompute(codes, tables, self.problem.cap_bytes, self.options)
             if fit.layers is None:
                 self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
             elif short > 0:
                 self._needs_host(short)
-            elif (took_us := makespan_us(order, tables, fit.layers)) < self.best_us:
+            elif (took_us := makespan_us(codes, tables, fit.layers)) < self.best_us:
                 self.best, self.best_us = Decisions(chunks, order, fit.layers, self.levels, hosted=pairs), took_us
                 found = True
             if not self.problem.forward_only and busiest_us(shared) < WORTH * self.best_us:

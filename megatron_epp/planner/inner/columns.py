@@ -131,7 +131,7 @@ def code_of(action: Action, num_chunks: int) -> int:
 
 
 def encode(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
-    actions = integers(code_of(action, num_chunks) for row in order for action in row)
+    actions = integers([3 * (stage * num_chunks + c) + OPS[op] for row in order for op, stage, c in row])
     return Codes(actions, integers(accumulate(map(len, order), initial=0)))
 
 

@@ -42,8 +42,17 @@ def plain[F: Callable[..., Any]](function: F) -> F:
 
 
 def integers(values: Iterable[int]) -> Integers:
-    return list(values) if _njit is None else cast(Integers, np.array(list(values), dtype=np.int64))
+    return list(values) if _njit is None else cast(Integers, np.array(_listed(values), dtype=np.int64))
 
 
 def floats(values: Iterable[float]) -> Floats:
-    return list(values) if _njit is None else cast(Floats, np.array(list(values), dtype=np.float64))
+    return list(values) if _njit is None else cast(Floats, np.array(_listed(values), dtype=np.float64))
+
+
+def _listed[N: (int, float)](values: Iterable[N]) -> list[N]:
+    return values if isinstance(values, list) else list(values)
+
+
+def numbers[N: (int, float)](column: MutableSequence[N]) -> list[N]:
+    """A column as numbers of Python's own, or a part of one."""
+    return column.tolist() if isinstance(column, np.ndarray) else list(column)

@@ -168,6 +168,26 @@ def sweep(
 
 
 @compiled
+def fit(
+    actions: Integers, starts: Integers, columns: Columns, caps: Integers, caps_at: Integers, layers: Integers, leaves: Integers
+) -> bool:
+    """Have every rank that is above its cap recompute as much as `sweep` finds; whether all stay under theirs.
+
+    Args:
+        caps: of every rank; caps_at: the same by place among the actions.
+        layers: zeros by item, where the answer goes.
+        leaves: room for a number per item.
+    """
+    for rank in range(len(starts) - 1):
+        begin, stop, static = starts[rank], starts[rank + 1], columns.static[rank]
+        if peak(actions, begin, stop, columns, layers, static) <= caps[rank]:
+            continue
+        if not sweep(actions, begin, stop, columns, columns.most, caps_at, static, layers, leaves):
+            return False
+    return True
+
+
+@compiled
 def give_cheapest(
     alive: list[tuple[float, int, int]],
     columns: Columns,
