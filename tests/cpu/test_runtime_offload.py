@@ -17,6 +17,33 @@ CPU = torch.device("cpu")
 OWNER = 0, 0
 
 
+class Forward:
+    """A chunk's forward that keeps two tensors of one size.
+
+    Attributes:
+        kept: their bytes.
+    """
+
+    def __init__(self):
+        self.x = torch.ones(8 * KIB, requires_grad=True)
+        self.saved = SavedTensors([self.x])
+        self.offload = Offload(self.saved, HostMemory(CPU, 1 << 20))
+        with self.saved, self.offload.forward_of(OWNER):
+            self.y = (self.x.exp() * 1.0).exp().sum()
+        self.kept = self.saved.live_bytes
+
+    @property
+    def held_bytes(self):
+        """On the device and at the host."""
+        return self.saved.live_bytes, self.offload.host_bytes
+
+    def run_backward(self):
+        """And see that the gradient is right."""
+        self.offload.before_backward(OWNER)
+        self.y.backward()
+        assert torch.equal(self.x.grad, self.x.exp() * self.x.exp().exp())
+
+
 def storages(*sizes):
     return [Storage(torch.empty(size, dtype=torch.uint8).untyped_storage(), OWNER) for size in sizes]
 
@@ -52,24 +79,18 @@ def test_what_others_hold_or_several_chunks_share_stays():
 
 
 def test_the_device_holds_less_between_free_and_back_and_the_host_holds_it_from_out_to_back():
-    x = torch.ones(8 * KIB, requires_grad=True)
-    offload = Offload(saved := SavedTensors([x]), HostMemory(CPU, 1 << 20))
-    with saved:
-        with offload.forward_of(OWNER):
-            y = (x.exp() * 1.0).exp().sum()
-        kept = saved.live_bytes
-        offload.out(OWNER, 0.5)
-        assert (saved.live_bytes, offload.host_bytes) == (kept, kept // 2)
-        offload.free(OWNER)
-        assert (saved.live_bytes, offload.host_bytes) == (kept // 2, kept // 2)
-        with pytest.raises(EppError, match="never came back"):
-            offload.assert_empty()
-        offload.back(OWNER)
-        assert (saved.live_bytes, offload.host_bytes) == (kept, 0)
-        offload.before_backward(OWNER)
-        y.backward()
-    assert saved.live_bytes == 0
-    assert torch.equal(x.grad, x.exp() * x.exp().exp())
+    forward = Forward()
+    kept, offload = forward.kept, forward.offload
+    offload.out(OWNER, 0.5)
+    assert forward.held_bytes == (kept, kept // 2)
+    offload.free(OWNER)
+    assert forward.held_bytes == (kept // 2, kept // 2)
+    with pytest.raises(EppError, match="never came back"):
+        offload.assert_empty()
+    offload.back(OWNER)
+    assert forward.held_bytes == (kept, 0)
+    forward.run_backward()
+    assert forward.held_bytes == (0, 0)
     offload.assert_empty()
 
 
@@ -91,31 +112,21 @@ def test_as_much_leaves_as_was_asked_for_and_the_last_storage_in_part_where_the_
 
 
 def test_of_a_storage_that_leaves_in_part_the_rest_stays_on_the_device():
-    x = torch.ones(8 * KIB, requires_grad=True)
-    offload = Offload(saved := SavedTensors([x]), HostMemory(CPU, 1 << 20))
-    with saved:
-        with offload.forward_of(OWNER):
-            y = (x.exp() * 1.0).exp().sum()
-        kept = saved.live_bytes
-        offload.out(OWNER, 0.75)
-        offload.free(OWNER)
-        assert (saved.live_bytes, offload.host_bytes) == (kept // 4, kept * 3 // 4)
-        offload.back(OWNER)
-        assert (saved.live_bytes, offload.host_bytes) == (kept, 0)
-        offload.before_backward(OWNER)
-        y.backward()
-    assert (saved.live_bytes, saved.peak_bytes) == (0, kept)
-    assert torch.equal(x.grad, x.exp() * x.exp().exp())
+    forward = Forward()
+    kept, offload = forward.kept, forward.offload
+    offload.out(OWNER, 0.75)
+    offload.free(OWNER)
+    assert forward.held_bytes == (kept // 4, kept * 3 // 4)
+    offload.back(OWNER)
+    assert forward.held_bytes == (kept, 0)
+    forward.run_backward()
+    assert (forward.saved.live_bytes, forward.saved.peak_bytes) == (0, kept)
 
 
 def test_what_is_dropped_while_a_part_of_it_is_away_is_forgotten():
-    x = torch.ones(8 * KIB, requires_grad=True)
-    offload = Offload(saved := SavedTensors([x]), HostMemory(CPU, 1 << 20))
-    with saved:
-        with offload.forward_of(OWNER):
-            y = (x.exp() * 1.0).exp().sum()
-        offload.out(OWNER, 0.75)
-        offload.free(OWNER)
-        offload.abandon()
-        del y
-    assert saved.live_bytes == 0
+    forward = Forward()
+    forward.offload.out(OWNER, 0.75)
+    forward.offload.free(OWNER)
+    forward.offload.abandon()
+    del forward.y
+    assert forward.saved.live_bytes == 0

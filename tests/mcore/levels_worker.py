@@ -96,19 +96,11 @@ def by_levels(executor):
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from megatron_epp.mcore import session as sessions
-    from megatron_epp.runtime import attention
     from megatron_epp.runtime.host import HostMemory
     from megatron_epp.runtime.offload import Offload
     from megatron_epp.runtime.saved import SavedTensors
 
-    calls: list[int] = []
-    choose = attention.kernels.choose
-
-    def counting(*args):
-        kernel = choose(*args)
-        return replace(kernel, forward=lambda *call: (calls.append(1), kernel.forward(*call))[1])
-
-    attention.kernels.choose = counting
+    calls = counted_calls()
 
     class ByLevels(executor):
         def __init__(self, plan, rank, stages, *rest, **named):
@@ -136,13 +128,8 @@ def by_levels(executor):
 
         def run(self):
             states = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
-            variants = {name: with_levels(self.plan, recompute) for name, recompute in ({"": Recompute()} | LEVELS).items()}
-            variants |= {name: with_copies(with_levels(self.plan, again), share) for name, (again, share) in OFFLOADS.items()}
-            for name, (again, share) in HOSTED.items():
-                variant = with_levels(self.plan, again)
-                variants[name] = with_hosted(with_copies(variant, share) if share else variant)
             differ, kernels, peaks, away, plain = {}, {}, {}, {}, {}
-            for name, variant in variants.items():
+            for name, variant in variants_of(self.plan).items():
                 gradients, kernels[name], peaks[name], away[name] = self.gradients_of(variant, states)
                 plain = plain or gradients
                 differ[name] = [key for key, grad in gradients.items() if not torch.equal(grad, plain[key])]
@@ -160,6 +147,31 @@ def by_levels(executor):
             (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))
 
     return ByLevels
+
+
+def counted_calls():
+    """A list that grows by one with every call of attention's kernel."""
+    from megatron_epp.runtime import attention
+
+    calls: list[int] = []
+    choose = attention.kernels.choose
+
+    def counting(*args):
+        kernel = choose(*args)
+        return replace(kernel, forward=lambda *call: (calls.append(1), kernel.forward(*call))[1])
+
+    attention.kernels.choose = counting
+    return calls
+
+
+def variants_of(plan):
+    """The plan without recompute, and with all else, by name."""
+    variants = {name: with_levels(plan, recompute) for name, recompute in ({"": Recompute()} | LEVELS).items()}
+    variants |= {name: with_copies(with_levels(plan, again), share) for name, (again, share) in OFFLOADS.items()}
+    for name, (again, share) in HOSTED.items():
+        variant = with_levels(plan, again)
+        variants[name] = with_hosted(with_copies(variant, share) if share else variant)
+    return variants
 
 
 def with_levels(plan, recompute):
