@@ -155,11 +155,13 @@ class PlannedBatches(Iterator[GlobalBatch]):
         return items
 
     def _next_planned(self, make: MakePlan) -> tuple[GlobalBatch, PackedPlans]:
-        if self._waiting:
-            batch = self._waiting.popleft()
-            return batch, make(batch.lengths)
-        batch, packed, version = next(self._ahead)
-        return batch, make(batch.lengths) if packed is None or version != self._version else packed
+        if not self._waiting:
+            batch, packed, version = next(self._ahead)
+            if packed is not None and version == self._version:
+                return batch, packed
+            self._waiting.append(batch)
+        packed = make(self._waiting[0].lengths)  # it waits on where that fails
+        return self._waiting.popleft(), packed
 
 
 def _batches(
