@@ -24,7 +24,7 @@ class Patch:
     target        "package.module:name" or "package.module:Class.method"
     replacement   what to put there; with `wraps`, a function of the original that returns it
     reason        one line, shown when the patch is applied
-    versions      the Megatron versions it is for; elsewhere it is left out
+    versions      of the Megatron versions there are, those it is for, such as ">=0.18"; elsewhere it is left out. Empty: all
     fingerprints  `fingerprint(target)` of every original this was written for, by default those in `fingerprints.PATCHED`; none
                   where the content does not matter
     """
@@ -33,7 +33,7 @@ class Patch:
     replacement: Callable[..., Any]
     reason: str
     wraps: bool = False
-    versions: str = compat.SUPPORTED
+    versions: str = ""
     fingerprints: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int =
     """
     version = compat.installed_version()
     done = {applied.patch for applied in _applied}
-    wanted = [p for p in patches if p not in done and (allow_unknown or compat.matches(version, p.versions))]
+    wanted = [p for p in patches if p not in done and compat.matches(version, p.versions)]
     for patch in wanted:
         check(patch, allow_unknown)
     for patch in wanted:

@@ -123,9 +123,15 @@ def test_a_target_that_is_not_there_is_named(library: ModuleType, target: str) -
         patching.apply([Patch(target, lambda: None, "")])
 
 
-def test_a_patch_for_another_version_is_left_out(library: ModuleType) -> None:
-    patching.apply([Patch(BYE.target, BYE.replacement, "", versions="<0.1")])
-    assert library.greet("you") == "hello you"
+@pytest.mark.parametrize("version", ["0.19.2", "0.99.0"])
+@pytest.mark.parametrize("allow_unknown", [False, True])
+def test_a_patch_for_another_version_is_left_out_also_where_unknown_code_is_allowed(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch, version: str, allow_unknown: bool
+) -> None:
+    monkeypatch.setattr(compat, "installed_version", lambda: version)
+    old, new = (Patch(BYE.target, BYE.replacement, versions, versions=versions) for versions in ("<0.18", ">=0.18"))
+    patching.apply([old, LOUDER, new], allow_unknown=allow_unknown)
+    assert ours() == (LOUDER, new)
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 2), ("1", 0)])
