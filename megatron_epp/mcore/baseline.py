@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,14 @@ from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.core_attention import ChunkParams
 from megatron_epp.mcore.loss import token_loss
 from megatron_epp.mcore.report import IterationReport, count_tokens
+from megatron_epp.planner.baselines.rows import pack_whole
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import KVRelay
 from megatron_epp.runtime.segments import SegmentTable
 from megatron_epp.schedule import Chunk, Segment
 
 
-def microbatches(lengths: tuple[int, ...], schedule: str, seq_length: int) -> list[Chunk]:
+def microbatches(lengths: tuple[int, ...], schedule: str, seq_length: int) -> Sequence[Chunk]:
     """The batch as microbatches of whole documents.
 
     Args:
@@ -33,17 +34,7 @@ def microbatches(lengths: tuple[int, ...], schedule: str, seq_length: int) -> li
     """
     if schedule != "packed":
         return [Chunk((Segment(i, 0, n),)) for i, n in enumerate(lengths)]
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
-        if place is None:
-            place = len(bins)
-            bins.append([])
-            room.append(seq_length)
-        bins[place].append(i)
-        room[place] -= lengths[i]
-    return [Chunk(tuple(Segment(i, 0, lengths[i]) for i in members)) for members in bins]
+    return pack_whole(lengths, seq_length)
 
 
 def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +80,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
     return forward_backward
 
 
-def _arrays(batch: GlobalBatch, chunks: list[Chunk], multiple: int) -> Iterator[tuple[Chunk, ChunkArrays]]:
+def _arrays(batch: GlobalBatch, chunks: Sequence[Chunk], multiple: int) -> Iterator[tuple[Chunk, ChunkArrays]]:
     for chunk in chunks:
         yield chunk, batch.chunk_of(chunk.segments, multiple)
 

@@ -16,8 +16,7 @@ from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.baselines.chunkflow import budgets, recompute_all_but_last, uniform_chunks
 from megatron_epp.planner.baselines.contest import uniform_layers
 from megatron_epp.planner.baselines.order import seq1f1b_order
-from megatron_epp.planner.baselines.packed_1f1b import packed_rows
-from megatron_epp.planner.baselines.rows import chunk_sizes, context_tokens
+from megatron_epp.planner.baselines.rows import chunk_sizes, context_tokens, pack_whole
 from megatron_epp.planner.baselines.seq1f1b import fixed_size_chunks
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunking import whole_sequences
@@ -133,7 +132,7 @@ def _chunks(problem: Problem, options: Options, size: int | None) -> tuple[Chunk
     if options.planner == "1f1b-padded":
         return whole_sequences(problem.lengths)
     if size is None:
-        return packed_rows(problem, options)
+        return pack_whole(problem.lengths, context_tokens(problem, options))
     return (fixed_size_chunks if options.planner == "seq1f1b" else uniform_chunks)(problem.lengths, size)
 
 

@@ -6,9 +6,8 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.baselines.contest import Contest
 from megatron_epp.planner.baselines.order import seq1f1b_order
-from megatron_epp.planner.baselines.rows import context_tokens, first_fit
+from megatron_epp.planner.baselines.rows import context_tokens, pack_whole
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.schedule import Chunk, Segment
 
 
 def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -20,15 +19,7 @@ def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
         InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context.
     """
     contest = Contest(problem, costs, options)
-    chunks = packed_rows(problem, options)
+    chunks = pack_whole(problem.lengths, context_tokens(problem, options))
     order = seq1f1b_order([[c] for c in range(len(chunks))], problem.num_stages, problem.forward_only)
     contest.enter_uniform(chunks, order)
     return contest.result()
-
-
-def packed_rows(problem: Problem, options: Options) -> tuple[Chunk, ...]:
-    """Whole sequences in as few rows as first fit makes of them, longest first. Raises `InfeasibleError`: one is too long."""
-    lengths = problem.lengths
-    longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
-    rows = first_fit([(q, lengths[q]) for q in longest_first], context_tokens(problem, options))
-    return tuple(Chunk(tuple(Segment(q, 0, lengths[q]) for q in row)) for row in rows)

@@ -29,7 +29,7 @@ def first_fit(items: Iterable[tuple[int, int]], room: int, bins: Sequence[int] =
     """Put each item into the first bin with room.
 
     Args:
-        items: (what, tokens), none above `room`.
+        items: (what, tokens); one above `room` has a bin of its own.
         room: tokens of a bin.
         bins: tokens already in bins that stand first.
 
@@ -47,6 +47,13 @@ def first_fit(items: Iterable[tuple[int, int]], room: int, bins: Sequence[int] =
         held[place].append(what)
         left[place] -= tokens
     return held
+
+
+def pack_whole(lengths: Sequence[int], room: int) -> tuple[Chunk, ...]:
+    """Whole sequences in rows of at most `room` tokens: first fit, longest first. One that is longer has a row of its own."""
+    longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
+    rows = first_fit([(q, lengths[q]) for q in longest_first], room)
+    return tuple(Chunk(tuple(Segment(q, 0, lengths[q]) for q in row)) for row in rows)
 
 
 def chunk_sizes(problem: Problem, options: Options) -> list[int]:
