@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_epp.cost.analytic import CPU, H100, Rates
 from megatron_epp.cost.head import AUTO, loss_block_tokens
-from megatron_epp.cost.profile import SCHEMA as PROFILE_SCHEMA
+from megatron_epp.cost.profile import FORM as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.shape import ModelShape
 from megatron_epp.cost.spread import spread_layers
@@ -112,7 +112,7 @@ def load_costs(name: str) -> Profile | PipelineCosts:
     path = find("profiles", name)
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        return Profile.from_json(text) if f'"{PROFILE_SCHEMA}"' in text else PipelineCosts.from_json(text)
+        return Profile.from_json(text) if f'"{PROFILE.schema}"' in text else PipelineCosts.from_json(text)
     except EppError as error:
         raise EppError(f"{path}: {error}") from error
 

@@ -12,20 +12,19 @@ JSON form, times in microseconds and sizes in bytes, everything per rank::
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_epp.cost.host_link import divide
-from megatron_epp.cost.line import NO_TIME, Level, Line, level_from
+from megatron_epp.cost.line import NO_TIME, Level, Line
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.stage import PipelineCosts, StageCosts
-from megatron_epp.schedule import LEVELS, EppError
+from megatron_epp.cost.text import Form, with_lines
+from megatron_epp.schedule import EppError
 
-SCHEMA = "megatron-epp/profile"
-VERSION = 1
+FORM = Form("profile", "megatron-epp/profile", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,25 +175,15 @@ class Profile:
 
     def to_json(self) -> str:
         """Canonical JSON; `from_json` gives an equal object. No link to the host is written as null."""
-        body = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
-        if math.isinf(self.host_us_per_byte):
-            body["host_us_per_byte"] = None
-        return json.dumps(body, sort_keys=True, indent=1, allow_nan=False)
+        return FORM.write(self)
 
     @staticmethod
     def from_json(text: str) -> Profile:
         """Read `to_json`. Raises `EppError` when the text is something else."""
-        try:
-            body = json.loads(text)
-            if (body["schema"], body["version"]) != (SCHEMA, VERSION):
-                raise EppError(f"profile is {body['schema']!r} version {body['version']}; this reads {SCHEMA!r} {VERSION}")
-            known = {field.name: body[field.name] for field in fields(Profile) if body.get(field.name) is not None}
-            return Profile(**known | {name: _part(known[name]) for name in ("layer", "embedding", "head") if name in known})
-        except (ValueError, KeyError, TypeError) as error:
-            raise EppError(f"not a profile ({type(error).__name__}: {error}); write one with `megatron-epp profile`") from error
+        return FORM.read(text, _profile)
 
 
-def _part(body: dict[str, Any]) -> Part:
-    levels = {name: level_from(body[name]) for name in LEVELS if isinstance(body.get(name), dict)}
-    lines = {name: Line(**value) for name, value in body.items() if isinstance(value, dict) and name not in levels}
-    return Part(**body | lines | levels)
+def _profile(body: dict[str, Any]) -> Profile:
+    known = {field.name: body[field.name] for field in fields(Profile) if field.name in body}
+    parts: dict[str, Any] = {name: Part(**with_lines(known[name])) for name in ("layer", "embedding", "head") if name in known}
+    return Profile(**known | parts)

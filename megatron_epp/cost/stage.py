@@ -6,23 +6,22 @@ Coefficients come from `analytic_costs` or from measurement; either way they are
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from megatron_epp.cost.hosting import Hosting, hosting
-from megatron_epp.cost.line import NO_TIME, Level, Line, TimeColumn, level_from
+from megatron_epp.cost.line import NO_TIME, Level, Line, TimeColumn
 from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, NO_STATIC, WORKING, Static
+from megatron_epp.cost.text import Form, with_lines
 from megatron_epp.cost.work import ChunkWork, IntColumn
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.schedule.size_class import size_classes
 
-SCHEMA = "megatron-epp/costs"
-VERSION = 1
+_FORM = Form("cost profile", "megatron-epp/costs", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,30 +330,21 @@ class PipelineCosts:
 
     def to_json(self) -> str:
         """Canonical JSON; `from_json` gives an equal object. No link to the host is written as null."""
-        body = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
-        if math.isinf(self.host_us_per_byte):
-            body["host_us_per_byte"] = None
-        return json.dumps(body, sort_keys=True, indent=1, allow_nan=False)
+        return _FORM.write(self)
 
     @staticmethod
     def from_json(text: str) -> PipelineCosts:
         """Read `to_json`; what older files lack keeps its default. Raises `EppError` when the text is something else."""
-        try:
-            body = json.loads(text)
-            if (body["schema"], body["version"]) != (SCHEMA, VERSION):
-                raise EppError(f"cost profile is {body['schema']!r} version {body['version']}; this reads {SCHEMA!r} {VERSION}")
-            known = {field.name: body[field.name] for field in fields(PipelineCosts) if body.get(field.name) is not None}
-            return PipelineCosts(**known | {"stages": tuple(_stage_from(stage) for stage in body["stages"])})
-        except (ValueError, KeyError, TypeError) as error:
-            raise EppError(
-                f"not a cost profile ({type(error).__name__}: {error}); write one with `megatron-epp profile`"
-            ) from error
+        return _FORM.read(text, _costs)
 
 
-def _stage_from(body: dict[str, Any]) -> StageCosts:
+def _costs(body: dict[str, Any]) -> PipelineCosts:
+    known = {field.name: body[field.name] for field in fields(PipelineCosts) if field.name in body}
+    return PipelineCosts(**known | {"stages": tuple(map(_stage, body["stages"]))})
+
+
+def _stage(body: dict[str, Any]) -> StageCosts:
     static = Static(**body.pop("static", {}))
     if "static_bytes" in body:  # from before they were told apart
         static = Static(weights=body.pop("static_bytes"))
-    levels = {name: level_from(body[name]) for name in LEVELS if isinstance(body.get(name), dict)}
-    lines = {name: Line(**value) for name, value in body.items() if isinstance(value, dict) and name not in levels}
-    return StageCosts(static=static, **body | lines | levels)
+    return StageCosts(static=static, **with_lines(body))
