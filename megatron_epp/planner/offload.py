@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_epp.planner.common_recompute import fit_alike
 from megatron_epp.planner.copies import choose
@@ -19,6 +20,9 @@ from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Action, Op
 from megatron_epp.schedule.hosted import in_units
+from megatron_epp.schedule.issue import CopyTimes, places
+
+Integers = NDArray[np.int64]
 
 SHARES = (1.0, 0.7, 0.4, 0.1, 0.0)
 """Of what is above the cap, what the link is to take. The rest is recomputed."""
@@ -185,32 +189,32 @@ def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Actio
 
 
 def peaks_beside(order: Order, tables: Tables, made: Offload, played: Played) -> list[int]:
-    """Most bytes that each rank holds at a time. At equal times loads come first and offloads last, so it is never too low."""
+    """Most bytes that each rank holds at a time, as `simulate` says of the plan."""
     found = []
-    rows = zip(tables.static, made.copies, *levels(order, tables, made.layers), strict=True)
-    for rank, (static, copies, takes, gives) in enumerate(rows):
-        actions = [action for action, _ in copies]
-        compute = np.ravel(np.column_stack((takes, np.negative(gives))))
-        times = np.ravel(np.column_stack(played.of(rank)))
-        sizes = np.array([made.moved(tables, action) for action in actions], dtype=np.int64)
-        loads = np.array([action.op is Op.L for action in actions], dtype=np.bool_)
-        begins, ends = np.array(played.copy_start_us[rank]), np.array(played.copy_end_us[rank])
-        when = np.concatenate((begins[loads], times, ends[~loads]))
-        delta = np.concatenate((sizes[loads], compute, -sizes[~loads]))
+    for rank, (static, takes, gives) in enumerate(zip(tables.static, *levels(order, tables, made.layers), strict=True)):
+        at, more = _changes(tables, made, played, rank)
+        when = np.concatenate((3 * at, np.repeat(3 * np.arange(len(takes)), 2) + np.tile((1, 2), len(takes))))
+        delta = np.concatenate((more, np.ravel(np.column_stack((takes, np.negative(gives))))))
         found.append(int(static + np.cumsum(delta[np.argsort(when, kind="stable")]).max()))
     return found
 
 
 def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]:
-    """The least that is away of each rank while each of its actions runs, ``[rank][position]``."""
+    """What is away of each rank while each of its actions runs, ``[rank][position]``."""
     found = []
-    for rank, copies in enumerate(made.copies):
-        changes = [(0.0, 0)]
-        for (action, _), start_us, end_us in zip(copies, played.copy_start_us[rank], played.copy_end_us[rank], strict=True):
-            moved = made.moved(tables, action)
-            changes.append((start_us, -moved) if action.op is Op.L else (end_us, moved))
-        times, away = np.array(sorted(changes)).T[0], np.cumsum([moved for _, moved in sorted(changes)])
-        starts, ends = played.of(rank)
-        spans = zip(np.searchsorted(times, starts, "right"), np.searchsorted(times, ends), strict=True)
-        found.append([int(away[first - 1 : max(first, last)].min()) for first, last in spans])
+    for rank, starts in enumerate(played.start_us):
+        at, more = _changes(tables, made, played, rank)
+        away = np.zeros(len(starts) + 1, dtype=np.int64)
+        np.subtract.at(away, at, more)
+        found.append(np.cumsum(away)[:-1].tolist())
     return found
+
+
+def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[Integers, Integers]:
+    """What copies change of a rank's bytes, in order: before which of its actions, and by how many."""
+    starts, ends = played.start_us[rank], played.end_us[rank]
+    actions = [action for action, _ in made.copies[rank]]
+    ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))
+    sizes = [made.moved(tables, action) * (1 if action.op is Op.L else -1) for action in actions]
+    at = [place.changes for place in places(starts, ends, ran)]
+    return np.array(at, dtype=np.int64), np.array(sizes, dtype=np.int64)

@@ -6,7 +6,7 @@ from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.hosted import host_peaks
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.recompute import NO_RECOMPUTE, Recompute
-from megatron_epp.schedule.simulate import simulate
+from megatron_epp.schedule.simulate import Timeline, simulate
 
 
 def busy_us(plan: Plan, rank: int) -> float:
@@ -70,9 +70,15 @@ def offload_share(plan: Plan) -> float:
     return sum(shares) / len(shares) if shares else 0.0
 
 
-def host_peak_bytes(plan: Plan) -> list[int]:
-    """Most bytes that each rank has at the host at one time."""
-    return list(host_peaks(simulate(plan))) if plan.hosted or any(plan.copies) else [0] * plan.num_ranks
+def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
+    """Most bytes that each rank has at the host at one time.
+
+    Args:
+        timeline: of the plan; None to simulate it, where it has anything there.
+    """
+    if not plan.hosted and not any(plan.copies):
+        return [0] * plan.num_ranks
+    return list(host_peaks(timeline or simulate(plan)))
 
 
 def hosted_bytes(plan: Plan) -> int:

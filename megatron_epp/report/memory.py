@@ -48,7 +48,7 @@ def _table(account: Account, peaks: Sequence[Moment], ranks: Sequence[int], size
     rows.append(["cap", *(format_cap(cap) if is_unlimited(cap) else f"{cap / size:.2f}" for cap in caps)])
     if not any(map(is_unlimited, caps)):
         rows.append(["headroom", *(f"{(plan.cap_bytes[r] - peaks[r].num_bytes) / size:.2f}" for r in ranks)])
-    if any(hosts := host_peak_bytes(plan)):
+    if any(hosts := host_peak_bytes(plan, account.timeline)):
         rows.append(row("host memory, at its peak", _of(hosts, ranks)))
     rows.append(["the peak is at", *(format_us(peaks[rank].time_us) for rank in ranks)])
     return table((unit, *(f"rank {rank}" for rank in ranks)), rows)
@@ -87,7 +87,7 @@ def curves(account: Account, width: int) -> list[str]:
 
 def figures(account: Account) -> list[dict[str, Any]]:
     """The same as data, an entry per rank."""
-    plan, hosts = account.timeline.plan, host_peak_bytes(account.timeline.plan)
+    plan, hosts = account.timeline.plan, host_peak_bytes(account.timeline.plan, account.timeline)
     found = []
     for rank in range(plan.num_ranks):
         peak, cap = account.peak(rank), plan.cap_bytes[rank]

@@ -20,7 +20,7 @@ def check_memory(timeline: Timeline) -> Iterator[Violation]:
     """
     plan = timeline.plan
     chains = _chains(plan)
-    yield from _loads(plan)
+    yield from _copies(plan)
     for rank in range(plan.num_ranks):
         yield from _above_cap(timeline, rank)
         yield from _balance(timeline, rank, chains)
@@ -75,16 +75,18 @@ def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Viola
             yield Violation(rank, None, None, reason)
 
 
-def _loads(plan: Plan) -> Iterator[Violation]:
-    """A load brings back as many bytes as its offload took away."""
+def _copies(plan: Plan) -> Iterator[Violation]:
+    """A load brings back as many bytes as its offload took away, and neither does anything else."""
     for rank, steps in enumerate(plan.copies):
         moved = {step.action: step.free_bytes for step in steps if step.action.op is Op.O}
         for position, step in enumerate(steps):
-            if step.action.op is Op.L:
-                away = moved[step.action._replace(op=Op.O)]
-                if step.alloc_bytes != away:
-                    reason = f"loads {step.alloc_bytes} bytes; its offload moved {away}"
-                    yield Violation(rank, position, step.action, reason, in_copies=True)
+            reason, is_load = "", step.action.op is Op.L
+            if is_load and step.alloc_bytes != (away := moved[step.action._replace(op=Op.O)]):
+                reason = f"loads {step.alloc_bytes} bytes; its offload moved {away}"
+            elif besides := step.free_bytes if is_load else step.alloc_bytes:
+                reason = f"a load frees {besides} bytes" if is_load else f"an offload allocates {besides} bytes"
+            if reason:
+                yield Violation(rank, position, step.action, reason, in_copies=True)
 
 
 def _chains(plan: Plan) -> list[int]:

@@ -107,6 +107,9 @@ def _ranges(plan: Plan) -> Iterator[str]:
     for stage, rank in enumerate(plan.placement):
         if not 0 <= rank < plan.num_ranks:
             yield f"placement puts stage {stage} on rank {rank}; there are {plan.num_ranks} ranks"
+    for rank, link in enumerate(plan.host_links):
+        if not 0 <= link < plan.num_ranks:
+            yield f"host_links puts rank {rank} on link {link}; links of {plan.num_ranks} ranks are 0 to {plan.num_ranks - 1}"
     for sequence, length in enumerate(plan.lengths):
         if length < 1:
             yield f"sequence {sequence} has {length} tokens"

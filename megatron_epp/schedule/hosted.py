@@ -4,8 +4,8 @@ of a plan is at the host when, in the units in which a run takes host memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.chunk import Chunk
@@ -37,28 +37,22 @@ def head_parts(kv_heads: int) -> int:
 def host_levels(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
     """What a rank has at the host: steps ``(time_us, bytes)`` from time 0, each until the next.
 
-    What is offloaded is there from the start of its offload to the end of its load, keys and values as `Hosted` says. A run has
-    no more there at any action: it begins an offload before the compute action in which that starts here, and gives the memory
-    to others as soon as it has issued the load, which is before the first compute action that starts behind the load's end.
+    What is offloaded is there from where its offload is issued to where its load is, whose memory then is that of copies behind
+    it; keys and values as `Hosted` says.
     """
-    plan = timeline.plan
-    starts, ends = _times(timeline, rank)
-    place = {action: at for at, action in enumerate(plan.actions(rank))}
-    changes: list[tuple[float, int, int]] = []  # at equal times copies first, in their order; then in the order of the actions
-
-    def change(action: Action, at_end: bool, size: int) -> None:
-        changes.append(((ends if at_end else starts)[action], 2 * place[action] + at_end, size))
-
-    copies = plan.copies[rank] if plan.copies else ()
-    for at, copy in enumerate(copies):
-        is_load, size = copy.action.op is Op.L, in_units(copy.free_bytes) - in_units(copy.alloc_bytes)
-        changes.append(((ends if is_load else starts)[copy.action], at - len(copies), size))
+    plan, level = timeline.plan, 0
     here = [entry for entry in plan.hosted if plan.placement[entry.stage] == rank]
+    changes: Counter[tuple[Action, bool]] = Counter()
     for action, at_end, size in hosted_changes(here, slices_of(plan), plan.forward_only):
-        change(action, at_end, size)
-    changes.sort()
-    times = [0.0, *(time_us for time_us, _, _ in changes)]
-    return list(zip(times, accumulate((size for _, _, size in changes), initial=0), strict=True))
+        changes[action, at_end] += size
+    for copy in plan.copies[rank] if plan.copies else ():
+        changes[copy.action, False] = in_units(copy.free_bytes) - in_units(copy.alloc_bytes)
+    found = [(0.0, 0)]
+    for event in timeline.memory_events[rank]:
+        if size := changes[event.step.action, event.at_end]:
+            level += size
+            found.append((event.time_us, level))
+    return found
 
 
 def hosted_changes(
@@ -98,12 +92,3 @@ def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int]) -> dict[int, list
         if (part := chunk.slice_of(lengths)) is not None:
             found.setdefault(part.sequence, []).append((part.start, c))
     return {sequence: [c for _, c in sorted(parts)] for sequence, parts in found.items()}
-
-
-def _times(timeline: Timeline, rank: int) -> tuple[dict[Action, float], dict[Action, float]]:
-    """Start and end of every step of a rank."""
-    plan = timeline.plan
-    actions = [*plan.actions(rank), *(copy.action for copy in (plan.copies[rank] if plan.copies else ()))]
-    starts = [*timeline.start_us[rank], *timeline.copy_start_us[rank]]
-    ends = [*timeline.end_us[rank], *timeline.copy_end_us[rank]]
-    return dict(zip(actions, starts, strict=True)), dict(zip(actions, ends, strict=True))

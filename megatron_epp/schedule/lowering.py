@@ -7,7 +7,7 @@ from collections import defaultdict
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.errors import PlanError
 from megatron_epp.schedule.graph import build_graph, receiver
-from megatron_epp.schedule.lowering_copies import place_copies
+from megatron_epp.schedule.issue import place_copies
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import explain, play
 
@@ -64,9 +64,9 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     rows = []
     for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
         row: list[Action] = []
-        copies = place_copies(graph, played, rank)
-        for number in numbers:
-            row += copies.get(number, ())
+        copies = place_copies(graph, played.start_us, played.end_us, rank)
+        for place, number in enumerate(numbers):
+            row += copies.get(place, ())
             for producer in sorted(receives[number], key=ended.__getitem__):
                 row.append(_receive(plan, graph.steps[producer].action))
             action = graph.steps[number].action

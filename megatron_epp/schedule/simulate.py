@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from megatron_epp.schedule.action import Action, Op
 from megatron_epp.schedule.errors import PlanError
 from megatron_epp.schedule.graph import Graph, build_graph, receiver
+from megatron_epp.schedule.issue import place_copies
 from megatron_epp.schedule.plan import AnyStep, Plan
 
 
@@ -25,7 +27,11 @@ class Message(NamedTuple):
 
 
 class MemoryEvent(NamedTuple):
-    """A step takes its bytes (`delta_bytes` >= 0, at its start) or gives them back (<= 0, at its end)."""
+    """A step takes its bytes (`delta_bytes` >= 0) or gives them back (<= 0).
+
+    A compute step takes when it starts and gives back when it ends. A load takes, and an offload gives back, where the rank
+    issues that (`schedule.issue`): what starts or ends while a compute step runs counts for all of that step.
+    """
 
     time_us: float
     delta_bytes: int
@@ -43,7 +49,7 @@ class Timeline:
         start_us, end_us: of the compute steps.
         copy_start_us, copy_end_us: of the offload and load steps; a row per rank, empty where there are none.
         makespan_us: end of the last step over all ranks.
-        memory_events: of each rank, start and end of every step in time order; at equal times what is given back comes first.
+        memory_events: of each rank, what steps take and give back, in the order in which the rank issues it.
         peak_bytes: most bytes live on each rank at one time, static bytes included.
     """
 
@@ -214,26 +220,30 @@ def explain(graph: Graph, blocked: Blocked) -> str:
     return f"rank {rank} at position {position}: {action} waits for {waits_for} (rank {waits_rank}, position {waits_position})"
 
 
-def _memory_events(graph: Graph, played: Playback, rank: int) -> list[MemoryEvent]:
-    start, end, steps = played.start_us, played.end_us, graph.steps
-    events = []
-    compute, copies = graph.tracks[rank], graph.tracks[graph.num_ranks + rank]
-    for numbers in (compute, copies):
-        for position, number in enumerate(numbers):
-            step = steps[number]
-            events.append(MemoryEvent(start[number], step.alloc_bytes, step, position, False))
-            events.append(MemoryEvent(end[number], -step.free_bytes, step, position, True))
-    if not copies:
-        return events
-    # At equal times: ends, then starts as they depend on each other. A step of no time takes and gives back in one place.
-    place = {steps[number].action: place for place, number in enumerate(played.order)}
-    took_time = {steps[number].action for numbers in (compute, copies) for number in numbers if end[number] > start[number]}
+def _memory_events(graph: Graph, played: Playback, rank: int) -> Iterator[MemoryEvent]:
+    """Copies change what a rank holds between two of its compute steps."""
+    start, end, compute = played.start_us, played.end_us, graph.tracks[rank]
+    issued = place_copies(graph, start, end, rank)
+    now_us = 0.0
+    for place in range(len(compute) + 1):
+        next_us = start[compute[place]] if place < len(compute) else math.inf
+        for action in issued.get(place, ()):
+            event = _change(graph, played, rank, action)
+            yield event._replace(time_us=max(now_us, min(event.time_us, next_us)))
+        if place < len(compute):
+            step, now_us = graph.steps[compute[place]], end[compute[place]]
+            yield MemoryEvent(next_us, step.alloc_bytes, step, place, False)
+            yield MemoryEvent(now_us, -step.free_bytes, step, place, True)
 
-    def key(event: MemoryEvent) -> tuple[float, bool, int, bool]:
-        action = event.step.action
-        return event.time_us, not (event.at_end and action in took_time), place[action], event.at_end
 
-    return sorted(events, key=key)
+def _change(graph: Graph, played: Playback, rank: int, action: Action) -> MemoryEvent:
+    """What a copy takes when it starts, or an offload gives back when it ends (`FREE`)."""
+    at_end = action.op is Op.FREE
+    number = graph.index[action._replace(op=Op.O) if at_end else action]
+    position, step = number - graph.tracks[graph.num_ranks + rank].start, graph.steps[number]
+    if at_end:
+        return MemoryEvent(played.end_us[number], -step.free_bytes, step, position, True)
+    return MemoryEvent(played.start_us[number], step.alloc_bytes, step, position, False)
 
 
 def _live(static_bytes: int, events: Sequence[MemoryEvent]) -> Iterator[int]:

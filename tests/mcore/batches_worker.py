@@ -101,7 +101,6 @@ def of_batches(executor):
                     {
                         "name": name,
                         "planned": planned,
-                        "in_order": in_order_bytes(plan, self.rank) - plan.static_bytes[self.rank],
                         "measured": saved.peak_bytes,
                         "left": saved.live_bytes + offload.host_bytes + sum(each.host_bytes for each in caches),
                         "planned_host": host_peak_bytes(plan)[self.rank],
@@ -119,26 +118,6 @@ def of_batches(executor):
     from megatron_epp.report.facts import host_peak_bytes, offload_share
 
     return OfBatches
-
-
-def in_order_bytes(plan, rank):
-    """The most that a rank holds by the plan's own sizes in the order in which its actions are issued."""
-    from megatron_epp.runtime.program import prepare
-    from megatron_epp.schedule import Op
-
-    steps = {step.action: step for step in plan.ranks[rank]}
-    copies = {copy.action: copy for copy in plan.copies[rank]} if plan.copies else {}
-    live = most = plan.static_bytes[rank]
-    for action in prepare(plan, rank).actions:
-        if action.op is Op.FREE:
-            live -= copies[action._replace(op=Op.O)].free_bytes
-        elif action.op is Op.L:
-            live += copies[action].alloc_bytes
-        elif action in steps:
-            most = max(most, live + steps[action].alloc_bytes)
-            live += steps[action].alloc_bytes - steps[action].free_bytes
-        most = max(most, live)
-    return most
 
 
 def plans(args, costs, session):

@@ -31,17 +31,12 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_no_plan_holds_more_than_it_says_nor_less_by_three_in_a_hundred(runs, name):
-    """A load that waits for an offload to give its memory back is issued behind the action that both lie within by their times:
-    so a plan with copies may hold less than it says, but not less than by the order of its actions.
-    """
     for lines in runs[name]:
-        ratios = [line["measured"] / line["in_order"] for line in lines]
+        ratios = [line["measured"] / line["planned"] for line in lines]
         print(f"\n{name}, {len(lines)} plans: measured over planned {min(ratios):.4f} to {max(ratios):.4f}")
         assert len(lines) > 5 * BATCHES
         assert max(line["measured"] - line["planned"] for line in lines) <= SCALARS_BYTES
         assert min(ratios) >= 0.97
-        assert all(line["in_order"] == line["planned"] for line in lines if not line["share"])
-        assert max(line["in_order"] - line["planned"] for line in lines) <= 0
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -57,6 +57,11 @@ def test_a_backward_that_reads_what_was_freed():
     assert "0B0: reads what 0F0 kept, but all of it was freed before" in faults(plan)[1]
 
 
+def test_an_offload_only_frees_and_a_load_only_allocates():
+    assert faults(with_step(offload(), "0O0", alloc_bytes=3))[0] == "rank 0 copy position 0 0O0: an offload allocates 3 bytes"
+    assert faults(with_step(offload(), "0L0", free_bytes=3))[0] == "rank 0 copy position 1 0L0: a load frees 3 bytes"
+
+
 def test_a_weight_gradient_that_reads_what_its_backward_freed():
     plan = make_plan(["0F0 0B0 0W0"], whole(4))
     assert check(plan) == []

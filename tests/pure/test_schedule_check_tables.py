@@ -48,6 +48,8 @@ WRONG_TABLES = [
     ({"predicted": Prediction.none(3)}, "predicted.peak_bytes has 3 entries for 2 ranks"),
     ({"copies": ((),)}, "copies has 1 entries for 2 ranks"),
     ({"host_links": (0, 0, 1)}, "host_links has 3 entries for 2 ranks"),
+    ({"host_links": (0, 2)}, "host_links puts rank 1 on link 2; links of 2 ranks are 0 to 1"),
+    ({"host_links": (-1, 0)}, "host_links puts rank 0 on link -1"),
     ({"recompute": ((NO_RECOMPUTE,) * 2,)}, "recompute has 1 rows of [2] entries; expected 2 rows of 2"),
     ({"offload_share": ((0.0, 0.0), (0.0,))}, "offload_share has 2 rows of [1, 2] entries; expected 2 rows of 2"),
     ({"messages": Messages((), ((0.0, 0.0),))}, "messages.activation_us has 0 rows of [] entries; expected 1 rows of 2"),

@@ -1,7 +1,7 @@
 """The simulator: times by hand, against a second simulator written from the words of the format, and what it refuses."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -141,6 +141,7 @@ def test_a_release_counts_before_an_allocation_at_the_same_time():
 def test_a_release_by_a_copy_counts_before_an_allocation_at_the_same_time():
     plan = make_plan(["0F0 0F1 0F2 0B0 0B1 0B2"], whole(4, 4, 4), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
     plan = with_step(plan, "0O0", time_us=10.0)  # ends at 20, when 0F2 starts
+    plan = with_step(plan, "0O1", time_us=10.0)  # so that the first load starts at 30, when 0F2 has ended
     assert max(live for at, live in simulate(plan).live_bytes(0) if at <= 20) == 100 + 3 * 40 - 20
 
 
@@ -242,19 +243,44 @@ def test_times_are_the_least_that_respect_every_dependency(plan):
     assert 0.0 <= line.bubble_fraction <= 1.0
 
 
+def changes(plan, rank, start, took):
+    """When steps take and give back bytes: (time, order at that time, bytes). What a copy does while an action runs it does for
+    all of that action: a load takes from its start, an offload has until its end. A load comes behind its own offload even so.
+    """
+    spans = [(start[tuple(step.action)], start[tuple(step.action)] + took[tuple(step.action)]) for step in plan.ranks[rank]]
+    for place, ((begin, end), step) in enumerate(zip(spans, plan.ranks[rank], strict=True)):
+        yield (begin, 2, place), step.alloc_bytes
+        yield (end, 0, place), -step.free_bytes
+    issued, freed = 0.0, {}
+    for place, (action, _, takes, gives, _) in enumerate(plan.copies[rank]):
+        _, *key = action
+        begins, ends = start[tuple(action)], start[tuple(action)] + took[tuple(action)]
+        issued = max(issued, next((begin for begin, end in spans if begin < begins < end), begins))
+        if action.op is Op.L:
+            issued = max(issued, freed[tuple(key)])
+            yield (issued, 1, place), takes
+        else:
+            freed[tuple(key)] = next((end for begin, end in spans if begin < ends < end), ends)
+            yield (freed[tuple(key)], 1, place), -gives
+
+
 @given(sound_plans(min_time=1))
-def test_peak_bytes_are_those_of_all_events_sorted_by_time(plan):
+def test_live_bytes_are_those_of_all_changes_sorted_by_time(plan):
     start, took = relaxed_times(plan)
-    for rank, steps in enumerate(plan.ranks):
-        steps = (*steps, *plan.copies[rank])
-        events = [(start[tuple(s.action)], 1, s.alloc_bytes) for s in steps]
-        events += [(start[tuple(s.action)] + took[tuple(s.action)], 0, -s.free_bytes) for s in steps]
-        live = peak = plan.static_bytes[rank]
-        for _, _, delta in sorted(events):
-            live += delta
-            peak = max(peak, live)
-        assert simulate(plan).peak_bytes[rank] == peak
-        assert live == plan.static_bytes[rank]
+    line = simulate(plan)
+    for rank, static in enumerate(plan.static_bytes):
+        found = sorted((when, size) for when, size in changes(plan, rank, start, took) if size)
+        totals = accumulate((size for _, size in found), initial=static)
+        assert line.live_bytes(rank) == list(zip((0.0, *(when for (when, *_), _ in found)), totals, strict=True))
+        assert line.live_bytes(rank)[-1][1] == static
+
+
+@given(sound_plans(shared=True))
+def test_live_bytes_are_in_the_order_of_time_even_where_steps_take_none(plan):
+    line = simulate(plan)
+    for rank in range(plan.num_ranks):
+        times = [time_us for time_us, _ in line.live_bytes(rank)]
+        assert times == sorted(times)
 
 
 @pytest.mark.parametrize("make", [one_f_one_b, sliced, hybrid, looped, v_shape])
