@@ -87,24 +87,20 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     """Check and complete the namespace before Megatron validates it.
 
     Raises:
-        ArgumentError: a flag cannot be honoured together with `--epp`; every such flag is named.
+        ArgumentError: flags cannot be honoured together with `--epp`; the message names all that are refused by name, and the
+            first problem of every other kind, a line for each.
     """
     if not getattr(args, "epp", False):
         return
-    clashes = [
-        f"{c.flag} {value} ({c.advice})"
-        for c in _CONFLICTS
-        if hasattr(args, c.attribute) and (value := getattr(args, c.attribute)) not in c.allowed
-    ]
-    if clashes:
-        raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
-    check_layout(args)
-    _check_values(args)
-    _delay_weight_gradients(args)
-    check_experts(args)
-    patterns = (getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override"))
-    for pattern in filter(None, patterns):
-        check_pattern(pattern)
+    problems = []
+    for check in _CHECKS:
+        try:
+            check(args)
+        except ArgumentError as error:
+            problems.append(str(error))
+    if problems:
+        raise ArgumentError("\n".join(problems))
+    args.delay_wgrad_compute = _splits(args) and args.transformer_impl == "transformer_engine"
     args.micro_batch_size = 1
     args.dataloader_type = "external"
     if not args.calculate_per_token_loss:
@@ -113,14 +109,32 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
             logger.warning("--epp weighs every token alike: --calculate-per-token-loss is now on")
 
 
-def _delay_weight_gradients(args: argparse.Namespace) -> None:
-    """Have Transformer Engine's layers, and Megatron's data parallelism with them, put off weight gradients. Megatron checks
-    whether the Transformer Engine that is installed can.
+def _check_conflicts(args: argparse.Namespace) -> None:
+    clashes = [
+        f"{c.flag} {value} ({c.advice})"
+        for c in _CONFLICTS
+        if hasattr(args, c.attribute) and (value := getattr(args, c.attribute)) not in c.allowed
+    ]
+    if clashes:
+        raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
+
+
+def _check_patterns(args: argparse.Namespace) -> None:
+    for name in ("layer", "override"):
+        if pattern := getattr(args, f"hybrid_{name}_pattern", None):
+            check_pattern(pattern)
+
+
+def _splits(args: argparse.Namespace) -> bool:
+    return args.epp_split_weight_gradient and args.epp_schedule == "elastic"
+
+
+def _check_weight_gradients(args: argparse.Namespace) -> None:
+    """Transformer Engine's layers, and Megatron's data parallelism with them, put weight gradients off where plans do. Megatron
+    checks whether the Transformer Engine that is installed can.
     """
-    splits = args.epp_split_weight_gradient and args.epp_schedule == "elastic"
-    if args.delay_wgrad_compute and not splits:
+    if args.delay_wgrad_compute and not _splits(args):
         raise ArgumentError("--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute")
-    args.delay_wgrad_compute = splits and args.transformer_impl == "transformer_engine"
 
 
 def token_multiple(args: argparse.Namespace) -> int:
@@ -171,7 +185,7 @@ def _check_offload(args: argparse.Namespace) -> None:
         raise ArgumentError("--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto")
 
 
-def _check_values(args: argparse.Namespace) -> None:
+def _check_numbers(args: argparse.Namespace) -> None:
     for name, smallest in (
         ("chunk_tokens", 1),
         ("slices", 1),
@@ -190,6 +204,9 @@ def _check_values(args: argparse.Namespace) -> None:
     share = args.epp_fragmentation_share
     if share is not None and not 0 <= share <= 1:
         raise ArgumentError(f"--epp-fragmentation-share is {share}; it must be a share, 0 to 1")
+
+
+def _check_length(args: argparse.Namespace) -> None:
     multiple = token_multiple(args)
     needed = multiple * (args.epp_slices or 1)
     if args.seq_length is not None and args.seq_length < needed:
@@ -197,17 +214,22 @@ def _check_values(args: argparse.Namespace) -> None:
             f"--seq-length {args.seq_length} is too short for {args.epp_slices or 1} slices of at least {multiple} tokens: "
             f"raise it to {needed}, or lower --epp-slices"
         )
-    _check_context_parallel(args)
-    _check_oom_retry(args)
-    check_stages(args)
+
+
+def _check_recompute(args: argparse.Namespace) -> None:
     if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
         raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
+    if args.epp_recompute != "auto" and args.epp_planner == "milp":
+        raise ArgumentError("--epp-planner milp chooses recompute itself: leave --epp-recompute at auto")
+
+
+def _check_loss_blocks(args: argparse.Namespace) -> None:
     blocks = args.epp_loss_block_tokens
     if blocks != "auto" and not blocks.isdecimal():
         raise ArgumentError(f"--epp-loss-block-tokens is {blocks!r}; it must be auto or a number of tokens, 0 for no blocks")
-    if args.epp_recompute != "auto" and args.epp_planner == "milp":
-        raise ArgumentError("--epp-planner milp chooses recompute itself: leave --epp-recompute at auto")
-    _check_offload(args)
+
+
+def _check_budget(args: argparse.Namespace) -> None:
     budget_ms = args.epp_plan_budget_ms
     if budget_ms is not None and args.epp_planner != "greedy":
         raise ArgumentError(f"--epp-plan-budget-ms is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")
@@ -216,5 +238,27 @@ def _check_values(args: argparse.Namespace) -> None:
             f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {args.epp_wait_limit_seconds:g}: the run "
             "would end while it plans"
         )
+
+
+def _check_trace(args: argparse.Namespace) -> None:
     if args.epp_trace is not None and args.epp_report_dir is None:
         raise ArgumentError("--epp-trace needs --epp-report-dir to write to")
+
+
+_CHECKS = (
+    _check_conflicts,
+    check_layout,
+    _check_numbers,
+    _check_length,
+    _check_context_parallel,
+    _check_oom_retry,
+    check_stages,
+    _check_recompute,
+    _check_loss_blocks,
+    _check_offload,
+    _check_budget,
+    _check_trace,
+    _check_weight_gradients,
+    check_experts,
+    _check_patterns,
+)

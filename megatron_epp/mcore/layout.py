@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_epp.launch.command import REPLICA_SIZES, world_of
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.errors import ArgumentError
 
 _REFUSED_LAYERS = {
     "M": "state-space (Mamba)",
@@ -19,11 +19,11 @@ _REFUSED_LAYERS = {
 
 
 def check_layout(args: argparse.Namespace) -> None:
-    """Raise `EppError`, with the flags and numbers, where the processes or sequences of a run do not divide."""
+    """Raise `ArgumentError`, with the flags and numbers, where the processes or sequences of a run do not divide."""
     replica = world_of(vars(args))
     names = [f"{_flag(name)} {getattr(args, name)}" for name in REPLICA_SIZES]
     if args.world_size % replica != 0:
-        raise EppError(
+        raise ArgumentError(
             f"the run has {args.world_size} processes, but {' x '.join(names)} takes {replica} for each replica: start a "
             f"multiple of {replica}, or lower one of them"
         )
@@ -32,23 +32,23 @@ def check_layout(args: argparse.Namespace) -> None:
         batch = getattr(args, name, None)
         if batch is None or (batch > 0 and batch % replicas == 0):
             continue
-        raise EppError(
+        raise ArgumentError(
             f"{_flag(name)} {batch} does not divide over {replicas} data-parallel replicas ({args.world_size} processes, "
             f"{replica} each): make it a multiple of {replicas}"
         )
 
 
 def check_pattern(pattern: str | None) -> None:
-    """Raise `EppError` for a hybrid model with layers whose state slices cannot hand on.
+    """Raise `ArgumentError` for a hybrid model with layers whose state slices cannot hand on.
 
     Args:
         pattern: as `--hybrid-layer-pattern` has it; None where a model has none, and so the layers of its default.
     """
     if pattern is None:
-        raise EppError("--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; only * and - can run")
+        raise ArgumentError("--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; only * and - can run")
     refused = [f"{name} ({symbol})" for symbol, name in _REFUSED_LAYERS.items() if symbol in pattern]
     if refused:
-        raise EppError(
+        raise ArgumentError(
             f"--epp cannot run {', '.join(refused)} layers of --hybrid-layer-pattern {pattern}: slices of a sequence hand on "
             "keys and values, and no other state yet; attention (*) and MLP (-) layers can run"
         )

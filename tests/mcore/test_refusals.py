@@ -54,6 +54,21 @@ def test_every_flag_that_plans_cannot_honour_is_named_with_its_value_and_what_to
     assert f"{conflict.flag} {value} ({conflict.advice})" in str(refusal.value)
 
 
+def test_one_problem_of_every_kind_is_told_at_once():
+    flags = ["--epp-trace", 3, "--epp-host-memory-gb", 4, "--expert-model-parallel-size", 2, "--mtp-num-layers", 1]
+    with pytest.raises(ArgumentError) as refusal:
+        prepare_epp_args(arguments("--pipeline-model-parallel-size", 4, *flags, processes=6))
+    problems = str(refusal.value).splitlines()
+    assert [problem.split()[0] for problem in problems] == [
+        "--epp",
+        "the",
+        "--epp-host-memory-gb",
+        "--epp-trace",
+        "--expert-model-parallel-size",
+    ]
+    assert "6 processes" in problems[1]
+
+
 def test_several_refused_flags_are_named_in_one_message():
     flags = ["--multi-latent-attention", "--mtp-num-layers", 1, "--tp-comm-overlap"]
     with pytest.raises(ArgumentError) as refusal:
