@@ -35,15 +35,3 @@ def chat(count: int, seed: int) -> Lengths:
     draw = np.random.RandomState(seed)
     short, long = 600 * np.exp(0.6 * draw.randn(count)), 60000 * np.exp(1.0 * draw.randn(count))
     return np.where(draw.rand(count) < 15 / 16, short, long).clip(1, 1 << 24).astype(int)
-
-
-def equal(count: int, seed: int, tokens: int = 8192) -> Lengths:
-    """All the same."""
-    return np.full(count, tokens)
-
-
-def whale(count: int, seed: int) -> Lengths:
-    """One of a million tokens beside tiny ones."""
-    lengths = np.random.RandomState(seed).randint(20, 400, count)
-    lengths[0] = 1 << 20
-    return lengths

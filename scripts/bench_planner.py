@@ -20,6 +20,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
+from planner_fixed import FIXED
 from planner_report import markdown
 from planner_runs import BATCHES, RunCase, run_row
 from planner_small import LEVERS, small
@@ -28,7 +29,6 @@ from planner_suite import OURS, RIVALS, Case, all_cases, row, sampled_cases
 from megatron_epp.cost import H100, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.baselines.fixed import FIXED
 from megatron_epp.schedule import InfeasibleError
 from megatron_epp.sequence_lengths import wikipedia
 

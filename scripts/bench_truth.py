@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from truth_error import Comparison, compare
 from truth_report import markdown
 
 from megatron_epp.cli_quickstart import corpus
@@ -30,7 +31,6 @@ from megatron_epp.cost import PipelineCosts, Profile, work_of
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, tiny_gpt, train
 from megatron_epp.report.measured import Measured
-from megatron_epp.report.measured_error import Comparison, compare
 from megatron_epp.schedule import Messages, Op, Plan, Step, load, simulate
 
 FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_truth"

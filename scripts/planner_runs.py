@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from planner_suite import ALL_LEVERS, OURS, SEQUENCES, Case, facts, where_the_time_goes
+from planner_fixed import FIXED, fixed_run
+from planner_suite import ALL_LEVERS, DRAWS, OURS, SEQUENCES, Case, facts, where_the_time_goes
 
 from megatron_epp import sequence_lengths
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.baselines.fixed import FIXED, fixed_run
 from megatron_epp.schedule import InfeasibleError, Plan
 
 BATCHES = 4
@@ -31,7 +31,7 @@ class RunCase(Case):
     @cached_property
     def batches(self) -> list[Problem]:
         """The case's own batch, and others drawn as it was."""
-        draw = getattr(sequence_lengths, self.lengths_like)
+        draw = DRAWS[self.lengths_like]
         count = SEQUENCES[self.lengths_like]
         more = [np.minimum(draw(count, self.seed + 1000 * i), self.longest).tolist() for i in range(1, BATCHES)]
         return [self.problem, *(replace(self.problem, lengths=tuple(lengths)) for lengths in more)]

@@ -39,6 +39,28 @@ ALL_LEVERS = {"split_weight": True, "offload": True}
 RIVALS = ("infinipipe", "seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
 
 
+def equal(count: int, seed: int) -> np.ndarray:
+    """Sequences of one length."""
+    return np.full(count, 8192)
+
+
+def whale(count: int, seed: int) -> np.ndarray:
+    """One of a million tokens beside tiny ones."""
+    lengths = np.random.RandomState(seed).randint(20, 400, count)
+    lengths[0] = 1 << 20
+    return lengths
+
+
+DRAWS: dict[str, Callable[[int, int], np.ndarray]] = {
+    "wikipedia": sequence_lengths.wikipedia,
+    "code": sequence_lengths.code,
+    "chat": sequence_lengths.chat,
+    "equal": equal,
+    "whale": whale,
+}
+"""A number of lengths, by a seed."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One batch on one pipeline."""
@@ -59,8 +81,7 @@ class Case:
         return tuple(length for batch in range(1, OTHER_BATCHES + 1) for length in self._batch(self.seed + 10_000 * batch))
 
     def _batch(self, seed: int) -> tuple[int, ...]:
-        draw: Callable[[int, int], np.ndarray] = getattr(sequence_lengths, self.lengths_like)
-        return tuple(np.minimum(draw(SEQUENCES[self.lengths_like], seed), self.context).tolist())
+        return tuple(np.minimum(DRAWS[self.lengths_like](SEQUENCES[self.lengths_like], seed), self.context).tolist())
 
     @property
     def seed(self) -> int:

@@ -87,10 +87,13 @@ class PlannedBatches(Iterator[GlobalBatch]):
         self._waiting: deque[GlobalBatch] = deque()  # drawn before, without a plan that holds
         self._last: GlobalBatch | None = None
         self._version = 0
+        self._is_closed = False
         self._given: deque[Future[tuple[Plan, PackedPlan]]] = deque()
         self._unpacker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-unpacker")
 
     def __next__(self) -> GlobalBatch:
+        if self._is_closed:
+            raise StopIteration
         if self._plans is None:
             batch = next(self._ahead)[0]
             return batch.part(by_count(batch.global_size, self._replica, self._replicas))
@@ -123,7 +126,9 @@ class PlannedBatches(Iterator[GlobalBatch]):
 
     def close(self) -> None:
         """Stop planning and drop what is ready; waits for the plan in the making. Afterwards the iterator is exhausted."""
+        self._is_closed = True
         self._ahead.close()
+        self._unpacker.shutdown(cancel_futures=True)
         for drawn in (self._given, self._taken, self._waiting):
             drawn.clear()
 

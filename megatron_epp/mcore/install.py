@@ -17,11 +17,6 @@ def apply(*, allow_unknown: bool = False) -> None:
     patching.apply(PATCHES, allow_unknown=allow_unknown, level=logging.DEBUG)
 
 
-def revert() -> None:
-    """Undo `apply`."""
-    patching.revert(PATCHES)
-
-
 def _add_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     from megatron_epp.mcore.parser import add_epp_args
 

@@ -72,7 +72,11 @@ def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int =
 
 
 def revert(patches: Sequence[Patch] | None = None) -> None:
-    """Undo the given patches, or all, in reverse order. Raises EppError if a later patch stands on one of them."""
+    """Undo the given patches, or all, in reverse order: for a process that goes on without them, a notebook or a test.
+
+    Raises:
+        EppError: a later patch stands on one of them.
+    """
     chosen = [a for a in reversed(_applied) if patches is None or a.patch in patches]
     for applied in chosen:
         if resolve(applied.patch.target) is not applied.replacement:

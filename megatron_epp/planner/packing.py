@@ -19,11 +19,10 @@ class Item(NamedTuple):
 
 @dataclass(slots=True)
 class Bucket:
-    """A chunk in the making. `tail` is the sequence whose last slice it starts with, if any."""
+    """A chunk in the making: perhaps a tail slice, and whole sequences."""
 
     time_us: float = 0.0
     tokens: int = 0
-    tail: int | None = None
     sequences: list[int] = field(default_factory=list)
 
     def add(self, item: Item) -> None:
@@ -53,7 +52,7 @@ def pack(tails: Sequence[Item], shorts: Sequence[Item], time_limit_us: float, to
     Returns:
         The buckets of the tails in their order, then the fresh ones.
     """
-    buckets = [Bucket(tail.time_us, tail.tokens, tail.sequence) for tail in tails]
+    buckets = [Bucket(tail.time_us, tail.tokens) for tail in tails]
     if not shorts:
         return buckets
     room_us = sum(max(0.0, time_limit_us - tail.time_us) for tail in tails)

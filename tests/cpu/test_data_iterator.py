@@ -213,12 +213,14 @@ def test_a_finite_sampler_ends_the_iteration():
     assert [batch.indices for batch in batches(sampler=[(0, 1), (2,)])] == [(0, 1), (2,)]
 
 
-def test_close_ends_the_thread_and_the_iteration():
+def test_close_ends_the_threads_and_the_iteration():
     iterator = batches()
     next(iterator)
+    (unpacker,) = iterator._unpacker._threads
     iterator.close()
     iterator.close()
     assert not iterator._ahead._thread.is_alive()
+    assert not unpacker.is_alive()
     with pytest.raises(StopIteration):
         next(iterator)
 

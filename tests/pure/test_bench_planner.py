@@ -15,12 +15,12 @@ sys.path.insert(0, str(SCRIPTS))
 
 import planner_small  # noqa: E402
 from bench_planner import against, large  # noqa: E402
+from planner_fixed import FIXED  # noqa: E402
 from planner_report import markdown  # noqa: E402
 from planner_runs import BATCHES, RunCase  # noqa: E402
 from planner_suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, Case, all_cases, sampled_cases  # noqa: E402
 
 from megatron_epp import planner  # noqa: E402
-from megatron_epp.planner.baselines.fixed import FIXED  # noqa: E402
 from megatron_epp.planner.oracle import oracle  # noqa: E402
 
 

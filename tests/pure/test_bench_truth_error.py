@@ -1,16 +1,21 @@
 """Where a run went off its plan."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from report_plans import measured_run, sliced_plan
 
 from megatron_epp.report.measured import Measured
-from megatron_epp.report.measured_error import RECOMPUTING, compare
 from megatron_epp.schedule import NO_RECOMPUTE, Recompute
 from megatron_epp.schedule.errors import PlanError
 from megatron_epp.schedule.plan import Messages
 from megatron_epp.schedule.simulate import simulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from truth_error import RECOMPUTING, compare
 
 
 def with_processor_time(measured: Measured, share: float) -> Measured:
