@@ -25,6 +25,7 @@ from megatron_epp.cli_progress import progress
 from megatron_epp.cli_types import count, output, positive_number
 from megatron_epp.cost import Profile
 from megatron_epp.cost.library import find, load_cluster, load_costs, load_flags, shipped
+from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.planner import Options
 from megatron_epp.schedule.errors import EppError
 
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--epp-memory-cap-gb",
         type=positive_number,
         metavar="GB",
-        help="what one device may hold, in 2^30 bytes (default: 90%% of the cluster's device memory)",
+        help=f"what one device may hold, in 2^30 bytes (default: {100 * DEVICE_SHARE:.0f}%% of the cluster's device memory)",
     )
     batch = parser.add_argument_group("batch", "drawn from the lengths")
     batch.add_argument("--lengths", required=True, metavar="FILE|N,N,...|NAME", help=SOURCES)

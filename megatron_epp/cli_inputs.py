@@ -21,13 +21,11 @@ from megatron_epp.cost.library import (
     shape_of,
     shipped,
 )
-from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
 from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem
 from megatron_epp.schedule.errors import EppError
 
 PLANNER_NAMES = f"{', '.join(sorted(PLANNERS))}, or module:function"
-_HEADROOM = 0.9
-"""Share of a device's memory that a plan may fill where no cap is given."""
 
 
 def add_problem(parser: argparse.ArgumentParser, several_batches: bool = False) -> None:
@@ -84,7 +82,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         type=positive_number,
         metavar="GB",
         help="what one rank may hold, in 2^30 bytes, weights and optimizer included "
-        "(default: 90%% of the --cluster's device memory; no cap without)",
+        f"(default: {100 * DEVICE_SHARE:.0f}%% of the --cluster's device memory; no cap without)",
     )
     memory.add_argument(
         "--fragmentation-share",
@@ -179,7 +177,7 @@ def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None)
 def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
     """Bytes that a rank may hold: as given, or most of the cluster's device memory."""
     if given_gb is None and cluster is not None and cluster.device_memory_gb is not None:
-        given_gb = _HEADROOM * cluster.device_memory_gb
+        given_gb = DEVICE_SHARE * cluster.device_memory_gb
     return UNLIMITED_BYTES if given_gb is None else int(given_gb * 2**30)
 
 

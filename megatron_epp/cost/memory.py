@@ -41,6 +41,8 @@ DYNAMIC = (
 
 FRAGMENTATION_SHARE = 0.05
 """Of what chunks hold, on a GPU, where nobody says: a caching allocator's blocks are larger than what lies in them."""
+DEVICE_SHARE = 0.9
+"""Of a device's memory, that plans may fill where nobody gives a cap: libraries and communicators take some of it too."""
 _MESSAGES_PER_NEIGHBOUR = 2
 """While a pass runs: one that it uses or makes, and one that arrives ahead of its use or has not left yet."""
 

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from megatron_epp.cost.memory import DEVICE_SHARE
+
 TITLE = "elastic pipeline parallelism"
 
 
@@ -56,7 +58,8 @@ def _add_memory(add: Callable[..., Any]) -> None:
         "--epp-memory-cap-gb",
         type=float,
         metavar="GB",
-        help="Memory one rank may hold, weights and optimizer included. Default: 90%% of the device's; none on CPU.",
+        help="Memory one rank may hold, weights and optimizer included. "
+        f"Default: {100 * DEVICE_SHARE:.0f}%% of the device's; none on CPU.",
     )
     add(
         "--epp-fragmentation-share",

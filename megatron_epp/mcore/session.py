@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore import fingerprints, patching
 from megatron_epp.mcore.adopt import check_adopted
@@ -213,7 +214,7 @@ class Session:
         if self.args.epp_memory_cap_gb is not None:
             return int(self.args.epp_memory_cap_gb * 2**30)
         if torch.cuda.is_initialized():
-            return int(0.9 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+            return int(DEVICE_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
         return UNLIMITED_BYTES
 
 
