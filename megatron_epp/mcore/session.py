@@ -114,25 +114,29 @@ class Session:
                 self.links.meet(device)
             offloads = self.args.epp_offload == "on"
             host_cap = host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES
-            with self.watchdog.watch(self._what_it_learns, lambda: self._learning):
-                self._learn_costs(self.links, host_cap)
+            self._learn_costs(self.links, host_cap)
             self.host = HostMemory(device, host_cap) if offloads else None
 
     def _learn_costs(self, links: Links, host_cap: int) -> None:
-        try:
-            costs = self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of, self._note_learning)
-            self._note_learning("exchanging memory caps")
-            caps = gathered(self._cap_bytes(), links, min)
-            host_caps = gathered(host_cap, links, min)
-            if self.plans:
-                assert self._planning_ranks is not None
-                least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
-                least_host = min(map(min, from_each(host_caps, self._planning_ranks)))
-                self._problem = problem_of(self.args, least, self.placement.rank_of, least_host)
-                self._planner = BackgroundPlanner(costs, options_of(self.args), self.team, self.teams)
-                self._can_plan.set()
-        finally:
-            self._learning = None
+        """Costs and caps, from what all ranks find. A rank that is not there would let the others wait for ever."""
+        with self.watchdog.watch(self._what_it_learns, lambda: self._learning):
+            try:
+                self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of, self._note_learning)
+                self._note_learning("exchanging memory caps")
+                self._begin_planning(self.costs, gathered(self._cap_bytes(), links, min), gathered(host_cap, links, min))
+            finally:
+                self._learning = None
+
+    def _begin_planning(self, costs: PipelineCosts, caps: Sequence[int], host_caps: Sequence[int]) -> None:
+        """With the least caps of all replicas. Does nothing on a rank that does not plan."""
+        if not self.plans:
+            return
+        assert self._planning_ranks is not None
+        least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
+        host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
+        self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
+        self._planner = BackgroundPlanner(costs, options_of(self.args), self.team, self.teams)
+        self._can_plan.set()
 
     def _note_learning(self, step: str) -> None:
         self._learning = step

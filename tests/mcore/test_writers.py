@@ -16,7 +16,8 @@ from megatron_epp.planner.background import BackgroundPlanner
 from megatron_epp.planner.worker import WorkerError
 from megatron_epp.report.memory import main_items
 from megatron_epp.runtime.shortage import Shortage
-from megatron_epp.schedule import InfeasibleError
+from megatron_epp.runtime.watchdog import Watchdog
+from megatron_epp.schedule import EppError, InfeasibleError
 from megatron_epp.schedule.serialize import unpack
 
 LINE = {
@@ -182,6 +183,24 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
     ours.close()
     with pytest.raises(WorkerError):
         ours._plan((7, 1200, 30), False)
+
+
+def test_ranks_that_wait_while_costs_are_learnt_say_so_and_end(monkeypatch):
+    reports, reported = [], threading.Event()
+    ours = object.__new__(session.Session)
+    ours.args, ours.stages, ours.rank, ours.placement, ours._learning = FLAGS, {}, 3, Namespace(rank_of=(0, 1)), None
+    ours.watchdog = Watchdog(0.1, lambda message: (reports.append(message), reported.set()))
+
+    def hang(args, stages, links, placement, note):
+        note("measuring bytes")
+        assert reported.wait(60)
+        raise EppError("ended")
+
+    monkeypatch.setattr(session, "pipeline_costs", hang)
+    with pytest.raises(EppError, match="ended"):
+        ours._learn_costs(Namespace(), 0)
+    assert reports == ["rank 3 has been measuring bytes for 0.1 s (--epp-wait-limit-seconds)"]
+    assert ours._learning is None
 
 
 @pytest.mark.parametrize(("checksums", "agree"), [([7, 7], True), ([7, 8], False)])
