@@ -131,6 +131,7 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
         recomputed_layer_bytes_per_token=shape.hidden_bytes_per_token,
         kv_bytes_per_token=shape.kv_bytes_per_token,
         kv_heads=shape.kv_heads_on_rank,
+        queries_per_key=shape.queries_per_key,
         hidden_bytes_per_token=shape.hidden_bytes_per_token,
         weight_bytes=shape.bytes_per_value,
         message_latency_us=rates.message_latency_us,

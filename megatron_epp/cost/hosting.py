@@ -3,7 +3,8 @@
 A *piece* is a group of heads of one layer. While attention runs on one, the next arrives; in backward its gradient comes and
 goes besides. What attention hides costs nothing; of what is longer, the rest counts, and so do a pass's first piece, ahead of
 which nothing runs that could hide it, and its last on the way out. The device has keys and values of the piece that runs and
-of the next, and in backward the gradient of one as well.
+of the next, and in backward the gradient of one as well. What attention's backward makes before it is added to that counts with
+the layer, see `cost.prefix`.
 """
 
 from __future__ import annotations
@@ -70,14 +71,13 @@ def hosting(costs: PipelineCosts, stage: int, work: ChunkWork, sharing: float = 
     back_us = copy_us(kv, upto) + has_later * copy_us(gradient, upto)
     sums_us = has_earlier * copy_us(gradient, before)  # on their way out
     device = 1.0 + costs.fragmentation_share
-    fresh = kv if own.working_bytes_per_token else 0.0  # what attention's backward makes, where what passes make counts
     return Hosting(
         forward_us=beyond(pieces * (in_us + out_us), own.forward.per_pair_us, own.num_layers) + work.sliced * (in_us + out_us),
         backward_us=beyond(pieces * (back_us + sums_us), own.backward.per_pair_us, own.num_layers)
         + work.sliced * (back_us + sums_us),
         again_us=beyond(parts * in_us, own.forward.per_pair_us, 1),
         forward_bytes=_whole(work.sliced * 2 * kv * rows * device),
-        backward_bytes=_whole(work.sliced * (2 * kv + gradient + fresh) * rows * device),
+        backward_bytes=_whole(work.sliced * (2 * kv + gradient) * rows * device),
         cache_bytes=_whole(work.sliced * pieces * kv * rows),
         gradient_bytes=_whole(work.sliced * pieces * gradient * rows),
     )

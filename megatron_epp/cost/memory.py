@@ -18,6 +18,7 @@ HEAD = "logits and loss"
 CACHE = "keys and values of slices"
 CACHE_GRADIENT = "gradients of keys and values"
 HOSTED = "keys and values from the host"
+PREFIX_GRADIENT = "gradients of a prefix, as attention makes them"
 RECOMPUTED = "layer being recomputed"
 WEIGHT_INPUTS = "kept for weight gradients"
 FRAGMENTATION = "fragmentation allowance"
@@ -33,6 +34,7 @@ DYNAMIC = (
     CACHE,
     CACHE_GRADIENT,
     HOSTED,
+    PREFIX_GRADIENT,
     RECOMPUTED,
     WEIGHT_INPUTS,
     FRAGMENTATION,

@@ -72,6 +72,7 @@ class Profile:
         recomputed_layer_bytes_per_token: kept by a layer that recomputes whole: its input.
         kv_bytes_per_token: keys and values of one layer.
         kv_heads: heads of keys and values that a rank has inside attention; 1 where nobody knows.
+        queries_per_key: query heads that share one of them.
         hidden_bytes_per_token: the residual stream, which is what a message carries.
         weight_bytes: of a weight as the model computes with it.
         message_latency_us, message_us_per_byte: of the link between stages.
@@ -90,6 +91,7 @@ class Profile:
     recomputed_layer_bytes_per_token: float
     kv_bytes_per_token: float
     kv_heads: int = 1
+    queries_per_key: int = 1
     hidden_bytes_per_token: float
     weight_bytes: float = 2.0
     message_latency_us: float = 0.0
@@ -154,6 +156,7 @@ class Profile:
             head_bytes_per_token=self.head.bytes_per_token if last else 0.0,
             kv_bytes_per_token=self.kv_bytes_per_token,
             kv_heads=self.kv_heads,
+            queries_per_key=self.queries_per_key,
             weight_bytes_per_token=self.layer.weight_bytes_per_token,
             extra_weight_bytes_per_token=sum(part.weight_bytes_per_token for part in extras),
             static=Static.of(parameters, state_bytes, self.weight_bytes),

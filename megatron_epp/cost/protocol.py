@@ -6,7 +6,7 @@ from typing import Protocol
 
 from megatron_epp.cost.hosting import Hosting
 from megatron_epp.cost.line import Line, TimeColumn
-from megatron_epp.cost.work import ChunkWork, IntColumn
+from megatron_epp.cost.work import ChunkWork, IntColumn, LayerPeak
 from megatron_epp.schedule import Recompute
 
 
@@ -106,12 +106,8 @@ class Costs(Protocol):
         """Of `activation_bytes`, what one layer keeps that recomputes at a level, or nothing."""
         ...
 
-    def layer_peak_bytes(
-        self, stage: int, work: ChunkWork, level: str = "", *, apart: bool = False
-    ) -> tuple[IntColumn, IntColumn]:
-        """The most there is of such a layer while its backward runs, and of that the gradient of keys and values; `apart` where
-        that backward keeps what weight gradients need.
-        """
+    def layer_peak_bytes(self, stage: int, work: ChunkWork, level: str = "", *, apart: bool = False) -> LayerPeak:
+        """The most there is of such a layer while its backward runs; `apart` where that keeps what weight gradients need."""
         ...
 
     def hosting(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> Hosting:

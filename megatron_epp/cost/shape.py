@@ -88,6 +88,11 @@ class ModelShape:
         return self.kv_heads_per_tensor_rank * self.kv_copies // self.context_parallel
 
     @property
+    def queries_per_key(self) -> int:
+        """Query heads that share a head of keys and values on a rank."""
+        return max(1, self.num_attention_heads // (self.ranks * self.kv_heads_on_rank))
+
+    @property
     def mlp_parameters(self) -> int:
         """Of one MLP, or one expert."""
         return (3 if self.gated_mlp else 2) * self.hidden_size * self.ffn_hidden_size

@@ -16,8 +16,9 @@ import numpy as np
 from megatron_epp.cost.hosting import Hosting, hosting
 from megatron_epp.cost.line import NO_TIME, Level, Line, TimeColumn
 from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, NO_STATIC, WORKING, Static
+from megatron_epp.cost.prefix import prefix_bytes
 from megatron_epp.cost.text import Form, with_lines
-from megatron_epp.cost.work import ChunkWork, IntColumn
+from megatron_epp.cost.work import ChunkWork, IntColumn, LayerPeak
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.schedule.size_class import size_classes
 
@@ -49,6 +50,7 @@ class StageCosts:
         kv_bytes_per_token: K and V of one layer.
         kv_gradient_bytes_per_token: their gradient, while it is added up; None where it takes as much.
         kv_heads: heads of keys and values that a rank has inside attention.
+        queries_per_key: query heads that share one of them.
         weight_bytes_per_token: what a layer's W still needs after its B: inputs and output gradients of the linear layers.
         apart_bytes_per_token: the most there is of a layer while a backward runs that keeps them; None where that is not known.
         apart_attended_bytes_per_token: the same, as `attended_bytes_per_token`.
@@ -77,6 +79,7 @@ class StageCosts:
     kv_bytes_per_token: float
     kv_gradient_bytes_per_token: float | None = None
     kv_heads: int = 1
+    queries_per_key: int = 1
     weight_bytes_per_token: float = 0.0
     apart_bytes_per_token: float | None = None
     apart_attended_bytes_per_token: float | None = None
@@ -269,25 +272,21 @@ class PipelineCosts:
         """What one layer keeps that recomputes at a level, or nothing: what a backward lets go when it has passed it."""
         return -self._whole_bytes(-self._layer_per_token(stage, work, level) * work.tokens)
 
-    def layer_peak_bytes(
-        self, stage: int, work: ChunkWork, level: str = "", *, apart: bool = False
-    ) -> tuple[IntColumn, IntColumn]:
+    def layer_peak_bytes(self, stage: int, work: ChunkWork, level: str = "", *, apart: bool = False) -> LayerPeak:
         """The most there is of one layer while its backward runs: at its beginning, when everything is there that forward made
         or recompute has made again; or when its attention has made the gradient of keys and values (of the whole sequence, with
         the last slice) and what lies behind attention has gone.
 
         Args:
             apart: the backward keeps what weight gradients need.
-
-        Returns:
-            bytes, and of these the gradient's.
         """
         full, attended = self.stages[stage].peaks_per_token(level, apart)
         in_cache = self._in_cache(stage, work)
         gradient = np.where(work.last, self._gradient_of_layer(stage, work), 0.0)
-        early, late = (full - in_cache) * work.tokens, (attended - in_cache) * work.tokens + gradient
-        comes = np.where(late > early, gradient, 0.0)
-        return self._whole_bytes(np.maximum(early, late)), self._whole_bytes(comes)
+        prefix = prefix_bytes(self.stages[stage], work)
+        early, late = (full - in_cache) * work.tokens, (attended - in_cache) * work.tokens + gradient + prefix
+        comes, made = (np.where(late > early, size, 0.0) for size in (gradient, prefix))
+        return LayerPeak(*map(self._whole_bytes, (np.maximum(early, late), comes, made)))
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """What a backward lets go before it reaches the layers."""

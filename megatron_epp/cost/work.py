@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ class ChunkWork:
         last: it holds the last slice, whose backward allocates their gradient.
         prefix_tokens: of that sequence, ahead of the slice.
         cache_tokens: tokens of that sequence's key and value cache: all padded tokens of its chunks, so the short sequences
-            that ride with the tail are included. Zero where nothing is sliced.
+            that ride with the tail are included. Zero where nothing is sliced, or where it is at the host.
     """
 
     tokens: IntColumn
@@ -48,6 +49,25 @@ class ChunkWork:
     last: BoolColumn
     prefix_tokens: IntColumn
     cache_tokens: IntColumn
+
+    @property
+    def hosted(self) -> BoolColumn:
+        """Chunks with a slice whose keys and values are not on the device."""
+        return np.asarray(self.sliced & (self.cache_tokens == 0), dtype=np.bool_)
+
+
+class LayerPeak(NamedTuple):
+    """The most there is of a layer while its backward runs, as columns over chunks.
+
+    Attributes:
+        num_bytes: of all.
+        gradient: of these, the sums of the gradient of keys and values, which stay.
+        prefix: of these, that gradient as attention's backward makes it, see `cost.prefix`.
+    """
+
+    num_bytes: IntColumn
+    gradient: IntColumn
+    prefix: IntColumn
 
 
 def work_of(chunks: Sequence[Chunk], lengths: Sequence[int], token_multiple: int = 1) -> ChunkWork:

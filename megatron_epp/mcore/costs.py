@@ -123,7 +123,9 @@ def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
     base = replace(base, workspace_bytes=0) if stage.block_loss is None else _by_blocks(base, stage.block_loss.workspace_bytes)
-    return replace(measure_bytes(stage, base), static=_static(args, stage), kv_heads=model_shape(args).kv_heads_on_rank)
+    shape = model_shape(args)
+    heads = {"kv_heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
+    return replace(measure_bytes(stage, base), static=_static(args, stage), **heads)
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:

@@ -113,7 +113,8 @@ class _Stage:
             level = self.recompute[c].level(number)
             layer, own = self.layers[level][c], item.LEVEL_ITEMS.get(level, item.LAYERS)
             there, of_weights = Counter(live), layer.apart - layer.peak if apart else 0
-            there[item.RECOMPUTED if level else own] += layer.peak - layer.kept - layer.gradient
+            there[item.RECOMPUTED if level else own] += layer.peak - layer.kept - layer.gradient - layer.prefix
+            there[item.PREFIX_GRADIENT] += layer.prefix
             there[item.CACHE_GRADIENT] += layer.gradient
             there[item.WEIGHT_INPUTS] += of_weights
             if there.total() > most:
@@ -129,18 +130,19 @@ class _Stage:
 
 class _Layer(NamedTuple):
     """Bytes of one layer and chunk: kept to the backward; the most while that runs, and of these the gradient of its keys and
-    values; and the most where it keeps what weight gradients need.
+    values, as it is added up and as it is made; and the most where it keeps what weight gradients need.
     """
 
     kept: int
     peak: int
     gradient: int
+    prefix: int
     apart: int
 
 
 def _layers(costs: Costs, stage: int, work: ChunkWork, level: str) -> list[_Layer]:
     """Of every chunk, where the layer recomputes at a level."""
-    apart, _ = costs.layer_peak_bytes(stage, work, level, apart=True)
+    apart = costs.layer_peak_bytes(stage, work, level, apart=True).num_bytes
     columns = costs.layer_bytes(stage, work, level), *costs.layer_peak_bytes(stage, work, level), apart
     return [_Layer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 

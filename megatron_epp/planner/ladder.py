@@ -46,13 +46,13 @@ def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_
     """
     layers = max(1, costs.num_layers[stage])
     kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
-    plain, _ = costs.layer_peak_bytes(stage, work)
+    plain = costs.layer_peak_bytes(stage, work).num_bytes
     saved, took_us, fuller = [], [], []
     for name in levels:
         one = NO_RECOMPUTE._replace(**{name: 1})
         saved.append(np.maximum(np.minimum(kept - costs.activation_bytes(stage, work, one), kept // layers), 0))
         took_us.append(costs.recompute_us(stage, work, one))
-        fuller.append(costs.layer_peak_bytes(stage, work, name)[0] - plain)
+        fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain)
     places = np.array([LEVELS.index(name) for name in levels])
     if len(levels) == 1 or in_order:
         columns = (np.diff(rows, axis=0, prepend=0 * rows[0][None]) for rows in (saved, took_us, fuller))

@@ -254,7 +254,7 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         layer, head = costs.layer_bytes(stage, work), costs.head_bytes(stage, work)
         goes = np.where(work.first, cache + gradient, 0)
         passed = layer + (goes - comes) // max(1, costs.num_layers[stage])
-        surge, apart = (costs.layer_peak_bytes(stage, work, apart=split)[0] - layer for split in (False, True))
+        surge, apart = (costs.layer_peak_bytes(stage, work, apart=split).num_bytes - layer for split in (False, True))
         weight, of_layer = costs.weight_bytes(stage, work), costs.layer_weight_bytes(stage, work)
         forward_alloc, forward_free = opened, none
         net = comes - goes

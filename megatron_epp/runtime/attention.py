@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_epp.runtime import kernels
 from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.kernels import by_heads
 from megatron_epp.runtime.kernels.base import Saved
 from megatron_epp.runtime.ulysses import to_heads, to_tokens
 
@@ -62,10 +63,12 @@ class _ChunkAttention(torch.autograd.Function):
             own_grad, own_q, own_out, *own = _heads(part, parts, grad, q, out, k, v)
             seen = own if caches is None or view is None else caches.keys_and_values(layer, view, *own, part)
             own_saved = tuple(saved[part * count : (part + 1) * count])
-            dq, dk, dv = ctx.kernel.backward(own_grad, own_q, *seen, own_out, own_saved, context.table, ctx.scale)
-            if caches is not None and view is not None:
-                dk, dv = caches.take_gradient(layer, view, dk, dv, part)
-            grads.insert(0, (dq, dk, dv))
+
+            def take(dk: Tensor, dv: Tensor, heads: slice | None, part: int = part) -> tuple[Tensor, Tensor]:
+                return (dk, dv) if caches is None or view is None else caches.take_gradient(layer, view, dk, dv, part, heads)
+
+            inputs = own_grad, own_q, *seen, own_out, own_saved, context.table, ctx.scale
+            grads.insert(0, by_heads.backward(ctx.kernel, *inputs, take))
         dq, dk, dv = (_joined(each) for each in zip(*grads, strict=True))
         return dq, dk, dv, None, None, None, None
 

@@ -131,18 +131,23 @@ class HostedCaches:
         buffer[0, view.stop : end], buffer[1, view.stop : end] = k_beside, v_beside
         return buffer[0, :end], buffer[1, :end]
 
-    def take_gradient(self, layer: int, view: SliceView, dk: Tensor, dv: Tensor, part: int) -> tuple[Tensor, Tensor]:
-        """As `KVRelay.take_gradient`, of a group of heads."""
+    def take_gradient(
+        self, layer: int, view: SliceView, dk: Tensor, dv: Tensor, part: int, heads: slice | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `KVRelay.take_gradient`, of a group of heads, or of some of that."""
         piece, now = self._piece(layer, view, part), self._running
         assert now.gradient is not None  # `keys_and_values` came before
         self._host.wait(now.arriving)
         own = []
-        for total, grad in zip(now.gradient, (dk, dv), strict=True):
+        for buffer, grad in zip(now.gradient, (dk, dv), strict=True):
+            total = buffer if heads is None else buffer[:, heads]
             if piece.gradient is None:
                 total[: view.stop] = grad[: view.stop]
             else:
                 total[: view.stop] += grad[: view.stop]
             own.append(torch.cat([total[view.start : view.stop].to(grad.dtype), grad[view.stop :]]))
+        if heads is not None and heads.stop < now.gradient.shape[2]:
+            return own[0], own[1]
         if view.start > 0:
             if piece.gradient is None:
                 piece.gradient = self._reserve(view, now.gradient)

@@ -143,7 +143,9 @@ class KVRelay:
             entry.v[view.stop : end] = v_beside
         return entry.k[:end], entry.v[:end]
 
-    def take_gradient(self, layer: int, view: SliceView, dk: Tensor, dv: Tensor, part: int = 0) -> tuple[Tensor, Tensor]:
+    def take_gradient(
+        self, layer: int, view: SliceView, dk: Tensor, dv: Tensor, part: int = 0, heads: slice | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Add the gradient of everything a chunk's queries saw and return the part of the chunk's own tokens.
 
         After the sequence's first slice its cache is freed.
@@ -151,9 +153,10 @@ class KVRelay:
         Args:
             layer: number of the layer.
             view: the chunk's slice.
-            dk: ``[keys, kv_heads, channels]``; of a tail it becomes the accumulator, so nobody else may hold it.
+            dk: ``[keys, kv_heads, channels]``; of a tail it may become the accumulator, so nobody else may hold it.
             dv: as `dk`.
             part: as for `append`.
+            heads: which these are, where they come some at a time, first to last; None where all do.
 
         Returns:
             ``[tokens, kv_heads, channels]`` of keys and of values, complete.
@@ -162,18 +165,24 @@ class KVRelay:
             RelayError: a later slice has not run backward, or this one has.
         """
         entry = self._entry(layer, view)
-        check_backward(layer, view, entry.taken_from)
+        if heads is None or heads.start == 0:
+            check_backward(layer, view, entry.taken_from)
         if entry.dk is None or entry.dv is None:
-            entry.dk, entry.dv = self._accumulator(dk), self._accumulator(dv)
+            entry.dk, entry.dv = self._accumulator(dk, entry.k, heads), self._accumulator(dv, entry.v, heads)
             self._resident_bytes += entry.dk.nbytes + entry.dv.nbytes
-        else:
-            entry.dk[: view.stop] += dk[: view.stop]
-            entry.dv[: view.stop] += dv[: view.stop]
-        entry.taken_from = view.start
-        own_dk, own_dv = _own(entry.dk, dk, view), _own(entry.dv, dv, view)
-        if view.start == 0:
-            self.release(layer, view)
-        return own_dk, own_dv
+        own = []
+        for total, grad in ((entry.dk, dk), (entry.dv, dv)):
+            of_heads = total if heads is None else total[:, heads]
+            if not view.is_tail:
+                of_heads[: view.stop] += grad[: view.stop]
+            elif heads is not None:
+                of_heads[:] = grad
+            own.append(_own(of_heads, grad, view))
+        if heads is None or heads.stop == entry.k.shape[1]:
+            entry.taken_from = view.start
+            if view.start == 0:
+                self.release(layer, view)
+        return own[0], own[1]
 
     def release(self, layer: int, view: SliceView) -> None:
         """Drop a sequence's cache: after its first slice's backward, or after its last forward where no backward follows."""
@@ -193,8 +202,12 @@ class KVRelay:
         if self.hosted is not None:
             self.hosted.assert_empty()
 
-    def _accumulator(self, grad: Tensor) -> Tensor:
-        return grad.to(torch.promote_types(grad.dtype, torch.float32)) if self.fp32_gradients else grad
+    def _accumulator(self, grad: Tensor, cache: Tensor, heads: slice | None) -> Tensor:
+        """What gradients are added up in: the first of them where all heads are there, else room for all."""
+        dtype = torch.promote_types(grad.dtype, torch.float32) if self.fp32_gradients else grad.dtype
+        if heads is None:
+            return grad.to(dtype)
+        return torch.empty((grad.shape[0], *cache.shape[1:]), dtype=dtype, device=grad.device)
 
     def _entry(self, layer: int, view: SliceView) -> _Entry:
         entry = self._entries.get((layer, view.sequence))

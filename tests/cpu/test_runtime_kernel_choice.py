@@ -16,6 +16,7 @@ from megatron_epp.runtime.kernels import (
     TORCH_FLASH,
     TRANSFORMER_ENGINE,
     Case,
+    by_heads,
     flash,
     transformer_engine,
 )
@@ -177,8 +178,8 @@ def exact_transformer_engine(calls):
         torch.rand(1, generator=rng_gen)
         causal = attn_mask_type == "padding_causal_bottom_right" and qkv_layout == "thd_thd_thd"
         calls.append((cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), max_seqlen_q, max_seqlen_kv, causal, dropout))
-        out, saved = EXACT.forward(q, k, v, TABLE, attn_scale)
-        return out, [*saved, torch.zeros(2)]
+        out, (lse,) = EXACT.forward(q, k, v, TABLE, attn_scale)
+        return out, [lse.t().unsqueeze(-1), torch.zeros(2)]
 
     def fused_attn_bwd(
         max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
@@ -187,7 +188,8 @@ def exact_transformer_engine(calls):
         attn_mask_type="padding", window_size=(-1, -1), bottom_right_diagonal=None, deterministic=False,
     ):  # fmt: skip
         assert (o_format, do_format, dqkv_layout, bottom_right_diagonal) == ("thd", "thd", "thd_thd_thd", True)
-        return *EXACT.backward(d_o, q, k, v, o, tuple(aux_ctx_tensors), TABLE, attn_scale), None
+        assert all(x.is_contiguous() for x in (q, k, v, o, d_o)), "it sees addresses only"
+        return *EXACT.backward(d_o, q, k, v, o, (aux_ctx_tensors[0][..., 0].t(),), TABLE, attn_scale), None
 
     module.fused_attn_fwd, module.fused_attn_bwd = fused_attn_fwd, fused_attn_bwd
     return module
@@ -259,28 +261,39 @@ def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
     assert [(x.shape, x.dtype, x.device.type) for x in found] == [(x.shape, dtype, "cuda") for x in (q, k, k)]
 
 
-@pytest.mark.parametrize(("most_bytes", "heads_at_once"), [(1 << 30, [4]), (2 * 2 * 2 * 174 * 16 * 4, [2, 2]), (1, [1] * 4)])
-def test_where_query_heads_share_key_heads_their_gradients_are_made_for_few_at_once(monkeypatch, most_bytes, heads_at_once):
-    seen, module = [], exact_flash_attn([])
-    backward = module._flash_attn_varlen_backward
+@pytest.mark.parametrize(("count", "heads_at_once"), [(4, [4]), (3, [3, 1]), (2, [2, 2]), (1, [1] * 4)])
+@pytest.mark.parametrize("kernel", [FLASH_ATTN, TRANSFORMER_ENGINE, EXACT], ids=lambda kernel: kernel.name)
+def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, count, heads_at_once):
+    monkeypatch.setattr(flash, "_flash_attn", lambda: exact_flash_attn([]))
+    monkeypatch.setattr(transformer_engine, "_fused", lambda: exact_transformer_engine([]))
+    q, grad = (torch.randn(104, 8, 16) for _ in range(2))
+    k, v = (torch.randn(174, 4, 16) for _ in range(2))
+    out, saved = kernel.forward(q, k, v, TABLE, 0.25)
+    seen = []
 
-    def counted(dout, q, k, *rest, **named):
-        assert q.shape[1] == dout.shape[1] == 2 * k.shape[1]
+    def counted(grad, q, k, *rest):
+        assert q.shape[1] == grad.shape[1] == 2 * k.shape[1]
         seen.append(k.shape[1])
-        backward(dout, q, k, *rest, **named)
+        return kernel.backward(grad, q, k, *rest)
 
-    module._flash_attn_varlen_backward = counted
-    monkeypatch.setattr(flash, "_flash_attn", lambda: module)
-    monkeypatch.setattr(flash, "_MOST_EXPANDED_BYTES", most_bytes)
-    assert kernels._apart(FLASH_ATTN, Case("cpu", torch.float32, 16, 8, 4)) < 1e-6
+    inputs = grad, q, k, v, out, saved, TABLE, 0.25
+    monkeypatch.setattr(by_heads, "heads_at_once", lambda *_: count)
+    made = [torch.empty_like(x) for x in (k, v)]
+
+    def take(dk, dv, heads):
+        for target, value in zip(made, (dk, dv), strict=True):
+            target[:, slice(None) if heads is None else heads] = value
+        return dk[-104:], dv[-104:]
+
+    dq, *own = by_heads.backward(replace(kernel, backward=counted), *inputs, take)
+    assert all(map(torch.equal, (dq, *made), kernel.backward(*inputs)))
+    assert all(map(torch.equal, own, (x[-104:] for x in made)))
     assert seen == heads_at_once
 
 
-@pytest.mark.parametrize("most_bytes", [1 << 30, 1])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_torch_flash_attention_takes_the_arguments_it_is_given(monkeypatch, kv_heads, most_bytes):
+def test_torch_flash_attention_takes_the_arguments_it_is_given(monkeypatch, kv_heads):
     """Shapes and types only; keys are a view of a larger cache."""
-    monkeypatch.setattr(flash, "_MOST_EXPANDED_BYTES", most_bytes)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     table = replace(TABLE)  # which keeps offsets on the devices it was used on
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -107,11 +107,12 @@ def test_a_layer_holds_most_when_its_backward_begins_or_when_attention_has_made_
         return [column.tolist() for column in costs.layer_peak_bytes(0, work_of(TABLE, LENGTHS), level)]
 
     early, gradient = [6 * 84, 7 * 84, 4 * 100], 16 * 13
-    assert peaks() == [[early[0], early[1] + gradient, early[2]], [0, gradient, 0]]
-    assert peaks(attended_bytes_per_token=90.0) == [[early[0], 7 * 74 + gradient, early[2]], [0, gradient, 0]]
-    assert peaks(attended_bytes_per_token=50.0) == [early, [0, 0, 0]]
-    assert peaks("mlp", mlp=Level(Line(), 40, 95), attended_bytes_per_token=50.0) == [[6 * 79, 7 * 79, 4 * 95], [0, 0, 0]]
-    assert peaks("whole", attended_bytes_per_token=50.0) == [early, [0, 0, 0]]
+    none = [0, 0, 0]
+    assert peaks() == [[early[0], early[1] + gradient, early[2]], [0, gradient, 0], none]
+    assert peaks(attended_bytes_per_token=90.0) == [[early[0], 7 * 74 + gradient, early[2]], [0, gradient, 0], none]
+    assert peaks(attended_bytes_per_token=50.0) == [early, none, none]
+    assert peaks("mlp", mlp=Level(Line(), 40, 95), attended_bytes_per_token=50.0) == [[6 * 79, 7 * 79, 4 * 95], none, none]
+    assert peaks("whole", attended_bytes_per_token=50.0) == [early, none, none]
 
 
 def test_a_message_costs_its_latency_and_its_bytes():

@@ -45,6 +45,7 @@ class Kernel:
 
     Attributes:
         name: for people.
+        of_heads: what a backward of some query heads needs of a forward of all.
         forward: of ``(q, k, v, table, scale)``; returns the output, like the queries, and what backward needs.
         backward: of ``(grad, q, k, v, out, saved, table, scale)``; returns the gradients of q, k and v, those of k and v over
             the prefixes too.
@@ -55,6 +56,12 @@ class Kernel:
     forward: Forward
     backward: Backward
     obstacle: Callable[[Case], str | None]
+    of_heads: Callable[[Saved, slice], Saved] = lambda saved, own: (log_sums_of(saved[0], own),)
+
+
+def log_sums_of(log_sums: Tensor, own: slice) -> Tensor:
+    """Of ``[heads, tokens]``, or as older releases of FlashAttention have it ``[sequences, heads, longest]``."""
+    return log_sums[own] if log_sums.dim() == 2 else log_sums[:, own].contiguous()
 
 
 def needs_half_precision_on_a_gpu(case: Case, most_channels: int = 256) -> str | None:

@@ -77,9 +77,17 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     function = _fused().fused_attn_bwd
-    tensors = {"q": q, "k": k, "v": v, "o": out, "d_o": grad.contiguous(), "aux_ctx_tensors": list(saved)}
+    inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": grad}
+    tensors = {name: x.contiguous() for name, x in inputs.items()} | {"aux_ctx_tensors": list(saved)}  # it sees no strides
     dq, dk, dv, *_ = function(**tensors, **_options(function, table, q, scale))
     return dq, dk, dv
+
+
+def _of_heads(saved: Saved, own: slice) -> Saved:
+    """Of the log-sum-exp ``[tokens, heads, 1]``, or before cuDNN 9.6 ``[sequences, heads, longest, 1]``; the state of a
+    generator lies behind it.
+    """
+    return saved[0][:, own].contiguous(), *saved[1:]
 
 
 def _obstacle(case: Case) -> str | None:
@@ -97,4 +105,4 @@ def _obstacle(case: Case) -> str | None:
     return None if torch.cuda.get_device_capability() >= (9, 0) else "cuDNN packs sequences on compute capability 9.0 and newer"
 
 
-TRANSFORMER_ENGINE = Kernel("cuDNN through Transformer Engine", _forward, _backward, _obstacle)
+TRANSFORMER_ENGINE = Kernel("cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads)

@@ -1,0 +1,38 @@
+"""What attention's backward makes of a slice's prefix, on top of what the chunk's own tokens take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_epp.cost.work import ChunkWork, IntColumn
+from megatron_epp.schedule.fresh import all_at_once, fresh_bytes
+from megatron_epp.schedule.hosted import head_parts
+
+if TYPE_CHECKING:
+    from megatron_epp.cost.line import TimeColumn
+    from megatron_epp.cost.stage import StageCosts
+
+
+def prefix_bytes(costs: StageCosts, work: ChunkWork) -> TimeColumn:
+    """Gradients of keys and values of one layer as they are made, before they are added to the sums, less what is made of the
+    chunk's own tokens, which `working_bytes_per_token` has. Where that is 0, what passes make does not count, nor does this.
+
+    Every kernel is taken to make them for each query head where key heads are shared, as all that are known do, in fp32, as the
+    one that takes most does.
+    """
+    if not costs.working_bytes_per_token:
+        return np.zeros(len(work.tokens))
+    head, seen = costs.kv_bytes_per_token / costs.kv_heads, work.prefix_tokens + work.tokens
+
+    def made(keys: IntColumn, kv_heads: int) -> TimeColumn:
+        return fresh_bytes(keys, kv_heads, head, costs.queries_per_key)
+
+    parts = head_parts(costs.kv_heads)
+    all_heads, piece = made(seen, costs.kv_heads), made(seen, costs.kv_heads // parts)
+    # Where all heads run at once and the sums are no wider, what the last slice makes becomes them, and counts there.
+    wider = (costs.kv_gradient_bytes_per_token or 0.0) > costs.kv_bytes_per_token
+    becomes = work.last & all_at_once(seen, costs.kv_heads, head, costs.queries_per_key) & (not wider)
+    resident = all_heads - np.where(becomes, costs.kv_bytes_per_token * seen, 0.0)
+    return np.maximum(np.where(work.hosted, piece, resident) - made(work.tokens, costs.kv_heads), 0.0)

@@ -1,0 +1,75 @@
+"""Where the gradients of a long prefix would be large, they are made for few heads at a time: the same bits, less memory."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from allocations import peak_bytes_of
+from relay_chunks import RECOMPUTE, ChunkedLayer
+from test_runtime_hosted import CASES, hosts, run
+
+from megatron_epp.runtime.kernels import EXACT, by_heads
+from megatron_epp.runtime.relay import KVRelay
+from megatron_epp.runtime.segments import SegmentTable
+from megatron_epp.runtime.slice_view import SliceView
+from megatron_epp.schedule import Chunk, Segment, fresh
+
+
+def layer_of(case, kv_heads, layers=2):
+    layer = ChunkedLayer(*CASES[case], layers=layers, kv_heads=kv_heads)
+    layer.sequences = [[x.detach().bfloat16().requires_grad_() for x in qkv] for qkv in layer.sequences]
+    layer.weights = [x.bfloat16() for x in layer.weights]
+    return layer
+
+
+@pytest.mark.parametrize("fp32_gradients", [False, True])
+@pytest.mark.parametrize("mode", RECOMPUTE)
+@pytest.mark.parametrize("when", [None, *hosts()])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_all_heads_at_once(monkeypatch, case, kv_heads, when, mode, fp32_gradients):
+    together, apart = (layer_of(case, kv_heads) for _ in range(2))
+    run(together, None, mode, fp32_gradients)
+    monkeypatch.setattr(fresh, "MOST_BYTES", 1)
+    seen = []
+    heads_at_once = by_heads.heads_at_once
+    monkeypatch.setattr(by_heads, "heads_at_once", lambda *sizes: seen.append(heads_at_once(*sizes)) or seen[-1])
+    run(apart, when and hosts()[when], mode, fp32_gradients)
+    assert set(seen) == {1}
+    for expected, actual in zip(together.chunked(), apart.chunked(), strict=True):
+        assert all(map(torch.equal, expected, actual))
+
+
+@pytest.mark.parametrize("fp32_gradients", [False, True])
+@pytest.mark.parametrize("is_tail", [False, True])
+def test_behind_a_long_prefix_there_is_what_one_key_head_takes_at_a_time(monkeypatch, is_tail, fp32_gradients):
+    prefix, end, heads, channels = 4000, 4004, 8, 8
+
+    def peak_bytes(most_bytes):
+        """Without the sums, which stay."""
+        monkeypatch.setattr(fresh, "MOST_BYTES", most_bytes)
+        relay = KVRelay(fp32_gradients)
+        length = end if is_tail else end + 1
+        cuts = [0, prefix, end] + ([] if is_tail else [length])
+        views = [SliceView(0, *cut, length, length) for cut in pairwise(cuts)]
+        for view in views:
+            relay.append(0, view, *(torch.randn(view.num_cached, heads, channels) for _ in "kv"))
+        if not is_tail:
+            relay.take_gradient(0, views[2], *(torch.randn(length, heads, channels) for _ in "kv"))
+        view, table = views[1], SegmentTable.build(Chunk((Segment(0, prefix, end),)), end - prefix)
+        q, grad = (torch.randn(end - prefix, heads, channels) for _ in range(2))
+        k, v = relay.keys_and_values(0, view, q[:0], q[:0])
+        out, saved = EXACT.forward(q, k, v, table, 1.0)
+        before, sums = relay.num_bytes, []
+
+        def take(dk, dv, shared):
+            own = relay.take_gradient(0, view, dk, dv, 0, shared)
+            sums.append(relay.num_bytes - before)
+            return own
+
+        made = peak_bytes_of(lambda: by_heads.backward(EXACT, grad, q, k, v, out, saved, table, 1.0, take))
+        return made - sums[-1]
+
+    one_head = 2 * end * channels * 4
+    assert peak_bytes(1) < 2.2 * one_head  # the kernel's own, block by block, beside what it gives back
+    assert peak_bytes(1 << 30) > (4 if is_tail else 7) * one_head

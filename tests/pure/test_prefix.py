@@ -1,0 +1,80 @@
+"""Plans count once what attention's backward makes of a slice's prefix before it is added to the sums, as runs bound it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_epp.cost import H100, analytic_profile, on_device, work_of
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.cost.prefix import prefix_bytes
+from megatron_epp.planner.hosting import without_caches
+from megatron_epp.schedule import Chunk, Segment, fresh
+from megatron_epp.schedule.fresh import MOST_BYTES, fresh_bytes, heads_at_once
+
+MILLION, SLICE = 1 << 20, 1 << 16
+SLICES = [Chunk((Segment(0, start, start + SLICE),)) for start in range(0, MILLION, SLICE)]
+WORK = work_of(SLICES, [MILLION])
+BARE = analytic_profile(shape_of(load_flags("llama3-8b")), H100).costs([4] * 8)
+LLAMA = on_device(BARE, 0.0)
+KEY = 2 * 8 * 128 * 2
+"""Bytes of a key and a value, all heads."""
+
+
+def test_a_million_tokens_of_an_8b_model_make_five_gibibytes_at_a_time_and_not_forty(monkeypatch):
+    bounded = prefix_bytes(LLAMA.stages[0], WORK)
+    assert bounded[0] == 0
+    one_head = 10 * KEY // 8 * MILLION  # as it is, for each of four query heads in fp32, and its keys and values copied
+    assert bounded.max() == bounded[-1] == one_head - MOST_BYTES, "what the chunk's own tokens take counts with its gradients"
+    monkeypatch.setattr(fresh, "MOST_BYTES", 1 << 40)
+    unbounded = prefix_bytes(LLAMA.stages[0], WORK)
+    own = 9 * KEY * SLICE
+    assert unbounded[-2] == 9 * KEY * (MILLION - SLICE) - own
+    assert unbounded[-1] == 8 * KEY * MILLION - own, "what the last slice makes becomes the sums"
+
+
+def test_costs_that_count_nothing_of_what_passes_make_do_not_count_this():
+    assert prefix_bytes(BARE.stages[0], WORK).tolist() == [0] * len(SLICES)
+
+
+def test_whole_sequences_and_first_slices_have_no_prefix():
+    chunks = [Chunk((Segment(0, 0, SLICE), Segment(1, 0, 100))), Chunk((Segment(2, 0, 4 * SLICE),))]
+    work = work_of([*chunks, Chunk((Segment(0, SLICE, 2 * SLICE),))], [2 * SLICE, 100, 4 * SLICE])
+    assert prefix_bytes(LLAMA.stages[0], work)[:2].tolist() == [0, 0]
+
+
+def test_a_layer_holds_it_beside_the_sums_of_the_last_slice():
+    stage = replace(LLAMA.stages[0], attended_bytes_per_token=None, kv_gradient_bytes_per_token=2.0 * KEY)
+    costs = replace(LLAMA, stages=(stage,))
+    found, bare = (
+        c.layer_peak_bytes(0, WORK) for c in (costs, replace(costs, stages=(replace(stage, working_bytes_per_token=0),)))
+    )
+    np.testing.assert_array_equal(found.num_bytes - bare.num_bytes, found.prefix)
+    np.testing.assert_array_equal(found.prefix, np.ceil(prefix_bytes(stage, WORK)))
+    assert found.prefix[-1] == found.prefix.max()
+    np.testing.assert_array_equal(found.gradient, bare.gradient)
+
+
+def test_caches_at_the_host_are_met_by_pieces_that_make_no_more():
+    hosted = without_caches(WORK)
+    assert hosted.hosted.all()
+    assert not WORK.hosted.any()
+    resident, streamed = (
+        prefix_bytes(replace(LLAMA.stages[0], kv_gradient_bytes_per_token=2.0 * KEY), w) for w in (WORK, hosted)
+    )
+    assert (streamed <= resident).all()
+    assert streamed[-1] == resident[-1], "one head at a time either way"
+
+
+@pytest.mark.parametrize("sharing", [1, 2, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
+def test_plans_count_what_runs_make_and_never_less_behind_a_longer_prefix(kv_heads, sharing):
+    head, times = 512, 1 + (2 * sharing if sharing > 1 else 0)
+    keys = np.array([1, 1000, *(1 << at for at in range(14, 24))], dtype=np.int64)
+    counted = fresh_bytes(keys, kv_heads, head, sharing)
+    assert (np.diff(counted) >= 0).all()
+    for number, planned in zip(keys.tolist(), counted.tolist(), strict=True):
+        count = heads_at_once(kv_heads, number * head, sharing)
+        copied = count < kv_heads  # by kernels that see no strides
+        assert count * number * head * (times + copied) <= planned
+        assert planned <= max(MOST_BYTES, number * head * (times + copied))
