@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.inner.columns import Codes
 from megatron_epp.planner.inner.compiled import integers
 from megatron_epp.planner.inner.memory import peak
 from megatron_epp.planner.memory import Fit, by_stage, coded, fit_recompute
@@ -14,7 +15,7 @@ from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
 
 
-def fit_alike(order: Order, tables: Sequence[Tables], caps: Sequence[Sequence[int]], options: Options) -> Fit:
+def fit_alike(order: Order | Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]], options: Options) -> Fit:
     """Keep every rank of every replica under its cap with the same recompute in all.
 
     What each replica needs by itself is put together; with more recompute none holds more. What is then more than all need
@@ -36,7 +37,7 @@ def fit_alike(order: Order, tables: Sequence[Tables], caps: Sequence[Sequence[in
     return Fit(by_stage(integers(together), tables[0].columns.num_chunks))
 
 
-def _trimmed(together: list[int], order: Order, tables: Sequence[Tables], caps: Sequence[Sequence[int]]) -> Layers:
+def _trimmed(together: list[int], order: Order | Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]]) -> Layers:
     columns, codes, layers = tables[0].columns, coded(order, tables[0]), integers(together)
     for rank in range(codes.num_ranks):
         begin, stop = codes.starts[rank], codes.starts[rank + 1]

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from megatron_epp.planner.evaluate import Layers, Played, moved_of
 from megatron_epp.planner.gaps import Busy, Link, earliest, latest
-from megatron_epp.planner.memory import held_bytes
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.tables import Tables
 from megatron_epp.schedule import Action, Op
@@ -34,23 +33,26 @@ class Chosen(NamedTuple):
 
 
 def choose(
-    order: Order, tables: Tables, aims: Sequence[int], layers: Layers, played: Played
+    order: Order, tables: Tables, excess: Sequence[Integers], layers: Layers, played: Played
 ) -> Iterator[list[tuple[int, Chooser]]]:
     """Copies against the times of an order.
 
     Ranks that share a link to the host choose in the order of the times at which they are above what they aim at, so that each
     finds the gaps that the others leave.
 
+    Args:
+        order: of all actions.
+        tables: of the chunks.
+        excess: bytes of every rank above what it aims at, while each of its actions runs.
+        layers, played: the recompute and the times that follow.
+
     Yields:
         link by link, its ranks and what they have chosen.
     """
-    held = held_bytes(order, tables, layers)
     shared = len(set(tables.host_links)) < len(order)
     for number in dict.fromkeys(tables.host_links):
         ranks, link = [rank for rank, other in enumerate(tables.host_links) if other == number], Link()
-        choosers = [
-            Chooser(order[rank], tables, layers, held[rank] - aims[rank], played.of(rank), link, shared) for rank in ranks
-        ]
+        choosers = [Chooser(order[rank], tables, layers, excess[rank], played.of(rank), link, shared) for rank in ranks]
         walks = [chooser.walk() for chooser in choosers]
         turns = [(time_us, at) for at, walk in enumerate(walks) for time_us in islice(walk, 1)]
         heapq.heapify(turns)
@@ -68,7 +70,7 @@ class Chooser:
 
     Attributes:
         chosen: what it has chosen.
-        excess: bytes above the aim, by place in the rank's list.
+        excess: bytes above the aim, by place in the rank's list; less with every copy.
         away: bytes that are then away, by place in the rank's list.
     """
 

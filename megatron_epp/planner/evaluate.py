@@ -84,7 +84,7 @@ def makespan_us(order: Order | Codes, tables: Tables, layers: Layers) -> float:
     return _play(order, tables, layers, ())[0]
 
 
-def play(order: Order, tables: Tables, layers: Layers, copies: Copies = ()) -> Played:
+def play(order: Order | Codes, tables: Tables, layers: Layers, copies: Copies = ()) -> Played:
     """Time an order, for any placement, with or without weight gradients of their own and copies.
 
     The order must have the slices of a sequence ascending in forward and descending in backward on every rank, which is then

@@ -22,7 +22,6 @@ from megatron_epp.planner.inner.timing import mark_split
 from megatron_epp.planner.order import Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
-from megatron_epp.schedule import Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +55,23 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
     return Fit(by_stage(column, columns.num_chunks))
 
 
-def fit_beside(
-    actions: Sequence[Action], tables: Tables, rank: int, caps: Sequence[int], limit: Layers, layers: Layers
-) -> bool:
+def fit_beside(codes: Codes, tables: Tables, rank: int, caps: Sequence[int], limit: Layers, layers: Layers) -> bool:
     """Recompute of a rank where memory is different at every action, because some is away.
 
     Args:
-        actions: of the rank.
-        caps: by place among them.
+        codes: of the order of all ranks.
+        caps: by place among the rank's actions.
         limit: most steps of each stage and chunk.
         layers: where the answer goes, for the rank's stages.
 
     Returns:
         whether any fits.
     """
-    columns, codes = tables.columns, encode([actions], tables.columns.num_chunks)
+    columns, actions = tables.columns, codes.actions[codes.starts[rank] : codes.starts[rank + 1]]
     items = columns.num_stages * columns.num_chunks
     column, leaves, most = integers([0] * items), integers([0] * items), integers(chain.from_iterable(limit))
     static = tables.static[rank]
-    if not sweep(codes.actions, 0, len(actions), columns, most, integers(caps), static, column, leaves):
+    if not sweep(actions, 0, len(actions), columns, most, integers(caps), static, column, leaves):
         return False
     found = by_stage(column, columns.num_chunks)
     for stage in tables.stages_of[rank]:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from megatron_epp.planner.common_recompute import fit_alike
 from megatron_epp.planner.copies import choose
 from megatron_epp.planner.evaluate import Layers, Played, moved_bytes, play
-from megatron_epp.planner.inner.columns import encode
-from megatron_epp.planner.memory import by_stage, fit_beside, least_peaks, levels, peaks_bytes
+from megatron_epp.planner.inner.columns import Codes, encode
+from megatron_epp.planner.memory import by_stage, fit_beside, held_bytes, least_peaks, levels, peaks_bytes
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
@@ -107,9 +107,9 @@ def fit_offload(
             [max(low, cap + max(0, int(share * (high - cap)))) for cap, low, high in zip(caps, *bound, strict=True)]
             for bound in bounds
         ]
-        layers = fit_alike(order, tables, eased, Options()).layers
+        layers = fit_alike(codes, tables, eased, Options()).layers
         assert layers is not None  # no cap is below the least peak
-        found = _fit_copies(order, tables, caps, layers, None if best is None else best.makespan_us, host_room)
+        found = _fit_copies(order, codes, tables, caps, layers, None if best is None else best.makespan_us, host_room)
         if found is not None and found.short_bytes:
             lacking = found if lacking is None or found.short_bytes < lacking.short_bytes else lacking
         elif found is not None and (best is None or found.makespan_us < best.makespan_us):
@@ -121,6 +121,7 @@ def fit_offload(
 
 def _fit_copies(
     order: Order,
+    codes: Codes,
     tables: Sequence[Tables],
     caps: tuple[int, ...],
     layers: Layers,
@@ -131,25 +132,26 @@ def _fit_copies(
 
     Each round aims below the cap by as much as the last came out above it.
     """
-    played = play(order, tables[0], layers)
+    played = play(codes, tables[0], layers)
     if limit_us is not None and played.makespan_us >= limit_us * SLOWER:
         return None
     aims = [list(caps) for _ in tables]
+    held = [held_bytes(codes, own, layers) for own in tables]
     for _ in range(ROUNDS):
         chosen = []
-        for own, aim in zip(tables, aims, strict=True):
-            if (one := _chosen(order, own, aim, layers, played)) is None:
+        for own, live, aim in zip(tables, held, aims, strict=True):
+            if (one := _chosen(order, codes, own, live, aim, layers, played)) is None:
                 return None
             chosen.append(one)
         if not any(any(one.copies) for one in chosen):
             return None
         again = _together(layers, [one.layers for one in chosen])
         made = tuple(replace(one, layers=again) for one in chosen)
-        after = [play(order, own, again, timed(one, own)) for own, one in zip(tables, made, strict=True)]
+        after = [play(codes, own, again, timed(one, own)) for own, one in zip(tables, made, strict=True)]
         if any(one.start_us != after[0].start_us for one in after):
             return None
         above = [
-            [peak - cap for peak, cap in zip(peaks_beside(order, own, one, times), caps, strict=True)]
+            [peak - cap for peak, cap in zip(peaks_beside(codes, own, one, times), caps, strict=True)]
             for own, one, times in zip(tables, made, after, strict=True)
         ]
         if max(map(max, above)) <= 0:
@@ -160,18 +162,21 @@ def _fit_copies(
     return None
 
 
-def _chosen(order: Order, tables: Tables, aims: list[int], layers: Layers, played: Played) -> Offload | None:
+def _chosen(
+    order: Order, codes: Codes, tables: Tables, held: Sequence[Integers], aims: list[int], layers: Layers, played: Played
+) -> Offload | None:
     """Copies of one replica, and what it recomputes beside them; None as soon as a rank is above its aim with both."""
     shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
     most = by_stage(tables.columns.most, len(tables.message_us))
     fitted = [[0] * len(tables.message_us) for _ in tables.rank_of]
     copies: list[tuple[tuple[Action, Action | None], ...]] = [()] * len(order)
-    for choosers in choose(order, tables, aims, layers, played):
+    excess = [live - aim for live, aim in zip(held, aims, strict=True)]
+    for choosers in choose(order, tables, excess, layers, played):
         for rank, chooser in choosers:
             for (_, stage, c), share in ((copy.action, copy.share) for copy in chooser.chosen):
                 shares[stage][c], most[stage][c] = share, layers[stage][c]
             copies[rank] = tuple((copy.action, copy.after) for copy in chooser.chosen)
-            if not fit_beside(order[rank], tables, rank, (aims[rank] + chooser.away).tolist(), most, fitted):
+            if not fit_beside(codes, tables, rank, (aims[rank] + chooser.away).tolist(), most, fitted):
                 return None
     return Offload(fitted, tuple(map(tuple, shares)), tuple(copies))
 
@@ -188,7 +193,7 @@ def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Actio
     return [[(action, tables.host_us(made.moved(tables, action)), after) for action, after in row] for row in made.copies]
 
 
-def peaks_beside(order: Order, tables: Tables, made: Offload, played: Played) -> list[int]:
+def peaks_beside(order: Order | Codes, tables: Tables, made: Offload, played: Played) -> list[int]:
     """Most bytes that each rank holds at a time, as `simulate` says of the plan."""
     found = []
     for rank, (static, takes, gives) in enumerate(zip(tables.static, *levels(order, tables, made.layers), strict=True)):

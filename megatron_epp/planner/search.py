@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import permutations
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
@@ -134,16 +134,15 @@ def search_copies(trials: Trials, chunker: Chunker) -> None:
         return
     known = [*tables, *([] if trials.best is None else [trials.best.chunks])]
     schedules = [free.schedule, *(FIRST if trials.problem.is_straight else LISTED[:1])]
-    choices = [(table, schedule) for table in dict.fromkeys(known) for schedule in dict.fromkeys(filter(None, schedules))]
-    for table, schedule in choices:
-        trials.better_with_copies(table, schedule)
+    for table in dict.fromkeys(known):
+        trials.better_with_copies(table, list(dict.fromkeys(filter(None, schedules))))
     if free.best_us < WORTH * trials.best_us:
         search_hosted(trials, chunker)
     if free.best_us < FAR * trials.best_us and (trials.best is None or not trials.best.hosted):
         finest = chunker.table(chunker.grain(chunks=min(MOST_CHUNKS, trials.problem.num_ranks * CHUNKS_PER_STAGE[-1])))
         frugal: tuple[Schedule | Listing, ...] = (*SECOND, HALF, *LEAST) if trials.problem.is_straight else LISTED[1:]
-        for table, schedule in product(dict.fromkeys([*tables, finest]), frugal):
-            trials.better_with_copies(table, schedule)
+        for table in dict.fromkeys([*tables, finest]):
+            trials.better_with_copies(table, frugal)
 
 
 def search_hosted(trials: Trials, chunker: Chunker) -> None:

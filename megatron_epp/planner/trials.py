@@ -76,15 +76,18 @@ class Trials:
         self.best, self.best_us, self.schedule = Decisions(chunks, order, fit.layers, self.levels), took_us, schedule
         return True
 
-    def better_with_copies(self, chunks: tuple[Chunk, ...], schedule: Schedule | Listing) -> bool:
+    def better_with_copies(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule | Listing]) -> bool:
         """Try a table with offload; True when it is faster than all before.
 
         Where the best so far is close to what offload could do at most, it is not tried: it takes longer than all else.
         """
         tables = tabulate(chunks, self.problem, self.costs, self.levels)
-        if lower_bound_us(tables, chunks, self.problem, self.options) >= WORTH * self.best_us:
-            return False
-        return self._copied(chunks, self._order(chunks, tables, schedule), tables)
+        bound_us = lower_bound_us(tables, chunks, self.problem, self.options)
+        found = False
+        for schedule in schedules:
+            if bound_us < WORTH * self.best_us:
+                found |= self._copied(chunks, self._order(chunks, tables, schedule), tables)
+        return found
 
     def better_hosted(self, chunks: tuple[Chunk, ...], schedule: Schedule | Listing) -> bool:
         """Try a table with keys and values at the host, alone and beside offload; True when it is faster than all before."""

@@ -9,12 +9,13 @@ from itertools import pairwise
 import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
 
-from megatron_epp.planner import Options, Problem, for_table, plan
+from megatron_epp.planner import Options, Problem, evaluate, for_table, memory, offload, plan, trials
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import play
+from megatron_epp.planner.inner.columns import encode
 from megatron_epp.planner.offload import peaks_beside, timed
-from megatron_epp.planner.search import greedy, predicted_us
+from megatron_epp.planner.search import FIRST, greedy, predicted_us
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.schedule import Op, Plan
 from megatron_epp.schedule.check import check
@@ -116,6 +117,23 @@ def test_what_the_search_plays_is_what_the_simulator_says(turns: int):
     tables = made.tables(given, costs)
     played = play(made.order, tables, made.layers, timed(made.beside, tables))
     assert tuple(peaks_beside(made.order, tables, made.beside, played)) == written.predicted.peak_bytes
+
+
+def test_copies_are_fitted_to_orders_that_are_encoded_once_and_to_a_table_that_is_made_once(monkeypatch: pytest.MonkeyPatch):
+    encoded, tabulated = [], []
+    for module in (evaluate, memory, offload):
+        monkeypatch.setattr(module, "encode", lambda order, chunks: encoded.append(order) or encode(order, chunks))
+    monkeypatch.setattr(trials, "tabulate", lambda chunks, *rest: tabulated.append(chunks) or tabulate(chunks, *rest))
+    asked, costs = problem((60_000, 30_000, 20_000), 2, 16 * GIB), pipeline(2)
+    chunks = plan(asked, costs, Options(slices=12)).chunks
+    ours = trials.Trials(asked, costs, Options(offload=True))
+    encoded.clear()
+    tabulated.clear()
+    ours.better_with_copies(chunks, FIRST)
+    assert ours.best is not None
+    assert any(ours.best.copies)
+    assert len(encoded) == len(FIRST)
+    assert len(tabulated) == 1
 
 
 def test_without_a_link_there_is_nothing_to_offload():
