@@ -100,6 +100,8 @@ def fit_offload(
     best: Copied | None = None
     lacking: Copied | None = None
     codes = encode(order, len(tables[0].message_us))
+    if any(floor > cap for own in tables for floor, cap in zip(floors(order, codes, own), caps, strict=True)):
+        return None
     none = [[0] * len(tables[0].message_us)] * len(tables[0].rank_of)
     bounds = [(least_peaks(codes, own), peaks_bytes(codes, own, none)) for own in tables]
     for share in SHARES:
@@ -117,6 +119,27 @@ def fit_offload(
         elif best is not None:
             break
     return best or lacking
+
+
+def floors(order: Order, codes: Codes, tables: Tables) -> list[int]:
+    """What every rank holds in some forward even if all layers recompute and all that other chunks keep is away.
+
+    Not in a backward: that may hold a little less where not all layers recompute (see `least_peaks`).
+    """
+    most, found = by_stage(tables.columns.most, tables.columns.num_chunks), []
+    for actions, live in zip(order, held_bytes(codes, tables, most), strict=True):
+        entered: dict[tuple[int, int], int] = {}
+        change = np.zeros(len(actions) + 1, dtype=np.int64)
+        for position, (op, stage, c) in enumerate(actions):
+            if op is Op.F:
+                entered[stage, c] = position
+            elif op is Op.B:
+                kept = tables.kept_bytes(stage, c, most[stage][c])
+                change[entered[stage, c] + 1] += kept
+                change[position] -= kept
+        floor = live - np.cumsum(change)[:-1]
+        found.append(int(floor[list(entered.values())].max()))
+    return found
 
 
 def _fit_copies(

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
 
-from megatron_epp.planner import Options, Problem, evaluate, for_table, memory, offload, plan, trials
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, evaluate, for_table, memory, offload, plan, trials
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import play
@@ -134,6 +134,22 @@ def test_copies_are_fitted_to_orders_that_are_encoded_once_and_to_a_table_that_i
     assert any(ours.best.copies)
     assert len(encoded) == len(FIRST)
     assert len(tabulated) == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_copies_bring_a_rank_below_what_it_holds_with_all_else_away(seed: int, monkeypatch: pytest.MonkeyPatch):
+    draw = random.Random(seed)
+    stages = draw.randint(1, 3)
+    asked, costs = problem([draw.randint(3000, 50_000) for _ in range(draw.randint(1, 5))], stages), pipeline(stages)
+    chunks = plan(asked, costs, Options(slices=6)).chunks
+    tables = tabulate(chunks, asked, costs, Options().levels(costs))
+    order = FIRST[0](chunks, stages, False)
+    least = offload.floors(order, encode(order, len(chunks)), tables)
+    unlimited = [[UNLIMITED_BYTES] * stages]
+    monkeypatch.setattr(offload, "floors", lambda *_: [0] * stages)
+    for rank in range(stages):
+        caps = tuple(least[rank] - 1 if other == rank else UNLIMITED_BYTES for other in range(stages))
+        assert offload.fit_offload(order, (tables,), caps, unlimited) is None
 
 
 def test_without_a_link_there_is_nothing_to_offload():
