@@ -15,7 +15,15 @@ from pathlib import Path
 import megatron_epp
 from megatron_epp import cli_advise, cli_doctor, cli_memory, cli_profile, cli_quickstart, cli_rehearse, cli_train
 from megatron_epp.cli_compare import compare
-from megatron_epp.cli_inputs import PLANNER_NAMES, add_planner, add_problem, costs_of, options_of, problem_of
+from megatron_epp.cli_inputs import (
+    PLANNER_NAMES,
+    add_planner,
+    add_problem,
+    costs_of,
+    has_costs_of_stages,
+    options_of,
+    problem_of,
+)
 from megatron_epp.cli_parser import Parser
 from megatron_epp.cli_progress import progress
 from megatron_epp.cli_types import PICTURES, count, output, picture, planner
@@ -224,7 +232,9 @@ def _plan(args: argparse.Namespace) -> int:
     if args.output:
         save(made, args.output)
     print(_summary(made, args))
-    if hint := spread.advice(costs, problem.placement, problem.lengths, "--layers-per-stage balanced"):
+    if not has_costs_of_stages(args) and (
+        hint := spread.advice(costs, problem.placement, problem.lengths, "--layers-per-stage balanced")
+    ):
         print(f"\n{hint}")
     return 0
 

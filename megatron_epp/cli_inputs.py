@@ -219,6 +219,8 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], longest: int | No
     else:
         stored = load_costs(args.costs)
         if isinstance(stored, PipelineCosts):
+            if args.layers_per_stage != "even":
+                raise EppError(f"--layers-per-stage: the stages of --costs {args.costs} have layers of their own; leave it out")
             share = args.fragmentation_share
             return stored if share is None else replace(stored, fragmentation_share=share)
         profile = stored
@@ -227,6 +229,11 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], longest: int | No
     state_bytes = profile.adam_bytes(args.data_parallel)
     costs = profile.costs(layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel)
     return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(args.stages))
+
+
+def has_costs_of_stages(args: argparse.Namespace) -> bool:
+    """Whether ``--costs`` names costs of a whole pipeline, whose layers are settled."""
+    return args.costs is not None and isinstance(load_costs(args.costs), PipelineCosts)
 
 
 def _fragmentation_share(args: argparse.Namespace) -> float:

@@ -79,7 +79,9 @@ def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Sprea
 
 
 def advice(costs: PipelineCosts, placement: Sequence[int], lengths: Sequence[int], flag: str | None = None) -> str | None:
-    """A sentence where other layers would save the busiest stage `WORTH`; None elsewhere, and where ranks have several stages.
+    """A sentence where other layers would save the busiest stage `WORTH`; None elsewhere.
+
+    Nothing is said where ranks have several stages, or stages are to be without layers.
 
     Args:
         costs: of the stages.
@@ -87,7 +89,7 @@ def advice(costs: PipelineCosts, placement: Sequence[int], lengths: Sequence[int
         lengths: tokens of sequences like those to come.
         flag: that would set them so; Megatron's if None.
     """
-    if len(set(placement)) < len(placement) or not lengths:
+    if len(set(placement)) < len(placement) or sum(costs.num_layers) < len(placement) or not lengths:
         return None
     own, best = spreads(costs, lengths)
     if own.excess - best.excess < WORTH:

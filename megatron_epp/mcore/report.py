@@ -178,9 +178,14 @@ class IterationReport:
             writers.log_memory(account_of(plan, session.costs), self.iteration)
 
     def _log_spread(self) -> None:
-        """Once per run, after a few iterations' lines: whether other layers on the stages would keep fewer ranks waiting."""
+        """Once per run, after a few iterations' lines: whether other layers on the stages would keep fewer ranks waiting.
+
+        Nothing is said of models whose layers differ from each other.
+        """
         session, plan = self.session, self.batch.plan
         if plan is None or session.costs is None or len(session.batches_seen) == _BATCHES:
+            return
+        if getattr(session.args, "hybrid_layer_pattern", None) or getattr(session.args, "moe_layer_freq", 1) != 1:
             return
         session.batches_seen.append(plan.lengths)
         if len(session.batches_seen) == _BATCHES:

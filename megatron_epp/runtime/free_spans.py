@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -47,13 +48,20 @@ class FreeSpans:
 
     def add(self, spans: Iterable[Span]) -> None:
         """More is free."""
-        joined: list[Span] = []
-        for span in sorted((*self._spans, *spans)):
-            if joined and joined[-1][:1] == span[:1] and joined[-1].stop == span.start:
-                joined[-1] = joined[-1]._replace(stop=span.stop)
-            else:
-                joined.append(span)
-        self._spans, self.num_bytes = joined, sum(map(_size, joined))
+        for span in spans:
+            self.num_bytes += span.num_bytes
+            at = bisect(self._spans, span)
+            before, after = self._spans[max(at - 1, 0) : at], self._spans[at : at + 1]
+            first, last = at, at
+            if before and _touch(before[0], span):
+                first, span = at - 1, span._replace(start=before[0].start)
+            if after and _touch(span, after[0]):
+                last, span = at + 1, span._replace(stop=after[0].stop)
+            self._spans[first:last] = [span]
+
+
+def _touch(span: Span, later: Span) -> bool:
+    return span.page == later.page and span.stop == later.start
 
 
 def _size(span: Span) -> int:

@@ -116,11 +116,17 @@ def test_the_planned_peaks_are_told_with_what_the_highest_is_made_of(capsys):
     assert "layers that keep everything" in line
 
 
-def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewer_ranks_waiting(capsys):
+def reports(layers, **flags):
+    """A report of one iteration on stages with these layers, and what was planned."""
     shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=128 * 1024)
-    costs = analytic_costs(shape, CPU, [2] * 4)
+    costs = analytic_costs(shape, CPU, layers)
     made = plan(Problem((900, 200), (0, 1, 2, 3), (UNLIMITED_BYTES,) * 4), costs)
-    report = IterationReport(Namespace(costs=costs, batches_seen=[]), Namespace(plan=made), 1, False, True, 0.0, 0.0)
+    run = Namespace(costs=costs, batches_seen=[], args=Namespace(**flags))
+    return IterationReport(run, Namespace(plan=made), 1, False, True, 0.0, 0.0), made, costs
+
+
+def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewer_ranks_waiting(capsys):
+    report, made, costs = reports([2] * 4, moe_layer_freq=1)
     told = []
     for _ in range(20):
         report._log_spread()
@@ -128,6 +134,14 @@ def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewe
     assert [number for number, text in enumerate(told) if text] == [9]
     assert told[9] == f"epp hint | {spread.advice(costs, made.placement, made.lengths * 10)}\n"
     assert "--pipeline-model-parallel-layout 'Et" in told[9]
+
+
+@pytest.mark.parametrize("flags", [{"hybrid_layer_pattern": "*-*-"}, {"moe_layer_freq": [0, 1]}])
+def test_nothing_is_told_of_layers_that_differ_from_each_other(capsys, flags):
+    report, *_ = reports([2] * 4, **flags)
+    for _ in range(20):
+        report._log_spread()
+    assert capsys.readouterr().out == ""
 
 
 def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both, capsys):

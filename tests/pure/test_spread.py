@@ -58,5 +58,9 @@ def test_nothing_is_said_where_ranks_have_several_stages_or_nothing_is_known():
     assert advice(costs((4,) * 8), range(8), ()) is None
 
 
+def test_nothing_is_said_of_stages_that_are_to_be_without_layers():
+    assert advice(costs((0, 2, 1, 0)), range(4), SHORT) is None
+
+
 def test_a_layout_is_written_as_megatron_reads_it():
     assert layout_flag((7, 8, 1)) == "Et*7|t*8|tL"
