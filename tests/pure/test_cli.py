@@ -103,6 +103,20 @@ def test_a_cost_profile_replaces_the_formulas(tmp_path, capsys):
     assert capsys.readouterr().out == first
 
 
+def test_costs_of_a_whole_pipeline_settle_its_layers(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    add_problem(parser)
+    lopsided = [*BATCH, "--layers", "8", "--layers-per-stage", "7,1"]
+    (tmp_path / "costs.json").write_text(costs_of(parser.parse_args(lopsided), [4096]).to_json())
+    assert main(["plan", *lopsided]) == 0
+    assert "--layers-per-stage balanced would make it" in capsys.readouterr().out
+    alone = ["plan", "--lengths", "4096,300,200,100", "--stages", "2", "--costs", str(tmp_path / "costs.json")]
+    assert main(alone) == 0
+    assert "the busiest takes" not in capsys.readouterr().out
+    assert main([*alone, "--layers-per-stage", "balanced"]) != 0
+    assert "the stages of --costs" in capsys.readouterr().err
+
+
 def test_check_of_a_sound_plan_exits_with_0(plan_file, capsys):
     assert main(["check", str(plan_file)]) == 0
     assert capsys.readouterr().out.startswith(f"{plan_file}: sound: ")
