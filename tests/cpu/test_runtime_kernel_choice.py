@@ -1,5 +1,6 @@
 """Core attention runs on the first kernel of a preference that can serve and proves itself. Libraries are played."""
 
+import functools
 import sys
 import types
 from dataclasses import replace
@@ -7,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_epp.runtime import kernels
 from megatron_epp.runtime.kernels import (
@@ -216,6 +218,29 @@ def older_transformer_engine(calls):
     return module
 
 
+def padded_transformer_engine(calls):
+    """As above before cuDNN 9.6: the log-sum-exp is ``[sequences, heads, longest, 1]``."""
+    module = exact_transformer_engine(calls)
+    forward, backward = module.fused_attn_fwd, module.fused_attn_bwd
+    lengths = [segment.num_tokens for segment in TABLE.segments]
+
+    @functools.wraps(forward)
+    def fused_attn_fwd(**inputs):
+        out, (log_sums, state) = forward(**inputs)
+        return out, [pad_sequence(log_sums.split(lengths), batch_first=True).transpose(1, 2).contiguous(), state]
+
+    @functools.wraps(backward)
+    def fused_attn_bwd(*, aux_ctx_tensors, **inputs):
+        log_sums, state = aux_ctx_tensors
+        assert log_sums.is_contiguous(), "it sees addresses only"
+        assert log_sums.shape == (len(lengths), inputs["q"].shape[1], max(lengths), 1)
+        packed = torch.cat([x[:, :length].transpose(0, 1) for x, length in zip(log_sums, lengths, strict=True)])
+        return backward(aux_ctx_tensors=[packed, state], **inputs)
+
+    module.fused_attn_fwd, module.fused_attn_bwd = fused_attn_fwd, fused_attn_bwd
+    return module
+
+
 TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
 
 
@@ -225,14 +250,16 @@ TABLE = kernels.SegmentTable.build(kernels._PROOF, kernels._PROOF.num_tokens)
         (FLASH_ATTN, (flash, "_flash_attn"), exact_flash_attn),
         (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), exact_transformer_engine),
         (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), older_transformer_engine),
+        (TRANSFORMER_ENGINE, (transformer_engine, "_fused"), padded_transformer_engine),
     ],
-    ids=["flash-attn", "Transformer Engine", "Transformer Engine before 2.15"],
+    ids=["flash-attn", "Transformer Engine", "Transformer Engine before 2.15", "cuDNN before 9.6"],
 )
-def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offsets(monkeypatch, kernel, where, play):
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offsets(monkeypatch, kernel, where, play, kv_heads):
     calls = []
     module = play(calls)
     monkeypatch.setattr(*where, lambda: module)
-    case = Case("cpu", torch.float32, 16, 4, 2)
+    case = Case("cpu", torch.float32, 16, 4, kv_heads)
     before = torch.get_rng_state()
     assert kernels._apart(kernel, case) < 1e-6
     assert torch.equal(torch.get_rng_state(), before), "hidden dropout would change with the number of attention calls"
@@ -262,10 +289,12 @@ def test_exact_blocks_run_on_a_gpu_in_every_type(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize(("count", "heads_at_once"), [(4, [4]), (3, [3, 1]), (2, [2, 2]), (1, [1] * 4)])
+@pytest.mark.parametrize("play", [exact_transformer_engine, padded_transformer_engine])
 @pytest.mark.parametrize("kernel", [FLASH_ATTN, TRANSFORMER_ENGINE, EXACT], ids=lambda kernel: kernel.name)
-def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, count, heads_at_once):
+def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kernel, play, count, heads_at_once):
     monkeypatch.setattr(flash, "_flash_attn", lambda: exact_flash_attn([]))
-    monkeypatch.setattr(transformer_engine, "_fused", lambda: exact_transformer_engine([]))
+    module = play([])
+    monkeypatch.setattr(transformer_engine, "_fused", lambda: module)
     q, grad = (torch.randn(104, 8, 16) for _ in range(2))
     k, v = (torch.randn(174, 4, 16) for _ in range(2))
     out, saved = kernel.forward(q, k, v, TABLE, 0.25)
@@ -277,7 +306,6 @@ def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kern
         return kernel.backward(grad, q, k, *rest)
 
     inputs = grad, q, k, v, out, saved, TABLE, 0.25
-    monkeypatch.setattr(by_heads, "heads_at_once", lambda *_: count)
     made = [torch.empty_like(x) for x in (k, v)]
 
     def take(dk, dv, heads):
@@ -285,7 +313,7 @@ def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kern
             target[:, slice(None) if heads is None else heads] = value
         return dk[-104:], dv[-104:]
 
-    dq, *own = by_heads.backward(replace(kernel, backward=counted), *inputs, take)
+    dq, *own = by_heads.backward(replace(kernel, backward=counted), *inputs, take, count)
     assert all(map(torch.equal, (dq, *made), kernel.backward(*inputs)))
     assert all(map(torch.equal, own, (x[-104:] for x in made)))
     assert seen == heads_at_once
@@ -300,9 +328,19 @@ def test_torch_flash_attention_takes_the_arguments_it_is_given(monkeypatch, kv_h
         q, cache = (torch.empty(n, heads, 64, dtype=torch.bfloat16, device="cuda") for n, heads in ((104, 4), (256, kv_heads)))
         k = cache[:174]
         out, saved = TORCH_FLASH.forward(q, k, k, table, 0.125)
-        found = TORCH_FLASH.backward(out, q, k, k, out, saved, table, 0.125)
+        inputs = out, q, k, k, out, saved, table, 0.125
+        found = TORCH_FLASH.backward(*inputs)
+        groups = []
+
+        def take(dk, dv, heads):
+            groups.append((heads, dk.shape, dv.shape))
+            return dk[:104], dv[:104]
+
+        own = by_heads.backward(TORCH_FLASH, *inputs, take, count=1)
     assert out.shape == q.shape
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, torch.bfloat16) for x in (q, k, k)]
+    assert groups == [(slice(i, i + 1), (174, 1, 64), (174, 1, 64)) for i in range(kv_heads)]
+    assert [(x.shape, x.dtype) for x in own] == [(x.shape, torch.bfloat16) for x in (q, k[:104], k[:104])]
 
 
 def test_the_proof_notices_a_mask_that_is_aligned_to_the_top_left():
@@ -313,3 +351,19 @@ def test_the_proof_notices_a_mask_that_is_aligned_to_the_top_left():
         return EXACT.forward(q, torch.cat([k[i] for i in own]), torch.cat([v[i] for i in own]), wrong, scale)
 
     assert kernels._apart(replace(EXACT, forward=forward), Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
+
+
+def test_the_proof_notices_a_log_sum_exp_of_other_heads():
+    """Which a backward of all heads at once never sees."""
+    wrong = replace(EXACT, of_heads=lambda saved, own: (saved[0].roll(1, 0)[own],))
+    assert kernels._apart(wrong, Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
+    assert kernels._apart(wrong, Case("cpu", torch.float32, 16, 4, 1)) == 0
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_the_proof_notices_a_gradient_that_is_not_a_number(which):
+    def backward(*inputs):
+        return [x * float("nan") if i == which else x for i, x in enumerate(EXACT.backward(*inputs))]
+
+    case = Case("cpu", torch.float32, 16, 4, 2)
+    assert "nan" in kernels._failure(replace(EXACT, backward=backward), case)

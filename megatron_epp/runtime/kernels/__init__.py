@@ -1,8 +1,9 @@
 """Which kernel core attention runs on: the first of a preference that can serve the case here and proves itself.
 
 A fused kernel proves itself once per case, before it is used: on a small chunk with a prefix and packed sequences its output
-and gradients must be those of exact attention. So a library whose interface has changed cannot do harm. The log of rank 0 says
-which it is, and that of every rank on which a kernel fails to prove itself: one machine may differ from the others.
+and gradients must be those of exact attention, with all key heads at once in backward and with one after the other. So a
+library whose interface has changed cannot do harm. The log of rank 0 says which it is, and that of every rank on which a kernel
+fails to prove itself: one machine may differ from the others.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Iterator
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
+from megatron_epp.runtime.kernels import by_heads
 from megatron_epp.runtime.kernels.base import Case, Kernel
 from megatron_epp.runtime.kernels.exact import EXACT
 from megatron_epp.runtime.kernels.flash import FLASH_ATTN, TORCH_FLASH
@@ -34,6 +37,8 @@ PREFERENCES: dict[str, tuple[Kernel, ...]] = {
     "local": (EXACT,),
 }
 """On a GPU, by what Megatron's `--attention-backend` names."""
+
+type Pair = tuple[Tensor, Tensor]
 
 _PROOF = Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40)))
 _TOLERANCE = 2e-2
@@ -97,6 +102,7 @@ def _failure(kernel: Kernel, case: Case) -> str | None:
 
 @torch.no_grad()
 def _apart(kernel: Kernel, case: Case) -> float:
+    """The largest norm of a difference over the norm of what is exact; not a number where a result is none."""
     table = SegmentTable.build(_PROOF, _PROOF.num_tokens)
     generator = torch.Generator().manual_seed(0)
 
@@ -107,11 +113,21 @@ def _apart(kernel: Kernel, case: Case) -> float:
     k, v = (random(table.key_starts[-1], case.kv_heads) for _ in range(2))
     scale = case.channels**-0.5
 
-    def results(kernel: Kernel, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def results(kernel: Kernel, *inputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """With all key heads at once in the backward, and where there are more than one with one at a time."""
         grad, q, k, v = inputs
         out, saved = kernel.forward(q, k, v, table, scale)
-        return out, *kernel.backward(grad, q, k, v, out, saved, table, scale)
+        for count in sorted({case.kv_heads, 1}, reverse=True):
+            groups: list[Pair] = []
 
-    exact = results(EXACT, *(x.float() for x in (grad, q, k, v)))
+            def take(dk: Tensor, dv: Tensor, heads: slice | None, groups: list[Pair] = groups) -> Pair:
+                groups.append((dk, dv))
+                return dk[: len(q)], dv[: len(q)]
+
+            dq, *_ = by_heads.backward(kernel, grad, q, k, v, out, saved, table, scale, take, count)
+            yield out, dq, *(torch.cat(each, 1) for each in zip(*groups, strict=True))
+
+    exact = next(results(EXACT, *(x.float() for x in (grad, q, k, v))))
     found = results(kernel, grad, q, k, v)
-    return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    apart = [(a.float() - b).norm() / b.norm() for each in found for a, b in zip(each, exact, strict=True)]
+    return float(torch.stack(apart).max())  # of floats, max would leave one out that is not a number

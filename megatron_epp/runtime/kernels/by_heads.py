@@ -25,15 +25,21 @@ def backward(
     table: SegmentTable,
     scale: float,
     take: Take,
+    count: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As a kernel's own backward, to the bit, with the gradients of keys and values as `take` leaves them.
+    """As a kernel's own backward, with the gradients of keys and values as `take` leaves them.
+
+    To the bit, where a kernel adds in one order whatever the heads beside. FlashAttention's dq is added up by atomics in any
+    order, so its last bits differ as those of two calls with all heads do.
 
     Args:
         take: of the gradients of keys and values of some key heads, and of which, first to last (None: all at once); they go
             when it has returned what of them is the chunk's own.
+        count: key heads at a time; None for as many as memory asks for.
     """
     kv_heads, each = k.shape[1], q.shape[1] // k.shape[1]
-    count = heads_at_once(kv_heads, 2 * k[:, 0].numel() * k.element_size(), each)
+    if count is None:
+        count = heads_at_once(kv_heads, 2 * k[:, 0].numel() * k.element_size(), each)
     if count == kv_heads:
         dq, dk, dv = kernel.backward(grad, q, k, v, out, saved, table, scale)
         return dq, *take(dk, dv, None)
