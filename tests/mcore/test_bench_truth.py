@@ -17,7 +17,7 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("truth")
     data = write_pair(folder / "documents", documents_of([n + 1 for n in (900, 40, 300, 1500, 700, 20, 650, 1200) * 4]))
     command = [sys.executable, str(SCRIPTS / "bench_truth.py"), "--iterations", str(ITERATIONS)]
-    command += ["--context", "1024", "--data-path", data]
+    command += ["--data-path", data]
     done = subprocess.run([*command, "-o", str(folder / "runs")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((folder / "runs" / "report.json").read_text())
