@@ -43,8 +43,8 @@ def pipeline_costs(
     Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run, and
     are those of the run's precision whatever that of a profile. Times vary, so they are formulas, or those of the profile that
     `--epp-costs` names, unless `--epp-costs measure` asks otherwise; then they are kept with the checkpoints, and a resumed run
-    whose stages are the same plans as the interrupted one did. A file with costs of a whole pipeline is taken as it is, so one
-    of another precision is refused.
+    whose stages are the same plans as the interrupted one did. A file with costs of a whole pipeline is taken as it is but for
+    heads, by which the run splits, so one of another precision is refused.
 
     Args:
         args: Megatron's arguments.
@@ -58,7 +58,9 @@ def pipeline_costs(
     token_bytes = message_bytes(next(iter(stages.values())))
     if isinstance(given, PipelineCosts):
         share = given.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
-        return replace(stored_costs.checked(given, args.epp_costs, len(placement), token_bytes), fragmentation_share=share)
+        given = stored_costs.checked(given, args.epp_costs, len(placement), token_bytes)
+        split = tuple(replace(stage, **_heads(args)) for stage in given.stages)
+        return replace(given, stages=split, fragmentation_share=share)
     profile = given or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     layers = _by_stage({number: stage.num_layers for number, stage in stages.items()}, links)
     base = _with_bytes(profile.costs(layers, replicas=args.data_parallel_size), token_bytes)
@@ -123,9 +125,13 @@ def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
     base = replace(base, workspace_bytes=0) if stage.block_loss is None else _by_blocks(base, stage.block_loss.workspace_bytes)
+    return replace(measure_bytes(stage, base), static=_static(args, stage), **_heads(args))
+
+
+def _heads(args: argparse.Namespace) -> dict[str, int]:
+    """What a rank has of them inside attention: what a run makes at once of a prefix's gradients goes by it."""
     shape = model_shape(args)
-    heads = {"kv_heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
-    return replace(measure_bytes(stage, base), static=_static(args, stage), **heads)
+    return {"kv_heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:

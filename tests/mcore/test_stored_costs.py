@@ -1,5 +1,6 @@
 """A resumed run has the times that the one before has measured, and bytes of its own. Torch's collectives are played."""
 
+import json
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
@@ -170,3 +171,16 @@ def test_a_run_resumed_with_other_replicas_has_kept_times_and_optimizer_states_o
     assert after == with_static(before, optimizer=1000)
     again = one_rank(Namespace(**vars(resumed) | {"load": resumed.save}), 9.0)
     assert again == after
+
+
+def test_a_file_of_before_heads_were_in_it_is_planned_with_those_of_the_run(one_rank, monkeypatch, tmp_path):
+    old = json.loads(HERE.to_json())
+    for stage in old["stages"]:
+        del stage["kv_heads"], stage["queries_per_key"]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(old))
+    shape = replace(SHAPE, num_query_groups=2)
+    monkeypatch.setattr(costs_of_runs, "model_shape", lambda args: shape)
+    found = one_rank(Namespace(epp_costs=str(path), epp_fragmentation_share=None), 1.0)
+    assert [(stage.kv_heads, stage.queries_per_key) for stage in found.stages] == [(2, 4)] * 2
+    assert replace(found, stages=HERE.stages) == HERE
