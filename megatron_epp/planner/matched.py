@@ -184,7 +184,8 @@ class _Joint:
         fit = fit_alike(order, tables, [problem.cap_bytes for problem in self.problems], self.options)
         short = -min(map(min, self._rooms(aligned, order, pairs)))
         if fit.layers is None:
-            self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
+            if short <= 0:  # else no cap would do with this host
+                self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
         elif short > 0:
             self._needs_host(short)
         elif self.best is None or makespan_us(order, tables[0], fit.layers) < self.best.makespan_us:

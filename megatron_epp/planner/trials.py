@@ -105,7 +105,8 @@ class Trials:
                 continue
             fit = fit_recompute(codes, tables, self.problem.cap_bytes, self.options)
             if fit.layers is None:
-                self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
+                if short <= 0:  # else no cap would do with this host
+                    self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
             elif short > 0:
                 self._needs_host(short)
             elif (took_us := makespan_us(codes, tables, fit.layers)) < self.best_us:

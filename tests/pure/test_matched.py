@@ -165,6 +165,15 @@ def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_st
         plan_matched(problems(*batches, cap_bytes=cap, host_cap_bytes=most // 8), costs, options)
 
 
+def test_with_little_at_the_host_the_cap_that_the_error_names_would_do_beside_it():
+    options = replace(FIXED, offload=True)
+    with pytest.raises(InfeasibleError) as refused:
+        plan_matched(problems(*LONG, cap_bytes=1, host_cap_bytes=1024), COSTS, options)
+    cap = refused.value.least_cap_bytes
+    plans = plan_matched(problems(*LONG, cap_bytes=cap, host_cap_bytes=1024), COSTS, options)
+    assert all(max(made.predicted.peak_bytes) <= cap for made in plans)
+
+
 def test_an_evaluation_in_step_fits_with_keys_and_values_at_the_host():
     free = plan_matched(problems(*LONG, forward_only=True), COSTS, FIXED)
     static = max(free[0].static_bytes)

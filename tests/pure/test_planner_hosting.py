@@ -140,7 +140,10 @@ def least_cap(lengths: list[int], stages: int, costs: PipelineCosts, options: Op
     return least
 
 
-@pytest.mark.parametrize("lengths", [[400_000], [200_000, 150_000, 3_000, 900]])
+BATCHES = pytest.mark.parametrize("lengths", [[400_000], [200_000, 150_000, 3_000, 900], [200_000, 3_000]])
+
+
+@BATCHES
 def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int]):
     costs = replace(pipeline(2), offloadable_share=0.0)  # no activation can leave
     cap = int(0.85 * least_cap(lengths, 2, costs, FIXED))
@@ -162,9 +165,21 @@ def named_host_bytes(error: Exception) -> int:
     return int(found[1])
 
 
+@BATCHES
+def test_with_little_at_the_host_the_cap_that_the_error_names_would_do_beside_it(lengths: list[int]):
+    costs, host = pipeline(2), GIB // 8
+    with pytest.raises(InfeasibleError) as refused:
+        plan(problem(lengths, 2, int(0.3 * least_cap(lengths, 2, costs, FIXED)), host_cap_bytes=host), costs, FIXED_ON)
+    cap = refused.value.least_cap_bytes
+    made = plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
+    assert max(made.predicted.peak_bytes) <= cap
+    assert max(host_peaks(simulate(made)), default=0) <= host
+
+
+@BATCHES
 @pytest.mark.parametrize("offloadable_share", [0.0, 0.9])
-def test_where_the_host_has_too_little_the_error_names_what_would_do(offloadable_share: float):
-    costs, lengths, host = replace(pipeline(2), offloadable_share=offloadable_share), [200_000, 3_000], GIB // 8
+def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: list[int], offloadable_share: float):
+    costs, host = replace(pipeline(2), offloadable_share=offloadable_share), GIB // 8
     cap = int(0.9 * least_cap(lengths, 2, costs, FIXED))
     with pytest.raises(InfeasibleError) as refused:
         plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
