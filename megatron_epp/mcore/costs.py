@@ -66,7 +66,9 @@ def pipeline_costs(
     base = _with_bytes(profile.costs(layers, replicas=args.data_parallel_size), token_bytes)
     with _undisturbed(stages.values()):
         note("measuring bytes")
-        found = {number: _measured_bytes(args, stage, base.stages[number]) for number, stage in stages.items()}
+        found = _with_largest_workspaces(
+            {number: _measured_bytes(args, stage, base.stages[number]) for number, stage in stages.items()}
+        )
         base = replace(base, stages=_by_stage(found, links))  # ranks that share a stage must time the same cases
         if args.epp_costs == "measure":
             costs = stored_costs.kept_times(args, base) or _with_measured_times(args, base, stages, links, placement, note)
@@ -132,6 +134,18 @@ def _heads(args: argparse.Namespace) -> dict[str, int]:
     """What a rank has of them inside attention: what a run makes at once of a prefix's gradients goes by it."""
     shape = model_shape(args)
     return {"kv_heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
+
+
+def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCosts]:
+    """With the most that each stage takes on any rank of the job: plans are for all replicas, and where the loss's kernel is
+    missing, or fails, one takes more. A collective call of all ranks.
+    """
+    everyone: list[dict[int, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, {number: costs.workspace_bytes for number, costs in mine.items()})
+    return {
+        number: replace(costs, workspace_bytes=max(each[number] for each in everyone if number in each))
+        for number, costs in mine.items()
+    }
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:

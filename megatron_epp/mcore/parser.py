@@ -156,7 +156,8 @@ def _add_watching(add: Callable[..., Any]) -> None:
         type=float,
         default=600.0,
         metavar="S",
-        help="End the run, naming the action, when an action, message or collective takes longer (default: 600).",
+        help="End the run, naming the action, when an action, message or collective takes longer (default: 600). Before the "
+        "first iteration, where ranks measure costs and wait for each other, so much for every step of the slowest.",
     )
     add("--epp-report-dir", metavar="DIR", help="Write each iteration's planned and measured figures here (default: do not).")
     add(

@@ -37,6 +37,9 @@ from megatron_epp.schedule import UNLIMITED_BYTES, EppError
 
 logger = logging.getLogger(__name__)
 
+_LEARNING_STEPS = 6
+"""Of learning costs, beside measuring times of each of a rank's stages."""
+
 _LONGEST = 8
 """Lengths that an error names."""
 
@@ -118,8 +121,11 @@ class Session:
             self.host = HostMemory(device, host_cap) if offloads else None
 
     def _learn_costs(self, links: Links, host_cap: int) -> None:
-        """Costs and caps, from what all ranks find. A rank that is not there would let the others wait for ever."""
-        with self.watchdog.watch(self._what_it_learns, lambda: self._learning):
+        """Costs and caps, from what all ranks find. A rank that is not there would let the others wait for ever.
+
+        A rank that waits for others does not know their steps, so it gives them the time of all: each may take the limit.
+        """
+        with self.watchdog.watch(self._what_it_learns, lambda: self._learning, self._learning_limit_s()):
             try:
                 self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of, self._note_learning)
                 self._note_learning("exchanging memory caps")
@@ -141,8 +147,15 @@ class Session:
     def _note_learning(self, step: str) -> None:
         self._learning = step
 
+    def _learning_limit_s(self) -> float:
+        return (_LEARNING_STEPS + len(self.stages)) * self.watchdog.limit_s
+
     def _what_it_learns(self) -> str:
-        return f"rank {self.rank} has been {self._learning} for {self.watchdog.limit_s:g} s (--epp-wait-limit-seconds)"
+        steps = _LEARNING_STEPS + len(self.stages)
+        return (
+            f"rank {self.rank} has been {self._learning} for {self._learning_limit_s():g} s, "
+            f"{self.watchdog.limit_s:g} s for each of {steps} steps (--epp-wait-limit-seconds)"
+        )
 
     def plan_source(self, forward_only: bool) -> PlanSource:
         """How this rank comes by plans, for training or for evaluation."""

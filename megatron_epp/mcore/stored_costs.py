@@ -15,6 +15,7 @@ from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_epp.cost import PipelineCosts, StageCosts
@@ -31,34 +32,51 @@ _FLAGS = (
     "tensor_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "epp_placement",
     "sequence_parallel",
     "bf16",
     "fp16",
     "ffn_hidden_size",
     "num_attention_heads",
     "num_query_groups",
+    "kv_channels",
+    "swiglu",
     "num_experts",
     "moe_router_topk",
+    "moe_ffn_hidden_size",
     "transformer_impl",
     "attention_backend",
     "epp_loss_block_tokens",
     "epp_split_weight_gradient",
 )
-"""What two runs must have in common, beside layers and messages, for times to hold in both. Replicas may be more or fewer."""
+"""What two runs must have in common, beside layers and messages, for times to hold in both. Replicas may be more or fewer.
+
+Times of a stage include what its messages to neighbours take, so it must lie on the same ranks too.
+"""
+
+_DEVICE = "device"
+"""What else they must have in common: its name, beside those of flags."""
 
 
 def of_first[T](make: Callable[[], T]) -> T:
     """What the first rank of the job makes, or the error that it raises, on all ranks: replicas measure, or read files, for
     themselves, and must go by the same figures. A collective call of all ranks.
+
+    Raises:
+        EppError: whatever the first rank has raised: the others wait for its answer, so none may be kept from them.
     """
-    shared: list[T | Exception | None] = [None]
+    shared: list[T | EppError | None] = [None]
     if dist.get_rank() == 0:
         try:
             shared = [make()]
-        except (EppError, OSError) as error:
+        except EppError as error:
             shared = [error]
+        except Exception as error:
+            shared = [EppError(f"the first rank of the job failed ({type(error).__name__}: {error})")]
+            shared[0].__cause__ = error  # stays on this rank
     dist.broadcast_object_list(shared, src=0)
-    if isinstance(shared[0], Exception):
+    if isinstance(shared[0], EppError):
         raise shared[0]
     return shared[0]  # type: ignore[return-value]
 
@@ -119,7 +137,8 @@ def keep(args: argparse.Namespace, costs: PipelineCosts) -> None:
 
 def _flags(args: argparse.Namespace) -> dict[str, object]:
     values = {name: getattr(args, name, None) for name in _FLAGS}
-    return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
+    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"
+    return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()} | {_DEVICE: device}
 
 
 def _fitting(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | None:
@@ -133,7 +152,8 @@ def _fitting(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | N
         text = path.read_text(encoding="utf-8", errors="replace")
         kept = PipelineCosts.from_json(text)
         body = json.loads(text)
-        obstacle = _obstacle(kept, here, body.get("measured_with", {}), _flags(args))
+        then = body.get("measured_with")
+        obstacle = _obstacle(kept, here, then if isinstance(then, dict) else {}, _flags(args))
     except (EppError, OSError) as error:
         obstacle = str(error)
     if obstacle is not None:
@@ -151,7 +171,7 @@ def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, objec
     if not math.isclose(kept.hidden_bytes_per_token, here.hidden_bytes_per_token):
         return f"it has {other_bytes(kept, here.hidden_bytes_per_token)}"
     others = [
-        f"--{name.replace('_', '-')} was {then.get(name, 'not told')} and is {value}"
+        f"{'the device' if name == _DEVICE else '--' + name.replace('_', '-')} was {then.get(name, 'not told')} and is {value}"
         for name, value in now.items()
         if name not in then or then[name] != value
     ]

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _MODULE, _KERNEL = "liger_kernel.ops.cross_entropy", "liger_cross_entropy_kernel"
 _INSTALL = "pip install 'megatron-epp[liger]'"
@@ -71,8 +74,12 @@ def choose(case: Case) -> LossKernel | None:
 
 @functools.cache
 def explain(case: Case) -> tuple[LossKernel | None, str]:
-    """The kernel for a case, or None and why."""
-    obstacle = LIGER.obstacle(case) or _failure(LIGER, case)
+    """The kernel for a case, or None and why. One that should serve and does not is warned of, on whatever rank that is."""
+    obstacle = LIGER.obstacle(case)
+    if not obstacle:
+        obstacle = _failure(LIGER, case)
+        if obstacle:
+            logger.warning("%s is not used here: %s. Losses take more memory, which plans count", LIGER.name, obstacle)
     return (None, f"{LIGER.name}: {obstacle}") if obstacle else (LIGER, "")
 
 

@@ -19,11 +19,12 @@ EXIT_CODE = 70
 class _Activity:
     """Something that must not stand still for longer than the limit."""
 
-    __slots__ = ("closed", "describe", "failure", "place", "progress", "since_s")
+    __slots__ = ("closed", "describe", "failure", "limit_s", "place", "progress", "since_s")
 
-    def __init__(self, describe: Callable[[], str], progress: Callable[[], object] | None) -> None:
+    def __init__(self, describe: Callable[[], str], progress: Callable[[], object] | None, limit_s: float) -> None:
         self.describe = describe
         self.progress = progress
+        self.limit_s = limit_s
         self.place: object = None
         self.closed = False
         self.failure: Exception | None = None
@@ -49,7 +50,9 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watch(self, describe: Callable[[], str], progress: Callable[[], object] | None = None) -> Iterator[None]:
+    def watch(
+        self, describe: Callable[[], str], progress: Callable[[], object] | None = None, limit_s: float | None = None
+    ) -> Iterator[None]:
         """Watch the body.
 
         Args:
@@ -57,11 +60,12 @@ class Watchdog:
             progress: how far the activity has got; a new answer starts its time again. None says that nothing is under way.
                 Without it, the activity may take the limit as a whole and ends with the body; with it, what the body leaves
                 under way is watched until the answer is None.
+            limit_s: of this activity, where it is another.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="epp-watchdog", daemon=True)
             self._thread.start()
-        activity = _Activity(describe, progress)
+        activity = _Activity(describe, progress, self.limit_s if limit_s is None else limit_s)
         self._activities.append(activity)
         try:
             yield
@@ -89,7 +93,7 @@ class Watchdog:
                     return
             if place != activity.place:
                 activity.place, activity.since_s = place, time.monotonic()
-        if time.monotonic() - activity.since_s > self.limit_s:
+        if time.monotonic() - activity.since_s > activity.limit_s:
             activity.since_s = math.inf
             self._on_expiry(self._message(activity))
 
@@ -98,7 +102,7 @@ class Watchdog:
             return activity.describe()
         except Exception as error:
             failure = activity.failure or error
-            return f"no progress for {self.limit_s:g} s (--epp-wait-limit-seconds): {type(failure).__name__}: {failure}"
+            return f"no progress for {activity.limit_s:g} s (--epp-wait-limit-seconds): {type(failure).__name__}: {failure}"
 
     @staticmethod
     def _end_process(message: str) -> None:

@@ -153,12 +153,14 @@ def failing(logits, labels):
         ({"losses": failing}, r"it fails \(RuntimeError: no kernel image\)"),
     ],
 )
-def test_a_kernel_that_is_coarser_wrong_or_fails_is_passed_over_and_says_so(played, changed, said):
+def test_a_kernel_that_is_coarser_wrong_or_fails_is_passed_over_and_says_so(played, caplog, changed, said):
     played(replace(exact_kernel(), **changed))
     assert loss_kernels.choose(ON_GPU) is None
     kernel, why = loss_kernels.explain(ON_GPU)
     assert kernel is None
     assert re.match(f"played: {said}", why)
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning == f"played is not used here: {why.removeprefix('played: ')}. Losses take more memory, which plans count"
 
 
 @pytest.mark.parametrize(

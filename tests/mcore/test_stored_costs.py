@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
@@ -39,7 +40,14 @@ def first(monkeypatch):
     return sent
 
 
-FLAGS = {"epp_costs": "measure", "epp_offload": "off", "tensor_model_parallel_size": 1, "epp_split_weight_gradient": False}
+FLAGS = {
+    "epp_costs": "measure",
+    "epp_offload": "off",
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 2,
+    "epp_placement": "v",
+    "epp_split_weight_gradient": False,
+}
 
 
 @pytest.fixture
@@ -66,6 +74,8 @@ def test_times_are_those_kept_and_bytes_those_of_this_run(resumed):
         (analytic_costs(SHAPE, CPU, [1, 1, 1, 1]), {}, "[1, 1, 1, 1] layers where this run's have [2, 2]"),
         (analytic_costs(replace(SHAPE, bytes_per_value=4), CPU, [2, 2]), {}, "of another precision (--bf16, --fp16)"),
         (HERE, {"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size was 2 and is 1"),
+        (HERE, {"pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size was 4 and is 2"),
+        (HERE, {"epp_placement": "looped"}, "--epp-placement was looped and is v"),
         (HERE, {"epp_split_weight_gradient": True}, "--epp-split-weight-gradient was True and is False"),
     ],
 )
@@ -76,9 +86,21 @@ def test_times_of_other_stages_are_measured_again_with_a_warning(resumed, caplog
     assert "measured again" in line
 
 
+def test_times_of_another_device_are_measured_again(resumed, monkeypatch, caplog):
+    args = resumed(HERE)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Fast One")
+    assert stored_costs.kept_times(args, HERE) is None
+    assert "the device was cpu and is A Fast One" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [('{"half a fi', "not a cost profile"), (HERE.to_json(), "--tensor-model-parallel-size was not told and is 1")],
+    [
+        ('{"half a fi', "not a cost profile"),
+        (HERE.to_json(), "--tensor-model-parallel-size was not told and is 1"),
+        (HERE.to_json().replace("{", '{"measured_with": null,', 1), "--tensor-model-parallel-size was not told and is 1"),
+    ],
 )
 def test_a_file_that_does_not_say_what_it_is_for_is_measured_again(resumed, caplog, text, reason):
     args = resumed(HERE)
@@ -125,6 +147,18 @@ def test_what_is_wrong_with_a_named_file_is_raised_on_all_ranks(monkeypatch, fir
         stored_costs.named(Namespace(epp_costs="nowhere.json"))
 
 
+def test_whatever_fails_on_the_first_rank_is_told_to_the_others(first):
+    """Which would wait for its answer."""
+
+    def fail():
+        raise TypeError("argument of type 'NoneType' is not iterable")
+
+    with pytest.raises(EppError, match=r"first rank of the job failed \(TypeError: argument") as raised:
+        stored_costs.of_first(fail)
+    assert first == [raised.value]
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
 def test_costs_of_a_pipeline_in_another_precision_or_of_other_stages_are_refused_by_name():
     half = analytic_costs(replace(SHAPE, bytes_per_value=2), CPU, [1, 2, 1])
     assert stored_costs.checked(half, "half.json", 3, 128.0) is half
@@ -145,6 +179,7 @@ def one_rank(first, monkeypatch):
         "message_bytes": lambda stage: HERE.hidden_bytes_per_token,
         "_by_stage": lambda mine, links: tuple(mine.values()),
         "gathered": lambda mine, links: [mine],
+        "_with_largest_workspaces": lambda mine: mine,
         "_undisturbed": lambda stages: nullcontext(),
         "_measured_bytes": lambda args, stage, base: with_static(HERE, optimizer=args.optimizer).stages[0],
         "measure_times": lambda stage, base, context: replace(base, forward=base.forward.scaled(times["factor"])),
@@ -184,3 +219,15 @@ def test_a_file_of_before_heads_were_in_it_is_planned_with_those_of_the_run(one_
     found = one_rank(Namespace(epp_costs=str(path), epp_fragmentation_share=None), 1.0)
     assert [(stage.kv_heads, stage.queries_per_key) for stage in found.stages] == [(2, 4)] * 2
     assert replace(found, stages=HERE.stages) == HERE
+
+
+def test_the_loss_takes_what_it_takes_on_the_replica_whose_kernel_fails(monkeypatch):
+    """A plan is for all replicas."""
+
+    def gather(everyone, mine):
+        everyone[:] = [{0: 0}, mine, {0: 0}, {1: 900}]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    mine = replace(HERE.stages[1], workspace_bytes=300)
+    assert costs_of_runs._with_largest_workspaces({1: mine}) == {1: replace(mine, workspace_bytes=900)}

@@ -202,7 +202,7 @@ def test_a_batch_that_cannot_be_planned_is_named_in_the_error():
 def test_ranks_that_wait_while_costs_are_learnt_say_so_and_end(monkeypatch):
     reports, reported = [], threading.Event()
     ours = object.__new__(session.Session)
-    ours.args, ours.stages, ours.rank, ours.placement, ours._learning = FLAGS, {}, 3, Namespace(rank_of=(0, 1)), None
+    ours.args, ours.stages, ours.rank, ours.placement, ours._learning = FLAGS, {0: object()}, 3, Namespace(rank_of=(0, 1)), None
     ours.watchdog = Watchdog(0.1, lambda message: (reports.append(message), reported.set()))
 
     def hang(args, stages, links, placement, note):
@@ -213,7 +213,7 @@ def test_ranks_that_wait_while_costs_are_learnt_say_so_and_end(monkeypatch):
     monkeypatch.setattr(session, "pipeline_costs", hang)
     with pytest.raises(EppError, match="ended"):
         ours._learn_costs(Namespace(), 0)
-    assert reports == ["rank 3 has been measuring bytes for 0.1 s (--epp-wait-limit-seconds)"]
+    assert reports == ["rank 3 has been measuring bytes for 0.7 s, 0.1 s for each of 7 steps (--epp-wait-limit-seconds)"]
     assert ours._learning is None
 
 
