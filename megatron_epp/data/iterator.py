@@ -121,7 +121,8 @@ class PlannedBatches(Iterator[GlobalBatch]):
         """The batch given last, planned anew. All ranks of the job must call this at the same point."""
         assert self._last is not None, "no batch was given yet"
         self._forget_plans()
-        self._waiting.appendleft(self._last)
+        if not self._waiting or self._waiting[0] is not self._last:  # where its planning has failed it waits already
+            self._waiting.appendleft(self._last)
         return next(self)
 
     def close(self) -> None:

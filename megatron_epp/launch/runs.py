@@ -88,14 +88,16 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
     figures = folder / "iterations.jsonl"
     figures.unlink(missing_ok=True)
     program = ["-m", OURS, *_flags_of(settings | {"epp": True, "epp_report_dir": folder})]
-    torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--nproc-per-node", str(num_ranks)]
-    command = [*torchrun, "--master-port", str(usable_port(0)), *program]
     log = folder / "train.log"
-    log.write_text(" ".join(command) + "\n", encoding="utf-8")
     if count_gpus():
+        torchrun = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--nproc-per-node", str(num_ranks)]
+        command = [*torchrun, "--master-port", str(usable_port(0)), *program]
+        log.write_text(" ".join(command) + "\n", encoding="utf-8")
         code = _exit_code(command, log, timeout_s)
     else:
-        code = _forks().run(num_ranks, program, {}, log, timeout_s)
+        command = [sys.executable, *program]
+        log.write_text(f"forked, as each of {num_ranks} ranks: {' '.join(command)}\n", encoding="utf-8")
+        code = _forked(num_ranks, program, log, timeout_s)
     if code is None:
         raise RunError(f"training has not ended after {timeout_s:.0f} s: see {log}")
     text = log.read_text(encoding="utf-8", errors="replace")
@@ -105,6 +107,19 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
     times = {int(m[1]): float(m[2]) for m in _LINE.finditer(text)}
     lines = tuple(json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines())
     return Run(lines, tuple(times[line["iteration"]] for line in lines))
+
+
+def _forked(num_ranks: int, program: list[str], log: Path, limit_s: float) -> int | None:
+    """As `_exit_code`, of ranks that are forked. Raises `RunError` where there is nothing that forks them any more."""
+    forks = _forks()
+    try:
+        return forks.run(num_ranks, program, {}, log, limit_s)
+    except BaseException as error:  # after an interrupt too: the next job would be given this one's answer
+        _forks.cache_clear()
+        forks.close()
+        if isinstance(error, EppError):
+            raise RunError(str(error)) from error
+        raise
 
 
 @functools.cache

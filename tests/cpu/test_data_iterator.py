@@ -129,6 +129,27 @@ def test_a_batch_that_cannot_be_planned_anew_is_not_passed_over(ahead):
     reference.close()
 
 
+def test_a_batch_that_is_asked_for_again_twice_comes_once():
+    versions, reference = [0], batches()
+
+    def make(lengths):
+        if versions == [1] and threading.current_thread() is threading.main_thread():
+            raise InfeasibleError("no room")
+        return whole_sequences(lengths)
+
+    source = PlanSource(make, version=lambda: versions[0])
+    iterator = PlannedBatches(MemoryDataset(LENGTHS), GlobalBatchSampler(len(LENGTHS), 3), source, depth=1)
+    expected = [next(reference) for _ in range(2)]
+    assert next(iterator) == expected[0]
+    versions[0] = 1
+    with pytest.raises(InfeasibleError, match="no room"):
+        iterator.again()
+    versions[0] = 2
+    assert [iterator.again(), next(iterator)] == expected
+    iterator.close()
+    reference.close()
+
+
 def test_a_sampler_error_surfaces():
     def sampler():
         yield (0, 1)

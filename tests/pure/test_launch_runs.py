@@ -4,6 +4,7 @@ import pytest
 
 from megatron_epp.launch import runs
 from megatron_epp.launch.runs import reason_in
+from megatron_epp.schedule import EppError
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,57 @@ def test_on_gpus_ranks_start_under_torchrun_and_figures_are_read(tmp_path, monke
     run = runs.train(tmp_path, 2, {"epp": True, "num_layers": 4})
     assert run.losses == [2.5]
     assert run.tokens_per_second() == 5000
+
+
+class Fork:
+    """Plays what forks ranks: says what it runs, or fails."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error, self.closed = error, False
+
+    def run(self, num_ranks, program, environment, log, limit_s):
+        if self.error is not None:
+            raise self.error
+        return 3
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def forking(monkeypatch):
+    """Makes trainings fork ranks: what forks the first fails as told, and what comes after it runs them, to exit code 3."""
+
+    def play(error: BaseException) -> list[Fork]:
+        made, errors = [], iter([error])
+
+        def make(environment):
+            made.append(Fork(next(errors, None)))
+            return made[-1]
+
+        monkeypatch.setattr(runs, "Forks", make)
+        return made
+
+    monkeypatch.setattr(runs, "count_gpus", lambda: 0)
+    runs._forks.cache_clear()
+    yield play
+    runs._forks.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(EppError("what forks has ended"), runs.RunError), (KeyboardInterrupt("by hand"), KeyboardInterrupt)]
+)
+def test_what_forks_ranks_is_made_anew_after_it_has_failed_or_was_interrupted(tmp_path, forking, error, raised):
+    made = forking(error)
+    with pytest.raises(raised, match=str(error)):
+        runs.train(tmp_path, 2, {"num_layers": 4})
+    assert [fork.closed for fork in made] == [True]
+    for _ in range(2):
+        with pytest.raises(runs.RunError, match="exit code 3"):
+            runs.train(tmp_path, 2, {"num_layers": 4})
+    assert [fork.closed for fork in made] == [True, False]
+    assert "forked, as each of 2 ranks: " in (tmp_path / "train.log").read_text()
+    assert "torchrun" not in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.parametrize(
