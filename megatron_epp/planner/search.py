@@ -250,7 +250,7 @@ def baseline(schedule: Schedule) -> Planner:
         require_straight(problem, options)
         trials = Trials(problem, costs, options)
         trials.better(whole_sequences(problem.lengths), (schedule,))
-        return trials.result()
+        return trials.result(options.planner)
 
     return planner
 

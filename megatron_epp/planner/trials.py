@@ -139,11 +139,11 @@ class Trials:
             return schedule.order(chunks, tables)
         return schedule(chunks, self.problem.num_stages, self.problem.forward_only)
 
-    def result(self) -> Decisions:
+    def result(self, planner: str = "greedy") -> Decisions:
         """The best decisions. Raises `InfeasibleError` with the smallest caps that would have let one table through."""
         if self.best is not None:
             return self.best
-        raise infeasible(self.problem, self.least_cap, self.least_host)
+        raise infeasible(self.problem, self.least_cap, self.least_host, planner)
 
 
 def busiest_us(tables: Tables) -> float:
