@@ -97,6 +97,13 @@ def test_weight_gradients_of_their_own_and_copies_go_together(lengths: tuple[int
     assert raw_bound_us(both, given, stages, choices[-1]) <= both.predicted.makespan_us * (1 + 1e-9)
 
 
+def test_where_weight_gradients_of_their_own_gain_nothing_beside_copies_asking_for_them_costs_nothing():
+    given, costs = problem(EQUAL, 4, 16 * GIB), pipeline(4)
+    choices = Options(offload=True), SPLIT, Options(offload=True, split_weight=True)
+    copied, split, both = (plan(given, costs, options).predicted.makespan_us for options in choices)
+    assert both <= min(copied, split)
+
+
 def test_ranks_that_take_turns_on_a_link_copy_no_slower_than_with_a_fixed_share_of_it():
     given, own = problem(WHALE, 8, 26 * GIB), pipeline(8)
     own = dataclasses.replace(own, host_us_per_byte=2 * own.host_us_per_byte)
