@@ -11,6 +11,7 @@ from megatron_epp.cost.prefix import prefix_bytes
 from megatron_epp.planner.hosting import without_caches
 from megatron_epp.schedule import Chunk, Segment, fresh
 from megatron_epp.schedule.fresh import MOST_BYTES, fresh_bytes, heads_at_once
+from megatron_epp.schedule.hosted import head_parts
 
 MILLION, SLICE = 1 << 20, 1 << 16
 SLICES = [Chunk((Segment(0, start, start + SLICE),)) for start in range(0, MILLION, SLICE)]
@@ -64,6 +65,15 @@ def test_caches_at_the_host_are_met_by_pieces_that_make_no_more():
     )
     assert (streamed <= resident).all()
     assert streamed[-1] == resident[-1], "one head at a time either way"
+
+
+def test_a_piece_of_a_short_prefix_makes_its_own_heads_part():
+    tokens, step = 24 * 1024, 8 * 1024
+    short = work_of([Chunk((Segment(0, start, start + step),)) for start in range(0, tokens, step)], [tokens])
+    resident, streamed = (prefix_bytes(LLAMA.stages[0], work) for work in (short, without_caches(short)))
+    assert resident[1] == 9 * KEY * step, "all heads of what is ahead of the second slice"
+    piece = 9 * KEY * 2 * step // head_parts(8)
+    assert streamed[1] == max(0, piece - 9 * KEY * step) < resident[1]
 
 
 @pytest.mark.parametrize("sharing", [1, 2, 8])
