@@ -46,10 +46,11 @@ def test_a_lower_bound_that_is_none(share):
     assert only_fault(saying(lower_bound_us=makespan_us * share)) == reason
 
 
+@pytest.mark.parametrize("off_bytes", [-1, 1])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_peak_that_is_off_by_a_byte(rank):
+def test_a_peak_that_is_off_by_a_byte(rank, off_bytes):
     peaks = SOUND.predicted.peak_bytes
-    wrong = tuple(peak + (r == rank) for r, peak in enumerate(peaks))
+    wrong = tuple(peak + off_bytes * (r == rank) for r, peak in enumerate(peaks))
     assert only_fault(saying(peak_bytes=wrong)) == (
         f"rank {rank}: predicted.peak_bytes is {wrong[rank]}; the simulator finds {peaks[rank]}"
     )
