@@ -40,9 +40,11 @@ from megatron_epp.schedule.check import check, report
 from megatron_epp.schedule.check_matched import check_matched
 from megatron_epp.schedule.check_tables import check_tables
 from megatron_epp.schedule.errors import EppError, PlanError
+from megatron_epp.schedule.lowering import lower
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.serialize import load, save
 from megatron_epp.schedule.simulate import simulate
+from megatron_epp.schedule.text import to_grid
 
 type Commands = argparse._SubParsersAction[Parser]
 type Run = Callable[[argparse.Namespace], int]
@@ -186,6 +188,11 @@ def _add_show(commands: Commands) -> None:
         "--png", type=picture, metavar="FILE", help="write a Gantt picture with the memory of every stage (default: none)"
     )
     parser.add_argument("--trace", type=output, metavar="FILE", help="write a trace for ui.perfetto.dev (default: none)")
+    parser.add_argument(
+        "--lowered",
+        action="store_true",
+        help="print what each rank issues, in order: actions, copies, sends, receives and reductions; nothing else",
+    )
     _add_width(parser)
 
 
@@ -270,8 +277,10 @@ def _compare(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     made = _load(args.plan)
     measured = Measured.load(args.measured) if args.measured else None
+    if args.lowered:
+        print(to_grid(lower(made)), end="")
     outputs = [args.output, args.png, args.trace]
-    if not any(outputs):
+    if not any(outputs) and not args.lowered:
         print(_text(made, measured, args))
     with progress("drawing"):
         for path in filter(None, outputs):

@@ -10,7 +10,6 @@ from megatron_epp.cost import ModelShape, PipelineCosts, Profile, Rates, analyti
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
 from megatron_epp.planner import Options, Problem
-from megatron_epp.schedule.placement import neighbours_apart
 
 type Sharing = tuple[int, int, int]
 """Tensor-, context- and expert-parallel sizes: which ranks share a layer."""
@@ -90,9 +89,7 @@ class Question:
         holders, share = layout.context * layout.data, shape.expert_parameters_on_rank / shape.layer_parameters_on_rank
         state_bytes = (1 - share) * profile.adam_bytes(holders) + share * profile.adam_bytes(holders // layout.expert)
         costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes, replicas=layout.data)
-        return on_device(
-            costs, neighbours=neighbours_apart(layout.rank_of), buffers=profile.gradient_buffers(layout.num_stages)
-        )
+        return on_device(costs, buffers=profile.gradient_buffers(layout.num_stages))
 
     def problem(self, layout: Layout, lengths: tuple[int, ...]) -> Problem:
         """One iteration of one replica."""

@@ -45,8 +45,6 @@ FRAGMENTATION_SHARE = 0.05
 """Of what chunks hold, on a GPU, where nobody says: a caching allocator's blocks are larger than what lies in them."""
 DEVICE_SHARE = 0.9
 """Of a device's memory, that plans may fill where nobody gives a cap: libraries and communicators take some of it too."""
-_MESSAGES_PER_NEIGHBOUR = 2
-"""While a pass runs: one that it uses or makes, and one that arrives ahead of its use or has not left yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +91,6 @@ def on_device(
     costs: PipelineCosts,
     fragmentation_share: float | None = FRAGMENTATION_SHARE,
     *,
-    neighbours: Sequence[int] | None = None,
     buffers: Sequence[int] | None = None,
 ) -> PipelineCosts:
     """The costs with what a device holds beside what autograd keeps.
@@ -104,21 +101,18 @@ def on_device(
     Args:
         costs: that count what is kept, and nothing else.
         fragmentation_share: of what chunks hold, that is lost between the blocks of an allocator; None as in the costs.
-        neighbours: of every stage, those on other ranks; None where every stage is on a rank of its own.
         buffers: of every stage, see `Static`; None as in the costs.
     """
-    last = len(costs.stages) - 1
-    sides = [(s > 0) + (s < last) for s in range(last + 1)] if neighbours is None else neighbours
     stages = []
-    for number, (stage, count) in enumerate(zip(costs.stages, sides, strict=True)):
+    for number, stage in enumerate(costs.stages):
         static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
         stages.append(
             replace(
                 stage,
                 static=static,
                 working_bytes_per_token=stage.layer_bytes_per_token if stage.num_layers else 0.0,
-                message_bytes_per_token=count * _MESSAGES_PER_NEIGHBOUR * costs.hidden_bytes_per_token,
             )
         )
     share = costs.fragmentation_share if fragmentation_share is None else fragmentation_share
-    return replace(costs, stages=tuple(stages), fragmentation_share=share)
+    per_token = costs.hidden_bytes_per_token
+    return replace(costs, stages=tuple(stages), fragmentation_share=share, message_bytes_per_token=per_token)

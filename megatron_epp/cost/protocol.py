@@ -134,6 +134,10 @@ class Costs(Protocol):
         """There only while a pass runs, beside what is kept and what recompute makes again."""
         ...
 
+    def message_bytes(self, work: ChunkWork) -> IntColumn:
+        """Device memory of a chunk's activation, or its gradient, between stages; 0 where it is not counted."""
+        ...
+
     def message_us(self, work: ChunkWork) -> TimeColumn:
         """The message that carries a chunk's activation, or its gradient, between neighbouring stages."""
         ...

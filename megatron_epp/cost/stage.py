@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_epp.cost.hosting import Hosting, hosting
 from megatron_epp.cost.line import NO_TIME, Level, Line, TimeColumn
-from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, NO_STATIC, WORKING, Static
+from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, NO_STATIC, WORKING, Static
 from megatron_epp.cost.prefix import prefix_bytes
 from megatron_epp.cost.text import Form, with_lines
 from megatron_epp.cost.work import ChunkWork, IntColumn, LayerPeak
@@ -58,7 +58,6 @@ class StageCosts:
         static: weights, gradients, optimizer state.
         workspace_bytes: there only while a pass runs, whatever its tokens: a block's logits.
         working_bytes_per_token: there only while a pass runs, of the layer it is at: gradients, workspace of its kernels.
-        message_bytes_per_token: of what is on its way to and from other ranks while a pass runs.
     """
 
     num_layers: int
@@ -87,7 +86,6 @@ class StageCosts:
     static: Static = NO_STATIC
     workspace_bytes: int = 0
     working_bytes_per_token: float = 0.0
-    message_bytes_per_token: float = 0.0
 
     @property
     def static_bytes(self) -> int:
@@ -136,6 +134,7 @@ class PipelineCosts:
         name: of the profile; the plan records it.
         stages: one entry per stage, first to last.
         hidden_bytes_per_token: what a message carries per padded token.
+        message_bytes_per_token: device memory of a message per padded token; 0 where messages in flight are not counted.
         message_latency_us: fixed time of a message.
         message_us_per_byte: time per byte.
         host_latency_us: fixed time of a copy between device and host, either way.
@@ -155,6 +154,7 @@ class PipelineCosts:
     host_turns: int = 1
     offloadable_share: float = 1.0
     fragmentation_share: float = 0.0
+    message_bytes_per_token: float = 0.0
 
     @property
     def num_layers(self) -> tuple[int, ...]:
@@ -310,9 +310,11 @@ class PipelineCosts:
 
     def pass_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
         """What there is only while a pass of a chunk runs, beside what is kept and what recompute makes again."""
-        costs = self.stages[stage]
-        per_token = {WORKING: costs.working_bytes_per_token, MESSAGES: costs.message_bytes_per_token}
-        return {name: self._whole_bytes(size * work.tokens) for name, size in per_token.items()}
+        return {WORKING: self._whole_bytes(self.stages[stage].working_bytes_per_token * work.tokens)}
+
+    def message_bytes(self, work: ChunkWork) -> IntColumn:
+        """Device memory of a chunk's activation, or its gradient, between stages."""
+        return self._whole_bytes(self.message_bytes_per_token * work.tokens)
 
     def message_us(self, work: ChunkWork) -> TimeColumn:
         """Time of the message that carries a chunk's activation, or its gradient, between neighbouring stages."""
@@ -338,6 +340,9 @@ class PipelineCosts:
 
 
 def _costs(body: dict[str, Any]) -> PipelineCosts:
+    in_older_files = [stage.pop("message_bytes_per_token", 0.0) for stage in body["stages"]]
+    if any(in_older_files):
+        body = {"message_bytes_per_token": body["hidden_bytes_per_token"]} | body
     known = {field.name: body[field.name] for field in fields(PipelineCosts) if field.name in body}
     return PipelineCosts(**known | {"stages": tuple(map(_stage, body["stages"]))})
 

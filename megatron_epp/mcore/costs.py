@@ -78,7 +78,7 @@ def pipeline_costs(
             note("measuring what can go to the host")
             costs = replace(costs, **_slowest(gathered(_host_link(args, costs, base, stages), links)))
     note("exchanging costs")
-    costs = stored_costs.of_first(partial(_beside, args, costs, placement))
+    costs = stored_costs.of_first(partial(_beside, args, costs))
     stored_costs.keep(args, costs)
     return costs
 
@@ -220,11 +220,11 @@ def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> i
     return max((weight.nbytes for weight in stage.model.parameters() if id(weight) not in inside), default=0)
 
 
-def _beside(args: argparse.Namespace, costs: PipelineCosts, placement: Sequence[int]) -> PipelineCosts:
+def _beside(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
     """With what there is beside what autograd keeps. On a CPU nothing else is measured, so nothing else is planned."""
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
-        return on_device(costs, FRAGMENTATION_SHARE if share is None else share, neighbours=neighbours_apart(placement))
+        return on_device(costs, FRAGMENTATION_SHARE if share is None else share)
     return costs if share is None else replace(costs, fragmentation_share=share)
 
 

@@ -15,13 +15,11 @@ class Reduction:
 
     Megatron sets `config.no_sync_func` where reduction may overlap with compute (`--overlap-grad-reduce`); otherwise nothing
     happens here and finalisation reduces. Reduction is started in one of two ways. *By hooks*, bucket by bucket during the last
-    action that gives gradients: as in Megatron's schedules, on the first stage, or with `grad_sync_func` unset on any. *At
-    once*, when all gradients of a stage have come: everywhere else.
+    backward: on the first stage, where it is the rank's only one and weight gradients are not split, because no gradient is to
+    be sent behind it. *At once*, by the plan's `REDUCE`: everywhere else. A reduction that hooks started there would stand
+    ahead of the stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
 
-    Replicas must start the same reductions in the same order, and their plans differ. With several stages on the rank, or
-    weight gradients apart from their backwards, hooks would fire in an order of each plan's own. Then stages start at once, the
-    last stage of the rank first: backwards end in that order in every plan, and a stage whose weight gradients take longer
-    holds up those before it.
+    Replicas must start the same reductions in the same order, and their plans differ. Lowering puts them last stage first.
 
     Args:
         config: the model's.
@@ -36,12 +34,11 @@ class Reduction:
     ) -> None:
         self._chunks = chunks
         self._no_sync = _one_each(config.no_sync_func, chunks)
-        by_hooks = len(chunks) == 1 and not splits_weights and not waits and (config.grad_sync_func is None or has_first)
-        self._starts = _one_each(None if by_hooks else config.grad_sync_func, chunks)
-        if self._no_sync and not by_hooks and not self._starts:
-            self._starts = [chunk.start_grad_sync for chunk in chunks]
+        self._by_hooks = len(chunks) == 1 and has_first and not splits_weights and not waits
+        self._starts = _one_each(config.grad_sync_func, chunks) or [chunk.start_grad_sync for chunk in chunks]
+        if self._by_hooks or not self._no_sync:
+            self._starts = []
         self._waits = waits
-        self._complete: set[int] = set()
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Reduction:
@@ -53,21 +50,19 @@ class Reduction:
         self._held.close()
 
     def before_last_gradient(self, index: int) -> None:
-        """Chunk `index` is about to get its last gradients."""
-        if not self._starts:
+        """Let hooks reduce where they do: chunk `index` is about to get its last gradients."""
+        if self._by_hooks:
             self._held.close()
 
-    def after_last_gradient(self, index: int) -> None:
-        """Chunk `index` has all its gradients."""
-        self._complete.add(index)
-        if not self._waits:
-            self.start()
+    def reduce(self, index: int) -> None:
+        """Start the reduction of chunk `index`, whose gradients are complete."""
+        if self._starts and not self._waits:
+            self._starts[index](self._chunks[index].parameters())
 
     def start(self) -> None:
-        """Start the reduction of every chunk whose turn it is."""
-        while self._starts and len(self._starts) - 1 in self._complete:
-            at = len(self._starts) - 1
-            self._starts.pop()(self._chunks[at].parameters())
+        """Start what `waits` held back, last stage first."""
+        for start, chunk in reversed(list(zip(self._starts, self._chunks, strict=False))):
+            start(chunk.parameters())
 
 
 def _one_each(functions: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:

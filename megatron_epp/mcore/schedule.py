@@ -107,9 +107,7 @@ def _run(
         reduction = Reduction(config, models, session.rank == 0, args.epp_split_weight_gradient, args.epp_oom_retry)
         with reduction, report.measuring(batch), torch.set_grad_enabled(not batch.plan.forward_only):
             for index, stage in enumerate(session.stages.values()):
-                stage.begin(
-                    batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.after_last_gradient, index)
-                )
+                stage.begin(batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
             links, recorder, watchdog = session.links, report.recorder, session.watchdog
             executor = Executor(
                 batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, policy, session.host

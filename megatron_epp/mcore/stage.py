@@ -67,7 +67,7 @@ class MegatronStage:
         self.weights: WeightGradients | None = getattr(unwrap_model(model), "weight_gradients", None)
         self._arrays: Callable[[int], ChunkArrays] | None = None
         self.before_last_gradient: Callable[[], None] = _nothing
-        self.after_last_gradient: Callable[[], None] = _nothing
+        self.reduce_gradients: Callable[[], None] = _nothing
         recompute_by_level(self.decoder.layers)
         _add_to_gradients(model)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
@@ -98,16 +98,17 @@ class MegatronStage:
         self,
         arrays: Callable[[int], ChunkArrays],
         before_last_gradient: Callable[[], None] = _nothing,
-        after_last_gradient: Callable[[], None] = _nothing,
+        reduce_gradients: Callable[[], None] = _nothing,
     ) -> None:
         """Start an iteration.
 
         Args:
             arrays: tokens, labels, mask and positions of a chunk.
-            before_last_gradient, after_last_gradient: what the executor calls around the action that gives the last gradients.
+            before_last_gradient: called ahead of the action that gives the last gradient.
+            reduce_gradients: called once all gradients are complete and the last one's message is on its way.
         """
         self._arrays = arrays
-        self.before_last_gradient, self.after_last_gradient = before_last_gradient, after_last_gradient
+        self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self.loss_report, self.total_tokens = None, None
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from megatron_epp.cost import Costs
 from megatron_epp.planner.anytime import Anytime
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.baselines import BASELINES
+from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.refine import milp
 from megatron_epp.planner.search import PLANNERS as OUR_PLANNERS
@@ -44,7 +45,7 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     if planner is greedy and options.budget_ms:
         return Anytime(costs, options).plan(problem)
     with _uncollected():
-        return build_plan(problem, costs, options, planner(problem, costs, options))
+        return planned_with_room(problem, lambda asked: build_plan(asked, costs, options, planner(asked, costs, options)))
 
 
 def _planner(name: str) -> Planner:

@@ -37,7 +37,10 @@ def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Ac
     pairs = {step.action: stages[step.action.stage].pair(step) for step in steps}
     return Account(
         timeline or simulate(plan),
-        tuple(static_items(own, work, costs) for own in placed),
+        tuple(
+            static_items(own, work, costs) | {item.MESSAGES: size}
+            for own, size in zip(placed, plan.message_bytes or (0,) * plan.num_ranks, strict=True)
+        ),
         {action: takes for action, (takes, _) in pairs.items()},
         {action: gives for action, (_, gives) in pairs.items()},
         item.DYNAMIC,

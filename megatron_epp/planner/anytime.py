@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.improve import improve
+from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search import candidates, fastest, finished, splits
 from megatron_epp.planner.solved import Solved, canonical, relabelled
@@ -91,6 +92,9 @@ class Anytime:
         """Raises what `planner.plan` raises."""
         deadline_s = self.clock() + (self.options.budget_ms or 0) / 1000
         validate(problem, self.costs, self.options)
+        return planned_with_room(problem, lambda asked: self._plan(asked, deadline_s))
+
+    def _plan(self, problem: Problem, deadline_s: float) -> Plan:
         asked, sequences = canonical(problem)
         known = self.solved.recall(asked) or start_of(asked, self.costs, self.options, self.warm)
         whole = improved(known.whole, asked, self.costs, self.options, deadline_s, self.clock)

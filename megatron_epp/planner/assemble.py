@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import starmap
+from operator import add, sub
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, recompute_times
 from megatron_epp.planner.hosting import SHARING, Pairs, hosted_entries, with_hosted
 from megatron_epp.planner.memory import levels
+from megatron_epp.planner.message_room import MessageRoomError
 from megatron_epp.planner.offload import Offload
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import WHOLE, Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.schedule import Action, Chunk, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
 from megatron_epp.schedule.check import examine, report
+from megatron_epp.schedule.messages import message_peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +68,13 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         tables: of the chunks, where something else than the costs alone decides times.
 
     Raises:
+        MessageRoomError: it fits its caps but for its messages in flight.
         PlanError: the result does not pass `check`. The message is its report.
     """
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
     tables = made.tables(problem, costs) if tables is None else tables
+    hops = tuple(map(tuple, tables.hops))
     writer, sizes = _Writer(tables, made), levels(made.order, tables, made.layers)
     plan = Plan(
         lengths=problem.lengths,
@@ -86,8 +91,8 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
         hosted=hosted_entries(made.chunks, problem, costs, made.hosted),
         host_cap_bytes=() if is_unlimited(problem.host_cap_bytes) else (problem.host_cap_bytes,) * problem.num_ranks,
-        messages=Messages(*[tuple(map(tuple, tables.hops))] * 2),
-        static_bytes=tables.static,
+        messages=Messages(hops, hops, tables.message_bytes if any(tables.message_bytes) else ()),
+        static_bytes=tuple(map(sub, tables.static, tables.message_room)),
         cap_bytes=problem.cap_bytes,
         predicted=Prediction.none(problem.num_ranks),
         token_multiple=problem.token_multiple,
@@ -96,14 +101,31 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         planner=options.planner,
         seed=options.seed,
     )
-    faults, timeline = examine(plan)
-    if faults or timeline is None:
+    faults, timeline, rows = examine(plan)
+    if faults or timeline is None or rows is None:
         raise PlanError(f"planner {options.planner!r} made a plan that cannot run\n{report(plan, faults)}")
     at_best = replace(made, hosted=frozenset()).tables(problem, costs) if made.hosted else tables  # streaming takes time too
     bound_us = min(
         lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us
     )  # they add in another order, so may differ in the last digit
-    return replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
+    plan = replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
+    return _with_messages(plan, message_peaks(plan, rows)) if plan.messages.num_bytes else plan
+
+
+def _with_messages(plan: Plan, message_bytes: tuple[int, ...]) -> Plan:
+    """Set memory aside for messages in flight. Raises `MessageRoomError` where the caps do not leave it."""
+    peaks = tuple(map(add, plan.predicted.peak_bytes, message_bytes))
+    above = [peak - cap for peak, cap in zip(peaks, plan.cap_bytes, strict=True)]
+    if max(above) > 0:
+        rank = above.index(max(above))
+        reason = f"{message_bytes[rank]} bytes of messages in flight on rank {rank} are {above[rank]} more than its cap leaves"
+        raise MessageRoomError(reason, message_bytes)
+    return replace(
+        plan,
+        static_bytes=tuple(map(add, plan.static_bytes, message_bytes)),
+        message_bytes=message_bytes,
+        predicted=replace(plan.predicted, peak_bytes=peaks),
+    )
 
 
 class _Writer:

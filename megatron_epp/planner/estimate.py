@@ -9,6 +9,7 @@ from megatron_epp.planner import plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.listing import Listing
+from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.order import elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search import FEW, FIRST, LEAST, LISTED
@@ -42,7 +43,7 @@ def about_us(problem: Problem, costs: Costs, options: Options) -> float:
 
 def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
     """The plan whose makespan `estimate_us` gives. Raises what it raises."""
-    return build_plan(problem, costs, options, _few(problem, costs, options).result())
+    return planned_with_room(problem, lambda asked: build_plan(asked, costs, options, _few(asked, costs, options).result()))
 
 
 def _few(problem: Problem, costs: Costs, options: Options) -> Trials:

@@ -20,10 +20,11 @@ from megatron_epp.planner.alignment import Aligned, align
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.chunking import Chunker
 from megatron_epp.planner.common_recompute import fit_alike
-from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.evaluate import makespan_us, play
 from megatron_epp.planner.hosted_choice import at_host, choices
 from megatron_epp.planner.hosting import SHARING, Pairs, with_hosted
 from megatron_epp.planner.listing import Listing
+from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.offload import Offload, fit_offload
 from megatron_epp.planner.order import Order, Schedule
 from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
@@ -38,10 +39,11 @@ from megatron_epp.planner.search import (
     MOST_CHUNKS,
     PATIENCE,
     SECOND,
+    splits,
 )
 from megatron_epp.planner.tables import Tables, tabulate
 from megatron_epp.planner.trials import WORTH, infeasible
-from megatron_epp.planner.weight import weights_apart
+from megatron_epp.planner.weight import fits_beside, weights_apart
 from megatron_epp.schedule import UNLIMITED_BYTES, InfeasibleError, Plan, PlanError
 from megatron_epp.schedule.check_matched import check_matched
 
@@ -70,7 +72,12 @@ def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) ->
         validate(problem, costs, options)
     if options.planner != "greedy" or options.budget_ms:
         raise PlanError("replicas that share experts are planned with --epp-planner greedy, without --epp-plan-budget-ms")
-    plans = _Joint(tuple(problems), costs, options).plans()
+
+    def planned(asked: Problem) -> tuple[Plan, ...]:
+        room = [replace(problem, cap_bytes=asked.cap_bytes, message_bytes=asked.message_bytes) for problem in problems]
+        return _Joint(tuple(room), costs, options).plans()
+
+    plans = planned_with_room(problems[0], planned)
     if faults := check_matched(plans):
         raise PlanError("plans of replicas that share experts do not match: " + "; ".join(map(str, faults[:3])))
     return plans
@@ -264,13 +271,21 @@ class _Joint:
                 f"replicas that share experts need as many chunks each, and one that has {fewest} tokens in all has too few: "
                 "raise --global-batch-size or --epp-chunk-tokens, or lower --epp-slices or --expert-model-parallel-size"
             )
+        order = self._split(best) if splits(self.problems[0], self.costs, options) else best.order
         every = zip(self.problems, best.aligned.chunks, best.tables, best.made, best.hosted, strict=True)
         for problem, chunks, tables, made, hosted in every:
-            order = best.order
-            if options.split_weight and self.costs.splits_weight and not problem.forward_only:
-                order = weights_apart(order, tables, made, problem.cap_bytes)
             decided = Decisions(chunks, order, made.layers, copies=made.copies, offload=made.shares, hosted=hosted)
             yield build_plan(problem, self.costs, options, decided, tables)
+
+    def _split(self, best: _Best) -> Order:
+        """The order with weight gradients split off, one for all replicas: exchanges then come at the same times everywhere,
+        so that all replicas issue receives in the same places among them. A replica's own split serves where it fits all.
+        """
+        every = list(zip(best.tables, best.made, (problem.cap_bytes for problem in self.problems), strict=True))
+        orders = dict.fromkeys(weights_apart(best.order, *one) for one in every)
+        fitting = [order for order in orders if all(fits_beside(order, *one) for one in every)]
+        tables, made, _ = every[0]
+        return min([best.order, *fitting], key=lambda order: play(order, tables, made.layers).makespan_us)
 
 
 def in_step(tables: Sequence[Tables]) -> tuple[Tables, ...]:

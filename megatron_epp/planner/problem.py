@@ -23,6 +23,7 @@ class Problem:
         token_multiple: chunk token counts are padded to a multiple of this, and slices end on one.
         forward_only: plan an evaluation, without backward.
         host_cap_bytes: what each rank may have at the host at most.
+        message_bytes: what each rank sets aside for messages in flight while the order is not known; empty for a guess.
     """
 
     lengths: tuple[int, ...]
@@ -31,6 +32,7 @@ class Problem:
     token_multiple: int = 1
     forward_only: bool = False
     host_cap_bytes: int = UNLIMITED_BYTES
+    message_bytes: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:

@@ -12,6 +12,7 @@ from functools import partial
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions, build_plan
+from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.oracle import oracle
 from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
 from megatron_epp.planner.search import for_table, greedy, predicted_us
@@ -78,6 +79,9 @@ class Refiner:
         validate(problem, self.costs, self.options)
         while self._asked and self._worker.is_ready():
             self._receive()
+        return planned_with_room(problem, self._plan)
+
+    def _plan(self, problem: Problem) -> Plan:
         asked, sequences = canonical(problem)
         made = self.solved.recall(asked)
         if made is None:

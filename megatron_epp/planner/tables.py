@@ -16,6 +16,7 @@ from megatron_epp.planner.inner import climb
 from megatron_epp.planner.inner.columns import Columns, columns_of
 from megatron_epp.planner.inner.compiled import plain
 from megatron_epp.planner.ladder import ABSENT, Rung, ladder, recompute_of, taken_by
+from megatron_epp.planner.message_room import message_room
 from megatron_epp.planner.problem import WHOLE, Problem
 from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute
 
@@ -60,7 +61,10 @@ class Tables:
         weight_bytes: of what the backward keeps for a weight gradient that is split off.
         weight_layer: of these, one layer's.
         weight_surge: as `backward_surge`, of a backward that keeps them.
-        static: bytes of each rank held throughout, and what the pass that takes most needs while it runs, as if it were.
+        static: bytes of each rank held throughout, and what the pass that takes most needs while it runs, as if it were; and
+            `message_room`.
+        message_bytes: of each chunk's message, ``[chunk]``.
+        message_room: bytes of each rank set aside for messages in flight while the order is not known.
         rank_of: the rank of each stage.
         stages_of: the stages of each rank.
         host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
@@ -88,6 +92,8 @@ class Tables:
     weight_layer: Sizes
     weight_surge: Sizes
     static: tuple[int, ...]
+    message_bytes: tuple[int, ...]
+    message_room: tuple[int, ...]
     rank_of: tuple[int, ...]
     stages_of: tuple[tuple[int, ...], ...]
     host_latency_us: float
@@ -184,7 +190,8 @@ def tabulate(
         rows = {stage: column(stage).tolist() for stage in distinct}
         return [rows[stage] for stage in alike]
 
-    message_us = costs.message_us(work).tolist()
+    message_us, message_bytes = costs.message_us(work).tolist(), costs.message_bytes(work).tolist()
+    room = message_room(problem, message_bytes)
     placement = problem.placement
     stages_of = tuple(tuple(s for s in stages if placement[s] == rank) for rank in range(max(placement) + 1))
     return Tables(
@@ -194,7 +201,9 @@ def tabulate(
         weight_us=times(lambda stage: costs.weight_us(stage, work)) if trains else [],
         message_us=message_us,
         hops=[message_us if here != there else [0.0] * len(chunks) for here, there in pairwise(placement)],
-        static=tuple(sum(static_items(own, work, costs).values()) for own in stages_of),
+        static=tuple(sum(static_items(own, work, costs).values(), more) for own, more in zip(stages_of, room, strict=True)),
+        message_bytes=tuple(message_bytes),
+        message_room=room,
         rank_of=placement,
         stages_of=stages_of,
         host_latency_us=costs.host_us(0),

@@ -64,6 +64,15 @@ def split_beside(order: Order, tables: Tables, made: Offload, caps: tuple[int, .
     return None
 
 
+def fits_beside(order: Order, tables: Tables, made: Offload, caps: Sequence[int]) -> bool:
+    """Whether an order keeps every rank under its cap, beside what is copied if anything is."""
+    if made.copies:
+        peaks = peaks_beside(order, tables, made, play(order, tables, made.layers, timed(made, tables)))
+    else:
+        peaks = [int(held.max()) for held in held_bytes(order, tables, made.layers)]
+    return all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
+
+
 def _room(
     order: Order, tables: Tables, layers: Layers, caps: Sequence[int], away: Sequence[Sequence[int]]
 ) -> list[list[tuple[int, int]]]:

@@ -39,8 +39,8 @@ class DrainedStage:
     def before_last_gradient(self) -> None:
         """Nothing is reduced: the gradients are void."""
 
-    def after_last_gradient(self) -> None:
-        """As above."""
+    def reduce_gradients(self) -> None:
+        """Do nothing: replicas whose last gradients are void must not wait here."""
 
     def release_output(self, output: Tensor) -> None:
         """It has no storage."""

@@ -7,8 +7,8 @@ The dispatch table below is the only place that says what an op does at run time
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -58,8 +58,8 @@ class Stage(Protocol):
     def before_last_gradient(self) -> None:
         """Called once per iteration, ahead of the last action that gives the stage's parameters a gradient."""
 
-    def after_last_gradient(self) -> None:
-        """Called once per iteration, behind that action: every gradient of the stage is complete."""
+    def reduce_gradients(self) -> None:
+        """Called once per iteration: every gradient of the stage is complete, and the last one's message is on its way."""
 
     def release_output(self, output: Tensor) -> None:
         """The output has been sent; its storage is no longer needed."""
@@ -134,6 +134,7 @@ class Executor:
             Op.RECV_F: self._post_activation,
             Op.SEND_B: self._send_gradient,
             Op.RECV_B: self._post_gradient,
+            Op.REDUCE: lambda action: self.stages[action.stage].reduce_gradients(),
         }
         self._refuse_what_cannot_run()
         program = prepare(plan, rank)
@@ -253,7 +254,8 @@ class Executor:
         if self.offload is not None:
             self.offload.before_backward(key)
         running = context.relay.running(context.view, True, context.recompute.whole)
-        with self._giving_gradients(action), self.recorder.action(action), running:
+        self._announce(action)
+        with self.recorder.action(action), running:
             self.stages[stage].backward(context, output, grad, key in self._split)
         self._received.pop(action._replace(op=Op.RECV_B), None)
         del self._contexts[key], self._outputs[key]
@@ -269,7 +271,8 @@ class Executor:
             self._grads[key] = gradient
 
     def _weight(self, action: Action) -> None:
-        with self._giving_gradients(action), self.recorder.action(action):
+        self._announce(action)
+        with self.recorder.action(action):
             self.stages[action.stage].weight(action.chunk)
 
     def _offload(self, action: Action) -> None:
@@ -303,14 +306,10 @@ class Executor:
 
     # What they share.
 
-    @contextmanager
-    def _giving_gradients(self, action: Action) -> Iterator[None]:
-        is_last = self._last_gradient[action.stage] == action
-        if is_last:
+    def _announce(self, action: Action) -> None:
+        """Tell the stage where an action is the last that gives its parameters a gradient."""
+        if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
-        yield
-        if is_last:
-            self.stages[action.stage].after_last_gradient()
 
     def _context(self, stage: int, chunk: int) -> ChunkContext:
         table, view = self._layouts[chunk]
@@ -362,9 +361,12 @@ class Executor:
     def _waits_for(self, place: Place | None) -> str:
         if place is None or place.position == len(self._actions):
             return "waiting for other ranks to take its messages"
+        action = self._actions[place.position]
+        if action.op in (Op.SEND_F, Op.SEND_B):
+            peer = self.plan.placement[action.stage + (1 if action.op is Op.SEND_F else -1)]
+            return f"waiting for rank {peer} to take the message before this one"
         if not place.receiving:
             return "in compute or in a collective of its own"
-        action = self._actions[place.position]
         peer = action.stage + (-1 if action.op is Op.F else 1)
         return f"waiting for {action._replace(stage=peer)} of rank {self.plan.placement[peer]}"
 

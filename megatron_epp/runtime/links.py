@@ -85,7 +85,7 @@ class Links:
     control: dist.ProcessGroup
     activations_down: dist.ProcessGroup
     gradients_up: dist.ProcessGroup
-    _in_flight: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    _in_flight: dict[tuple[int, dist.ProcessGroup], tuple[dist.Work, Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def create(pipeline_ranks: Sequence[int], control_ranks: Sequence[int], both_ways: bool = False) -> Links:
@@ -138,13 +138,17 @@ class Links:
     def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
         """Start sending to pipeline rank `peer`.
 
-        The tensor's storage is kept until the message is known to have left: on NCCL until the first send after that, on
-        gloo, which tells only whoever waits, until `finish_sends`.
+        The payload's storage is kept until the next send on the same communicator and to the same rank, or `finish_sends`. That
+        send runs behind this one anyway, so to wait for this one's end there costs nothing, and the memory of messages does not
+        depend on how far the host is ahead of the device.
         """
-        self._in_flight = [message for message in self._in_flight if not message[0].is_completed()]
+        group = self._group(gradient, up=peer > self.position)
+        if (before := self._in_flight.pop((peer, group), None)) is not None:
+            before[0].wait()  # on NCCL the current stream waits, not the host
+            del before
         payload = tensor.detach().contiguous()  # its own reference: the caller may drop the storage of `tensor`
-        work = dist.isend(payload, self.ranks[peer], group=self._group(gradient, up=peer > self.position))
-        self._in_flight.append((self._started(work), payload))
+        work = dist.isend(payload, self.ranks[peer], group=group)
+        self._in_flight[peer, group] = self._started(work), payload
 
     def post_receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, peer: int, gradient: bool
@@ -156,7 +160,7 @@ class Links:
 
     def finish_sends(self) -> None:
         """Wait until every message has left."""
-        for work, _ in self._in_flight:
+        for work, _ in self._in_flight.values():
             work.wait()
         self._in_flight.clear()
 

@@ -116,7 +116,7 @@ class WaitingStage:
     def before_last_gradient(self) -> None:
         """Nothing is reduced."""
 
-    after_last_gradient = before_last_gradient
+    reduce_gradients = before_last_gradient
 
     def release_output(self, output: Tensor) -> None:
         """It is eight bytes."""

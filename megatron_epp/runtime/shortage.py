@@ -22,7 +22,7 @@ or nobody counts, there is no excess to go by.
 _GAPS = 0.1
 """More of the reserved memory than this lying idle is a sign of fragments."""
 
-_IN_PLAN = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.B, Op.FREE: Op.O}
+_IN_PLAN = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.B, Op.FREE: Op.O, Op.REDUCE: Op.B}
 """What lowering adds, and what it belongs to."""
 _WANTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

@@ -28,7 +28,7 @@ class Op(StrEnum):
     L = "L"
     """Load of what `O` moved, on the copy stream."""
     FREE = "FREE"
-    """Give back the device's memory of what `O` has moved. Added by lowering, as are the four below."""
+    """Give back the device's memory of what `O` has moved. Added by lowering, as are the five below."""
     SEND_F = "SEND_F"
     """Send the activation to the next stage."""
     RECV_F = "RECV_F"
@@ -37,15 +37,17 @@ class Op(StrEnum):
     """Send the gradient to the previous stage."""
     RECV_B = "RECV_B"
     """Receive the gradient from the next stage."""
+    REDUCE = "REDUCE"
+    """Start the reduction of a stage's gradients over the data-parallel replicas; `chunk` is that of the last gradient."""
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.W, Op.R})
 COPY_OPS = frozenset({Op.O, Op.L})
 COMM_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
-LOWERED_OPS = COMM_OPS | {Op.FREE}
-"""What only lowering adds."""
+LOWERED_OPS = COMM_OPS | {Op.FREE, Op.REDUCE}
+"""Operations that only lowering adds."""
 
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|FREE|[A-Z])(\d+)")
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|FREE|REDUCE|[A-Z])(\d+)")
 
 
 class Action(NamedTuple):

@@ -2,8 +2,8 @@
 
 Every forward and backward of a layer with experts exchanges tokens with the other replicas, and so does every recompute. So at
 every step all of them must be in the same kind of action on the same stage, and recompute the same layers in it. Weight
-gradients and copies exchange nothing: they may stand anywhere. Nor do keys and values at the host: each replica may have other
-sequences there, or none.
+gradients, copies, and keys and values at the host exchange nothing and may differ. But they change when messages are received
+among the exchanges, and where replicas differ in that they may wait for each other: `launches` looks for it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from megatron_epp.schedule.action import Action, Op
+from megatron_epp.schedule.launches import check_launches
+from megatron_epp.schedule.lowering import lower
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.violation import Violation
 
@@ -27,7 +29,10 @@ def check_matched(plans: Sequence[Plan]) -> list[Violation]:
     Returns:
         violations whose `rank` and `position` are those of the replica that the reason names.
     """
-    return [fault for replica, plan in enumerate(plans) if replica for fault in _against(plans[0], plan, replica)]
+    faults = [fault for replica, plan in enumerate(plans) if replica for fault in _against(plans[0], plan, replica)]
+    if faults or not plans:
+        return faults
+    return list(check_launches([lower(plan) for plan in plans], lockstep=True))
 
 
 def _against(first: Plan, plan: Plan, replica: int) -> Iterator[Violation]:

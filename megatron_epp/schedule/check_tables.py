@@ -12,7 +12,7 @@ from megatron_epp.schedule.violation import Violation
 
 def check_tables(plan: Plan) -> Iterator[Violation]:
     """Shapes and ranges of everything but the chunk table. The rest of `check` indexes freely once these hold."""
-    for reason in (*_shapes(plan), *_ranges(plan), *_choices(plan)):
+    for reason in (*_shapes(plan), *_ranges(plan), *_message_sizes(plan), *_choices(plan)):
         yield Violation(None, None, None, reason)
     for in_copies, table in plan.tables:
         for rank, steps in enumerate(table):
@@ -86,6 +86,8 @@ def _shapes(plan: Plan) -> Iterator[str]:
         ("copies", plan.copies or ((),) * ranks, ranks, "ranks"),
         ("host_cap_bytes", plan.host_cap_bytes or (0,) * ranks, ranks, "ranks"),
         ("host_links", plan.host_links or (0,) * ranks, ranks, "ranks"),
+        ("message_bytes", plan.message_bytes or (0,) * ranks, ranks, "ranks"),
+        ("messages.num_bytes", plan.messages.num_bytes or (0,) * chunks, chunks, "chunks"),
     ):
         if len(row) != size:
             yield f"{name} has {len(row)} entries for {size} {unit}"
@@ -120,6 +122,17 @@ def _ranges(plan: Plan) -> Iterator[str]:
             for c, time_us in enumerate(times):
                 if not 0.0 <= time_us < math.inf:
                     yield f"messages.{name} of stage {stage}, chunk {c} is {time_us} us"
+
+
+def _message_sizes(plan: Plan) -> Iterator[str]:
+    for name, row in (("message_bytes", plan.message_bytes), ("messages.num_bytes", plan.messages.num_bytes)):
+        if row and min(row) < 0:
+            yield f"{name} has {min(row)} bytes; none is below zero"
+    for rank, (size, static) in enumerate(zip(plan.message_bytes, plan.static_bytes, strict=False)):
+        if size > static:
+            yield f"message_bytes of rank {rank} is {size}, a part of static_bytes, which is {static}"
+    if plan.message_bytes and not plan.messages.num_bytes:
+        yield "message_bytes are set aside, but messages.num_bytes are not there"
 
 
 def _choices(plan: Plan) -> Iterator[str]:

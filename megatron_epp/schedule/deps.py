@@ -60,6 +60,7 @@ _RULES: dict[Op, Callable[[Action, _Facts], Iterator[Action]]] = {
     Op.RECV_F: _same_stage(Op.SEND_F, step=-1),
     Op.SEND_B: _same_stage(Op.B),
     Op.RECV_B: _same_stage(Op.SEND_B, step=1),
+    Op.REDUCE: _same_stage(Op.B),
 }
 
 

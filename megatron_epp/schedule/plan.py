@@ -70,10 +70,14 @@ class Hosted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Time of each message, ``[stage][chunk]``, for the ``num_stages - 1`` boundaries; zero where both sides share a rank."""
+    """Time of each message, ``[stage][chunk]``, for the ``num_stages - 1`` boundaries; zero where both sides share a rank.
+
+    `num_bytes` is the device memory of a chunk's activation, or its gradient, between stages; empty where it is not counted.
+    """
 
     activation_us: tuple[tuple[float, ...], ...]
     gradient_us: tuple[tuple[float, ...], ...]
+    num_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,8 @@ class Plan:
         hosted: sequences whose keys and values stages have at the host.
         host_links: the link to the host that each rank copies over; empty where every rank has one of its own.
         messages: time of every message.
-        static_bytes: bytes each rank holds throughout (weights, gradients, optimizer).
+        static_bytes: bytes each rank holds throughout (weights, gradients, optimizer), `message_bytes` included.
+        message_bytes: of these, what each rank sets aside for messages in flight; empty where they are not counted.
         cap_bytes: what each rank may hold at most; `UNLIMITED_BYTES` for no cap.
         host_cap_bytes: what each rank may have at the host at most; empty where nobody says.
         predicted: the simulator's numbers for this plan.
@@ -136,6 +141,7 @@ class Plan:
     hosted: tuple[Hosted, ...] = ()
     host_cap_bytes: tuple[int, ...] = ()
     host_links: tuple[int, ...] = ()
+    message_bytes: tuple[int, ...] = ()
     token_multiple: int = 1
     forward_only: bool = False
     costs: str = "analytic"

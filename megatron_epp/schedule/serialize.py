@@ -105,14 +105,22 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 def _document(plan: Plan) -> dict[str, Any]:
     """Plain data in the file's layout. Times become floats and sizes ints, whatever numeric type they came as."""
-    at_host: dict[str, Any] = {}  # where nothing is there, nothing is written
+    optional: dict[str, Any] = {}  # empty fields are not written
     if plan.hosted:
-        at_host["hosted"] = [_ints(entry) for entry in plan.hosted]
+        optional["hosted"] = [_ints(entry) for entry in plan.hosted]
     if plan.host_links:
-        at_host["host_links"] = _ints(plan.host_links)
+        optional["host_links"] = _ints(plan.host_links)
     if plan.host_cap_bytes:
-        at_host["host_cap_bytes"] = _ints(plan.host_cap_bytes)
-    return at_host | {
+        optional["host_cap_bytes"] = _ints(plan.host_cap_bytes)
+    messages: dict[str, Any] = {
+        "activation_us": [_floats(row) for row in plan.messages.activation_us],
+        "gradient_us": [_floats(row) for row in plan.messages.gradient_us],
+    }
+    if plan.messages.num_bytes:
+        messages["num_bytes"] = _ints(plan.messages.num_bytes)
+    if plan.message_bytes:
+        optional["message_bytes"] = _ints(plan.message_bytes)
+    return optional | {
         "schema": SCHEMA,
         "version": VERSION,
         "lengths": _ints(plan.lengths),
@@ -128,10 +136,7 @@ def _document(plan: Plan) -> dict[str, Any]:
         "offload_share": [_floats(row) for row in plan.offload_share],
         "ranks": [_steps(row) for row in plan.ranks],
         "copies": [_copies(row) for row in plan.copies],
-        "messages": {
-            "activation_us": [_floats(row) for row in plan.messages.activation_us],
-            "gradient_us": [_floats(row) for row in plan.messages.gradient_us],
-        },
+        "messages": messages,
         "static_bytes": _ints(plan.static_bytes),
         "cap_bytes": _ints(plan.cap_bytes),
         "predicted": {
@@ -184,7 +189,8 @@ def _value(name: str, value: Any) -> str:
     elif name == "messages":
         parts = []
         for key, table in value.items():
-            parts.append(f"    {_dumps(key)}: [" + ",".join("\n      " + _dumps(row) for row in table) + "]")
+            rows = [_dumps(table)[1:-1]] if key == "num_bytes" else ["\n      " + _dumps(row) for row in table]
+            parts.append(f"    {_dumps(key)}: [" + ",".join(rows) + "]")
         return "{\n" + ",\n".join(parts) + "\n  }"
     else:
         return _dumps(value)
@@ -214,7 +220,8 @@ def _plan(document: dict[str, Any]) -> Plan:
         copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
         host_links=field("host_links", _int_row, ()),
         hosted=field("hosted", lambda rows: tuple(Hosted(*_int_row(row)) for row in rows), ()),
-        messages=field("messages", lambda m: Messages(_float_table(m["activation_us"]), _float_table(m["gradient_us"]))),
+        messages=field("messages", _messages),
+        message_bytes=field("message_bytes", _int_row, ()),
         static_bytes=field("static_bytes", _int_row),
         cap_bytes=field("cap_bytes", _int_row),
         host_cap_bytes=field("host_cap_bytes", _int_row, ()),
@@ -266,6 +273,11 @@ def _float_table(rows: Any) -> tuple[tuple[float, ...], ...]:
 
 def _recompute_table(rows: Any) -> tuple[tuple[Recompute, ...], ...]:
     return tuple(tuple(Recompute(*_int_row(counts)) for counts in row) for row in rows)
+
+
+def _messages(value: Any) -> Messages:
+    times = {name: _float_table(value[name]) for name in ("activation_us", "gradient_us")}
+    return Messages(**times, num_bytes=_int_row(value.get("num_bytes", ())))
 
 
 def _chunk(value: Any) -> Chunk:

@@ -130,8 +130,8 @@ class PlainStage:
     def before_last_gradient(self):
         self.calls.append("last")
 
-    def after_last_gradient(self):
-        self.calls.append("complete")
+    def reduce_gradients(self):
+        self.calls.append("reduce")
 
     def release_output(self, output):
         """Nothing to do: the graph holds it anyway."""

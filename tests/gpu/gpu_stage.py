@@ -67,7 +67,7 @@ class GpuStage:
     def before_last_gradient(self):
         """Nothing is reduced."""
 
-    after_last_gradient = before_last_gradient
+    reduce_gradients = before_last_gradient
 
     def release_output(self, output):
         """It is the loss."""

@@ -12,8 +12,9 @@ from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, on
 from megatron_epp.cost import memory as item
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.account import account_of
-from megatron_epp.schedule import InfeasibleError, Op, Plan, Prediction, Step, check
+from megatron_epp.schedule import InfeasibleError, Op, Plan, Prediction, Step, check, lower
 from megatron_epp.schedule.account import Account
+from megatron_epp.schedule.messages import message_peaks
 
 SEEDS = range(12)
 
@@ -156,14 +157,16 @@ def test_what_fragments_is_a_share_of_what_comes_and_goes():
     assert passing[item.FRAGMENTATION] == pytest.approx(sum(passing.values()) / 5, abs=10)
 
 
-def test_a_pass_needs_room_for_its_messages_and_for_the_layer_that_runs():
+def test_ranks_need_room_for_the_layer_that_runs_and_for_messages_in_flight():
+    """In 1F1B the first rank has up to two payloads of 50 and 7 tokens, 2 bytes each, before a gradient of 50 is received."""
     stage = StageCosts(
         num_layers=1, forward=Line(), backward=Line(), layer_bytes_per_token=10, recomputed_layer_bytes_per_token=1,
         kv_bytes_per_token=0,
     )  # fmt: skip
     bare = PipelineCosts("three", (stage,) * 3, hidden_bytes_per_token=2.0)
     made = plan(problem((7, 50, 3), 3), on_device(bare, 0.0), Options(planner="1f1b"))
-    assert made.static_bytes == (50 * (10 + 2 * 2), 50 * (10 + 4 * 2), 50 * (10 + 2 * 2))
+    assert made.message_bytes == message_peaks(made, lower(made))
+    assert made.static_bytes == tuple(50 * 10 + size for size in made.message_bytes)
     assert plan(problem((7, 50, 3), 3), bare, Options(planner="1f1b")).static_bytes == (0, 0, 0)
 
 

@@ -16,7 +16,9 @@ from megatron_epp.cli import main
 from megatron_epp.cli_inputs import add_problem, costs_of
 from megatron_epp.planner import PLANNERS
 from megatron_epp.schedule.check import check
+from megatron_epp.schedule.lowering import lower
 from megatron_epp.schedule.serialize import digest, load, save
+from megatron_epp.schedule.text import from_grid
 
 MODEL = shlex.split(
     "--stages 2 --layers 4 --hidden 128 --ffn 512 --heads 4 --kv-heads 2 --vocab 512 --bytes-per-value 4 --rates cpu"
@@ -191,6 +193,11 @@ def test_show_prints_text_and_sets_a_run_beside_it(plan_file, tmp_path, capsys):
     assert digest(made)[:12] in out
     rows = {line.split("  ")[0]: line.split()[-1] for line in out.splitlines() if line}
     assert rows["all F"] == rows["all B"] == "2.000"
+
+
+def test_show_prints_what_each_rank_issues(plan_file, capsys):
+    assert main(["show", str(plan_file), "--lowered"]) == 0
+    assert from_grid(capsys.readouterr().out) == lower(load(plan_file))
 
 
 def test_show_writes_what_the_suffix_says(plan_file, tmp_path):

@@ -50,7 +50,8 @@ def test_a_shipped_model_and_cluster_set_costs_layers_and_cap(tmp_path):
     profile = analytic_profile(shape, load_cluster("h200x8").rates)
     costs = on_device(profile.costs([4] * 8), buffers=profile.gradient_buffers(8))
     room = [sum(row.max() for row in costs.pass_items(s, work_of(made.chunks, made.lengths)).values()) for s in range(8)]
-    assert made.static_bytes == tuple(costs.static_bytes(stage) + room[stage] for stage in range(8))
+    assert made.static_bytes == tuple(costs.static_bytes(stage) + room[stage] + made.message_bytes[stage] for stage in range(8))
+    assert made.messages.num_bytes == tuple(costs.message_bytes(work_of(made.chunks, made.lengths)))
 
 
 def test_flags_given_beside_a_model_win(tmp_path):

@@ -34,6 +34,8 @@ def test_a_plan_reads_back_equal_in_every_field():
         host_links=(4, 4),
         hosted=(Hosted(1, 0, 70, 80),),
         host_cap_bytes=(9, 10),
+        message_bytes=(1, 2),
+        messages=replace(offload().messages, num_bytes=(3, 4, 5)),
         token_multiple=8,
         costs="profile.json",
         planner="mine",

@@ -1,0 +1,87 @@
+"""Plans random batches and lets an independent machine run each: ``python tests/pure/launch_campaign.py 2500``."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from launch_plans import random_plans
+from queue_machine import stuck_together
+
+from megatron_epp.schedule import Action, Op, check, check_matched, lower, to_grid, to_json
+from megatron_epp.schedule.launches import blocked
+
+MACHINES = ((1, 0.0), (1, 0.1), (8, 0.1), (32, 0.0))
+"""Hardware queues, and how likely a host waits for its device before a launch."""
+
+Rows = Sequence[Sequence[Action]]
+
+
+@dataclass
+class Judgement:
+    """Kinds of plans that a seed gave, and what is wrong with them."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+def judge(seed: int) -> Judgement:
+    """Plan a random batch, check its plans, and run them on all machines."""
+    plans, found = random_plans(seed), Judgement()
+    rows = [lower(plan) for plan in plans]
+    lockstep = len(plans) > 1
+    for plan in plans:
+        found.kinds["plans"] += 1
+        found.kinds["several stages a rank"] += plan.num_stages > plan.num_ranks
+        found.kinds["weight gradients split"] += any(step.action.op is Op.W for row in plan.ranks for step in row)
+        found.kinds["copies"] += any(plan.copies)
+        found.kinds["keys and values at the host"] += bool(plan.hosted)
+        found.kinds["forward only"] += plan.forward_only
+        found.kinds["in lockstep"] += lockstep
+        found.faults += map(str, check(plan))
+    found.faults += map(str, check_matched(plans))
+    found.faults += [f"blocked: {place}" for place in blocked(rows, lockstep)]
+    texts = [(to_json(plan), to_grid(row)) for plan, row in zip(plans, rows, strict=True)]
+    for queues, waits in MACHINES if plans else ():
+        if left := stuck_together(texts, lockstep, queues, waits, seed):
+            found.faults.append(f"{queues} queues, waits {waits}: {left} never end")
+    if plans:
+        found.kinds["batches"] += 1
+        found.kinds["hang where receives are posted right before their use"] += bool(
+            stuck_together([(text, to_grid(late_receives(row))) for (text, _), row in zip(texts, rows, strict=True)], lockstep)
+        )
+    return found
+
+
+def late_receives(rows: Rows) -> list[list[Action]]:
+    """Rows whose receives stand right before the actions that use them."""
+    late = []
+    for row in rows:
+        receives = {Action(Op(a.op.value[-1]), a.stage, a.chunk): a for a in row if a.op in (Op.RECV_F, Op.RECV_B)}
+        others = [a for a in row if a.op not in (Op.RECV_F, Op.RECV_B)]
+        late.append([each for a in others for each in ((receives[a], a) if a in receives else (a,))])
+    return late
+
+
+def main(count: int) -> int:
+    """Judge seeds until so many plans are judged; how many faults there were."""
+    kinds, faults, seed = Counter[str](), 0, 0
+    while kinds["plans"] < count:
+        found = judge(seed)
+        kinds += found.kinds
+        faults += len(found.faults)
+        for fault in found.faults:
+            print(f"seed {seed}: {fault}")
+        seed += 1
+        if seed % 100 == 0:
+            print(f"{seed} seeds, {kinds['plans']} plans, {faults} faults", flush=True)
+    for kind, number in kinds.items():
+        print(f"{number:6,} {kind}")
+    print(f"{faults:6,} faults")
+    return faults
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(int(sys.argv[1]))))

@@ -1,0 +1,166 @@
+"""A machine that runs lowered plans as GPUs do: hardware queues, streams, messages that meet, hosts that wait for devices.
+
+It reads a plan's JSON and the text of `megatron-epp show PLAN --lowered`, and nothing of the package, so that it can judge it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_ACTION = re.compile(r"(\d+)([A-Z]+(?:_[FB])?)(\d+)")
+
+Row = list[tuple[int, str, int]]
+"""Stage, operation and chunk of each launch."""
+
+
+@dataclass
+class Launch:
+    """Work that a rank hands to its device.
+
+    Attributes:
+        text: of the action.
+        stream: launches of one stream run one after the other.
+        waits: launches of the rank, by number, that must have ended.
+        event: what has to be there on all its sides at once; None for work of this rank alone.
+    """
+
+    text: str
+    stream: object
+    waits: list[int]
+    event: object = None
+
+
+def rows_of(lowered: str) -> list[Row]:
+    """Read ``rank 0 | 0F0 0SEND_F0``, a line for each rank."""
+    found = []
+    for line in lowered.splitlines():
+        _, _, words = line.partition("|")
+        matches = [_ACTION.fullmatch(word) for word in words.split()]
+        assert all(matches), line
+        found.append([(int(m[1]), m[2], int(m[3])) for m in matches if m])
+    return found
+
+
+def launches(placement: Sequence[int], rank: int, row: Row, replica: int = 0, lockstep: bool = False) -> list[Launch]:
+    """The launches of a row."""
+    made: list[Launch] = []
+    last: dict[object, int] = {}
+    numbers: dict[tuple[int, str, int], int] = {}
+
+    def launch(text: str, stream: object, waits: Sequence[int | None], event: object = None) -> int:
+        made.append(Launch(text, stream, [w for w in (*waits, last.get(stream)) if w is not None], event))
+        last[stream] = len(made) - 1
+        return last[stream]
+
+    for stage, op, chunk in row:
+        text = f"{stage}{op}{chunk}"
+        compute = last.get("compute")
+        if op in ("F", "B", "W", "R"):
+            waits = [numbers.get((stage, f"RECV_{op}", chunk)), numbers.get((stage, "L", chunk)) if op == "B" else None]
+            event = ("exchange", text) if lockstep and op != "W" else None
+            numbers[stage, op, chunk] = launch(text, "compute", waits, event)
+        elif op in ("O", "L"):
+            numbers[stage, op, chunk] = launch(text, "copy", [compute])
+        elif op == "FREE":  # compute waits for the copy, then the memory goes
+            launch(text, "compute", [numbers[stage, "O", chunk]])
+        elif op == "REDUCE":
+            launch(text, "reduce", [compute], ("reduce", stage))
+        else:
+            side, kind = op.split("_")
+            step = (1 if kind == "F" else -1) * (1 if side == "SEND" else -1)
+            to_stage = stage + step if side == "SEND" else stage
+            peer = placement[stage + step]
+            link = ((rank, peer) if side == "SEND" else (peer, rank), kind)
+            if side == "SEND" and link in last:  # the payload before this one goes when it has left
+                compute = launch(f"end of a send before {text}", "compute", [last[link]])
+            numbers[stage, op, chunk] = launch(text, link, [compute], ("message", kind, to_stage, chunk, replica))
+    return made
+
+
+class Machine:
+    """Runs launches of all ranks until all have ended or none can go on.
+
+    Every rank's host hands launches over in order. A launch goes into one of the rank's hardware queues, by its stream. It
+    starts when it is at the head of its queue (everything ahead of it there has started) and all it waits for has ended. It
+    ends some time later; where it is part of an event, not before all sides of that have started.
+
+    Args:
+        todo: launches by rank; ranks of further replicas behind the first one's.
+        queues: hardware queues of each rank; streams are mapped onto them at random.
+        waits: probability that a host waits for its device before it hands over a launch.
+        seed: of all that is random: the mapping, the waits, and the order in which launches end.
+    """
+
+    def __init__(self, todo: Sequence[Sequence[Launch]], queues: int, waits: float = 0.0, seed: int = 0) -> None:
+        self.todo, self.rng = todo, random.Random(seed)
+        self.handed, self.done = [0] * len(todo), [[False] * len(row) for row in todo]
+        self.syncs = [[self.rng.random() < waits for _ in row] for row in todo]
+        self.queue_of = [
+            {stream: self.rng.randrange(queues) for stream in dict.fromkeys(launch.stream for launch in row)} for row in todo
+        ]
+        self.queued: list[dict[int, list[int]]] = [defaultdict(list) for _ in todo]
+        self.running: list[tuple[int, int]] = []
+        self.sides: dict[object, int] = defaultdict(int)
+        self.there: dict[object, int] = defaultdict(int)
+        for row in todo:
+            for launch in row:
+                self.sides[launch.event] += 1
+
+    def run(self) -> list[str]:
+        """The first launch of each rank that never ended; nothing where all did."""
+        while self._start() or self.running:
+            able = [each for each in self.running if self._may_end(*each)]
+            if not able:
+                break
+            rank, number = able[self.rng.randrange(len(able))]
+            self.running.remove((rank, number))
+            self.done[rank][number] = True
+        return [row[done.index(False)].text for row, done in zip(self.todo, self.done, strict=True) if not all(done)]
+
+    def _may_end(self, rank: int, number: int) -> bool:
+        event = self.todo[rank][number].event
+        sides = 2 if isinstance(event, tuple) and event[0] == "message" else self.sides[event]
+        return event is None or self.there[event] == sides
+
+    def _start(self) -> bool:
+        """Hand over and start what can be; whether there was any."""
+        before = len(self.running)
+        moved = True
+        while moved:
+            moved = False
+            for rank, row in enumerate(self.todo):
+                while self.handed[rank] < len(row):
+                    number = self.handed[rank]
+                    if self.syncs[rank][number] and not all(self.done[rank][:number]):
+                        break
+                    self.queued[rank][self.queue_of[rank][row[number].stream]].append(number)
+                    self.handed[rank] += 1
+                    moved = True
+                for queue in self.queued[rank].values():
+                    while queue and all(self.done[rank][w] for w in row[queue[0]].waits):
+                        number = queue.pop(0)
+                        self.running.append((rank, number))
+                        self.there[row[number].event] += 1
+                        moved = True
+        return len(self.running) > before
+
+
+def stuck(plan_json: str, lowered: str, queues: int = 1, waits: float = 0.0, seed: int = 0) -> list[str]:
+    """Run one plan; the first launch of each rank that never ended."""
+    return stuck_together([(plan_json, lowered)], False, queues, waits, seed)
+
+
+def stuck_together(
+    replicas: Sequence[tuple[str, str]], lockstep: bool, queues: int = 1, waits: float = 0.0, seed: int = 0
+) -> list[str]:
+    """Run the plans of all replicas of a pipeline side by side; `lockstep` where they share experts."""
+    todo = []
+    for replica, (plan_json, lowered) in enumerate(replicas):
+        placement = json.loads(plan_json)["placement"]
+        todo += [launches(placement, rank, row, replica, lockstep) for rank, row in enumerate(rows_of(lowered))]
+    return Machine(todo, queues, waits, seed).run()
