@@ -28,7 +28,7 @@ def both_ways(rank, links):
 
 
 def strided_and_released(rank, links):
-    """Rank 0 sends a transposed tensor and lets go of its storage before anyone receives."""
+    """Rank 0 sends two tensors, one transposed, and lets go of the second's storage before that is received."""
     if rank == 0:
         square = torch.arange(6.0).reshape(2, 3)
         links.send(square.t(), peer=1, gradient=False)
@@ -39,10 +39,10 @@ def strided_and_released(rank, links):
         torch.distributed.barrier(links.reports)
         links.finish_sends()
         return len(junk)
+    first = links.post_receive((3, 2), torch.float32, torch.device("cpu"), 0, gradient=False)
     torch.distributed.barrier(links.reports)
-    shapes = (3, 2), (1000,)
-    receives = [links.post_receive(shape, torch.float32, torch.device("cpu"), 0, gradient=False) for shape in shapes]
-    return [receive.wait().tolist() for receive in receives]
+    second = links.post_receive((1000,), torch.float32, torch.device("cpu"), 0, gradient=False)
+    return [receive.wait().tolist() for receive in (first, second)]
 
 
 def groups(rank, links):

@@ -38,7 +38,7 @@ class FaultyStage(PlainStage):
 def test_actions_run_in_the_order_of_the_plan():
     plan = one_rank_split()
     calls = run_plan(0, None, plan)[0].calls
-    assert [call for call in calls if call not in ("last", "complete")] == [str(action)[1:] for action in plan.actions(0)]
+    assert [call for call in calls if call not in ("last", "reduce")] == [str(action)[1:] for action in plan.actions(0)]
 
 
 @pytest.mark.parametrize("stages", [{}, {1: None}, {0: None, 1: None}])
@@ -87,7 +87,7 @@ def test_a_cache_left_over_is_found_at_the_end_of_the_plan():
     plan = one_rank()
     stages = stages_of(plan)
     stages[0].relay.append(0, SliceView(8, 0, 2, 4, 4), torch.zeros(2, 1, 1), torch.zeros(2, 1, 1))
-    with pytest.raises(RunError, match=r"step 6, the end of the plan failed: caches of \(layer, sequence\) \[\(0, 8\)\]"):
+    with pytest.raises(RunError, match=r"step 7, the end of the plan failed: caches of \(layer, sequence\) \[\(0, 8\)\]"):
         Executor(plan, 0, stages).run()
 
 

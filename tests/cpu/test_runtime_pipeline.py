@@ -131,8 +131,8 @@ def test_in_float64_nothing_but_rounding_is_left(ranks, reentrant):
 def test_reduction_may_start_once_per_stage_around_the_last_action_that_gives_gradients(ranks, make, last):
     for result in run(ranks, make()):
         calls = result.calls
-        assert calls.count("last") == calls.count("complete") == 1
-        assert calls[-1] == "complete"
+        assert calls.count("last") == calls.count("reduce") == 1
+        assert calls[-1] == "reduce"
         assert calls[-3] == "last"
         assert calls[-2] in last.split()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from launch_plans import random_plans
-from queue_machine import stuck_together
+from queue_machine import makespan_us, stuck_together
 
 from megatron_epp.schedule import Action, Op, check, check_matched, lower, to_grid, to_json
 from megatron_epp.schedule.launches import blocked
@@ -21,10 +23,11 @@ Rows = Sequence[Sequence[Action]]
 
 @dataclass
 class Judgement:
-    """Kinds of plans that a seed gave, and what is wrong with them."""
+    """Kinds of plans that a seed gave, what is wrong with them, and their time with one hardware queue over that planned."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    slower: list[float] = field(default_factory=list)
 
 
 def judge(seed: int) -> Judgement:
@@ -48,6 +51,8 @@ def judge(seed: int) -> Judgement:
         if left := stuck_together(texts, lockstep, queues, waits, seed):
             found.faults.append(f"{queues} queues, waits {waits}: {left} never end")
     if plans:
+        took_us = makespan_us(*texts[0], queues=1)
+        found.slower.append((took_us or math.inf) / plans[0].predicted.makespan_us)
         found.kinds["batches"] += 1
         found.kinds["hang where receives are posted right before their use"] += bool(
             stuck_together([(text, to_grid(late_receives(row))) for (text, _), row in zip(texts, rows, strict=True)], lockstep)
@@ -67,10 +72,11 @@ def late_receives(rows: Rows) -> list[list[Action]]:
 
 def main(count: int) -> int:
     """Judge seeds until so many plans are judged; how many faults there were."""
-    kinds, faults, seed = Counter[str](), 0, 0
+    kinds, slower, faults, seed = Counter[str](), list[float](), 0, 0
     while kinds["plans"] < count:
         found = judge(seed)
         kinds += found.kinds
+        slower += found.slower
         faults += len(found.faults)
         for fault in found.faults:
             print(f"seed {seed}: {fault}")
@@ -80,6 +86,7 @@ def main(count: int) -> int:
     for kind, number in kinds.items():
         print(f"{number:6,} {kind}")
     print(f"{faults:6,} faults")
+    print(f"time with one hardware queue over time planned: {fmean(slower):.4f} in the mean, {max(slower):.4f} at most")
     return faults
 
 

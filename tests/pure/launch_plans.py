@@ -29,14 +29,15 @@ def random_plans(seed: int) -> tuple[Plan, ...]:
     stages = 1 if LAYERS % (ranks * stages) else stages
     placement = Placement(rng.choice(["v", "looped"]) if stages > 1 else "looped", ranks, stages)
     costs = costs_of(placement.num_stages) if LAYERS % ranks == 0 else costs_of_uneven(ranks)
-    longest = rng.choice([16384, 65536])
+    longest = rng.choice([16384, 65536, 262144])
     replicas = rng.choice([2, 3]) if rng.random() < 0.15 else 1
     problems = [
         Problem(
-            tuple(min(longest, int(rng.lognormvariate(7.2, 1.3)) + 8) for _ in range(rng.choice([4, 8, 16]))),
+            tuple(
+                min(longest, int(rng.lognormvariate(7.2, rng.choice([1.3, 2.5]))) + 8) for _ in range(rng.choice([4, 8, 16]))
+            ),
             placement.rank_of,
             (UNLIMITED_BYTES,) * ranks,
-            forward_only=False,
         )
         for _ in range(replicas)
     ]
@@ -55,7 +56,7 @@ def random_plans(seed: int) -> tuple[Plan, ...]:
                 max(max(row) for row in rows)
                 for rows in zip(*((p.static_bytes, p.predicted.peak_bytes) for p in made), strict=True)
             )
-            cap = static + int((peak - static) * rng.choice([0.3, 0.5, 0.8]))
+            cap = static + int((peak - static) * rng.choice([0.08, 0.2, 0.5, 0.8]))
             problems = [replace(problem, cap_bytes=(cap,) * ranks) for problem in problems]
             made = _planned(problems, costs, options)
     except InfeasibleError:

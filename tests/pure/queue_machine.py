@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _ACTION = re.compile(r"(\d+)([A-Z]+(?:_[FB])?)(\d+)")
@@ -87,17 +87,25 @@ class Machine:
 
     Every rank's host hands launches over in order. A launch goes into one of the rank's hardware queues, by its stream. It
     starts when it is at the head of its queue (everything ahead of it there has started) and all it waits for has ended. It
-    ends some time later; where it is part of an event, not before all sides of that have started.
+    ends some time later; where it is part of an event, that long after all sides of it have started.
 
     Args:
         todo: launches by rank; ranks of further replicas behind the first one's.
         queues: hardware queues of each rank; streams are mapped onto them at random.
         waits: probability that a host waits for its device before it hands over a launch.
-        seed: of all that is random: the mapping, the waits, and the order in which launches end.
+        seed: of all that is random: the mapping, the waits, and without times the order in which launches end.
+        times_us: of launches, by rank and text; what is not there takes no time. None: launches end in a random order.
     """
 
-    def __init__(self, todo: Sequence[Sequence[Launch]], queues: int, waits: float = 0.0, seed: int = 0) -> None:
-        self.todo, self.rng = todo, random.Random(seed)
+    def __init__(
+        self,
+        todo: Sequence[Sequence[Launch]],
+        queues: int,
+        waits: float = 0.0,
+        seed: int = 0,
+        times_us: Sequence[Mapping[str, float]] | None = None,
+    ) -> None:
+        self.todo, self.rng, self.times_us = todo, random.Random(seed), times_us
         self.handed, self.done = [0] * len(todo), [[False] * len(row) for row in todo]
         self.syncs = [[self.rng.random() < waits for _ in row] for row in todo]
         self.queue_of = [
@@ -105,6 +113,8 @@ class Machine:
         ]
         self.queued: list[dict[int, list[int]]] = [defaultdict(list) for _ in todo]
         self.running: list[tuple[int, int]] = []
+        self.ends_us: dict[tuple[int, int], float] = {}
+        self.now_us = 0.0
         self.sides: dict[object, int] = defaultdict(int)
         self.there: dict[object, int] = defaultdict(int)
         for row in todo:
@@ -112,15 +122,25 @@ class Machine:
                 self.sides[launch.event] += 1
 
     def run(self) -> list[str]:
-        """The first launch of each rank that never ended; nothing where all did."""
+        """The first launch of each rank that never ended; nothing where all did. `now_us` is then when the last one did."""
         while self._start() or self.running:
             able = [each for each in self.running if self._may_end(*each)]
             if not able:
                 break
-            rank, number = able[self.rng.randrange(len(able))]
+            rank, number = self._next(able)
             self.running.remove((rank, number))
             self.done[rank][number] = True
         return [row[done.index(False)].text for row, done in zip(self.todo, self.done, strict=True) if not all(done)]
+
+    def _next(self, able: list[tuple[int, int]]) -> tuple[int, int]:
+        if self.times_us is None:
+            return able[self.rng.randrange(len(able))]
+        for rank, number in able:
+            time_us = self.times_us[rank].get(self.todo[rank][number].text, 0.0)
+            self.ends_us.setdefault((rank, number), self.now_us + time_us)
+        first = min(able, key=self.ends_us.__getitem__)
+        self.now_us = self.ends_us[first]
+        return first
 
     def _may_end(self, rank: int, number: int) -> bool:
         event = self.todo[rank][number].event
@@ -164,3 +184,20 @@ def stuck_together(
         placement = json.loads(plan_json)["placement"]
         todo += [launches(placement, rank, row, replica, lockstep) for rank, row in enumerate(rows_of(lowered))]
     return Machine(todo, queues, waits, seed).run()
+
+
+def makespan_us(plan_json: str, lowered: str, queues: int) -> float | None:
+    """Time that one plan takes on the machine, with the plan's own times; None where it never ends."""
+    plan = json.loads(plan_json)
+    times_us: list[dict[str, float]] = [
+        {step[0]: step[1] for table in (plan["ranks"], plan["copies"]) if table for step in table[rank]}
+        for rank in range(plan["num_ranks"])
+    ]
+    for name, kind, sender in (("activation_us", "F", 0), ("gradient_us", "B", 1)):
+        for stage, row in enumerate(plan["messages"][name]):
+            for chunk, time_us in enumerate(row):
+                for side, at in (("SEND", stage + sender), ("RECV", stage + 1 - sender)):
+                    times_us[plan["placement"][at]][f"{at}{side}_{kind}{chunk}"] = time_us
+    todo = [launches(plan["placement"], rank, row) for rank, row in enumerate(rows_of(lowered))]
+    machine = Machine(todo, queues, times_us=times_us)
+    return None if machine.run() else machine.now_us
