@@ -18,6 +18,7 @@ from megatron_epp.launch.environment import environment_to_set, exports
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.meet import meet
+from megatron_epp.launch.meet_token import TOKEN_VARIABLE
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
 
 EXAMPLE = """\
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if launch.nodes > 1:
         print(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s", file=sys.stderr, flush=True)
         meet(launch.nodes, launch.node_rank, launch.master_addr, launch.master_port, launch.wait_seconds)
+    os.environ.pop(TOKEN_VARIABLE, None)  # all that had to know it do
     os.execvpe(command[0], command, {**os.environ, **environment})
     return 0
 
