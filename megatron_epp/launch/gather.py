@@ -101,7 +101,8 @@ class Gathering:
         self._unproved: dict[_Caller, None] = {}
         self._there: dict[int, _Caller] = {}
         self.num_refused = 0
-        for server in servers:
+        self._servers = [*servers]
+        for server in self._servers:
             server.setblocking(False)
             self._selector.register(server, selectors.EVENT_READ)
 
@@ -123,7 +124,12 @@ class Gathering:
         return [rank for rank in range(1, self._nodes) if rank not in self._there]
 
     def answer(self, text: str) -> None:
-        """Tell all that are there to go, with an empty text, or why they may not, and let them hang up."""
+        """Tell all that are there to go, with an empty text, or why they may not, and let them hang up.
+
+        Those who call from now on are not heard.
+        """
+        for server in self._servers:
+            self._selector.unregister(server)
         for caller in [*self._unproved]:
             self._drop(caller)
         for caller in [*self._there.values()]:
