@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)", re.IGNORECASE)
 _MASK = "'***'"
 _UNSET = "null"
-"""As the whole value, or the default of a reference that is the whole value: the variable is left out."""
+"""The default that leaves a variable out, where it is that of a reference which is the whole value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,19 +19,19 @@ from megatron_epp.launch import handshake
 
 logger = logging.getLogger(__name__)
 PROOF_S = 10.0
-"""For a caller to say who it is, from its call on."""
+"""The time that a caller has to say who it is."""
 _CLOSE_S = 5.0
-"""For callers to hang up, once they have their answer: the port then does not linger here."""
+"""The time that callers have to hang up first, once they are answered: the port then does not linger here."""
 _MOST_UNPROVED = 128
-"""Callers at a time that have not said who they are, beside as many as there are nodes; of more, the first go."""
+"""The number of callers, beside one per node, that may be yet to say who they are; of more, the oldest are dropped."""
 
 
 @contextlib.contextmanager
 def listening(address: str, port: int, backlog: int) -> Iterator[list[socket.socket]]:
-    """Sockets that listen where other nodes reach this machine by a name: on its addresses, where they tell which.
+    """Sockets that listen on the addresses of this machine that a name stands for.
 
-    They do not where they belong to another machine, as those of a gateway do, or where a name that others resolve otherwise is
-    this machine's loopback: then it is on all interfaces.
+    They listen on all interfaces where the name does not tell: where its addresses are a gateway's, or where it stands for the
+    loopback here, as a machine's own name often does, and for something else on other machines.
 
     Raises:
         OSError: the port is taken.
@@ -67,7 +67,7 @@ class _Caller:
     """Who has called.
 
     Attributes:
-        connection: does not block.
+        connection: to it, which does not block.
         address: where it called from.
         until_s: when its proof must be there, as `time.monotonic` counts.
         nonce: that it was greeted with.

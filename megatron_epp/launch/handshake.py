@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 _GREETING, _HELLO, _ANSWER = "megatron-epp-meet", "node", "answer"
 MOST_BYTES = 1024
-"""Of a line. Longer ones are of strangers."""
+"""The longest line. Nodes of a run send no longer ones."""
 _LEAST_NONCE = 32
 
 

@@ -17,7 +17,7 @@ FOLDER_VARIABLE = "EPP_LAUNCHER_FOLDER"
 """Tells processes below the launcher of the folder."""
 _LOCK = "lock"
 _MOST_BYTES = 107 - len("/pymp-12345678/listener-12345678")
-"""Of the folder's path, for a path of a socket in it to be short enough."""
+"""The longest path of a folder in which paths of sockets are short enough for the system."""
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def keep_sockets_in_folder() -> None:
 
 
 def _prefix() -> str:
-    """Of folders of this machine: others may share the place, and not its locks."""
+    """The beginning of this machine's names: other machines may see the same place, and not the same locks."""
     return f"epp-{hashlib.sha256(platform.node().encode()).hexdigest()[:4]}-"
 
 

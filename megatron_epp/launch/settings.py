@@ -19,9 +19,9 @@ REFERENCE = re.compile(
     r"\$\{(?:(?P<name>[A-Z_][A-Z0-9_]*)(?::(?P<default>[^{}]*))?"
     r"|oc\.env:(?P<oc_name>[A-Za-z_][A-Za-z0-9_]*)(?:,(?P<oc_default>[^{}'\"]*))?)\}"
 )
-"""To a variable, in a value of ``launch.environment``, which keeps it: what is saved of a run then holds no secret."""
+"""A reference to a variable, as values of ``launch.environment`` keep it: what is saved of a run then holds no secret."""
 _HELD = "\0{"
-"""In the place of ``${`` of such a reference while settings are merged, which would replace it."""
+"""Stands for ``${`` of such a reference while settings are merged, which would replace it."""
 
 Settings = dict[str, Any]
 
