@@ -13,10 +13,12 @@ from collections.abc import Iterator
 
 from megatron_epp.cli_progress import progress
 from megatron_epp.cost.library import find
-from megatron_epp.launch.command import Launch, command_of, environment_of, folder_of, save_run, world_of
+from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
+from megatron_epp.launch.environment import environment_to_set, exports
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.meet import meet
+from megatron_epp.launch.meet_token import TOKEN_VARIABLE
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
 
 EXAMPLE = """\
@@ -53,19 +55,18 @@ def run(args: argparse.Namespace) -> int:
     processes = launch.processes_per_node or _processes(settings, launch)
     with progress("reading Megatron's flags"):
         argv = checked_argv(settings, launch.nodes * processes, wants_files=not args.dry_run)
-    command, environment = command_of(launch, argv, processes), environment_of(launch)
-    for name, value in sorted(environment.items()):
-        print(f"export {name}={shlex.quote(value)}")
-    print(shlex.join(command), flush=True)
+    command, environment = command_of(launch, argv, processes), environment_to_set(launch.environment)
+    print(*exports(launch.environment, masked=True), shlex.join(command), sep="\n", flush=True)
     if args.dry_run:
         return 0
     folder = folder_of(launch, settings.get("megatron") or {})
     if launch.node_rank == 0:
-        save_run(folder, settings, command, environment)
+        save_run(folder, settings, command, launch.environment)
         print(f"settings, command and versions are in {folder}", file=sys.stderr, flush=True)
     if launch.nodes > 1:
         print(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s", file=sys.stderr, flush=True)
         meet(launch.nodes, launch.node_rank, launch.master_addr, launch.master_port, launch.wait_seconds)
+    os.environ.pop(TOKEN_VARIABLE, None)  # all that had to know it do
     os.execvpe(command[0], command, {**os.environ, **environment})
     return 0
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_epp
+from megatron_epp.launch.environment import check_environment, exports, is_secret
 from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.meet import WAIT_S, usable_port
 from megatron_epp.launch.nearest import nearest
@@ -22,6 +24,7 @@ from megatron_epp.launch.settings import Settings, SettingsError
 REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Whose product is the ranks of one data-parallel replica."""
 OURS = "megatron_epp.mcore.pretrain_gpt"
+_ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 _ANY = 1 << 31
 _RANGES = (("nodes", 1, _ANY), ("processes_per_node", 1, _ANY), ("master_port", 0, 65535), ("wait_seconds", 1, _ANY))
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "numba", "omegaconf")
@@ -40,8 +43,8 @@ class Launch:
         wait_seconds: how long nodes wait for each other to come up.
         script: a `pretrain_gpt.py` of one's own; None uses ours.
         folder: where the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
-        name: of the run.
-        environment: variables to set where they are not set already.
+        name: of the run, and of its folder.
+        environment: variables to set where they are not set already; see `launch.environment`.
     """
 
     nodes: int = 1
@@ -66,6 +69,8 @@ class Launch:
             wanted = {"master_addr": str, "script": str, "folder": str, "name": str, "environment": dict}.get(key, int)
             if not isinstance(value, wanted) or isinstance(value, bool):
                 raise SettingsError(f"launch.{key} is {value!r}; it must be of type {wanted.__name__}")
+            if isinstance(value, str) and not value.isprintable():
+                raise SettingsError(f"launch.{key} is {value!r}; it must have no control characters")
         made = Launch(**section)
         for key, least, most in _RANGES:
             if (number := getattr(made, key)) is not None and not least <= number <= most:
@@ -74,6 +79,13 @@ class Launch:
             raise SettingsError(f"launch.node_rank {made.node_rank} is none of launch.nodes {made.nodes}: they count from 0")
         if made.nodes > 1 and made.master_port == 0:
             raise SettingsError("launch.master_port is 0; nodes must agree on a port: set MASTER_PORT or launch.master_port")
+        if not made.name or made.name[0] in "-." or set(made.name) & set("/\\"):
+            raise SettingsError(
+                f"launch.name is {made.name!r}; it must be the name of a folder: no / or \\, no - or . in front"
+            )
+        if not _ADDRESS.fullmatch(made.master_addr):
+            raise SettingsError(f"launch.master_addr is {made.master_addr!r}; it must be the name or the address of a machine")
+        check_environment(made.environment)
         if made.script is not None and not Path(made.script).is_file():
             raise SettingsError(f"launch.script: there is no file {made.script}")
         return made
@@ -110,30 +122,52 @@ def folder_of(launch: Launch, megatron: dict[str, Any]) -> Path:
     return Path(launch.folder or megatron.get("save") or Path("runs") / launch.name)
 
 
-def save_run(folder: Path, settings: Settings, command: Sequence[str], environment: dict[str, str]) -> None:
+def save_run(folder: Path, settings: Settings, command: Sequence[str], environment: Mapping[str, Any]) -> None:
     """Write ``command.sh`` (runs as it is), ``settings.yaml`` (all files and overrides merged) and ``versions.json``.
 
+    Only their owner can read them where a variable's name is that of a secret.
+
+    Args:
+        folder: where to; made where it is not there.
+        settings: of the run.
+        command: that trains.
+        environment: the `launch.environment` section.
+
     Raises:
-        SettingsError: the folder cannot be made.
+        SettingsError: the folder, or a file in it, cannot be written.
     """
     import yaml  # type: ignore[import-untyped,unused-ignore]
 
+    lines = ["#!/usr/bin/env bash", *exports(environment), f"exec {shlex.join(command)}"]
+    texts = {
+        "command.sh": "\n".join(lines) + "\n",
+        "settings.yaml": yaml.safe_dump(settings, sort_keys=False),
+        "versions.json": json.dumps(versions(), indent=2) + "\n",
+    }
+    is_private = any(is_secret(name) for name in environment)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            _write(folder / name, text, is_private)
     except OSError as error:
-        raise SettingsError(f"{folder} cannot be made ({error.strerror}): set launch.folder, or megatron.save") from error
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(environment.items()))
-    (folder / "command.sh").write_text(f"#!/usr/bin/env bash\n{exports}exec {shlex.join(command)}\n", encoding="utf-8")
-    (folder / "settings.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-    (folder / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n", encoding="utf-8")
+        where = error.filename or folder
+        raise SettingsError(f"{where} cannot be written ({error.strerror}): set launch.folder, or megatron.save") from error
+
+
+def _write(path: Path, text: str, is_private: bool) -> None:
+    """Replace a file as a whole. A private one can at no time be read by others."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    try:
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_private else 0o666)
+        with open(handle, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str | None]:
     """Of this package, Python and what training runs on; None for what is not installed."""
     ours: dict[str, str | None] = {"megatron-epp": megatron_epp.__version__, "python": platform.python_version()}
     return ours | {package: version_of(package) for package in PACKAGES}
-
-
-def environment_of(launch: Launch) -> dict[str, str]:
-    """What is to be set: what the environment has already wins."""
-    return {name: str(value) for name, value in launch.environment.items() if name not in os.environ}

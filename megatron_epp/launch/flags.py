@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from megatron_epp.launch.nearest import nearest
 from megatron_epp.launch.settings import Settings, SettingsError
 
 EPP_PREFIX = "epp_"
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
+"""A number that argparse reads as a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,5 +84,13 @@ def _arguments(section: str, key: str, name: str, value: Any, flags: Flags) -> I
     if isinstance(value, bool | dict) or (len(values) != 1 and not flag.takes_several):
         wanted = "one value, or a list of them" if flag.takes_several else "one value"
         raise SettingsError(f"{section}.{key} is {value!r}; {flag.option} takes {wanted}")
+    texts = [str(one) for one in values]
+    if any("\0" in text for text in texts):
+        raise SettingsError(f"{section}.{key} is {value!r}; no command line can hold a NUL character")
+    if len(texts) == 1 and texts[0].startswith("-"):  # else it is read as a flag
+        yield f"{flag.option}={texts[0]}"
+        return
+    if any(text.startswith("-") and not _NEGATIVE.fullmatch(text) for text in texts):
+        raise SettingsError(f"{section}.{key} is {value!r}; a value among several must not begin with -, as flags do")
     yield flag.option
-    yield from (str(one) for one in values)
+    yield from texts

@@ -10,11 +10,14 @@ import socket
 import sys
 import time
 
+from megatron_epp.launch.gather import PROOF_S, Gathering, listening
+from megatron_epp.launch.handshake import Hello, hello, new_nonce, read_answer, read_greeting, receive_line
+from megatron_epp.launch.meet_token import TOKEN_REMEDY, shared_token
 from megatron_epp.schedule.errors import EppError
 
 WAIT_S = 300
-_HELLO, _GO = "megatron-epp node", "go"
 _PAUSE_S = 0.5
+_MOST_LISTED = 16
 
 
 class AbsentError(EppError):
@@ -32,14 +35,18 @@ def usable_port(port: int) -> int:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise PortError(
-                f"port {port} cannot be used here ({error.strerror}): set MASTER_PORT or launch.master_port to another, or "
-                "leave it out on a single node for a free one"
-            ) from error
+            raise _port_error(port, error) from error
         return int(probe.getsockname()[1])
 
 
-def meet(nodes: int, node_rank: int, address: str, port: int, wait_s: float = WAIT_S) -> None:
+def _port_error(port: int, error: OSError) -> PortError:
+    return PortError(
+        f"port {port} cannot be used here ({error.strerror}): set MASTER_PORT or launch.master_port to another, or leave it "
+        "out on a single node for a free one"
+    )
+
+
+def meet(nodes: int, node_rank: int, address: str, port: int, wait_s: float = WAIT_S, token: bytes | None = None) -> None:
     """Return when all nodes have called this. The port is free again then.
 
     Args:
@@ -47,79 +54,86 @@ def meet(nodes: int, node_rank: int, address: str, port: int, wait_s: float = WA
         node_rank: of this one.
         address, port: where the first one listens, for this and then for torchrun.
         wait_s: how long to wait for the others.
+        token: by which they know each other; None: `shared_token`.
 
     Raises:
-        AbsentError: a node, or the first one, did not come up. All that did are told.
+        AbsentError: a node, or the first one, did not come up, or this one has the place of another. All that did are told.
         PortError: the port is taken on the first node.
+        TokenError: there is no token.
     """
     deadline_s = time.monotonic() + wait_s
     if node_rank == 0:
         usable_port(port)
-    if nodes > 1 and node_rank == 0:
-        _gather(nodes, port, wait_s, deadline_s)
-    elif nodes > 1:
-        _report(node_rank, address, port, wait_s, deadline_s)
+    if nodes <= 1:
+        return
+    token = shared_token() if token is None else token
+    if node_rank == 0:
+        _gather(nodes, address, port, wait_s, deadline_s, token)
+    else:
+        _report(Hello(node_rank, nodes, new_nonce()), address, port, wait_s, deadline_s, token)
 
 
-def _gather(nodes: int, port: int, wait_s: float, deadline_s: float) -> None:
-    there: dict[int, socket.socket] = {}
-    with socket.create_server(("", port)) as server:
-        while len(there) < nodes - 1 and (left_s := deadline_s - time.monotonic()) > 0:
-            server.settimeout(left_s)
-            try:
-                caller, _ = server.accept()
-            except TimeoutError:
-                break
-            caller.settimeout(5.0)
-            who = _line(caller).removeprefix(_HELLO).strip()
-            if who.isdecimal() and 0 < int(who) < nodes:
-                there[int(who)] = caller
-            else:
-                caller.close()
-    absent = sorted(set(range(1, nodes)) - set(there))
-    text = (
-        f"node {', '.join(map(str, absent))} of {nodes} did not come up within {wait_s:g} s: see its log; launch.wait_seconds "
-        "(WAIT_SECONDS) sets how long to wait"
-    )
-    for caller in there.values():
-        caller.sendall(f"{text if absent else _GO}\n".encode())
-        _line(caller)  # the caller closes first, and so keeps the port from lingering here
-        caller.close()
-    if absent:
+def _gather(nodes: int, address: str, port: int, wait_s: float, deadline_s: float, token: bytes) -> None:
+    try:
+        with listening(address, port, nodes + 128) as servers, Gathering(servers, nodes, token) as gathering:
+            absent = gathering.wait(deadline_s)
+            text = ""
+            if absent:
+                text = (
+                    f"node {_listed(absent)} of {nodes} did not come up within {wait_s:g} s: see its log; "
+                    "launch.wait_seconds (WAIT_SECONDS) sets how long to wait"
+                )
+                if gathering.num_refused:
+                    text += f". {gathering.num_refused} calls came without this run's token: {TOKEN_REMEDY}"
+            gathering.answer(text)
+    except OSError as error:
+        raise _port_error(port, error) from error
+    if text:
         raise AbsentError(text)
 
 
-def _report(node_rank: int, address: str, port: int, wait_s: float, deadline_s: float) -> None:
+def _listed(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _MOST_LISTED} more" if len(ranks) > _MOST_LISTED else ""
+    return ", ".join(map(str, ranks[:_MOST_LISTED])) + more
+
+
+def _report(own: Hello, address: str, port: int, wait_s: float, deadline_s: float, token: bytes) -> None:
     reason = ""
-    while (left_s := deadline_s - time.monotonic()) > 0:
+    while (now_s := time.monotonic()) < deadline_s:
         try:
-            with socket.create_connection((address, port), timeout=min(left_s, 10.0)) as first:
-                first.sendall(f"{_HELLO} {node_rank}\n".encode())
-                first.settimeout(left_s + 10.0)  # the first node gives up first, and says why
-                answer = _line(first)
+            with socket.create_connection((address, port), timeout=min(deadline_s - now_s, 10.0)) as first:
+                text = _asked(first, own, deadline_s, token)
         except OSError as error:
             reason = f" ({error})"
             time.sleep(_PAUSE_S)
             continue
-        if answer == _GO:
-            return
-        if answer:
-            raise AbsentError(answer)
+        if text:
+            raise AbsentError(text)
+        return
     raise AbsentError(
         f"node 0 does not answer at {address}:{port} within {wait_s:g} s{reason}: see its log, check MASTER_ADDR and "
         "MASTER_PORT; launch.wait_seconds (WAIT_SECONDS) sets how long to wait"
     )
 
 
-def _line(other: socket.socket) -> str:
-    """A line of text; what there is when the other end closes or says no more."""
-    found = b""
+def _asked(first: socket.socket, own: Hello, deadline_s: float, token: bytes) -> str:
+    """What the first node tells this one: nothing when it may go, else why not.
+
+    Raises:
+        OSError: who listens there proves not to be a node of this run.
+    """
+    nonce = read_greeting(receive_line(first, min(deadline_s, time.monotonic() + PROOF_S)))
+    if nonce is None:
+        raise ConnectionError("what listens there is no node")
+    first.sendall(f"{hello(token, nonce, own)}\n".encode())
     try:
-        while not found.endswith(b"\n") and (more := other.recv(1024)):
-            found += more
-    except OSError:
-        pass
-    return found.decode(errors="replace").strip()
+        line = receive_line(first, deadline_s + PROOF_S)  # the first node gives up first, and says why
+    except ConnectionError as error:
+        raise ConnectionError(f"it hangs up, as one does that has another token: {TOKEN_REMEDY}") from error
+    text = read_answer(token, own.nonce, line)
+    if text is None:
+        raise ConnectionError(f"it has another token: {TOKEN_REMEDY}")
+    return text
 
 
 def main() -> None:

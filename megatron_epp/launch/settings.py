@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,13 @@ from megatron_epp.schedule import EppError
 SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
 """What a file may hold: other files; the kind of machine it is meant for; Megatron's flags; ours; how to start."""
 _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
+REFERENCE = re.compile(
+    r"\$\{(?:(?P<name>[A-Z_][A-Z0-9_]*)(?::(?P<default>[^{}]*))?"
+    r"|oc\.env:(?P<oc_name>[A-Za-z_][A-Za-z0-9_]*)(?:,(?P<oc_default>[^{}'\"]*))?)\}"
+)
+"""A reference to a variable, as values of ``launch.environment`` keep it: what is saved of a run then holds no secret."""
+_HELD = "\0{"
+"""Stands for ``${`` of such a reference while settings are merged, which would replace it."""
 
 Settings = dict[str, Any]
 
@@ -41,7 +48,7 @@ def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) ->
         merged = _merged(merged, _assigned(override))
     container = _omegaconf().to_container(merged, resolve=True)
     assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}
+    return _with_environment({str(key): value for key, value in container.items()}, lambda text: text.replace(_HELD, "${"))
 
 
 def _loaded(path: Path, chain: tuple[Path, ...]) -> Any:
@@ -74,8 +81,28 @@ def _found(name: str, includer: Path | None) -> Path:
 
 
 def read_settings(path: Path) -> Settings:
-    """The names and values of a file, its variables replaced from the environment. Raises `EppError`: it is no such file."""
-    return {key: _substituted(value, path) for key, value in read_yaml(path).items()}
+    """The names and values of a file, its variables replaced from the environment, but for those in `launch.environment`.
+
+    Raises `EppError`: it is no such file.
+    """
+    return {key: _section(key, value, path) for key, value in read_yaml(path).items()}
+
+
+def _section(name: str, value: Any, path: Path | str) -> Any:
+    """The section with its variables replaced; `launch.environment` as it is, where it holds names with values."""
+    if name != "launch" or not isinstance(value, dict):
+        return _substituted(value, path)
+    kept = {key: inner for key, inner in value.items() if key == "environment" and isinstance(inner, dict)}
+    return {key: kept.get(key) or _substituted(inner, path) for key, inner in value.items()}
+
+
+def _with_environment(settings: Mapping[str, Any], change: Callable[[str], str]) -> Settings:
+    """Settings with the text of every value in `launch.environment` changed."""
+    launch = settings.get("launch")
+    if not isinstance(launch, dict) or not isinstance(values := launch.get("environment"), dict):
+        return dict(settings)
+    changed = {key: change(value) if isinstance(value, str) else value for key, value in values.items()}
+    return {**settings, "launch": {**launch, "environment": changed}}
 
 
 def _substituted(value: Any, path: Path | str) -> Any:
@@ -113,15 +140,17 @@ def _assigned(override: str) -> dict[str, Any]:
     if section and (section not in SECTIONS or section in ("include", "cluster")):
         raise SettingsError(f"override {override!r}: unknown section {section!r}{nearest(section, SECTIONS)}")
     try:
-        value = _substituted(yaml.safe_load(text), "override")
+        values = _section(section, {name: yaml.safe_load(text)}, "override")
     except yaml.YAMLError as error:
         raise SettingsError(f"override {override!r}: {text!r} is not a YAML value") from error
-    return {section: {name: value}} if section else {name: value}
+    return {section: values} if section else values
 
 
 def _merged(under: Any, over: Mapping[str, Any]) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
+    if isinstance(over, dict):  # else it is merged already
+        over = _with_environment(over, lambda text: REFERENCE.sub(lambda found: found[0].replace("${", _HELD), text))
     try:
         return _omegaconf().merge(under, over)
     except OmegaConfBaseException as error:

@@ -1,21 +1,35 @@
-"""torchrun, which ends in one line where a process of it does not end well: why, that process has said itself.
+"""torchrun that ends in one line where one of its processes does not end well; that process has said why.
+
+Temporary files of its processes are in a folder that it removes.
 
 `python -m megatron_epp.launch.torchrun` takes what torchrun takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+
+from megatron_epp.launch.scratch import launcher_folder
 
 
 def main() -> None:
     """Run torchrun; exit with code 1 where it raises for a process that failed or for a signal."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(launcher_folder())
+        except OSError as error:
+            sys.exit(f"megatron-epp: there is no folder for temporary files ({error.strerror}): set TMPDIR to one with space")
+        _run(sys.argv[1:])
+
+
+def _run(arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     try:
-        torchrun(sys.argv[1:])
+        torchrun(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.exit(f"megatron-epp: rank {rank} ended first, with exit code {failure.exitcode}: what it said is above")

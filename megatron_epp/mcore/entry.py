@@ -7,7 +7,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from megatron_epp.mcore import compat, cpu, dataset_helpers, install, patching, plain_torch
+from megatron_epp.launch import lifetime, scratch
+from megatron_epp.mcore import compat, cpu, dataset_helpers, helpers, install, patching, plain_torch
 from megatron_epp.schedule.errors import EppError
 
 
@@ -16,11 +17,14 @@ def prepare() -> None:
 
     Call it before megatron is imported. Raises EppError if Megatron is missing or unknown.
     """
+    lifetime.end_with_launcher()
+    scratch.keep_sockets_in_folder()
     allow_unknown = "--epp-allow-unknown-megatron" in sys.argv  # needed long before the arguments are parsed
     compat.check_megatron(allow_unknown)
     if cpu.activate():
         patching.apply(cpu.patches(), allow_unknown=allow_unknown, level=logging.DEBUG)
     patching.apply((*plain_torch.patches(), *dataset_helpers.patches()), allow_unknown=allow_unknown)
+    patching.apply(helpers.PATCHES, level=logging.DEBUG)
     install.apply(allow_unknown=allow_unknown)
 
 

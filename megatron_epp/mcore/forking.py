@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.launch import lifetime, scratch
 from megatron_epp.mcore import entry
 
 _LATE = (  # what training imports when it is under way
@@ -70,13 +71,14 @@ def serve(handle: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a keyboard, meant for whoever asks; this process ends with it
     jobs = Connection(handle)
     ours = logging.getLogger("megatron_epp")
-    ours.setLevel(logging.WARNING)  # what is patched is told by logs, where it is told; this is nobody's
-    with entry.errors_in_one_line():
-        preload()
-    ours.setLevel(logging.NOTSET)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            jobs.send(_run(jobs, *jobs.recv()))
+    ours.setLevel(logging.WARNING)  # logs of jobs say what is patched; this process has none
+    with scratch.launcher_folder():
+        with entry.errors_in_one_line():
+            preload()
+        ours.setLevel(logging.NOTSET)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                jobs.send(_run(jobs, *jobs.recv()))
 
 
 def _run(
@@ -118,6 +120,7 @@ def _end(process: BaseProcess) -> None:
 
 def _be_rank(jobs: Connection, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
     """Be the program. Its exit code is the process's, its error's traceback goes to the log."""
+    lifetime.end_with_parent()
     jobs.close()
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,5 +1,6 @@
 """Runs that do not end well end in one line of the launcher's, below what the process itself said."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -40,3 +41,14 @@ def test_what_ends_well_says_nothing(tmp_path):
     done = subprocess.run([*LAUNCH, script(tmp_path, "")], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0
     assert "megatron-epp" not in done.stderr
+
+
+def test_a_folder_for_temporary_files_that_cannot_be_made_is_said_in_one_line(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import tempfile\ntempfile.tempdir = '/proc/nowhere'\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run([*LAUNCH, script(tmp_path, "")], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "megatron-epp: there is no folder for temporary files (No such file or directory): set TMPDIR to one with space"
+    )
+    assert "Traceback" not in done.stderr

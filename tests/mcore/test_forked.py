@@ -1,5 +1,9 @@
 """Jobs of forked processes end as they would alone, in time, and with a reason."""
 
+import threading
+import time
+
+import psutil
 import pytest
 from forked import launch
 
@@ -35,3 +39,28 @@ def test_without_the_process_that_forks_there_is_a_reason(tmp_path):
     with pytest.raises(EppError, match="exit code -9"):
         forks.run(1, [str(script(tmp_path, ""))], {}, tmp_path / "log", 60)
     forks.close()
+
+
+def test_without_the_process_that_forks_no_rank_lives_on(tmp_path):
+    forks, log = Forks({}), tmp_path / "log"
+    log.touch()
+
+    def run():
+        with pytest.raises(EppError, match="exit code -9"):
+            forks.run(2, [str(script(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(600)"))], {}, log, 600)
+
+    asking = threading.Thread(target=run)
+    asking.start()
+    wait_until(lambda: log.read_text().count("\n") == 2)
+    ranks = [psutil.Process(int(line)) for line in log.read_text().splitlines()]
+    forks._process.kill()
+    asking.join()
+    wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+    forks.close()
+
+
+def wait_until(happened):
+    end_s = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)

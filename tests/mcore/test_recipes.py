@@ -120,11 +120,30 @@ def test_documents_that_are_not_there_are_refused_by_a_run_and_not_by_a_dry_one(
         checked_argv(settings, world_size=2, wants_files=True)
 
 
+MISTAKES = (
+    ("lrr=1", "did you mean 'lr'?"),
+    ("launch.nodes=x", "launch.nodes is 'x'"),
+    ("launch.name=../../x", "launch.name is '../../x'; it must be the name of a folder"),
+    ('launch.environment={"X=1; touch PWNED; export Y": 1}', "'X=1; touch PWNED; export Y' is no name of a variable"),
+)
+
+
 def test_a_users_mistake_ends_in_one_line_without_a_traceback():
     command = [sys.executable, "-m", "megatron_epp.cli", "train", "-c", "recipes/tiny-cpu", "--dry-run"]
-    for mistake, words in (("lrr=1", "did you mean 'lr'?"), ("launch.nodes=x", "launch.nodes is 'x'")):
+    for mistake, words in MISTAKES:
         done = subprocess.run([*command, mistake], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert words in done.stderr.splitlines()[-1]
         assert done.stdout == ""
+
+
+def test_a_dry_run_shows_no_secret(monkeypatch):
+    monkeypatch.setenv("EPP_TEST_SOURCE", "hunter2")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    secrets = "launch.environment={HF_TOKEN: hunter3, EPP_TEST_API_KEY: '${EPP_TEST_SOURCE}', EPP_TEST_PLAIN: a}"
+    command = [sys.executable, "-m", "megatron_epp.cli", "train", "-c", "recipes/tiny-cpu", "--dry-run", secrets]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "hunter" not in done.stdout + done.stderr
+    assert {"export HF_TOKEN='***'", "export EPP_TEST_PLAIN=a"} < set(done.stdout.splitlines())
+    assert 'export EPP_TEST_API_KEY="${EPP_TEST_SOURCE?' in done.stdout

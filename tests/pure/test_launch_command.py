@@ -5,12 +5,14 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 import megatron_epp
-from megatron_epp.launch.command import Launch, command_of, environment_of, folder_of, save_run, world_of
+from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
 from megatron_epp.launch.meet import PortError
 from megatron_epp.launch.settings import SettingsError
 
@@ -55,12 +57,26 @@ def test_mistakes_are_named():
     assert "launch.master_port is 70000; it must be 0 or more, up to 65535" in refused(master_port=70000)
     assert "nodes must agree on a port" in refused(nodes=2)
     assert "there is no file nowhere.py" in refused(script="nowhere.py")
+    assert "launch.master_addr is '--standalone'; it must be the name or the address" in refused(master_addr="--standalone")
 
 
-def test_what_the_environment_has_wins(monkeypatch):
-    monkeypatch.setenv("EPP_TEST_SET", "mine")
-    launch = Launch(environment={"EPP_TEST_SET": "theirs", "EPP_TEST_OTHER": 1})
-    assert environment_of(launch) == {"EPP_TEST_OTHER": "1"}
+@pytest.mark.parametrize("name", ["../../x", "..", ".hidden", "-rf", "a/b", "a\\b", "", "a\nb", "/tmp"])
+def test_a_name_of_a_run_is_that_of_a_folder_in_runs(name):
+    message = refused(name=name)
+    assert message.startswith(f"launch.name is {name!r}; it must")
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["X=1; touch PWNED; export Y", "2ND", "A B", "A\nB", "", "Ä", "A-B", 1])
+def test_a_variable_has_a_name_that_a_shell_takes_for_one(name):
+    message = refused(environment={name: 1})
+    assert message.startswith(f"launch.environment: {name!r} is no name of a variable")
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", ["a\0b", ["a"], {"a": 1}])
+def test_a_variable_has_a_value_that_an_environment_can_hold_and_a_refusal_does_not_tell_it(value):
+    assert refused(environment={"A_KEY": value}) == "launch.environment.A_KEY must be text without a NUL character, or a number"
 
 
 def test_the_saved_command_runs_again_as_it_is(tmp_path):
@@ -71,6 +87,61 @@ def test_the_saved_command_runs_again_as_it_is(tmp_path):
     assert f"export EPP_TEST_VALUE={shlex.quote('x y')}" in (tmp_path / "run" / "command.sh").read_text()
     assert yaml.safe_load((tmp_path / "run" / "settings.yaml").read_text()) == settings
     assert json.loads((tmp_path / "run" / "versions.json").read_text())["megatron-epp"] == megatron_epp.__version__
+
+
+HOSTILE = "'; touch PWNED; '$(touch PWNED)`touch PWNED`\n touch PWNED\n\"\\"
+
+
+def test_no_value_is_code_in_the_saved_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("EPP_TEST_HOSTILE", HOSTILE)
+    monkeypatch.delenv("EPP_TEST_UNSET", raising=False)
+    values = {"EPP_TEST_A": HOSTILE, "EPP_TEST_B": "<${EPP_TEST_HOSTILE}>", "EPP_TEST_C": "${EPP_TEST_UNSET:$(touch PWNED)}"}
+    show = "import os; print([os.environ[name] for name in ('EPP_TEST_A', 'EPP_TEST_B', 'EPP_TEST_C')])"
+    save_run(tmp_path, {}, [sys.executable, "-c", show, HOSTILE], values)
+    done = subprocess.run(["bash", "command.sh"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{[HOSTILE, f'<{HOSTILE}>', '$(touch PWNED)']}\n"
+    assert not (tmp_path / "PWNED").exists()
+
+
+def modes(folder: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in (folder / "command.sh", folder / "settings.yaml")}
+
+
+@pytest.fixture
+def plain_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("plain_umask")
+def test_a_secret_is_saved_for_its_owner_alone(tmp_path):
+    save_run(tmp_path, {}, ["true"], {"OMP_NUM_THREADS": 1, "TOKENIZERS_PARALLELISM": "true"})
+    assert modes(tmp_path) == {0o644}
+    for name in ("HF_TOKEN", "wandb_api_key", "MY_SECRETS", "PGPASSWORD"):
+        for path in (tmp_path / "command.sh", tmp_path / "settings.yaml"):
+            path.chmod(0o644)
+        save_run(tmp_path, {}, ["true"], {name: "abc"})
+        assert modes(tmp_path) == {0o600}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["command.sh", "settings.yaml", "versions.json"]
+
+
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "command.sh").symlink_to(victim)
+    save_run(tmp_path / "run", {}, ["true"], {})
+    assert victim.read_text() == "mine"
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "command.sh").mkdir()
+    with pytest.raises(SettingsError, match=r"command\.sh.* cannot be written .*set launch\.folder"):
+        save_run(tmp_path, {}, ["true"], {})
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=r"/file/run cannot be written \(Not a directory\)"):
+        save_run(tmp_path / "file" / "run", {}, ["true"], {})
 
 
 def test_settings_are_saved_where_the_run_saves():

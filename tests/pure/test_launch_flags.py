@@ -62,3 +62,11 @@ def test_a_value_that_does_not_go_with_its_flag_is_refused():
     assert "takes one value" in refused(megatron={"num_layers": [1, 2]})
     assert "takes one value" in refused(megatron={"num_layers": True})
     assert "or a list of them" in refused(megatron={"data_path": {"a": 1}})
+
+
+def test_a_value_is_not_read_as_a_flag():
+    assert argv_of({"megatron": {"num_layers": "--swiglu"}}, FLAGS) == ["--num-layers=--swiglu"]
+    assert argv_of({"megatron": {"num_layers": -1}}, FLAGS) == ["--num-layers=-1"]
+    assert argv_of({"megatron": {"data_path": [-1, "-.5", "a"]}}, FLAGS) == ["--data-path", "-1", "-.5", "a"]
+    assert "must not begin with -" in refused(megatron={"data_path": ["a", "--swiglu"]})
+    assert "no command line can hold a NUL character" in refused(megatron={"num_layers": "4\0"})

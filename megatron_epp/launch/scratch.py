@@ -1,0 +1,114 @@
+"""A launcher's folder for temporary files of the processes that it starts, removed at its end, or after a kill by the next."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import util
+from pathlib import Path
+
+FOLDER_VARIABLE = "EPP_LAUNCHER_FOLDER"
+"""Tells processes below the launcher of the folder."""
+_LOCK = "lock"
+_MOST_BYTES = 107 - len("/pymp-12345678/listener-12345678")
+"""The longest path of a folder in which paths of sockets are short enough for the system."""
+
+
+@contextlib.contextmanager
+def launcher_folder() -> Iterator[Path]:
+    """A new folder in the one for temporary files, named in the environment and locked as long as this process lives.
+
+    Folders that launchers of the same user have left behind are removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    _sweep(Path(tempfile.gettempdir()))
+    folder, handle = _locked()
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    try:
+        yield folder
+    finally:
+        del os.environ[FOLDER_VARIABLE]
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether a launcher's folder is there and its launcher is not."""
+    with _if_abandoned(folder) as abandoned:
+        return abandoned
+
+
+def keep_sockets_in_folder() -> None:
+    """Let this process and its children make the sockets of `multiprocessing` in the launcher's folder, if it has one."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None:
+        return
+    if not os.path.isdir(folder) or len(os.fsencode(folder)) > _MOST_BYTES:
+        del os.environ[FOLDER_VARIABLE]
+        return
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        util.get_temp_dir()  # is made now, and kept
+    finally:
+        tempfile.tempdir = before
+
+
+def _prefix() -> str:
+    """The beginning of this machine's names: other machines may see the same place, and not the same locks."""
+    return f"epp-{hashlib.sha256(platform.node().encode()).hexdigest()[:4]}-"
+
+
+def _locked() -> tuple[Path, int]:
+    """A new folder, and the open file that locks it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_prefix()))
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: without the file, the folder is not taken for abandoned
+            (folder / _LOCK).unlink(missing_ok=True)
+        if folder.is_dir():  # else another launcher has taken it for abandoned before it was locked
+            return folder, handle
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _if_abandoned(folder: Path) -> Iterator[bool]:
+    """Whether a folder is abandoned; where it is, no other process can lock it meanwhile."""
+    handle = _shared_lock(folder)
+    try:
+        yield handle is not None
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _shared_lock(folder: Path) -> int | None:
+    """The file of a folder of this user, locked and open; None where its launcher locks it, or it has none."""
+    try:
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        if os.fstat(handle).st_uid == os.geteuid():
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return handle
+    except OSError:
+        pass
+    os.close(handle)
+    return None
+
+
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{_prefix()}*"):
+        with _if_abandoned(folder) as abandoned:
+            if abandoned:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,118 @@
+"""Nothing is left of a training that is killed: no process, and after the next start no temporary folder of ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from launch import ENVIRONMENT, TINY
+
+from megatron_epp.launch.scratch import FOLDER_VARIABLE
+
+LIMIT_S = 240
+TORCHRUN = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
+TRAINING = ["-m", "megatron_epp.mcore.pretrain_gpt", *TINY, "--pipeline-model-parallel-size", "2", "--train-iters", "100000"]
+SAVED = "latest_checkpointed_iteration.txt"
+WITH_MANAGER = """
+import multiprocessing, os, signal
+from megatron_epp.mcore import helpers, patching
+patching.apply(helpers.PATCHES)
+manager = multiprocessing.get_context({method!r}).Manager()
+print(manager._process.pid, manager.list([7])[0], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files, with a path short enough for sockets. It is in the environment of every process below."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def environment(temporary: Path) -> dict[str, str]:
+    return {**os.environ, **ENVIRONMENT, "TMPDIR": str(temporary)}
+
+
+def alive(temporary: Path) -> list[psutil.Process]:
+    """Processes of the run, by its folder for temporary files."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == str(temporary) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # it has ended, or is of another user
+            pass
+    return found
+
+
+def ours(temporary: Path) -> list[str]:
+    """What multiprocessing, and this package, leave among temporary files."""
+    return [path.name for pattern in ("pymp-*", "epp-*") for path in temporary.glob(pattern)]
+
+
+def wait_until(happened: Callable[[], object], tell: Callable[[], object]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < end_s, tell()
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def run(temporary: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
+    """A training that has saved a checkpoint, and so has helper processes: its launcher and its ranks."""
+    log = tmp_path / "log"
+    command = [*TORCHRUN, *TRAINING, "--save", str(tmp_path / "saved"), "--save-interval", "3"]
+    with log.open("wb") as output:
+        launcher = subprocess.Popen(command, env=environment(temporary), stdout=output, stderr=output)
+    try:
+        wait_until(lambda: (tmp_path / "saved" / SAVED).exists() or launcher.poll() is not None, log.read_text)
+        ranks = psutil.Process(launcher.pid).children()
+        assert len(ranks) == 2, log.read_text()[-5000:]
+        assert len(alive(temporary)) > 3
+        assert ours(temporary)
+        yield launcher, ranks
+    finally:
+        for process in alive(temporary):
+            process.kill()
+        launcher.wait()
+
+
+@pytest.mark.parametrize("killed", ["a rank, then the launcher", "the launcher alone, with a rank that is stopped"])
+def test_no_process_of_a_killed_run_lives_on(
+    killed: str, run: tuple[subprocess.Popen[bytes], list[psutil.Process]], temporary: Path, tmp_path: Path
+) -> None:
+    launcher, ranks = run
+    if killed.startswith("a rank"):
+        ranks[0].kill()
+    else:
+        ranks[0].send_signal(signal.SIGSTOP)
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not alive(temporary), lambda: [process.cmdline() for process in alive(temporary)])
+    script = tmp_path / "script.py"
+    script.touch()
+    subprocess.run([*TORCHRUN, str(script)], env=environment(temporary), check=True, timeout=LIMIT_S)
+    assert ours(temporary) == []
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_without_a_launcher_a_helper_ends_when_its_rank_is_killed_and_takes_its_folder_along(
+    method: str, temporary: Path
+) -> None:
+    variables = {name: value for name, value in environment(temporary).items() if name != FOLDER_VARIABLE}
+    program = [sys.executable, "-c", WITH_MANAGER.format(method=method)]
+    rank = subprocess.run(program, env=variables, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    pid, number = map(int, rank.stdout.split())
+    assert number == 7
+    assert rank.returncode == -signal.SIGKILL
+    wait_until(lambda: not alive(temporary), lambda: f"process {pid} lives on")
+    assert ours(temporary) == []

@@ -1,0 +1,162 @@
+"""Processes that belong to another end with it, and its temporary files are removed, however it ends."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_epp.launch.lifetime import EndingWithParent
+from megatron_epp.launch.scratch import FOLDER_VARIABLE, is_abandoned, keep_sockets_in_folder, launcher_folder
+
+LIMIT_S = 60
+CHILD = (
+    "import os, time; from megatron_epp.launch.lifetime import {how}; {how}(); print(os.getpid(), flush=True); time.sleep(600)"
+)
+PARENT = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE, text=True)
+print(child.stdout.readline(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch):
+    """For temporary files, with a path short enough for sockets."""
+    with tempfile.TemporaryDirectory() as made:
+        monkeypatch.setenv("TMPDIR", made)
+        monkeypatch.setattr(tempfile, "tempdir", made)
+        monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+        yield Path(made)
+
+
+def wait_until(happened, what):
+    end_s = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.05)
+
+
+def has_ended(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def python(program, **variables):
+    return subprocess.Popen([sys.executable, "-c", program], env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("state", ["runs", "is stopped"])
+@pytest.mark.parametrize(("how", "variables"), [("end_with_parent", {}), ("end_with_launcher", {"TORCHELASTIC_RUN_ID": "a"})])
+def test_a_process_ends_when_its_parent_is_killed(state, how, variables):
+    parent = python(PARENT.format(child=CHILD.format(how=how)), **variables)
+    child = int(parent.stdout.readline())
+    if state == "is stopped":
+        os.kill(child, signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: has_ended(child), f"process {child} has ended")
+
+
+def test_a_process_that_no_torchrun_started_outlives_its_parent(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    parent = python(PARENT.format(child=CHILD.format(how="end_with_launcher")))
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    assert not has_ended(child)
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_rank_that_comes_up_after_its_launcher_was_killed_ends_at_once(folder):
+    (folder / "lock").touch()
+    rank = python(CHILD.format(how="end_with_launcher"), TORCHELASTIC_RUN_ID="a", **{FOLDER_VARIABLE: str(folder)})
+    assert rank.communicate(timeout=LIMIT_S)[0] == ""
+    assert rank.returncode == -signal.SIGKILL
+
+
+IN_MULTIPROCESSING = """
+import multiprocessing, os, signal, time
+from megatron_epp.launch.lifetime import EndingWithParent
+process = multiprocessing.get_context({method!r}).Process(target=EndingWithParent(time.sleep), args=(600,))
+process.start()
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_process_of_multiprocessing_ends_when_its_parent_is_killed(method):
+    parent = python(IN_MULTIPROCESSING.format(method=method))
+    child = int(parent.communicate(timeout=LIMIT_S)[0])
+    assert parent.returncode == -signal.SIGKILL
+    wait_until(lambda: has_ended(child), f"process {child} has ended")
+
+
+def exit_with(code):
+    raise SystemExit(code)
+
+
+def test_a_process_of_multiprocessing_ends_as_it_would_otherwise():
+    for method in ("spawn", "fork"):
+        process = multiprocessing.get_context(method).Process(target=EndingWithParent(exit_with), args=(3,))
+        process.start()
+        process.join(LIMIT_S)
+        assert process.exitcode == 3
+
+
+def test_a_folder_is_there_while_its_launcher_is(folder):
+    with launcher_folder() as ours:
+        assert os.environ[FOLDER_VARIABLE] == str(ours)
+        assert ours.parent == folder
+        assert not is_abandoned(ours)
+        with launcher_folder() as other:
+            assert other != ours
+            assert ours.is_dir()
+        assert not other.exists()
+        os.environ[FOLDER_VARIABLE] = str(ours)
+    assert list(folder.iterdir()) == []
+    assert FOLDER_VARIABLE not in os.environ
+
+
+def test_a_folder_of_a_launcher_that_was_killed_is_removed_by_the_next(folder):
+    program = (
+        "import os, signal; from megatron_epp.launch.scratch import *; context = launcher_folder(); made = context.__enter__();"
+        "(made / 'file').touch(); print(made, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    left = Path(python(program).communicate(timeout=LIMIT_S)[0].strip())
+    assert is_abandoned(left)
+    unlocked, foreign = folder / "epp-is-no-folder-of-ours", folder / "other"
+    for one in (unlocked, foreign):
+        one.mkdir()
+    (folder / f"{left.name}x").symlink_to(foreign)
+    with launcher_folder():
+        assert not left.exists()
+        assert unlocked.is_dir()
+        assert foreign.is_dir()
+
+
+def test_sockets_are_in_the_launchers_folder_where_their_paths_are_short_enough(folder):
+    program = (
+        "import os; from megatron_epp.launch.scratch import *; keep_sockets_in_folder();"
+        "from multiprocessing.connection import Listener; print(Listener(family='AF_UNIX').address);"
+        "print(os.environ.get('EPP_LAUNCHER_FOLDER'))"
+    )
+    usable, too_long, missing = folder / "usable", folder / ("long" * 20), folder / "missing"
+    usable.mkdir()
+    too_long.mkdir()
+    for given, used in ((usable, usable), (too_long, None), (missing, None)):
+        address, told = python(program, **{FOLDER_VARIABLE: str(given)}).communicate(timeout=LIMIT_S)[0].splitlines()
+        assert Path(address).parents[1] == (used or folder)
+        assert told == str(used)
+
+
+def test_without_a_launcher_nothing_is_made(folder):
+    keep_sockets_in_folder()
+    assert list(folder.iterdir()) == []
