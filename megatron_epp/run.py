@@ -1,6 +1,8 @@
-"""Run somebody's own Megatron script with this package in it, the script unchanged:
+"""Run a Megatron script with this package in it, the script unchanged:
 
 torchrun ... -m megatron_epp.run /path/to/Megatron-LM/pretrain_gpt.py <its flags> --epp
+
+With `--epp`, functions of the script that plans replace must be Megatron's own (`mcore.stock_functions`).
 """
 
 import runpy

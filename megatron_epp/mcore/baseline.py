@@ -16,6 +16,7 @@ from megatron_epp.mcore.args import token_multiple
 from megatron_epp.mcore.core_attention import ChunkParams
 from megatron_epp.mcore.loss import token_loss
 from megatron_epp.mcore.report import IterationReport, count_tokens
+from megatron_epp.mcore.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.planner.baselines.rows import pack_whole
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.relay import KVRelay
@@ -45,6 +46,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def forward_backward(**call: Any) -> Any:
+        require_stock({FORWARD_STEP: call["forward_step_func"]})
         session = sessions.current()
         args = session.args
         models = call["model"] if isinstance(call["model"], list) else [call["model"]]

@@ -26,11 +26,16 @@ from torch import Tensor
 
 from megatron_epp.cost.head import AUTO, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.mcore.linear import weight_gradient
+from megatron_epp.mcore.stock_functions import is_installed
 from megatron_epp.runtime.block_loss import Head, block_losses
 from megatron_epp.runtime.loss_kernels import Case, explain
 from megatron_epp.schedule import EppError
 
 logger = logging.getLogger(__name__)
+
+
+_OF_THE_LOSS = ("forward", "_postprocess", "compute_language_model_loss")
+"""Methods of Megatron's models that make the loss of the output layer's input."""
 
 
 class BlockLoss:
@@ -211,6 +216,9 @@ def _obstacle(model: Any) -> str:
         return "autocast chooses the type of the logits"
     if getattr(layer, "gtp_remat_size", 1) > 1:
         return "ranks share the output layer's weight and gather it"
+    own = [name for name in _OF_THE_LOSS if not is_installed(getattr(type(model), name, None))]
+    if own:
+        return f"{type(model).__name__} has its own {', '.join(own)}"
     return ""
 
 

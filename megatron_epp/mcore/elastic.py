@@ -13,6 +13,7 @@ from megatron_epp.mcore import session as sessions
 from megatron_epp.mcore.baseline import baseline_schedule
 from megatron_epp.mcore.documents import build_document_iterators
 from megatron_epp.mcore.schedule import forward_backward_elastic
+from megatron_epp.schedule.errors import EppError
 
 
 def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -33,5 +34,11 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
 
 
 def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The schedule function `--epp-schedule` names."""
+    """The schedule function `--epp-schedule` names.
+
+    Raises:
+        EppError: NVIDIA ModelOpt is on, whose losses no schedule of this package computes.
+    """
+    if getattr(args, "modelopt_enabled", False):  # by a flag of ModelOpt's, or by what is in the checkpoint
+        raise EppError("--epp does not train with NVIDIA ModelOpt, which brings losses of its own: start without --epp")
     return forward_backward_elastic if args.epp_schedule == "elastic" else baseline_schedule(stock)

@@ -62,3 +62,62 @@ SHOWN: dict[str, tuple[str, ...]] = {
     f"{_ESTIMATOR}:compute_activation_memory_without_sp": ("a1428184ecb4",),
 }
 """What Megatron says of memory, shown beside a plan's account: other code there gets a warning where it is shown."""
+
+SCRIPTS: dict[str, dict[str, str]] = {
+    "_build_cached_logits_loss_func": {
+        "c28a4f50f8c6": "pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main",
+    },
+    "BATCH_KEYS": {
+        "ef10269979f5": "pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main",
+    },
+    "core_gpt_dataset_config_from_args": {
+        "0fde5808798a": "pretrain_gpt 0.17",
+        "dd48d4de823b": "pretrain_mamba 0.17",
+        "529e7a1d910e": "pretrain_gpt 0.18",
+        "0fe8dd138d45": "pretrain_hybrid 0.18",
+        "1b2587e544f1": "pretrain_gpt 0.19, main",
+        "deea63f48447": "pretrain_hybrid 0.19, main",
+    },
+    "forward_step": {
+        "bd217cee544d": "pretrain_gpt 0.17",
+        "0ea58397a4dd": "pretrain_mamba 0.17",
+        "95e05c11c45d": "pretrain_gpt 0.18",
+        "ade95dc38644": "pretrain_hybrid 0.18",
+        "218c3d0fd672": "pretrain_gpt 0.19, main",
+        "7ba7c96178a8": "pretrain_hybrid 0.19, main",
+    },
+    "get_batch": {
+        "841c9101d9db": "pretrain_gpt 0.17",
+        "964cb4b8f9c0": "pretrain_mamba 0.17",
+        "e5851b096413": "pretrain_gpt 0.18",
+        "478108a61a9c": "pretrain_hybrid 0.18",
+        "5b1566dde385": "pretrain_gpt 0.19, main",
+        "764b680f2a52": "pretrain_hybrid 0.19, main",
+    },
+    "get_embedding_ranks": {
+        "e4c37ad63493": "pretrain_gpt 0.17, 0.18, 0.19, main",
+    },
+    "is_dataset_built_on_rank": {
+        "afe5101ffe3d": "pretrain_gpt 0.17",
+        "3ec7c9b23037": "pretrain_mamba 0.17",
+        "12fd84d1a9de": "pretrain_gpt 0.18, 0.19, main; pretrain_hybrid 0.18, 0.19, main",
+    },
+    "loss_func": {
+        "164ac332b1bc": "pretrain_gpt 0.17, 0.18",
+        "cd6ca111b89e": "pretrain_mamba 0.17",
+        "54cbc4c6c875": "pretrain_hybrid 0.18",
+        "ecd56124c25d": "pretrain_gpt 0.19, main",
+        "2b56be347b1c": "pretrain_hybrid 0.19, main",
+    },
+    "SPIKY_LOSS_FACTOR": {
+        "4a44dc153642": "pretrain_gpt 0.17, 0.18, 0.19, main; pretrain_mamba 0.17; pretrain_hybrid 0.18, 0.19, main",
+    },
+    "train_valid_test_datasets_provider": {
+        "76137f4a9b7d": "pretrain_gpt 0.17, 0.18, 0.19, main",
+        "398474cf0b9f": "pretrain_mamba 0.17; pretrain_hybrid 0.18, 0.19, main",
+    },
+}
+"""What `--epp` replaces in Megatron's training scripts, by name: `source.fingerprint` of a function or digest of a constant,
+and the scripts and releases that have it. 0.17 is 0.17.0 and 0.17.1, 0.18 is 0.18.0 and 0.18.2, 0.19 is 0.19.0 and the end of
+its branch, main is of August 2026. `scripts/fingerprint_script.py` prints those of another release.
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -34,11 +35,13 @@ def _read_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_epp.mcore import script_call
     from megatron_epp.mcore.args import prepare_epp_args
 
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **named: Any) -> Any:
         prepare_epp_args(args)
+        script_call.check(args)
         return original(args, *rest, **named)
 
     return validate_args
@@ -94,7 +97,9 @@ def _train_on_documents(original: Callable[..., Any]) -> Callable[..., Any]:
         if not getattr(get_args(), "epp", False):  # without it not even the imports may matter
             return original(provider, *rest, **named)
         from megatron_epp.mcore.elastic import provide_documents
+        from megatron_epp.mcore.stock_functions import PROVIDER, require_stock
 
+        require_stock({PROVIDER: provider})
         chunk = getattr(provider, "keywords", {}).get("vp_stage")  # Megatron asks once for each of a rank's model chunks
         ours = functools.partial(provide_documents, vp_stage=chunk)
         ours.is_distributed = True  # type: ignore[attr-defined]  # every rank reads lengths, so every rank builds them
@@ -122,14 +127,22 @@ def _warm_up_on_a_chunk(original: Callable[..., None]) -> Callable[..., None]:
     return set_jit_fusion_options
 
 
-def _end_session(original: Callable[..., Any]) -> Callable[..., Any]:
+def _pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_epp.mcore import script_call
+
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def pretrain(*rest: Any, **named: Any) -> Any:
-        try:
-            return original(*rest, **named)
-        finally:
-            if sessions := sys.modules.get("megatron_epp.mcore.session"):
-                sessions.end()
+        call = signature.bind(*rest, **named)
+        with script_call.checked(dict(call.arguments)):
+            if (chosen := call.arguments.get("get_embedding_ranks")) is not None:
+                call.arguments["get_embedding_ranks"] = _embedding_ranks(chosen)
+            try:
+                return original(*call.args, **call.kwargs)
+            finally:
+                if sessions := sys.modules.get("megatron_epp.mcore.session"):
+                    sessions.end()
 
     return pretrain
 
@@ -191,7 +204,12 @@ PATCHES = (
         "with --epp, warms compiled functions up on a chunk, not on --seq-length tokens",
         wraps=True,
     ),
-    Patch("megatron.training.training:pretrain", _end_session, "ends planning when training ends", wraps=True),
+    Patch(
+        "megatron.training.training:pretrain",
+        _pretrain,
+        "with --epp, refuses functions of the script that it would not use, and ends planning when training ends",
+        wraps=True,
+    ),
     Patch(
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         _choose_schedule,

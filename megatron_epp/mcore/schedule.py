@@ -21,6 +21,7 @@ from megatron_epp.mcore.reduction import Reduction
 from megatron_epp.mcore.report import IterationReport, count_tokens
 from megatron_epp.mcore.second_try import run_twice_if_short
 from megatron_epp.mcore.session import Session
+from megatron_epp.mcore.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.shortage import Shortage, ShortagePolicy
 from megatron_epp.schedule import EppError
@@ -54,13 +55,15 @@ def forward_backward_elastic(
             cut and packed the plan's.
         forward_only: an evaluation step.
 
-    The others are taken as Megatron passes them; `forward_step_func` is not called, since a chunk is not a batch it knows.
+    The others are taken as Megatron passes them; `forward_step_func` is not called, since a chunk is not a batch it knows, and
+    refused unless it is Megatron's own.
 
     Returns:
         on the last rank one report, ``{"lm loss": [sum, tokens]}``; elsewhere an empty list.
     """
     if collect_non_loss_data:
         raise EppError("--epp does not collect non-loss data: leave out process_non_loss_data_func")
+    require_stock({FORWARD_STEP: forward_step_func})
     models = model if isinstance(model, list) else [model]
     batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
     config = get_model_config(models[0])

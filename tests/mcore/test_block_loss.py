@@ -108,6 +108,18 @@ def test_where_it_is_not_possible_it_is_refused_or_left_to_megatron_with_the_rea
     assert reason in caplog.text
 
 
+class OwnLoss(Model):
+    def compute_language_model_loss(self, labels, logits):
+        return -7 * logits
+
+
+def test_a_loss_of_a_models_own_is_not_left_out():
+    reason = "OwnLoss has its own compute_language_model_loss"
+    with pytest.raises(EppError, match=f"--epp-loss-block-tokens 100 is not possible: {reason}"):
+        block_loss(arguments(100), OwnLoss())
+    assert block_loss(arguments(seq_length=2**22), OwnLoss()) is None
+
+
 @pytest.fixture
 def fused_kernel(monkeypatch):
     """A Megatron as its development branch is, where an output layer can be fused with the loss; on a GPU that can or not."""

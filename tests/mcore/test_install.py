@@ -1,6 +1,7 @@
 """What `--epp` puts into Megatron: a few flags, a schedule of the same signature, and our attention in any layer spec."""
 
 import argparse
+import functools
 import inspect
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import global_vars
 
 from megatron_epp.mcore import install
@@ -18,6 +20,7 @@ from megatron_epp.mcore.core_attention import RelayAttention
 from megatron_epp.mcore.layer_spec import relayed
 from megatron_epp.mcore.parser import add_epp_args
 from megatron_epp.mcore.schedule import forward_backward_elastic
+from megatron_epp.schedule import EppError
 
 
 def core_attention(spec):
@@ -64,6 +67,21 @@ def test_a_transformer_engine_layer_spec_gets_our_attention():
 def test_a_list_of_layer_specs_gets_our_attention_in_every_layer():
     specs = relayed([get_gpt_layer_local_spec(), get_gpt_layer_local_spec(qk_layernorm=True)])
     assert [core_attention(spec) for spec in specs] == [RelayAttention, RelayAttention]
+
+
+class OwnAttention(DotProductAttention):
+    """Somebody's own."""
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [OwnAttention, ModuleSpec(OwnAttention), functools.partial(OwnAttention), ModuleSpec((__name__, "OwnAttention"))],
+)
+def test_a_core_attention_that_is_not_megatrons_is_refused_by_name(attention):
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = attention
+    with pytest.raises(EppError, match="in the place of OwnAttention, which is not Megatron's"):
+        relayed(spec)
 
 
 def test_a_hybrid_stack_gets_our_attention_in_its_attention_layers():
