@@ -122,6 +122,12 @@ def _warm_up_on_a_chunk(original: Callable[..., None]) -> Callable[..., None]:
     return set_jit_fusion_options
 
 
+def _compare_order(original: Callable[..., None]) -> Callable[..., None]:
+    from megatron_epp.mcore.resumed import checking_order
+
+    return functools.wraps(original)(checking_order(original))
+
+
 def _end_session(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def pretrain(*rest: Any, **named: Any) -> Any:
@@ -189,6 +195,12 @@ PATCHES = (
         "megatron.training.initialize:set_jit_fusion_options",
         _warm_up_on_a_chunk,
         "with --epp, warms compiled functions up on a chunk, not on --seq-length tokens",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.training.checkpointing:check_checkpoint_args",
+        _compare_order,
+        "with --epp, compares the order of sequences with that of the run that saved a checkpoint",
         wraps=True,
     ),
     Patch("megatron.training.training:pretrain", _end_session, "ends planning when training ends", wraps=True),

@@ -15,6 +15,7 @@ from megatron_epp.mcore.encoders import Encoder, megatron_encoder
 from megatron_epp.mcore.prepare import add_arguments, histogram, prepare, run
 from megatron_epp.schedule.errors import EppError
 
+PAIR = ["corpus.bin", "corpus.idx", "corpus.tokenizer.json"]
 # In sorted order of path: with what must not matter (hidden, nested, spaces) and what must survive (any byte, CRLF, no newline)
 FILES = {
     ".hidden.txt": b"dot",
@@ -62,7 +63,7 @@ def test_a_folder_becomes_one_document_per_file_in_sorted_order_byte_for_byte(fo
     summary = prepare([folder], tmp_path / "out" / "corpus")
     assert documents(tmp_path / "out" / "corpus") == [[*content, 256] for content in FILES.values()]
     assert summary.lengths.tolist() == [len(content) + 1 for content in FILES.values()]
-    assert names(tmp_path / "out") == ["corpus.bin", "corpus.idx"]
+    assert names(tmp_path / "out") == PAIR
 
 
 def test_jsonl_becomes_one_document_per_line_byte_for_byte(tmp_path):
@@ -101,7 +102,7 @@ def test_preparing_again_replaces_the_pair(folder, tmp_path):
     prepare([folder], tmp_path / "corpus")
     prepare([folder / "a.txt"], tmp_path / "corpus")
     assert len(documents(tmp_path / "corpus")) == 1
-    assert names(tmp_path) == ["corpus.bin", "corpus.idx", "input"]
+    assert names(tmp_path) == [*PAIR, "input"]
 
 
 # Tokenizers
@@ -110,7 +111,7 @@ def test_preparing_again_replaces_the_pair(folder, tmp_path):
 def test_megatron_trains_on_bytes_with_the_flags_that_are_printed(folder, tmp_path, capsys):
     assert command("--input", folder, "--output-prefix", tmp_path / "corpus") == 0
     printed = capsys.readouterr().out
-    assert "5 documents, 70,283 tokens (left out: 0 empty, 0 not UTF-8)" in printed
+    assert "5 documents, 70,283 tokens of NullTokenizer bytes (vocabulary of 257) (left out: 0 empty, 0 not UTF-8)" in printed
     assert f"--data-path {tmp_path / 'corpus'} --tokenizer-type NullTokenizer --vocab-size 257" in printed
     tokenizer = build_tokenizer(argparse.Namespace(tokenizer_type="NullTokenizer", vocab_size=257, pad_vocab_size=False))
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
