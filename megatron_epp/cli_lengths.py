@@ -37,7 +37,9 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
         metavar="FILE|N,N,...",
         help=f"{SOURCES} ({_DRAWN} without --batch-size){repeat}",
     )
-    batch.add_argument("--context", type=count, metavar="N", help="the most tokens of a sequence (default: the longest length)")
+    batch.add_argument(
+        "--context", "--seq-length", type=count, metavar="N", help="the most tokens of a sequence (default: the longest length)"
+    )
     add_documents(batch)
     batch.add_argument(
         "--batch-size",
