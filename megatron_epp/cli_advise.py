@@ -19,7 +19,7 @@ from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settin
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
 from megatron_epp.cli_inputs import add_offload, add_split_weight, cap_of
-from megatron_epp.cli_lengths import SOURCES, read_lengths
+from megatron_epp.cli_lengths import SOURCES, add_documents, limited, read_lengths
 from megatron_epp.cli_model import add_shape, flags_of
 from megatron_epp.cli_progress import progress
 from megatron_epp.cli_types import count, output, positive_number
@@ -67,8 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seq-length",
         type=count,
         metavar="N",
-        help="longer sequences are cut to this many tokens, and one as long must fit (default: the longest length)",
+        help="the most tokens of a sequence, and one as long must fit (default: the longest length)",
     )
+    add_documents(batch)
     batch.add_argument(
         "--global-batch-size", type=count, default=_BATCH, metavar="N", help="sequences of a batch (default: %(default)s)"
     )
@@ -156,9 +157,10 @@ def _question(args: argparse.Namespace) -> Question:
         cluster=cluster,
         devices=args.devices,
         cap_bytes=cap_of(args.memory_cap_gb, cluster),
-        lengths=_drawn(lengths, args.global_batch_size, context, args.seed),
+        lengths=_drawn(limited(lengths, args), args.global_batch_size, args.seed),
         context=context,
         fixed={name: value for name, dest in names.items() if (value := getattr(args, dest)) is not None},
+        documents=args.documents,
         options=Options(context=context, offload=args.offload == "on", split_weight=args.split_weight),
     )
     measured, files = {}, {}
@@ -185,7 +187,7 @@ def _measured(name: str, question: Question) -> tuple[tuple[int, int, int], Prof
     return (tensor, context, expert), profile
 
 
-def _drawn(lengths: tuple[int, ...], size: int, context: int, seed: int) -> tuple[int, ...]:
+def _drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
     """A batch, each length as often as any other before one is drawn again."""
     order = np.random.RandomState(seed).permutation(len(lengths)).tolist()
-    return tuple(min(lengths[order[at % len(order)]], context) for at in range(size))
+    return tuple(lengths[order[at % len(order)]] for at in range(size))

@@ -7,16 +7,19 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from megatron_epp import sequence_lengths
 from megatron_epp.cli_types import count
 from megatron_epp.data.document_index import document_tokens
+from megatron_epp.data.sequences import LONG_DOCUMENTS, sequences_of
 from megatron_epp.schedule.errors import EppError
 
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
 """Lengths to draw where there is no file."""
 _DRAWN = 512
 SOURCES = (
-    "tokens of every sequence: a file with one number per line (commas and spaces will do), a Megatron .idx file, - for "
+    "tokens of every document: a file with one number per line (commas and spaces will do), a Megatron .idx file, - for "
     f"stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those"
 )
 """What `read_lengths` takes, as help says it."""
@@ -35,8 +38,9 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
         help=f"{SOURCES} ({_DRAWN} without --batch-size){repeat}",
     )
     batch.add_argument(
-        "--context", type=count, metavar="N", help="longer sequences are cut to this many tokens (default: none)"
+        "--context", "--seq-length", type=count, metavar="N", help="the most tokens of a sequence (default: the longest length)"
     )
+    add_documents(batch)
     batch.add_argument(
         "--batch-size",
         type=count,
@@ -52,9 +56,20 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
     batch.add_argument("--forward-only", action="store_true", help="plan an evaluation, without backward")
 
 
+def add_documents(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that says what becomes of lengths beyond ``--context``."""
+    group.add_argument(
+        "--documents",
+        "--epp-documents",
+        choices=list(LONG_DOCUMENTS),
+        default="split",
+        help="what becomes of longer ones, as in training: several sequences, or one that is cut off (default: split)",
+    )
+
+
 def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
     """The one batch. Raises `EppError`."""
-    return _cut(read_lengths(args.lengths, args.batch_size), args.context)[: args.batch_size]
+    return limited(read_lengths(args.lengths, args.batch_size), args)[: args.batch_size]
 
 
 def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
@@ -62,7 +77,7 @@ def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
     batches = []
     for source in args.lengths:
         size = args.batch_size
-        lengths = _cut(read_lengths(source, size and size * args.batches), args.context)
+        lengths = limited(read_lengths(source, size and size * args.batches), args)
         if size is None:
             batches.append((source, lengths))
             continue
@@ -125,8 +140,12 @@ def _index(path: Path) -> tuple[int, ...]:
     return lengths
 
 
-def _cut(lengths: tuple[int, ...], context: int | None) -> tuple[int, ...]:
-    return lengths if context is None else tuple(min(length, context) for length in lengths)
+def limited(lengths: tuple[int, ...], args: argparse.Namespace) -> tuple[int, ...]:
+    """Lengths of the sequences that training makes of documents so long, by ``--context`` and ``--documents``."""
+    if args.context is None:
+        return lengths
+    found = sequences_of(np.asarray(lengths, dtype=np.int64) + 1, args.context, args.documents)
+    return tuple(found.lengths.tolist())
 
 
 def _is_count(text: str) -> bool:

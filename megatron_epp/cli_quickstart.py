@@ -44,7 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--iterations", type=count, default=20, metavar="N", help="training iterations of each of the three runs (%(default)s)")
     add("--pipeline", type=count, default=2, metavar="N", help="pipeline stages, at most the number of GPUs (%(default)s)")
-    add("--context", type=count, default=4096, metavar="N", help="longer documents are cut to this many tokens (%(default)s)")
+    add(
+        "--context",
+        type=count,
+        default=4096,
+        metavar="N",
+        help="longer documents are split into sequences of so many tokens (%(default)s)",
+    )
     add("-o", "--output", default=_FOLDER, metavar="FOLDER", help="where logs, figures and pictures go (%(default)s)")
 
 

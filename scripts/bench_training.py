@@ -79,6 +79,7 @@ def bench_skewed(ranks: int, seq_length: int, batch: int, iterations: int, round
         data_path=write_corpus("skewed", wikipedia(4096, seed=1)),
         seq_length=seq_length,
         max_position_embeddings=seq_length,
+        epp_documents="truncate",
         global_batch_size=batch,
         train_iters=iterations,
         pipeline_model_parallel_size=ranks,

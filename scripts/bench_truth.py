@@ -164,7 +164,7 @@ def bench(folder: Path, ranks: int, iterations: int, cap_share: float, data_path
         context: longer documents are cut to this many tokens.
     """
     iterations += WARM_UP
-    lengths = {"seq_length": context, "max_position_embeddings": context}
+    lengths = {"seq_length": context, "max_position_embeddings": context, "epp_documents": "truncate"}
     settings = tiny_gpt(data_path=data_path, train_iters=iterations, pipeline_model_parallel_size=ranks, **lengths)
     load_before = os.getloadavg()[0]
     say(f"training {iterations} iterations on {ranks} ranks, and again for their memory")

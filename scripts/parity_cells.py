@@ -133,7 +133,7 @@ class Case:
 
 
 def common_flags(iterations: int, context: int, batch: int, validates: bool) -> list[str]:
-    """What all runs of a comparison share.
+    """What all runs of a comparison share. A document is one sequence, so that a batch of as many is all of them.
 
     Adam divides a gradient by its own size, so where a gradient happens to be next to nothing, rounding decides the step. With
     the default epsilon of 1e-8, one weight of 4096, its first gradient 8e-9 (the median is 2e-3), carried 99 % of its tensor's
@@ -145,7 +145,7 @@ def common_flags(iterations: int, context: int, batch: int, validates: bool) -> 
         f"--adam-eps 1e-3 --lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} "
         "--make-vocab-size-divisible-by 32 --eval-interval 1000 --log-interval 1000 --attention-dropout 0 --hidden-dropout 0 "
         f"--calculate-per-token-loss --epp --train-iters {iterations} --global-batch-size {batch} --seq-length {context} "
-        f"--max-position-embeddings {context} "
+        f"--max-position-embeddings {context} --epp-documents truncate "
         + ("--split 80,20,0 --eval-iters 1" if validates else "--split 100,0,0 --eval-iters 0")
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_epp import cli
 from megatron_epp.mcore.args import _CONFLICTS
+from megatron_epp.mcore.data_flags import _IDLE, _IMPLIED, _Flag
 from megatron_epp.mcore.parser import add_epp_args
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
@@ -24,6 +25,11 @@ REFUSED = """\
 
 All that are given are named at once, with the advice. More depends on several flags together: see [supported.md](supported.md).
 """
+IDLE = """\
+## Megatron's data flags that change nothing with --epp
+
+A line at start-up names those that are given. It is always so: {implied}. There is nothing for them to do: {idle}.
+"""
 Row = tuple[str, str, str]
 TITLES = "flag", "default", "what it does"
 
@@ -33,6 +39,7 @@ def document() -> str:
     training = add_epp_args(argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False))
     refused = [(code(one.flag), allowed(one.allowed), one.advice) for one in _CONFLICTS]
     parts = [HEAD, "## Training\n", table(rows_of(training)), REFUSED, table(refused, ("flag", "but for", "advice"))]
+    parts.append(IDLE.format(implied=flags_in(_IMPLIED), idle=flags_in(_IDLE)))
     above: dict[Row, str] = {}
     for name, parser in commands().items():
         rows = rows_of(parser)
@@ -42,6 +49,10 @@ def document() -> str:
             parts.append(f"And, as `megatron-epp {before}` does: {'; '.join(again)}.\n")
         above |= {row: name for row in rows if row not in above}
     return "\n".join(parts)
+
+
+def flags_in(flags: Iterable[_Flag]) -> str:
+    return ", ".join(code(one.flag) for one in flags)
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:

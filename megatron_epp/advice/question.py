@@ -33,6 +33,7 @@ class Question:
         measured: profiles that take the place of formulas, by which ranks share a layer; where there are any, nothing else is
             searched.
         costs_files: where each of them is.
+        documents: what becomes of documents longer than the context (`LONG_DOCUMENTS`); `lengths` are of what they have become.
     """
 
     flags: dict[str, Any]
@@ -45,6 +46,7 @@ class Question:
     options: Options = field(default_factory=Options)
     measured: dict[Sharing, Profile] = field(default_factory=dict)
     costs_files: dict[Sharing, str] = field(default_factory=dict)
+    documents: str = "split"
 
     @property
     def tokens(self) -> int:

@@ -51,6 +51,8 @@ def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
         ours["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
     if layout.virtual > 1 and layout.placement == "v":
         ours["placement"] = "v"
+    if question.documents != "split":
+        ours["documents"] = question.documents
     if question.options.offload:
         ours["offload"] = "on"
     if question.options.split_weight:

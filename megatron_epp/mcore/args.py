@@ -6,6 +6,7 @@ import argparse
 import logging
 from typing import Any, NamedTuple
 
+from megatron_epp.mcore.data_flags import tell_data_flags
 from megatron_epp.mcore.errors import ArgumentError
 from megatron_epp.mcore.expert_flags import check_experts
 from megatron_epp.mcore.layout import check_layout, check_pattern
@@ -63,6 +64,7 @@ _CONFLICTS = (
             "--fim-data",
             "--use-varlen-dataset",
             "--use-legacy-models",
+            "--sequence-packing-scheduler",
             "--use-megatron-fsdp",
             "--use-torch-fsdp2",
             "--hybrid-context-parallel",
@@ -103,6 +105,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
             problems.append(str(error))
     if problems:
         raise ArgumentError("\n".join(problems))
+    tell_data_flags(args)
     args.delay_wgrad_compute = _splits(args) and args.transformer_impl == "transformer_engine"
     args.micro_batch_size = 1
     args.dataloader_type = "external"

@@ -1,4 +1,4 @@
-"""Datasets in which one document is one sequence, over Megatron's ``.bin``/``.idx`` files."""
+"""Datasets in which a document is one sequence, or several, over Megatron's ``.bin``/``.idx`` files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.sampler import epoch_order
+from megatron_epp.data.sequences import sequences_of
+from megatron_epp.data.token_record import check_ids
 from megatron_epp.mcore.indexed_file import open_documents
 from megatron_epp.schedule.errors import EppError
 
@@ -37,60 +39,92 @@ class DocumentFile:
 
 
 class DocumentDataset:
-    """The documents ``[first, last)`` of one file, in file order. Implements `SequenceDataset`.
+    """The documents ``[first, last)`` of one file, in file order, as sequences (`Sequences`). Implements `SequenceDataset`.
 
-    A document of n tokens trains n - 1 positions (inputs ``[:-1]``, labels ``[1:]``), at most `context_limit` of them: longer
-    documents are cut there. Documents of fewer than 2 tokens train nothing; they are skipped, counted and logged.
+    Documents of fewer than 2 tokens train nothing; they are skipped, counted and logged.
 
     Args:
         file: the opened pair, or its prefix.
         context_limit: the most positions of a sequence (``--seq-length``).
         first, last: document range; all by default.
         name: of the split, for the log.
+        long_documents: what becomes of longer ones (``--epp-documents``): ``split`` or ``truncate``.
+        vocab_size: of the run's tokenizer; tokens read must be below it. None checks nothing.
 
     Attributes:
-        lengths: int32, positions of each kept document.
-        num_skipped, num_truncated: documents.
+        lengths: int32, positions of each sequence.
+        num_skipped: documents.
+        num_long: documents of more than `context_limit` positions.
+        num_left_out: tokens that truncating leaves out.
 
     Raises:
         EppError: see `open_documents`; or no document has 2 tokens.
     """
 
     def __init__(
-        self, file: DocumentFile | str, context_limit: int, first: int = 0, last: int | None = None, name: str = "train"
+        self,
+        file: DocumentFile | str,
+        context_limit: int,
+        first: int = 0,
+        last: int | None = None,
+        name: str = "train",
+        *,
+        long_documents: str = "split",
+        vocab_size: int | None = None,
     ) -> None:
         self.file = DocumentFile(file) if isinstance(file, str) else file
+        self._first, self._vocab_size = first, vocab_size
         num_tokens = self.file.num_tokens[first:last]
-        kept = num_tokens >= 2
-        self._documents = first + np.flatnonzero(kept)
-        self.lengths = np.minimum(num_tokens[kept] - 1, context_limit).astype(np.int32)
-        self.num_skipped = len(num_tokens) - len(self.lengths)
-        self.num_truncated = int(np.count_nonzero(num_tokens > context_limit + 1))
+        self._sequences = sequences_of(num_tokens, context_limit, long_documents)
+        self.lengths = self._sequences.lengths
+        self.num_skipped = len(num_tokens) - len(self._sequences.documents)
+        self.num_long, self.num_left_out = self._sequences.num_long, self._sequences.num_left_out
         if not len(self.lengths):
             raise EppError(
                 f"all {len(num_tokens)} {name} documents of {self.file.prefix} have fewer than 2 tokens, so there is nothing to"
                 " predict; check how the file was made, or the --split"
             )
-        log_single_rank(
-            logger,
-            logging.INFO,
-            f"{name} {self.file.prefix}: {len(self)} documents, {self.num_skipped} skipped (fewer than 2 tokens),"
-            f" {self.num_truncated} truncated to --seq-length {context_limit}; positions min {self.lengths.min()},"
-            f" median {int(np.median(self.lengths))}, max {self.lengths.max()}, sum {self.lengths.sum(dtype=np.int64)}",
-        )
+        self._tell(name, long_documents, int(num_tokens.sum(dtype=np.int64)))
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Tokens ``[start, end)`` of the ``lengths[index] + 1`` that a document keeps, in the file's integer type.
+        """Tokens ``[start, end)`` of the ``lengths[index] + 1`` of a sequence, in the file's integer type.
 
-        With a mapped file this is a view: nothing is read before it is used.
+        With a mapped file this is a view: nothing is read before it is used, or compared with the vocabulary's size.
+
+        Raises:
+            EppError: a token is not in the vocabulary.
         """
         end = int(self.lengths[index]) + 1 if end is None else end
+        document, before = self._sequences.place(index)
         # A document's sentences lie one after the other in the file, so reading on past the first one is a read of them all.
-        sentence = int(self.file.data.document_indices[self._documents[index]])
-        return self.file.data.get(sentence, offset=start, length=end - start)
+        sentence = int(self.file.data.document_indices[self._first + document])
+        found: np.ndarray = self.file.data.get(sentence, offset=before + start, length=end - start)
+        if self._vocab_size is not None:
+            check_ids(self.file.prefix, found, self._vocab_size)
+        return found
+
+    def _tell(self, name: str, long_documents: str, num_tokens: int) -> None:
+        """Log what the documents have become, and with a warning what is left out of them."""
+        limit, become = self._sequences.limit, "split" if long_documents == "split" else "truncated"
+        log_single_rank(
+            logger,
+            logging.INFO,
+            f"{name} {self.file.prefix}: {len(self._sequences.documents)} documents are {len(self)} sequences,"
+            f" {self.num_skipped} skipped (fewer than 2 tokens), {self.num_long} longer than --seq-length {limit} {become};"
+            f" positions min {self.lengths.min()}, median {int(np.median(self.lengths))}, max {self.lengths.max()},"
+            f" sum {self.lengths.sum(dtype=np.int64)}",
+        )
+        if self.num_left_out:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f"{name} {self.file.prefix}: --epp-documents truncate leaves out {self.num_left_out:,} of {num_tokens:,} tokens"
+                f" ({self.num_left_out / num_tokens:.1%}), what {self.num_long:,} documents have beyond --seq-length {limit:,};"
+                " --epp-documents split trains on all",
+            )
 
 
 class DocumentBlend:
@@ -132,7 +166,7 @@ def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_s
 
     Args:
         sources: the datasets.
-        weights: of documents, not of tokens, as Megatron's are of samples; need not sum to 1.
+        weights: of sequences, not of tokens, as Megatron's are of samples; need not sum to 1.
         num_samples: draws.
         seed: of the shuffles.
     """

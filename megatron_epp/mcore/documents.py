@@ -5,6 +5,7 @@ Made for ``--dataloader-type external``, with which Megatron hands the provider'
 
 from __future__ import annotations
 
+import functools
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -19,8 +20,11 @@ from megatron.core.utils import log_single_rank
 from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
 from megatron_epp.mcore.document_dataset import DocumentBlend, DocumentDataset, DocumentFile, concatenate, weighted
+from megatron_epp.mcore.encoders import identity_of_run
 from megatron_epp.mcore.indexed_file import check_pair
+from megatron_epp.mcore.token_check import check_tokens
 from megatron_epp.schedule.errors import EppError
 
 __all__ = ["DocumentBlend", "DocumentDataset", "DocumentFile", "build_document_iterators", "build_splits"]
@@ -46,9 +50,10 @@ def build_document_iterators(
     Every rank of the job builds the same ones; tokens are read only by ranks that ask a batch for its chunks.
 
     Args:
-        args: Megatron's parsed arguments. Read are the data paths and ``--split``, ``--seq-length``, ``--seed``, the batch
-            sizes, ``--eval-iters``, ``--skip-train``, ``--eod-mask-loss``, ``--no-mmap-bin-files``, ``--epp-lookahead``, and
-            the consumed samples, from which training and validation go on exactly.
+        args: Megatron's parsed arguments. Read are the data paths and ``--split``, ``--seq-length``, ``--epp-documents``,
+            ``--seed``, the batch sizes, ``--eval-iters``, ``--skip-train``, the tokenizer's flags, ``--eod-mask-loss``,
+            ``--no-mmap-bin-files``, ``--epp-lookahead``, and the consumed samples, from which training and validation go on
+            exactly.
         train_plans, eval_plans: how this rank comes by plans for its replica's part of a batch; None for no plans.
         num_samples: sequences that train, validation and test will draw, as Megatron gives them to its dataset providers.
 
@@ -56,11 +61,13 @@ def build_document_iterators(
         Train, validation and test iterator; None for a split that is not wanted, and for a test split without documents.
 
     Raises:
-        EppError: unusable flags or files, or no documents for training or for a wanted validation.
+        EppError: unusable flags or files, tokens of another tokenizer than the run's, or no documents for training or for a
+            wanted validation.
     """
-    splits = build_splits(args, num_samples)
+    tokenizer = identity_of_run(args)
+    splits = build_splits(args, num_samples, tokenizer)
     consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
-    eod = _end_of_document(args) if args.eod_mask_loss else None
+    eod = _masked_end(tokenizer) if args.eod_mask_loss else None
     iterators = []
     for number, split in enumerate(splits):
         if split is None:
@@ -80,16 +87,17 @@ def build_document_iterators(
     return tuple(iterators)
 
 
-def build_splits(args: Namespace, num_samples: Sequence[int]) -> list[Shuffled | None]:
-    """The train, validation and test datasets, each with whether it is to be shuffled every epoch. Arguments as above."""
+def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer) -> list[Shuffled | None]:
+    """The train, validation and test datasets, each with whether it is to be shuffled every epoch.
+
+    Args:
+        args, num_samples: as above.
+        tokenizer: the run's, of which the tokens of all files must be.
+    """
     blend, blend_per_split = _blends(args)
+    if blend_per_split is not None and args.split is not None:
+        log_single_rank(logger, logging.WARNING, f"--split {args.split} changes nothing: every split has data paths of its own")
     files: dict[str, DocumentFile] = {}
-
-    def file_of(prefix: str) -> DocumentFile:
-        if prefix not in files:
-            files[prefix] = DocumentFile(prefix, args.mmap_bin_files)
-        return files[prefix]
-
     shares = [(0.0, 1.0)] * 3 if blend is None else _split_shares(args.split)
     wanted = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
     splits: list[Shuffled | None] = []
@@ -97,7 +105,8 @@ def build_splits(args: Namespace, num_samples: Sequence[int]) -> list[Shuffled |
         its_blend = blend if blend_per_split is None else blend_per_split[number]
         split = None
         if wanted[number] and its_blend is not None and shares[number] is not None:
-            split = _build_split(name, its_blend, shares[number], file_of, num_samples[number], args)
+            open_part = functools.partial(_open_part, args, tokenizer, files, name, shares[number])
+            split = _build_split(its_blend, open_part, num_samples[number], args.seed)
         if split is None and wanted[number] and name != "test":
             remedy = f"give it a share in --split {args.split}" if blend else f"pass --{name}-data-path"
             remedy += ", or pass --eval-iters 0" if name == "valid" else ""
@@ -107,39 +116,58 @@ def build_splits(args: Namespace, num_samples: Sequence[int]) -> list[Shuffled |
 
 
 def check_files_of(args: Namespace) -> None:
-    """Raise `EppError` where a data path leads to no files. None is read."""
+    """Raise `EppError` where a data path leads to no files, or to tokens of another kind of tokenizer. No token is read."""
     blend, blend_per_split = _blends(args)
     for one in (blend, *(blend_per_split or ())):
         for prefix in one[0] if one else ():
             check_pair(prefix)
+            record = load_record(prefix)
+            if record is not None and args.tokenizer_type is not None:
+                check_kind(prefix, record, args.tokenizer_type, args.tokenizer_model)
+
+
+def _open_part(
+    args: Namespace,
+    tokenizer: Tokenizer,
+    files: dict[str, DocumentFile],
+    name: str,
+    share: tuple[float, float],
+    prefix: str,
+) -> DocumentDataset | None:
+    """A split's share of one file; None where it has no documents. Files are opened and checked once, and kept in `files`."""
+    if prefix not in files:
+        files[prefix] = DocumentFile(prefix, args.mmap_bin_files)
+        check_tokens(files[prefix], tokenizer, masks_eod=args.eod_mask_loss)
+    file = files[prefix]
+    # Rounded as Megatron rounds, so that splits join up without gap or overlap.
+    first, last = (round(edge * len(file)) for edge in share)
+    if first == last:
+        log_single_rank(logger, logging.WARNING, f"{name} {prefix}: --split {args.split} gives it no documents")
+        return None
+    return DocumentDataset(
+        file,
+        args.seq_length,
+        first,
+        last,
+        name,
+        long_documents=args.epp_documents,
+        vocab_size=tokenizer.vocab_size,
+    )
 
 
 def _build_split(
-    name: str,
-    blend: Blend,
-    share: tuple[float, float],
-    file_of: Callable[[str], DocumentFile],
-    num_samples: int,
-    args: Namespace,
+    blend: Blend, open_part: Callable[[str], DocumentDataset | None], num_samples: int, seed: int
 ) -> Shuffled | None:
     prefixes, weights = blend
-    sources, its_weights = [], []
-    for prefix, weight in zip(prefixes, weights or [1.0] * len(prefixes), strict=True):
-        file = file_of(prefix)
-        # Rounded as Megatron rounds, so that splits join up without gap or overlap.
-        first, last = (round(edge * len(file)) for edge in share)
-        if first == last:
-            log_single_rank(logger, logging.WARNING, f"{name} {prefix}: --split {args.split} gives it no documents")
-            continue
-        sources.append(DocumentDataset(file, args.seq_length, first, last, name))
-        its_weights.append(weight)
+    parts = [(open_part(prefix), weight) for prefix, weight in zip(prefixes, weights or [1.0] * len(prefixes), strict=True)]
+    sources = [source for source, _ in parts if source is not None]
     if not sources:
         return None
     if len(sources) == 1:
         return sources[0], True
     if weights is None:
         return concatenate(sources), True
-    return weighted(sources, its_weights, num_samples, args.seed), False
+    return weighted(sources, [weight for source, weight in parts if source is not None], num_samples, seed), False
 
 
 def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
@@ -176,7 +204,8 @@ def _split_shares(split: str | None) -> list[tuple[float, float] | None]:
     return convert_split_vector_to_split_matrix(vector)
 
 
-def _end_of_document(args: Namespace) -> int:
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-
-    return build_tokenizer(args).eod
+def _masked_end(tokenizer: Tokenizer) -> int:
+    """The token after which ``--eod-mask-loss`` takes no loss."""
+    if tokenizer.eod is None:
+        raise EppError(f"--eod-mask-loss: this run's tokenizer ({tokenizer}) has no end-of-document token; leave it out")
+    return tokenizer.eod

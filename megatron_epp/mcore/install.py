@@ -127,6 +127,12 @@ def _warm_up_on_a_chunk(original: Callable[..., None]) -> Callable[..., None]:
     return set_jit_fusion_options
 
 
+def _compare_order(original: Callable[..., None]) -> Callable[..., None]:
+    from megatron_epp.mcore.resumed import checking_order
+
+    return functools.wraps(original)(checking_order(original))
+
+
 def _pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
     from megatron_epp.mcore import script_call
 
@@ -208,6 +214,11 @@ PATCHES = (
         "megatron.training.training:pretrain",
         _pretrain,
         "with --epp, refuses functions of the script that it would not use, and ends planning when training ends",
+        wraps=True,
+    ),
+        "megatron.training.checkpointing:check_checkpoint_args",
+        _compare_order,
+        "with --epp, compares the order of sequences with that of the run that saved a checkpoint",
         wraps=True,
     ),
     Patch(

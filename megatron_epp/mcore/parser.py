@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.data.sequences import LONG_DOCUMENTS
 
 TITLE = "elastic pipeline parallelism"
 
@@ -17,6 +18,7 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return parser
     add = parser.add_argument_group(title=TITLE).add_argument
     _add_planning(add)
+    _add_data(add)
     _add_memory(add)
     _add_running(add)
     _add_watching(add)
@@ -49,6 +51,19 @@ def _add_planning(add: Callable[..., Any]) -> None:
         help="Time for planning a replica's share of a batch, beside the iterations before it: what the planner greedy leaves "
         "of it goes to a local search. How far that gets depends on the machine's load, so a resumed run repeats losses only "
         "to rounding. Default: none; then plans are the same in every run.",
+    )
+
+
+def _add_data(add: Callable[..., Any]) -> None:
+    """What becomes of documents."""
+    add(
+        "--epp-documents",
+        choices=list(LONG_DOCUMENTS),
+        default="split",
+        help="What becomes of a document longer than --seq-length. split: several sequences of that length and one of what is "
+        "left, each by itself, with positions from 0; each begins with the last label of the one before, so that every token "
+        "of a document but its first is a label exactly once. truncate: what is beyond --seq-length is left out, and a warning "
+        "says how many tokens that are (default: split).",
     )
 
 

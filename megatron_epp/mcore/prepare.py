@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_epp.data.token_record import SUFFIX, TokenRecord
 from megatron_epp.mcore.encoders import BYTES, Encoder, add_tokenizer_arguments, encoder_from
 from megatron_epp.schedule.errors import EppError
 
@@ -37,23 +38,23 @@ class Summary:
         lengths: int64, tokens of each document, with its end-of-document token.
         num_empty: documents left out because they have no tokens.
         num_unreadable: documents left out because they are not UTF-8 (byte-level tokens take any document).
-        flags: see `Encoder`.
+        record: of the tokens, as written beside the pair.
     """
 
     prefix: str
     lengths: np.ndarray
     num_empty: int
     num_unreadable: int
-    flags: str
+    record: TokenRecord
 
     def __str__(self) -> str:
         lengths = self.lengths
         lines = [
-            f"{self.prefix}.bin, .idx: {len(lengths):,} documents, {lengths.sum():,} tokens"
+            f"{self.prefix}.bin, .idx: {len(lengths):,} documents, {lengths.sum():,} tokens of {self.record.tokenizer}"
             f" (left out: {self.num_empty:,} empty, {self.num_unreadable:,} not UTF-8)",
             f"tokens per document: min {lengths.min():,}, median {int(np.median(lengths)):,}, max {lengths.max():,}",
             *histogram(lengths),
-            f"train on them with: --data-path {self.prefix} {self.flags}",
+            f"train on them with: --data-path {self.prefix} {self.record.flags}",
         ]
         return "\n".join(lines)
 
@@ -67,9 +68,10 @@ def prepare(
     suffixes: Sequence[str] = SUFFIXES,
     json_key: str = "text",
 ) -> Summary:
-    """Write the documents of `inputs` as ``output_prefix.bin`` and ``output_prefix.idx``, replacing what was there.
+    """Write the documents of `inputs` as ``output_prefix.bin`` and ``output_prefix.idx``, replacing what was there, and beside
+    them which tokenizer made them (`TokenRecord`).
 
-    Both files are written under temporary names and renamed when complete: on any error, earlier files stay as they were.
+    All files are written under temporary names and renamed when complete: on any error, earlier files stay as they were.
 
     Args:
         inputs: folders (every file with one of `suffixes` below them is a document, in sorted order), JSONL files (every line
@@ -99,12 +101,13 @@ def _write_and_rename(files: list[Path], prefix: str, encoder: Encoder, append_e
     partial = f"{prefix}.partial-{os.getpid()}"
     try:
         summary = _write(files, prefix, partial, encoder, append_eod, json_key)
+        summary.record.save(partial + SUFFIX)
         # The old index goes first: whenever this is interrupted, there is no index rather than one of another .bin.
         Path(f"{prefix}.idx").unlink(missing_ok=True)
-        os.replace(f"{partial}.bin", f"{prefix}.bin")
-        os.replace(f"{partial}.idx", f"{prefix}.idx")
+        for suffix in (".bin", SUFFIX, ".idx"):
+            os.replace(partial + suffix, prefix + suffix)
     finally:
-        for suffix in (".bin", ".idx"):
+        for suffix in (".bin", SUFFIX, ".idx"):
             Path(partial + suffix).unlink(missing_ok=True)
     return summary
 
@@ -115,7 +118,7 @@ def _write(files: list[Path], prefix: str, partial: str, encoder: Encoder, appen
     builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(encoder.vocab_size))
     end = [encoder.eod] if append_eod else []
     lengths: list[int] = []
-    num_empty = num_unreadable = 0
+    num_empty = num_unreadable = max_token = 0
     last_log = time.monotonic()
     try:
         for origin, raw in _documents(files, json_key):
@@ -129,10 +132,9 @@ def _write(files: list[Path], prefix: str, partial: str, encoder: Encoder, appen
                 num_empty += 1
                 continue
             ids = np.concatenate((ids, end))
-            if ids.max() >= encoder.vocab_size:
-                raise EppError(
-                    f"{origin} has token {int(ids.max())}, outside the tokenizer's vocabulary of {encoder.vocab_size}"
-                )
+            max_token = max(max_token, int(ids.max()))
+            if max_token >= encoder.vocab_size:
+                raise EppError(f"{origin} has token {max_token}, outside the tokenizer's vocabulary of {encoder.vocab_size}")
             ids = ids.astype(builder.dtype)
             builder.add_document(ids, [len(ids)])
             lengths.append(len(ids))
@@ -144,7 +146,8 @@ def _write(files: list[Path], prefix: str, partial: str, encoder: Encoder, appen
         builder.finalize(f"{partial}.idx")
     finally:
         builder.data_file.close()
-    return Summary(prefix, np.asarray(lengths, dtype=np.int64), num_empty, num_unreadable, encoder.flags)
+    record = TokenRecord(encoder.tokenizer, encoder.flags, len(lengths), sum(lengths), max_token)
+    return Summary(prefix, np.asarray(lengths, dtype=np.int64), num_empty, num_unreadable, record)
 
 
 def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
@@ -200,7 +203,12 @@ def histogram(lengths: np.ndarray, width: int = 40) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
     parser.add_argument("--input", nargs="+", required=True, help="folders (a document per file), JSONL files, or single files")
-    parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx, for --data-path PREFIX")
+    parser.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help=f"writes PREFIX.bin, PREFIX.idx for --data-path PREFIX, and PREFIX{SUFFIX}",
+    )
     parser.add_argument(
         "--suffixes", nargs="+", default=list(SUFFIXES), help=f"files to take from folders (default: {' '.join(SUFFIXES)})"
     )

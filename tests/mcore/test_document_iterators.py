@@ -14,6 +14,7 @@ from megatron_epp.data.iterator import PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.mcore.document_dataset import DocumentDataset, concatenate, weighted
 from megatron_epp.mcore.documents import build_document_iterators, build_splits
+from megatron_epp.mcore.encoders import identity_of_run
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
 from megatron_epp.planner.background import PackedPlan
 from megatron_epp.schedule.errors import EppError
@@ -43,11 +44,19 @@ def megatron_args(**given):
         "eval_global_batch_size": 4,
         "eval_iters": 2,
         "skip_train": False,
+        "epp_documents": "split",
         "eod_mask_loss": False,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": 257,
+        "pad_vocab_size": False,
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
     return SimpleNamespace(**(defaults | given))
+
+
+def splits_of(args, num_samples):
+    return build_splits(args, num_samples, identity_of_run(args))
 
 
 def iterators(args, rank=0, size=1, num_samples=(120, 16, 8)):
@@ -66,9 +75,10 @@ def drawn(iterator, count):
 
 @pytest.mark.parametrize("split", ["80,15,5", "969,30,1", "1,1,1", "0.5,0.25,0.25", "90,10"])
 def test_splits_are_disjoint_and_leave_nothing_out(pair, split):
-    splits = build_splits(megatron_args(data_path=[pair], split=split), (1, 1, 1))
+    splits = splits_of(megatron_args(data_path=[pair], split=split), (1, 1, 1))
     seen = [tuple(each[0].tokens(i).tolist()) for each in splits if each for i in range(len(each[0]))]
-    assert seen == [tuple(document[:301].tolist()) for document in DOCUMENTS]
+    assert [sequence[0] for sequence in seen] == [token for document in DOCUMENTS for token in document[:-1:300]]
+    assert [label for sequence in seen for label in sequence[1:]] == [label for document in DOCUMENTS for label in document[1:]]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +86,7 @@ def test_splits_are_disjoint_and_leave_nothing_out(pair, split):
 )
 def test_split_edges_are_rounded_as_megatron_rounds_them(tmp_path, split, num_documents, expected):
     prefix = write_pair(tmp_path / "corpus", documents_of([5] * num_documents))
-    splits = build_splits(megatron_args(data_path=[prefix], split=split), (1, 1, 1))
+    splits = splits_of(megatron_args(data_path=[prefix], split=split), (1, 1, 1))
     assert [each and len(each[0]) for each in splits] == expected
 
 
@@ -165,8 +175,7 @@ def test_unwanted_splits_are_none(pair):
 
 
 def test_end_of_document_loss_is_masked_when_asked(pair):
-    tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": 257, "pad_vocab_size": False}
-    opened = iterators(megatron_args(data_path=[pair], eod_mask_loss=True, **tokenizer))
+    opened = iterators(megatron_args(data_path=[pair], eod_mask_loss=True))
     assert {next(iterator).mask_loss_of for iterator in opened} == {256}
     close(*opened)
 
@@ -185,7 +194,7 @@ def source_counts(dataset, start, stop):
 
 def test_a_weighted_blend_has_its_proportions_at_every_point(tmp_path):
     a, b = sources_of(tmp_path, [50, 5])
-    ((dataset, shuffle), _, _) = build_splits(
+    ((dataset, shuffle), _, _) = splits_of(
         megatron_args(data_path=["30", a, "70", b], split="1,0,0", eval_iters=0), (1000, 0, 0)
     )
     assert not shuffle
@@ -213,7 +222,7 @@ def test_more_iterations_only_lengthen_a_blend(tmp_path):
 
 def test_prefixes_without_weights_give_every_document_once_per_epoch(tmp_path):
     a, b = sources_of(tmp_path, [20, 10])
-    ((dataset, shuffle), _, _) = build_splits(megatron_args(data_path=[a, b], split="1,0,0", eval_iters=0), (1000, 0, 0))
+    ((dataset, shuffle), _, _) = splits_of(megatron_args(data_path=[a, b], split="1,0,0", eval_iters=0), (1000, 0, 0))
     assert shuffle
     assert len(dataset) == 30
     assert source_counts(dataset, 0, 30)[:2] == [20, 10]
@@ -224,7 +233,7 @@ def test_prefixes_without_weights_give_every_document_once_per_epoch(tmp_path):
 def test_each_split_can_have_its_own_blend(tmp_path):
     a, b, c = sources_of(tmp_path, [20, 10, 8])
     args = megatron_args(train_data_path=["1", a, "3", b], valid_data_path=[c], split=None)
-    (train, _), (valid, _), test = build_splits(args, (400, 8, 0))
+    (train, _), (valid, _), test = splits_of(args, (400, 8, 0))
     assert source_counts(train, 0, 400)[:2] == [100, 300]
     assert source_counts(valid, 0, 8) == [0, 0, 8]
     assert test is None
@@ -234,7 +243,7 @@ def test_data_paths_can_come_from_a_file(tmp_path):
     a, b = sources_of(tmp_path, [20, 10])
     (tmp_path / "blend.txt").write_text(f"1 {a}\n1 {b}\n")
     args = megatron_args(data_args_path=str(tmp_path / "blend.txt"), split="1,0,0", eval_iters=0)
-    ((dataset, _), _, _) = build_splits(args, (40, 0, 0))
+    ((dataset, _), _, _) = splits_of(args, (40, 0, 0))
     assert source_counts(dataset, 0, 40)[:2] == [20, 20]
 
 

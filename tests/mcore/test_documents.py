@@ -20,7 +20,7 @@ def pair(tmp_path):
     return write_pair(tmp_path / "corpus", DOCUMENTS)
 
 
-# One document, one sequence
+# One document, one sequence, or as many as it fills
 
 
 @pytest.mark.parametrize("num_sentences", [1, 3, 7])
@@ -46,18 +46,44 @@ def test_documents_built_sentence_by_sentence_are_read_alike(tmp_path):
     assert [dataset.tokens(i).tolist() for i in range(len(dataset))] == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
-def test_longer_documents_are_cut_to_the_context_limit(pair):
+@pytest.mark.parametrize("limit", [1, 40, 300])
+def test_longer_documents_are_split_and_every_token_but_their_first_is_a_label_once(pair, limit):
+    dataset = DocumentDataset(pair, context_limit=limit)
+    assert dataset.num_long == sum(len(document) > limit + 1 for document in DOCUMENTS) > 0
+    assert dataset.num_left_out == 0
+    sequences = [dataset.tokens(i).tolist() for i in range(len(dataset))]
+    assert [len(sequence) - 1 for sequence in sequences] == dataset.lengths.tolist()
+    assert max(dataset.lengths) == limit
+    labels = [label for sequence in sequences for label in sequence[1:]]
+    assert labels == [label for document in DOCUMENTS for label in document[1:]]
+    inputs = [token for sequence in sequences for token in sequence[:-1]]
+    assert inputs == [token for document in DOCUMENTS for token in document[:-1]]
+
+
+def test_parts_of_a_split_document_are_read_by_themselves(pair):
     dataset = DocumentDataset(pair, context_limit=40)
-    assert dataset.num_truncated == sum(len(document) > 41 for document in DOCUMENTS) > 0
+    for index in range(len(dataset)):
+        whole, length = dataset.tokens(index).tolist(), int(dataset.lengths[index])
+        assert dataset.tokens(index, length // 2, length + 1).tolist() == whole[length // 2 :]
+
+
+def test_a_part_of_a_file_has_the_sequences_of_its_own_documents(pair):
+    part = DocumentDataset(pair, context_limit=40, first=20, last=35)
+    assert [t for i in range(len(part)) for t in part.tokens(i)[1:]] == [t for d in DOCUMENTS[20:35] for t in d[1:]]
+
+
+def test_truncated_documents_are_cut_to_the_context_limit(pair):
+    dataset = DocumentDataset(pair, context_limit=40, long_documents="truncate")
+    assert dataset.num_long == sum(len(document) > 41 for document in DOCUMENTS) > 0
     assert dataset.lengths.tolist() == [min(len(document) - 1, 40) for document in DOCUMENTS]
     longest = int(np.argmax([len(document) for document in DOCUMENTS]))
     assert dataset.tokens(longest).tolist() == DOCUMENTS[longest][:41].tolist()
 
 
-@pytest.mark.parametrize(("num_tokens", "truncated"), [(41, 0), (42, 1)])
-def test_a_document_of_one_token_more_than_the_limit_is_whole(tmp_path, num_tokens, truncated):
+@pytest.mark.parametrize(("num_tokens", "lengths", "num_long"), [(41, [40], 0), (42, [40, 1], 1)])
+def test_a_document_of_one_token_more_than_the_limit_is_whole(tmp_path, num_tokens, lengths, num_long):
     dataset = DocumentDataset(write_pair(tmp_path / "corpus", documents_of([num_tokens])), context_limit=40)
-    assert (dataset.lengths.tolist(), dataset.num_truncated) == ([40], truncated)
+    assert (dataset.lengths.tolist(), dataset.num_long) == (lengths, num_long)
 
 
 def test_documents_that_train_nothing_are_skipped_counted_and_logged_once(tmp_path, caplog):
@@ -66,23 +92,54 @@ def test_documents_that_train_nothing_are_skipped_counted_and_logged_once(tmp_pa
     with caplog.at_level(logging.INFO, logger="megatron_epp"):
         dataset = DocumentDataset(prefix, context_limit=20)
     assert dataset.num_skipped == 5
-    assert dataset.lengths.tolist() == [4, 1, 20]
-    assert [dataset.tokens(i).tolist() for i in range(3)] == [
+    assert dataset.lengths.tolist() == [4, 1, 20, 9]
+    assert [dataset.tokens(i).tolist() for i in range(4)] == [
         documents[1].tolist(),
         documents[4].tolist(),
         documents[6][:21].tolist(),
+        documents[6][20:].tolist(),
     ]
-    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("megatron_epp")]
-    assert "3 documents, 5 skipped (fewer than 2 tokens), 1 truncated to --seq-length 20" in line
-    assert "min 1, median 4, max 20" in line
+    (line,) = said(caplog, logging.INFO)
+    assert "3 documents are 4 sequences, 5 skipped (fewer than 2 tokens), 1 longer than --seq-length 20 split" in line
+    assert "min 1, median 6, max 20" in line
+    assert not said(caplog, logging.WARNING)
+
+
+def said(caplog, level):
+    return [r.getMessage() for r in caplog.records if r.name.startswith("megatron_epp") and r.levelno == level]
+
+
+def test_truncating_warns_of_the_tokens_and_the_share_that_it_leaves_out(tmp_path, caplog):
+    prefix = write_pair(tmp_path / "corpus", documents_of([1000, 5, 121, 1500]))
+    with caplog.at_level(logging.INFO, logger="megatron_epp"):
+        dataset = DocumentDataset(prefix, context_limit=120, long_documents="truncate")
+    assert dataset.num_left_out == 879 + 1379
+    (line,) = said(caplog, logging.WARNING)
+    assert (
+        "--epp-documents truncate leaves out 2,258 of 2,626 tokens (86.0%), what 2 documents have beyond --seq-length" in line
+    )
+
+
+def test_truncating_documents_that_fit_warns_of_nothing(tmp_path, caplog):
+    prefix = write_pair(tmp_path / "corpus", documents_of([100, 121]))
+    DocumentDataset(prefix, context_limit=120, long_documents="truncate")
+    assert not said(caplog, logging.WARNING)
 
 
 def test_lengths_are_known_without_reading_tokens(pair):
     size = os.path.getsize(f"{pair}.bin")
     with open(f"{pair}.bin", "wb") as stream:
         stream.truncate(size)  # as long as before, with nothing in it
-    dataset = DocumentDataset(pair, context_limit=100)
-    assert dataset.lengths.tolist() == [min(len(document) - 1, 100) for document in DOCUMENTS]
+    dataset = DocumentDataset(pair, context_limit=10**6, vocab_size=1)
+    assert dataset.lengths.tolist() == [len(document) - 1 for document in DOCUMENTS]
+
+
+def test_a_token_outside_the_vocabulary_is_refused_when_it_is_read(pair):
+    dataset = DocumentDataset(pair, context_limit=10**6, vocab_size=257)
+    assert len(dataset.tokens(0))
+    longest = int(np.argmax(dataset.lengths))
+    with pytest.raises(EppError, match=r"corpus has token \d+, and this run's tokenizer has a vocabulary of 100"):
+        DocumentDataset(pair, context_limit=10**6, vocab_size=100).tokens(longest)
 
 
 # Broken files

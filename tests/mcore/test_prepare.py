@@ -2,19 +2,26 @@
 
 import argparse
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
+import transformers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+from megatron_epp.data.token_record import load_record
 from megatron_epp.mcore import prepare as prepare_module
-from megatron_epp.mcore.document_dataset import DocumentDataset
-from megatron_epp.mcore.encoders import Encoder, megatron_encoder
+from megatron_epp.mcore.document_dataset import DocumentDataset, DocumentFile
+from megatron_epp.mcore.encoders import BYTES, Encoder, identity_of_run, megatron_encoder
 from megatron_epp.mcore.prepare import add_arguments, histogram, prepare, run
+from megatron_epp.mcore.token_check import check_tokens
 from megatron_epp.schedule.errors import EppError
 
+PAIR = ["corpus.bin", "corpus.idx", "corpus.tokenizer.json"]
 # In sorted order of path: with what must not matter (hidden, nested, spaces) and what must survive (any byte, CRLF, no newline)
 FILES = {
     ".hidden.txt": b"dot",
@@ -62,7 +69,7 @@ def test_a_folder_becomes_one_document_per_file_in_sorted_order_byte_for_byte(fo
     summary = prepare([folder], tmp_path / "out" / "corpus")
     assert documents(tmp_path / "out" / "corpus") == [[*content, 256] for content in FILES.values()]
     assert summary.lengths.tolist() == [len(content) + 1 for content in FILES.values()]
-    assert names(tmp_path / "out") == ["corpus.bin", "corpus.idx"]
+    assert names(tmp_path / "out") == PAIR
 
 
 def test_jsonl_becomes_one_document_per_line_byte_for_byte(tmp_path):
@@ -101,7 +108,7 @@ def test_preparing_again_replaces_the_pair(folder, tmp_path):
     prepare([folder], tmp_path / "corpus")
     prepare([folder / "a.txt"], tmp_path / "corpus")
     assert len(documents(tmp_path / "corpus")) == 1
-    assert names(tmp_path) == ["corpus.bin", "corpus.idx", "input"]
+    assert names(tmp_path) == [*PAIR, "input"]
 
 
 # Tokenizers
@@ -110,7 +117,7 @@ def test_preparing_again_replaces_the_pair(folder, tmp_path):
 def test_megatron_trains_on_bytes_with_the_flags_that_are_printed(folder, tmp_path, capsys):
     assert command("--input", folder, "--output-prefix", tmp_path / "corpus") == 0
     printed = capsys.readouterr().out
-    assert "5 documents, 70,283 tokens (left out: 0 empty, 0 not UTF-8)" in printed
+    assert "5 documents, 70,283 tokens of NullTokenizer bytes (vocabulary of 257) (left out: 0 empty, 0 not UTF-8)" in printed
     assert f"--data-path {tmp_path / 'corpus'} --tokenizer-type NullTokenizer --vocab-size 257" in printed
     tokenizer = build_tokenizer(argparse.Namespace(tokenizer_type="NullTokenizer", vocab_size=257, pad_vocab_size=False))
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
@@ -125,18 +132,138 @@ def test_any_tokenizer_of_megatrons_can_be_used(tmp_path):
     assert documents(tmp_path / "corpus") == [[7, 8, 9], [70000]]
 
 
-def test_a_sentencepiece_model_can_be_used(tmp_path):
-    (tmp_path / "text").write_text("the cat sat on the mat and the dog sat on the log\n" * 50)
+def sentencepiece_model(folder, text):
+    folder.mkdir()
+    (folder / "text").write_text(text * 50)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "model"), vocab_size=40, hard_vocab_limit=False, minloglevel=2
+        input=str(folder / "text"), model_prefix=str(folder / "text"), vocab_size=40, hard_vocab_limit=False, minloglevel=2
     )
-    encoder = megatron_encoder(
-        {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(tmp_path / "model.model")}, "flags"
-    )
+    return str(folder / "text.model")
+
+
+@pytest.fixture(scope="module")
+def cats(tmp_path_factory):
+    return sentencepiece_model(tmp_path_factory.mktemp("cats") / "model", "the cat sat on the mat and the dog sat on the log\n")
+
+
+SENTENCES = ("--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model")
+
+
+def test_a_sentencepiece_model_can_be_used(cats, tmp_path):
     lines = jsonl(tmp_path / "in.jsonl", {"text": "the cat sat"})
-    prepare([lines], tmp_path / "corpus", encoder=encoder)
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "model.model"))
+    command("--input", lines, "--output-prefix", tmp_path / "corpus", *SENTENCES, cats)
+    processor = sentencepiece.SentencePieceProcessor(model_file=cats)
     assert documents(tmp_path / "corpus") == [[*processor.encode("the cat sat"), processor.eos_id()]]
+
+
+# Training knows the tokens
+
+
+@pytest.fixture(scope="module")
+def prepared(cats, tmp_path_factory):
+    """Documents as bytes, and as tokens of a model."""
+    folder = tmp_path_factory.mktemp("prepared")
+    lines = jsonl(folder / "in.jsonl", *({"text": "the cat sat on the mat"} for _ in range(30)))
+    command("--input", lines, "--output-prefix", folder / "bytes")
+    command("--input", lines, "--output-prefix", folder / "cats", *SENTENCES, cats)
+    return folder
+
+
+def opened(prefix, kind="NullTokenizer", model=None, vocab_size=257, **given):
+    """What a training run says of a file when it starts."""
+    tokenizer = argparse.Namespace(
+        tokenizer_type=kind,
+        tokenizer_model=model,
+        vocab_size=vocab_size,
+        pad_vocab_size=False,
+        chat_template=None,
+        tokenizer_sentencepiece_ignore_extra_whitespaces=True,
+        tokenizer_sentencepiece_legacy=False,
+        special_tokens=None,
+        metadata_path=None,
+    )
+    check_tokens(DocumentFile(str(prefix)), identity_of_run(tokenizer), **given)
+
+
+def test_the_tokenizer_that_was_used_is_recorded_beside_the_pair(prepared, cats):
+    record = load_record(str(prepared / "cats"))
+    made = record.tokenizer
+    assert (made.kind, made.model) == ("GPTSentencePieceTokenizer", cats)
+    assert made.digest is not None
+    data = documents(prepared / "cats")
+    assert (record.num_documents, record.num_tokens) == (30, sum(map(len, data)))
+    assert record.max_token == max(map(max, data)) < made.vocab_size
+    assert {document[-1] for document in data} == {made.eod}
+    assert load_record(str(prepared / "bytes")).tokenizer == BYTES.tokenizer
+
+
+def test_training_takes_the_tokenizer_that_was_used_from_wherever_it_is(prepared, cats, tmp_path):
+    elsewhere = tmp_path / "copy.model"
+    elsewhere.write_bytes(Path(cats).read_bytes())
+    for model in (cats, str(elsewhere)):
+        opened(prepared / "cats", "GPTSentencePieceTokenizer", model, masks_eod=True)
+    opened(prepared / "bytes", masks_eod=True)
+
+
+def test_training_refuses_another_tokenizer_by_name(prepared, cats, tmp_path):
+    birds = sentencepiece_model(tmp_path / "birds", "a bird in the hand is worth two in the bush, they say\n")
+    for prefix, tokenizer, says in (
+        (
+            "cats",
+            ("GPTSentencePieceTokenizer", birds),
+            rf"tokens of GPTSentencePieceTokenizer {cats} .* tokenizer is .* {birds} ",
+        ),
+        (
+            "bytes",
+            ("GPTSentencePieceTokenizer", cats),
+            r"tokens of NullTokenizer bytes .* train with .* --vocab-size 257, or prep",
+        ),
+        (
+            "cats",
+            ("NullTokenizer",),
+            rf"tokens of GPTSentencePieceTokenizer .* train with {' '.join(SENTENCES)} {cats}, or prepa",
+        ),
+    ):
+        with pytest.raises(EppError, match=says):
+            opened(prepared / prefix, *tokenizer)
+
+
+def test_tokens_without_a_record_are_taken_with_a_line_and_looked_into(prepared, tmp_path, caplog):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"corpus{suffix}").write_bytes((prepared / f"bytes{suffix}").read_bytes())
+    with caplog.at_level("INFO", logger="megatron_epp"):
+        opened(tmp_path / "corpus")
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("megatron_epp")]
+    assert "corpus has no record of its tokenizer (.tokenizer.json, " in line
+    with pytest.raises(EppError, match="corpus has token 256, and this run's tokenizer has a vocabulary of 256"):
+        opened(tmp_path / "corpus", vocab_size=256)
+
+
+def test_a_record_of_another_pair_is_not_gone_by(prepared, tmp_path, caplog):
+    (tmp_path / "corpus.tokenizer.json").write_bytes((prepared / "cats.tokenizer.json").read_bytes())
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"corpus{suffix}").write_bytes((prepared / f"bytes{suffix}").read_bytes())
+    opened(tmp_path / "corpus")
+    assert re.search(r"corpus.tokenizer.json is of 30 documents with \d+ tokens, and the pair has 30 with 690", caplog.text)
+
+
+def test_a_hugging_face_tokenizer_is_known_with_and_without_what_it_puts_around_texts(tmp_path):
+    words = {"<s>": 0, "</s>": 1, "[UNK]": 2, "the": 3, "cat": 4}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    core.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="[UNK]")
+    fast.save_pretrained(tmp_path / "model")
+    options = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "model")}
+    around, bare = (
+        megatron_encoder(options | {"tokenizer_hf_no_include_special_tokens": without}, "flags") for without in (False, True)
+    )
+    assert around.encode(b"the cat").tolist() == [0, 3, 4]
+    assert bare.encode(b"the cat").tolist() == [3, 4]
+    assert around.digest == bare.digest is not None
+
+
+# What cannot be read
 
 
 def test_documents_that_a_tokenizer_cannot_read_are_left_out_and_counted(tmp_path, caplog):

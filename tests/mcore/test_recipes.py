@@ -1,5 +1,8 @@
 """Settings against Megatron's own parser: every shipped recipe parses, and mistakes are told in a line."""
 
+import argparse
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +19,11 @@ from megatron_epp.cost.library import load_cluster, load_flags
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.settings import SettingsError, load_settings
 from megatron_epp.mcore import flags
+from megatron_epp.mcore.prepare import add_arguments, prepare
 from megatron_epp.schedule import EppError
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs" / "recipes").glob("*.yaml"))
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,32 @@ def test_a_recipe_parses_with_elastic_plans_on(parser, recipe):
     assert args.epp_memory_cap_gb == settings["epp"].get("memory_cap_gb")
     assert args.save == args.load, "a run that is started again goes on"
     assert not args.finetune
+
+
+@pytest.mark.parametrize("named_in", ["recipes/llama3-8b-finetune", "data/documents"])
+def test_documents_are_prepared_with_the_tokenizer_that_is_trained_with(parser, named_in):
+    (command,) = re.findall(r"^# +megatron-epp prepare (.*)$", (CONFIGS / f"{named_in}.yaml").read_text(), re.MULTILINE)
+    preparing = argparse.ArgumentParser()
+    add_arguments(preparing)
+    prepared = preparing.parse_args(shlex.split(command))
+    recipe = named_in if named_in.startswith("recipes") else "recipes/llama3-8b-128k"
+    args = parsed(parser, recipe)
+    assert args.data_path == [prepared.output_prefix]
+    assert (args.tokenizer_type, args.tokenizer_model) == (prepared.tokenizer_type, prepared.tokenizer_model)
+    assert args.tokenizer_type == "HuggingFaceTokenizer"
+
+
+def test_bytes_are_no_documents_for_a_recipe_with_a_tokenizer(tmp_path):
+    (tmp_path / "text.txt").write_text("a conversation")
+    prepare([tmp_path / "text.txt"], tmp_path / "text")
+    settings = load_settings(["recipes/llama3-8b-finetune"], [f"data_path={tmp_path / 'text'}"])
+    says = (
+        r"text has tokens of NullTokenizer bytes .* tokenizer is HuggingFaceTokenizer meta-llama/.* train with --tokenizer-type"
+    )
+    with pytest.raises(EppError, match=says):
+        checked_argv(settings, world_size=8, wants_files=True)
+    settings = load_settings(["recipes/tiny-cpu"], [f"data_path={tmp_path / 'text'}"])
+    assert str(tmp_path / "text") in checked_argv(settings, world_size=2, wants_files=True)
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,11 @@ def kill_in_iteration(process: subprocess.Popen[str], report: Path, iteration: i
 def test_a_killed_run_resumes_bitwise(tmp_path: Path) -> None:
     """Plans are made from measured times, which no second measurement repeats: they have to come from the checkpoint folder.
 
-    Dropout is on, and evaluation runs in between: random states and consumed samples have to come back too.
+    Dropout is on, and evaluation runs in between: random states and consumed samples have to come back too. The first documents
+    are several sequences each.
     """
-    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(60, 250), vocab_size=255))
+    lengths = [700, 450, 386, *long_tailed_lengths(60, 250)]
+    data = write_pair(tmp_path / "documents", documents_of(lengths, vocab_size=255))
     checkpoints = tmp_path / "checkpoints"
     saving: Sequence[object] = ("--save", checkpoints, "--save-interval", INTERVAL, "--epp-costs", "measure")
 

@@ -85,7 +85,9 @@ def test_lengths_come_from_a_file_with_one_per_line(tmp_path):
     path = tmp_path / "lengths.txt"
     path.write_text("4000\n300\n200\n100\n")
     assert planned(tmp_path, "--lengths", str(path), *SMALL).lengths == (4000, 300, 200, 100)
-    assert planned(tmp_path, "--lengths", str(path), "--batch-size", "2", "--context", "1000", *SMALL).lengths == (1000, 300)
+    argv = ["--lengths", str(path), "--batch-size", "5", "--context", "1500", *SMALL]
+    assert planned(tmp_path, *argv).lengths == (1500, 1500, 1000, 300, 200)
+    assert planned(tmp_path, *argv, "--documents", "truncate").lengths == (1500, 300, 200, 100)
 
 
 def test_lengths_come_from_a_megatron_index(tmp_path, capsys):

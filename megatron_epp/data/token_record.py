@@ -1,0 +1,161 @@
+"""Which tokenizer made the tokens of a ``.bin``/``.idx`` pair, in a small JSON beside it, and whether a run has the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from megatron_epp.schedule.errors import EppError
+
+SUFFIX = ".tokenizer.json"
+"""Behind the prefix of the pair."""
+_SCHEMA = "megatron-epp/tokenizer"
+_IDS = "NullTokenizer"
+"""The kind that reads ids and no text."""
+_SAMPLE = (
+    "The quick brown fox jumps over 13 lazy dogs; it's 2.50 EUR (or $3,14), isn't it?\n\n"
+    "\tdef f(x: int) -> list[str]:\n        return [f'{x!r}_{i:>8}' for i in range(10**6)]  # https://example.org/?q=a%20b\n"
+    "Zw\u00f6lf Boxk\u00e4mpfer, \u00e7a co\u00fbte combien? \u00bfCu\u00e1ntos a\u00f1os? "
+    "\u0421\u044a\u0435\u0448\u044c \u0435\u0449\u0451 \u03b3\u03bb\u03ce\u03c3\u03c3\u03b1 \u05e9\u05dc\u05d5\u05dd "
+    "\u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947 \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 "
+    "\u4f60\u597d\uff0c\u4e16\u754c \u3053\u3093\u306b\u3061\u306f \uc548\ub155\ud558\uc138\uc694 "
+    "\U0001f600\u200d\u2192 \u2211\u2a7d\u221e  \r\n"
+)
+"""Text in which tokenizers differ: scripts, numbers, code, spaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """What tells one tokenizer from another.
+
+    Attributes:
+        kind: Megatron's ``--tokenizer-type``.
+        model: its name or path; None where it has none.
+        vocab_size: ids are below it, `eod` included.
+        eod: the id that ends a document; None where there is none.
+        digest: of a text's ids (`digest_of`); None where it reads no text, but ids (``NullTokenizer``).
+    """
+
+    kind: str
+    model: str | None
+    vocab_size: int
+    eod: int | None
+    digest: str | None
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.kind, self.model, f"(vocabulary of {self.vocab_size:,})")))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """What is known of the tokens of a pair.
+
+    Attributes:
+        tokenizer: that made them.
+        flags: of Megatron, with which a run has it.
+        num_documents, num_tokens: of the pair that was written, to notice another one under its name.
+        max_token: the largest id there is.
+    """
+
+    tokenizer: Tokenizer
+    flags: str
+    num_documents: int
+    num_tokens: int
+    max_token: int
+
+    def save(self, path: str) -> None:
+        """Write the record. Raises OSError."""
+        body = {"schema": _SCHEMA, "version": 1} | asdict(self)
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(body, indent=1) + "\n")
+
+
+def load_record(prefix: str) -> TokenRecord | None:
+    """The record beside a pair; None where there is none.
+
+    Raises:
+        EppError: it cannot be read.
+    """
+    path = prefix + SUFFIX
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as stream:
+            body = json.load(stream)
+        if (body.pop("schema"), body.pop("version")) != (_SCHEMA, 1):
+            raise ValueError("another schema")
+        return TokenRecord(**body | {"tokenizer": Tokenizer(**body["tokenizer"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise EppError(
+            f"{path} does not say which tokenizer made {prefix}.bin ({type(error).__name__}: {error}); make the pair again "
+            "with `megatron-epp prepare`, or remove that file"
+        ) from error
+
+
+def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_eod: bool = False) -> None:
+    """Raise `EppError` where tokens are not those of a run's tokenizer.
+
+    Two that make the same ids of a text are the same, whatever the names and paths of their models. Tokens that are bytes, or
+    were ids before, go with ``NullTokenizer`` of any vocabulary that has them.
+
+    Args:
+        prefix: of the pair.
+        record: beside it.
+        run: the run's.
+        masks_eod: the run looks for ends of documents (``--eod-mask-loss``).
+    """
+    made = record.tokenizer
+    same = made.digest == run.digest and (made.digest is not None or made.kind == run.kind)
+    if not same or record.max_token >= run.vocab_size:
+        raise _refusal(prefix, record, str(run))
+    if masks_eod and made.eod is not None and made.eod != run.eod:
+        raise EppError(
+            f"--eod-mask-loss: documents of {prefix} end with token {made.eod}, and this run's tokenizer ({run}) ends them "
+            f"with {run.eod}: train with {record.flags}"
+        )
+
+
+def check_kind(prefix: str, record: TokenRecord, kind: str, model: str | None) -> None:
+    """Raise `EppError` where a run's tokenizer reads text and the tokens are bytes or ids, or the other way round: what its
+    flags alone tell.
+
+    Args:
+        prefix: of the pair.
+        record: beside it.
+        kind, model: of the run's tokenizer, as in `Tokenizer`.
+    """
+    if (record.tokenizer.kind == _IDS) != (kind == _IDS):
+        raise _refusal(prefix, record, " ".join(filter(None, (kind, model))))
+
+
+def _refusal(prefix: str, record: TokenRecord, named: str) -> EppError:
+    return EppError(
+        f"{prefix} has tokens of {record.tokenizer}, and this run's tokenizer is {named}: train with {record.flags}, or "
+        "prepare the documents again with the run's"
+    )
+
+
+def check_ids(prefix: str, ids: np.ndarray, vocab_size: int) -> None:
+    """Raise `EppError` where an id is not in the vocabulary."""
+    if len(ids) and ids.max() >= vocab_size:
+        raise EppError(
+            f"{prefix} has token {int(ids.max()):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}: the tokens "
+            "are of another one (--tokenizer-type, --tokenizer-model, --vocab-size)"
+        )
+
+
+def digest_of(tokenize: Callable[[str], Iterable[int]]) -> str | None:
+    """Sixteen digits of the ids that a tokenizer makes of a text, without those it puts around any text; None where it reads
+    ids and no text.
+    """
+    try:
+        around = set(tokenize(""))
+        ids = [int(each) for each in tokenize(_SAMPLE) if each not in around]
+    except Exception:  # each tokenizer library raises its own kinds
+        return None
+    return hashlib.sha256(np.asarray(ids, dtype="<i8").tobytes()).hexdigest()[:16]

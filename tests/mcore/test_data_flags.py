@@ -1,0 +1,116 @@
+"""Megatron's data flags under `--epp`: those that change nothing say so, and what a resumed run may not change."""
+
+import argparse
+import logging
+
+import pytest
+import torch
+from megatron.core.datasets import gpt_dataset
+from megatron_flags import arguments
+from synthetic_documents import write_pair
+
+from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.mcore import data_flags, flags
+from megatron_epp.mcore.args import prepare_epp_args
+from megatron_epp.mcore.document_dataset import DocumentDataset
+from megatron_epp.mcore.errors import ArgumentError
+from megatron_epp.mcore.resumed import check_order
+from megatron_epp.schedule import Segment
+from megatron_epp.schedule.errors import EppError
+
+FLAGS = (*data_flags._IMPLIED, *data_flags._IDLE, data_flags._EOD)
+
+
+@pytest.fixture(scope="module")
+def parsed():
+    """Megatron's flags as they are where none is given."""
+    parser = flags.megatron_parser()
+    return {option: (action.dest, action.default) for action in parser._actions for option in action.option_strings}
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.flag)
+def test_flags_and_defaults_are_megatrons(parsed, flag):
+    dest, default = parsed[flag.flag]
+    assert (flag.dest or flag.flag[2:].replace("-", "_"), flag.default) == (dest, default)
+
+
+def warned(caplog, **given):
+    caplog.clear()
+    prepare_epp_args(arguments(**given))
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_flags_that_change_nothing_are_named_in_a_line(caplog):
+    (line,) = warned(caplog, reset_position_ids=True, reset_attention_mask=True, create_attention_mask_in_dataloader=False)
+    implied = "--reset-position-ids, --reset-attention-mask, --no-create-attention-mask-in-dataloader"
+    assert line.startswith(f"--epp implies {implied}: documents are sequences by themselves")
+    (line,) = warned(caplog, data_cache_path="cache", num_dataset_builder_threads=4)
+    assert line.startswith("--epp makes no use of --data-cache-path, --num-dataset-builder-threads: ")
+    (line,) = warned(caplog, eod_mask_loss=True)
+    assert line.startswith("--eod-mask-loss masks the loss behind end-of-document tokens, as in Megatron")
+
+
+def test_nothing_is_said_of_flags_that_are_not_given_nor_on_other_ranks(caplog):
+    assert warned(caplog) == []
+    assert warned(caplog, num_workers=2, mid_level_dataset_surplus=0.005, create_attention_mask_in_dataloader=True) == []
+    assert warned(caplog, rank=1, reset_position_ids=True) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"mock_data": True}, {"sft": True}, {"fim_data": True}, {"use_varlen_dataset": True}, {"sequence_packing_scheduler": "x"}],
+    ids=lambda given: next(iter(given)),
+)
+def test_other_data_sets_than_documents_are_refused(given):
+    (name,) = given
+    with pytest.raises(ArgumentError, match=f"--epp cannot honour --{name.replace('_', '-')} "):
+        prepare_epp_args(arguments(**given))
+
+
+def test_the_loss_is_masked_behind_ends_of_documents_where_megatron_masks_it(tmp_path):
+    """In a document of several texts, split too: the ends inside of it."""
+    eod, document = 9, [1, 2, 9, 3, 9, 9, 4, 5, 6, 9, 7, 9]
+    prefix = write_pair(tmp_path / "corpus", [document])
+    for limit in (100, 4):
+        dataset = DocumentDataset(prefix, limit)
+        lengths = tuple(dataset.lengths.tolist())
+        for index, length in enumerate(lengths):
+            batch = GlobalBatch(indices=(index,), lengths=(length,), plan=None, dataset=dataset, mask_loss_of=eod)
+            arrays = batch.chunk_of([Segment(0, 0, length)])
+            _, mask, _ = gpt_dataset._get_ltor_masks_and_position_ids(arrays.tokens, eod, False, False, True, False)
+            assert torch.equal(arrays.loss_mask, mask)
+            assert torch.equal(arrays.position_ids, torch.arange(length))
+
+
+def checkpoint(**given):
+    made = {"epp": True, "epp_documents": "split", "seed": 1, "split": "99,1,0", "seq_length": 64, "rank": 0} | given
+    return argparse.Namespace(**{name: value for name, value in made.items() if value != "gone"})
+
+
+def test_a_run_that_changes_nothing_of_the_order_resumes_without_a_word(caplog):
+    check_order(checkpoint(), checkpoint())
+    truncated = checkpoint(epp_documents="truncate")
+    check_order(truncated, checkpoint(epp_documents="truncate", seq_length=128))  # shorter ones are the same, in the same order
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("changed", [{"seed": 2}, {"split": "100,0,0"}, {"seq_length": 128}], ids=str)
+def test_what_changes_the_order_of_sequences_is_named(caplog, changed):
+    check_order(checkpoint(), checkpoint(**changed))
+    ((name, value),) = changed.items()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert (
+        f"--{name.replace('_', '-')} was {getattr(checkpoint(), name)} and is {value}: sequences come in another order" in line
+    )
+
+
+def test_a_checkpoint_of_before_the_flag_is_one_of_truncated_documents():
+    old = checkpoint(epp_documents="gone")
+    check_order(old, checkpoint(epp_documents="truncate"))
+    with pytest.raises(EppError, match=r"was truncate in the run .*Pass --epp-documents truncate to go on exactly"):
+        check_order(old, checkpoint())
+
+
+def test_a_checkpoint_of_megatrons_own_training_is_not_compared():
+    check_order(checkpoint(epp=False, epp_documents="gone"), checkpoint(seed=7))
+    check_order(checkpoint(epp="gone", epp_documents="gone"), checkpoint(seed=7))

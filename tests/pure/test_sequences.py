@@ -1,0 +1,78 @@
+"""Sequences that documents make under a limit, against the same written down token by token."""
+
+import numpy as np
+import pytest
+
+from megatron_epp.data.sequences import sequences_of
+
+
+def naive(num_tokens, limit, long_documents):
+    """Document, first token and positions of every sequence."""
+    found = []
+    for document, tokens in enumerate(num_tokens):
+        for first in range(0, tokens - 1, limit):
+            found.append((document, first, min(limit, tokens - 1 - first)))
+            if long_documents == "truncate":
+                break
+    return found
+
+
+def random_documents(seed, longest=60):
+    draw = np.random.RandomState(seed)
+    return np.maximum(0, draw.randint(-3, longest, size=draw.randint(1, 40))).astype(np.int64)
+
+
+@pytest.mark.parametrize("long_documents", ["split", "truncate"])
+@pytest.mark.parametrize("limit", [1, 2, 7, 58, 59, 1000])
+def test_sequences_are_the_naive_ones(limit, long_documents):
+    for seed in range(20):
+        num_tokens = random_documents(seed)
+        found = sequences_of(num_tokens, limit, long_documents)
+        places = [(*found.place(i), int(found.lengths[i])) for i in range(len(found))]
+        assert places == naive(num_tokens.tolist(), limit, long_documents)
+        assert found.num_long == sum(tokens - 1 > limit for tokens in num_tokens)
+        assert found.num_left_out == sum(max(0, n - 1) for n in num_tokens) - sum(found.lengths)
+        assert found.lengths.dtype == np.int32
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8, 100])
+def test_split_documents_have_every_token_but_the_first_as_a_label_once(limit):
+    for seed in range(20):
+        num_tokens = random_documents(seed)
+        found = sequences_of(num_tokens, limit)
+        seen = [np.zeros(n, dtype=int) for n in num_tokens]
+        for sequence, length in enumerate(found.lengths.tolist()):
+            document, first = found.place(sequence)
+            seen[document][first + 1 : first + length + 1] += 1
+        assert [counts.tolist() for counts in seen] == [[0, *[1] * (n - 1)][:n] for n in num_tokens]
+
+
+def test_a_sequence_begins_with_the_last_label_of_the_one_before():
+    found = sequences_of(np.array([10]), 4)
+    assert [found.place(i) for i in range(len(found))] == [(0, 0), (0, 4), (0, 8)]
+    assert found.lengths.tolist() == [4, 4, 1]
+
+
+def test_truncating_counts_the_tokens_that_it_leaves_out():
+    found = sequences_of(np.array([10, 5, 1, 6]), 4, "truncate")
+    assert found.lengths.tolist() == [4, 4, 4]
+    assert (found.num_long, found.num_left_out) == (2, 5 + 1)
+
+
+def test_where_all_documents_fit_both_ways_are_the_same():
+    num_tokens = random_documents(3)
+    ways = [sequences_of(num_tokens, 60, way) for way in ("split", "truncate")]
+    assert ways[0].lengths.tolist() == ways[1].lengths.tolist()
+    assert [way.ends for way in ways] == [None, None]
+    assert [way.num_left_out for way in ways] == [0, 0]
+
+
+def test_an_index_takes_twelve_bytes_of_a_document_and_four_of_a_further_sequence():
+    found = sequences_of(np.full(1000, 41, dtype=np.int64), 10)
+    assert len(found) == 4000
+    held = sum(array.nbytes for array in (found.lengths, found.documents, found.ends))
+    assert held == 12 * 1000 + 4 * 3000
+
+
+def test_documents_that_train_nothing_make_no_sequence():
+    assert len(sequences_of(np.array([0, 1, 1, 0]), 5)) == 0

@@ -1,0 +1,129 @@
+"""Which tokenizer made a file's tokens, and which tokenizers a run may have for them."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_epp.data.token_record import (
+    SUFFIX,
+    Tokenizer,
+    TokenRecord,
+    check_ids,
+    check_kind,
+    check_tokenizer,
+    digest_of,
+    load_record,
+)
+from megatron_epp.schedule.errors import EppError
+
+LLAMA = Tokenizer("HuggingFaceTokenizer", "meta-llama/Meta-Llama-3-8B", 128256, 128001, "00c0ffee00c0ffee")
+GPT2 = Tokenizer("GPT2BPETokenizer", "gpt2-vocab.json", 50257, 50256, "0ddba110ddba110")
+BYTES = Tokenizer("NullTokenizer", "bytes", 257, 256, None)
+FLAGS = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-8B"
+
+
+def record(tokenizer=LLAMA, max_token=128001, flags=FLAGS):
+    return TokenRecord(tokenizer, flags, num_documents=3, num_tokens=100, max_token=max_token)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    prefix = str(tmp_path / "corpus")
+    assert load_record(prefix) is None
+    for each in (record(), record(BYTES, 256)):
+        each.save(prefix + SUFFIX)
+        assert load_record(prefix) == each
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "other", "version": 1}', "not json"])
+def test_a_record_that_is_none_is_refused_with_its_path(tmp_path, text):
+    (tmp_path / f"corpus{SUFFIX}").write_text(text)
+    with pytest.raises(EppError, match=r"corpus\.tokenizer\.json does not say which tokenizer .*`megatron-epp prepare`"):
+        load_record(str(tmp_path / "corpus"))
+
+
+def test_a_later_schema_is_refused(tmp_path):
+    prefix = str(tmp_path / "corpus")
+    record().save(prefix + SUFFIX)
+    body = json.loads((tmp_path / f"corpus{SUFFIX}").read_text())
+    (tmp_path / f"corpus{SUFFIX}").write_text(json.dumps(body | {"version": 2}))
+    with pytest.raises(EppError, match="another schema"):
+        load_record(prefix)
+
+
+@pytest.mark.parametrize(
+    ("made", "run"),
+    [
+        (record(), LLAMA),
+        (record(), replace(LLAMA, model="/models/llama3")),  # the same, from another place
+        (record(), replace(LLAMA, vocab_size=128300)),  # with tokens added that the documents have not
+        (record(BYTES, 256), replace(BYTES, model=None)),
+        (record(BYTES, 256), replace(BYTES, vocab_size=512, eod=511)),
+    ],
+)
+def test_the_same_tokenizer_is_taken(made, run):
+    check_tokenizer("corpus", made, run)
+
+
+@pytest.mark.parametrize(
+    ("made", "run"),
+    [
+        (record(), GPT2),
+        (record(), replace(LLAMA, digest="another")),
+        (record(), replace(BYTES, vocab_size=128256)),
+        (record(BYTES, 256), LLAMA),
+        (record(BYTES, 256), replace(BYTES, vocab_size=256)),
+        (record(), replace(LLAMA, vocab_size=128000)),
+        (record(replace(LLAMA, digest=None)), replace(GPT2, digest=None, vocab_size=200000)),
+    ],
+)
+def test_another_tokenizer_is_refused_by_name_in_one_line(made, run):
+    with pytest.raises(EppError) as caught:
+        check_tokenizer("documents/text", made, run)
+    message = str(caught.value)
+    assert message.startswith(
+        f"documents/text has tokens of {made.tokenizer}, and this run's tokenizer is {run}: train with {FLAGS}"
+    )
+    assert "\n" not in message
+
+
+def test_ends_of_documents_must_agree_only_where_they_are_looked_for():
+    run = replace(BYTES, vocab_size=258, eod=257)
+    check_tokenizer("corpus", record(BYTES, 256), run)
+    with pytest.raises(EppError, match=r"--eod-mask-loss: documents of corpus end with token 256, .* ends them with 257"):
+        check_tokenizer("corpus", record(BYTES, 256), run, masks_eod=True)
+    check_tokenizer("corpus", record(BYTES, 256), BYTES, masks_eod=True)
+
+
+def test_flags_alone_tell_text_from_bytes_and_ids():
+    check_kind("corpus", record(), "HuggingFaceTokenizer", "another")
+    check_kind("corpus", record(BYTES, 256), "NullTokenizer", None)
+    with pytest.raises(EppError, match=r"tokens of NullTokenizer bytes .* tokenizer is HuggingFaceTokenizer m: train with"):
+        check_kind("corpus", record(BYTES, 256), "HuggingFaceTokenizer", "m")
+    with pytest.raises(EppError, match="this run's tokenizer is NullTokenizer: train with --tokenizer-type Hugging"):
+        check_kind("corpus", record(), "NullTokenizer", None)
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    check_ids("corpus", np.array([0, 256], dtype=np.uint16), 257)
+    check_ids("corpus", np.array([], dtype=np.uint16), 257)
+    with pytest.raises(EppError, match="corpus has token 257, and this run's tokenizer has a vocabulary of 257"):
+        check_ids("corpus", np.array([0, 257, 3]), 257)
+
+
+def test_a_digest_is_of_what_a_text_becomes_without_what_is_put_around_it():
+    def words(text):
+        return [sum(word.encode()) for word in text.split()]
+
+    expected = digest_of(words)
+    assert expected is not None
+    assert len(expected) == 16
+    assert digest_of(lambda text: [-1, *words(text), -2]) == expected
+    assert digest_of(lambda text: [1 + each for each in words(text)]) != expected
+    assert digest_of(lambda text: [int(word) for word in text.split(" ")]) is None
+
+
+def test_digests_do_not_change_between_releases():
+    """Later releases read the records of earlier ones: the text stays, and how its ids are told."""
+    assert digest_of(lambda text: list(text.encode())) == "9adc72149678a1d3"
