@@ -21,14 +21,16 @@ from megatron_epp.mcore import fingerprints, patching
 from megatron_epp.mcore.adopt import check_adopted
 from megatron_epp.mcore.args import placement_of, token_multiple
 from megatron_epp.mcore.block_loss import block_loss
+from megatron_epp.mcore.communicators import link_options, time_limit
 from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.balance import Teams, teams_of
 from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.host import HostMemory
 from megatron_epp.runtime.host_limit import host_limit
-from megatron_epp.runtime.links import Links, new_group
+from megatron_epp.runtime.links import Links
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.sharing import from_each, from_first
 from megatron_epp.runtime.shortage import Shortage
@@ -107,10 +109,13 @@ class Session:
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        self.links = Links.create(pipeline, self._team_ranks[self.team], both_ways=self.placement.num_chunks > 1)
-        self._planning_ranks = new_group(tuple(ranks[0] for ranks in self._team_ranks), backend="gloo")
+        both_ways = self.placement.num_chunks > 1
+        groups = Groups(time_limit(self.args), mpu.create_group)
+        options = link_options(self.args, len(pipeline), both_ways)
+        self.links = Links.create(pipeline, self._team_ranks[self.team], groups, both_ways, options)
+        self._planning_ranks = groups.of(tuple(ranks[0] for ranks in self._team_ranks), backend="gloo")
         if self.args.epp_oom_retry:
-            self._all_ranks = new_group(tuple(range(dist.get_world_size())), backend="gloo")
+            self._all_ranks = groups.of(tuple(range(dist.get_world_size())), backend="gloo")
         if self.args.epp_schedule == "elastic":
             _, _, device = next(iter(self.stages.values())).message(1)
             with self.watchdog.watch(lambda: f"rank {self.rank} waits for its neighbours (--epp-wait-limit-seconds)"):
