@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.schedule.kv_sums import CHOICES, MOST_ROUNDED
 
 TITLE = "elastic pipeline parallelism"
 
@@ -126,9 +127,13 @@ def _add_running(add: Callable[..., Any]) -> None:
     )
     add(
         "--epp-fp32-kv-gradients",
-        action="store_true",
-        help="Add up the gradients of a sliced sequence's keys and values in fp32. In bf16 and fp16 every slice rounds the sum "
-        "otherwise. Takes twice the memory for them.",
+        nargs="?",
+        choices=CHOICES,
+        const="on",
+        default="auto",
+        help="Add up the gradients of a sliced sequence's keys and values in fp32: on (or no value), off, or auto, which does "
+        f"so where it has more than {MOST_ROUNDED} slices. In bf16 and fp16 every slice rounds the sum otherwise. Takes twice "
+        "the memory for them (default: auto).",
     )
     add(
         "--epp-oom-retry",
