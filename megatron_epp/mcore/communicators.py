@@ -1,4 +1,4 @@
-"""Options of the communicators that carry messages between a pipeline's ranks, on NCCL.
+"""Communicators on NCCL: options of those that carry messages between a pipeline's ranks, and memory that all of them take.
 
 A kernel that waits for the other rank holds a streaming multiprocessor (SM) for each of its thread blocks (CTAs). By default
 these are 16 for a message of more than 1 MiB over NVLink. Eight links of a rank could then hold nearly all SMs of a device, and
@@ -8,13 +8,14 @@ compute and collectives, which other ranks may have to finish before they send, 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 from megatron.core.parallel_state import get_nccl_options
 
 from megatron_epp.runtime.groups import Options
@@ -108,3 +109,35 @@ def _of_user(args: argparse.Namespace) -> dict[str, Any]:
     if _GROUP in (args.high_priority_stream_groups or ()):
         found["is_high_priority_stream"] = True
     return found
+
+
+def groups_in_use(args: argparse.Namespace) -> list[dist.ProcessGroup]:
+    """This rank's groups of several ranks whose collectives training needs, in one order for all ranks."""
+    wanted = [
+        mpu.get_tensor_model_parallel_group(),
+        mpu.get_context_parallel_group(),
+        mpu.get_data_parallel_group(with_context_parallel=True),
+        mpu.get_pipeline_model_parallel_group(),
+        mpu.get_model_parallel_group(),
+        mpu.get_embedding_group(check_initialized=False),  # which ranks in the middle are not in
+        mpu.get_position_embedding_group(check_initialized=False),
+    ]
+    if args.use_distributed_optimizer:  # for the norm of gradients
+        wanted.append(mpu.get_intra_distributed_optimizer_instance_group())
+    if args.num_experts is not None:
+        wanted += [
+            mpu.get_expert_model_parallel_group(),
+            mpu.get_expert_tensor_and_model_parallel_group(),
+            mpu.get_expert_data_parallel_group(),
+        ]
+    there = dict.fromkeys(group for group in wanted if group is not None)
+    return [group for group in there if dist.get_world_size(group) > 1]
+
+
+def reduce_once(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Run one collective on each group. NCCL makes a communicator, and takes its memory, only then.
+
+    Every rank must name its groups in one order of all, or ranks may wait in a circle.
+    """
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)

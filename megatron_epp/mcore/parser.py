@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
 from megatron_epp.schedule.kv_sums import CHOICES, MOST_ROUNDED
 
 TITLE = "elastic pipeline parallelism"
@@ -60,7 +60,8 @@ def _add_memory(add: Callable[..., Any]) -> None:
         type=float,
         metavar="GB",
         help="Memory one rank may hold, weights and optimizer included. "
-        f"Default: {100 * DEVICE_SHARE:.0f}%% of the device's; none on CPU.",
+        f"Default: {100 * DEVICE_SHARE:.0f}%% of the device's; none on CPU. On a GPU no more than is left when libraries and "
+        f"communicators are set up, less {SETUP_MARGIN_BYTES >> 30} GiB.",
     )
     add(
         "--epp-fragmentation-share",

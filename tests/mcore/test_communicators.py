@@ -3,10 +3,12 @@
 import json
 from argparse import Namespace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import launch
 from torch import distributed as dist
 
 from megatron_epp.mcore import communicators
@@ -100,3 +102,15 @@ def test_options_of_pipelines_in_the_runs_file_are_taken(on_nccl, tmp_path):
 def test_there_are_no_options_for_another_backend(monkeypatch):
     monkeypatch.setattr(communicators.dist, "get_backend", lambda: "gloo")
     assert link_options(arguments(), num_ranks=4, both_ways=True) is None
+
+
+def test_training_runs_collectives_only_on_groups_that_have_run_one_before(tmp_path):
+    """So that their communicators have their memory before caps are set."""
+    finished = launch(1, Path(__file__).with_name("collectives_worker.py"), tmp_path, timeout_s=400)
+    last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
+    assert last is not None, finished.output[-5000:]
+    found = json.loads(last)
+    assert [len(ranks) for ranks in found.values()] == [4, 4], found
+    for rank in (rank for ranks in found.values() for rank in ranks):
+        assert rank["strange"] == []
+        assert len(rank["used"]) >= 3, rank
