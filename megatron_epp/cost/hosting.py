@@ -56,11 +56,11 @@ def hosting(costs: PipelineCosts, stage: int, work: ChunkWork, sharing: float = 
     own = costs.stages[stage]
     parts = head_parts(own.kv_heads)
     pieces, kv = own.num_layers * parts, own.kv_bytes_per_token / parts
-    gradient = kv if own.kv_gradient_bytes_per_token is None else own.kv_gradient_bytes_per_token / parts
+    gradient = own.kv_gradient_per_token(work) / parts
     rows, before, upto = size_classes(work.cache_tokens), work.prefix_tokens, work.prefix_tokens + work.tokens
     has_earlier, has_later = np.where(work.first, 0, 1), np.where(work.last, 0, 1)
 
-    def copy_us(per_token: float, tokens: IntColumn) -> TimeColumn:
+    def copy_us(per_token: float | TimeColumn, tokens: IntColumn) -> TimeColumn:
         """Of a piece, one way: keys and values, or their gradients, are two copies."""
         return sharing * costs.host_turns * (2 * costs.host_latency_us + costs.host_us_per_byte * per_token * tokens)
 

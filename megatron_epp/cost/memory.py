@@ -45,6 +45,10 @@ FRAGMENTATION_SHARE = 0.05
 """Of what chunks hold, on a GPU, where nobody says: a caching allocator's blocks are larger than what lies in them."""
 DEVICE_SHARE = 0.9
 """Of a device's memory, that plans may fill where nobody gives a cap: libraries and communicators take some of it too."""
+SETUP_MARGIN_BYTES = 1 << 30
+"""Of what is free after set-up, that plans leave: kernels are loaded, and workspaces made, when they are first used."""
+_CAP_STEP_BYTES = 1 << 28
+"""Caps of what is free are multiples of this, so that a resumed run, for which a little more or less is free, plans alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,17 @@ class Static:
 
 
 NO_STATIC = Static()
+
+
+def room_bytes(free_bytes: int, reserved_bytes: int) -> int:
+    """The most that a rank may hold on a device that is set up.
+
+    Args:
+        free_bytes: that nothing and nobody has taken of the device.
+        reserved_bytes: that torch's allocator has, in use or not.
+    """
+    room = free_bytes + reserved_bytes - SETUP_MARGIN_BYTES
+    return max(0, room // _CAP_STEP_BYTES * _CAP_STEP_BYTES)
 
 
 def on_device(

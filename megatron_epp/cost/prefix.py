@@ -32,7 +32,7 @@ def prefix_bytes(costs: StageCosts, work: ChunkWork) -> TimeColumn:
     parts = head_parts(costs.kv_heads)
     all_heads, piece = made(seen, costs.kv_heads), made(seen, costs.kv_heads // parts)
     # Where all heads run at once and the sums are no wider, what the last slice makes becomes them, and counts there.
-    wider = (costs.kv_gradient_bytes_per_token or 0.0) > costs.kv_bytes_per_token
-    becomes = work.last & all_at_once(seen, costs.kv_heads, head, costs.queries_per_key) & (not wider)
+    wider = costs.kv_gradient_per_token(work) > costs.kv_bytes_per_token
+    becomes = work.last & all_at_once(seen, costs.kv_heads, head, costs.queries_per_key) & ~wider
     resident = all_heads - np.where(becomes, costs.kv_bytes_per_token * seen, 0.0)
     return np.maximum(np.where(work.hosted, piece, resident) - made(work.tokens, costs.kv_heads), 0.0)

@@ -24,6 +24,7 @@ from megatron_epp.cost.stage import PipelineCosts, StageCosts
 from megatron_epp.cost.text import Form, with_lines
 from megatron_epp.schedule import EppError
 
+_FP32_BYTES = 4
 FORM = Form("profile", "megatron-epp/profile", 1)
 
 
@@ -155,6 +156,7 @@ class Profile:
             extra_bytes_per_token=self.hidden_bytes_per_token + sum(part.bytes_per_token for part in extras),
             head_bytes_per_token=self.head.bytes_per_token if last else 0.0,
             kv_bytes_per_token=self.kv_bytes_per_token,
+            many_kv_gradient_bytes_per_token=self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes,
             kv_heads=self.kv_heads,
             queries_per_key=self.queries_per_key,
             weight_bytes_per_token=self.layer.weight_bytes_per_token,

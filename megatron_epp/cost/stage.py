@@ -20,6 +20,7 @@ from megatron_epp.cost.prefix import prefix_bytes
 from megatron_epp.cost.text import Form, with_lines
 from megatron_epp.cost.work import ChunkWork, IntColumn, LayerPeak
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
+from megatron_epp.schedule.kv_sums import MOST_ROUNDED
 from megatron_epp.schedule.size_class import size_classes
 
 _FORM = Form("cost profile", "megatron-epp/costs", 1)
@@ -49,6 +50,8 @@ class StageCosts:
         head_bytes_per_token: of these, what backward lets go before it reaches the layers: logits, loss.
         kv_bytes_per_token: K and V of one layer.
         kv_gradient_bytes_per_token: their gradient, while it is added up; None where it takes as much.
+        many_kv_gradient_bytes_per_token: the same of sequences with more slices than `kv_sums.MOST_ROUNDED`; None where that
+            is no other.
         kv_heads: heads of keys and values that a rank has inside attention.
         queries_per_key: query heads that share one of them.
         weight_bytes_per_token: what a layer's W still needs after its B: inputs and output gradients of the linear layers.
@@ -77,6 +80,7 @@ class StageCosts:
     head_bytes_per_token: float = 0.0
     kv_bytes_per_token: float
     kv_gradient_bytes_per_token: float | None = None
+    many_kv_gradient_bytes_per_token: float | None = None
     kv_heads: int = 1
     queries_per_key: int = 1
     weight_bytes_per_token: float = 0.0
@@ -97,6 +101,12 @@ class StageCosts:
         if name == "whole":
             return Level(self.forward, self.recomputed_layer_bytes_per_token)
         return self.linear if name == "linear" else self.mlp
+
+    def kv_gradient_per_token(self, work: ChunkWork) -> TimeColumn:
+        """Bytes of the gradient of one layer's keys and values while it is added up, of each chunk's sliced sequence."""
+        few = self.kv_bytes_per_token if self.kv_gradient_bytes_per_token is None else self.kv_gradient_bytes_per_token
+        many = few if self.many_kv_gradient_bytes_per_token is None else self.many_kv_gradient_bytes_per_token
+        return np.where(work.num_slices > MOST_ROUNDED, many, few)
 
     def peaks_per_token(self, level: str, apart: bool) -> tuple[float, float]:
         """Bytes of one layer when its backward begins, and when its attention has made the gradient of K and V."""
@@ -231,9 +241,7 @@ class PipelineCosts:
         return np.where(work.sliced, self.stages[stage].kv_bytes_per_token, 0.0)
 
     def _gradient_of_layer(self, stage: int, work: ChunkWork) -> TimeColumn:
-        costs = self.stages[stage]
-        each = costs.kv_bytes_per_token if costs.kv_gradient_bytes_per_token is None else costs.kv_gradient_bytes_per_token
-        return each * work.cache_tokens
+        return self.stages[stage].kv_gradient_per_token(work) * work.cache_tokens
 
     def _levels(self, stage: int, recompute: Recompute) -> Iterator[tuple[str, int, Level]]:
         for name, count in zip(LEVELS, recompute, strict=True):

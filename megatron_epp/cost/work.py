@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,6 +41,7 @@ class ChunkWork:
         prefix_tokens: of that sequence, ahead of the slice.
         cache_tokens: tokens of that sequence's key and value cache: all padded tokens of its chunks, so the short sequences
             that ride with the tail are included. Zero where nothing is sliced, or where it is at the host.
+        num_slices: of that sequence; zero where nothing is sliced.
     """
 
     tokens: IntColumn
@@ -49,6 +51,7 @@ class ChunkWork:
     last: BoolColumn
     prefix_tokens: IntColumn
     cache_tokens: IntColumn
+    num_slices: IntColumn
 
     @property
     def hosted(self) -> BoolColumn:
@@ -85,6 +88,7 @@ def work_of(chunks: Sequence[Chunk], lengths: Sequence[int], token_multiple: int
     pairs = [sum(causal_pairs(start, end) for _, start, end in chunk.segments) for chunk in chunks]
     slices = [chunk.slice_of(lengths) for chunk in chunks]
     neighbours = slice_neighbours(chunks)
+    slices_of = Counter(part.sequence for part in slices if part is not None)
     cache_of: dict[int, int] = {}
     for own, part in zip(tokens, slices, strict=True):
         if part is not None:
@@ -97,4 +101,5 @@ def work_of(chunks: Sequence[Chunk], lengths: Sequence[int], token_multiple: int
         last=np.array([s is not None and f is None for s, f in zip(slices, neighbours.following, strict=True)], dtype=np.bool_),
         prefix_tokens=np.array([0 if part is None else part.start for part in slices], dtype=np.int64),
         cache_tokens=np.array([0 if part is None else cache_of[part.sequence] for part in slices], dtype=np.int64),
+        num_slices=np.array([0 if part is None else slices_of[part.sequence] for part in slices], dtype=np.int64),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from megatron_epp.mcore.data_flags import tell_data_flags
@@ -29,7 +30,11 @@ class _Conflict(NamedTuple):
         return self.dest or self.flag[2:].replace("-", "_")
 
 
+_NO_RESTART = _Conflict(
+    "--inprocess-restart", advice="leave it out: the watchdog of the run that failed goes on, and would end the restarted one"
+)
 _CONFLICTS = (
+    _NO_RESTART,
     _Conflict("--attention-dropout", (0.0,), "set it to 0"),
     _Conflict("--cp-comm-type", (None, ["p2p"], ["a2a"]), "leave it out: heads are exchanged for tokens, as a2a does"),
     _Conflict("--hierarchical-context-parallel-sizes"),
@@ -115,10 +120,19 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
             logger.warning("--epp weighs every token alike: --calculate-per-token-loss is now on")
 
 
-def _check_conflicts(args: argparse.Namespace) -> None:
+def refuse_restart(args: argparse.Namespace) -> None:
+    """Raise `ArgumentError` where a run is to be restarted in its processes.
+
+    Scripts ask for that before they validate anything, and what is raised afterwards may only restart the run.
+    """
+    if getattr(args, "epp", False):
+        _check_conflicts(args, (_NO_RESTART,))
+
+
+def _check_conflicts(args: argparse.Namespace, conflicts: Iterable[_Conflict] = _CONFLICTS) -> None:
     clashes = [
         f"{c.flag} {value} ({c.advice})"
-        for c in _CONFLICTS
+        for c in conflicts
         if hasattr(args, c.attribute) and (value := getattr(args, c.attribute)) not in c.allowed
     ]
     if clashes:

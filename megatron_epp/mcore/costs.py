@@ -26,6 +26,7 @@ from megatron_epp.mcore.snapshot import Snapshot
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.mcore.timing import measure_times
 from megatron_epp.runtime.links import Links
+from megatron_epp.schedule.kv_sums import MOST_ROUNDED, in_fp32
 from megatron_epp.schedule.placement import neighbours_apart
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ def pipeline_costs(
     are those of the run's precision whatever that of a profile. Times vary, so they are formulas, or those of the profile that
     `--epp-costs` names, unless `--epp-costs measure` asks otherwise; then they are kept with the checkpoints, and a resumed run
     whose stages are the same plans as the interrupted one did. A file with costs of a whole pipeline is taken as it is but for
-    heads, by which the run splits, so one of another precision is refused.
+    heads, by which the run splits, and for what gradients of keys and values are added up in, so one of another precision is
+    refused.
 
     Args:
         args: Megatron's arguments.
@@ -59,7 +61,7 @@ def pipeline_costs(
     if isinstance(given, PipelineCosts):
         share = given.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
         given = stored_costs.checked(given, args.epp_costs, len(placement), token_bytes)
-        split = tuple(replace(stage, **_heads(args)) for stage in given.stages)
+        split = tuple(replace(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
         return replace(given, stages=split, fragmentation_share=share)
     profile = given or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
     layers = _by_stage({number: stage.num_layers for number, stage in stages.items()}, links)
@@ -134,6 +136,14 @@ def _heads(args: argparse.Namespace) -> dict[str, int]:
     """What a rank has of them inside attention: what a run makes at once of a prefix's gradients goes by it."""
     shape = model_shape(args)
     return {"kv_heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
+
+
+def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, float]:
+    """What gradients of a layer's keys and values take in the run, per token, of sequences with few and with many slices."""
+    kept = costs.kv_bytes_per_token
+    wide = kept * torch.float32.itemsize / model_shape(args).bytes_per_value
+    few, many = (wide if in_fp32(args.epp_fp32_kv_gradients, count) else kept for count in (MOST_ROUNDED, MOST_ROUNDED + 1))
+    return {"kv_gradient_bytes_per_token": few, "many_kv_gradient_bytes_per_token": many}
 
 
 def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCosts]:

@@ -29,9 +29,18 @@ def _add_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_epp.mcore.args import refuse_restart
     from megatron_epp.mcore.yaml_cfg import reading_yaml
 
-    return functools.wraps(original)(reading_yaml(original))
+    reading = reading_yaml(original)
+
+    @functools.wraps(original)
+    def parse_args(*rest: Any, **named: Any) -> Any:
+        args = reading(*rest, **named)
+        refuse_restart(args)
+        return args
+
+    return parse_args
 
 
 def _check_flags(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +187,10 @@ _OUR_ATTENTION = "with --epp, builds the model with our attention"
 PATCHES = (
     Patch("megatron.training.arguments:add_megatron_arguments", _add_flags, "adds the --epp flags", wraps=True),
     Patch(
-        "megatron.training.arguments:parse_args", _read_yaml, "with --epp, takes the values of --yaml-cfg as flags", wraps=True
+        "megatron.training.arguments:parse_args",
+        _read_yaml,
+        "with --epp, takes the values of --yaml-cfg as flags, and refuses to be restarted in its process",
+        wraps=True,
     ),
     Patch("megatron.training.arguments:validate_args", _check_flags, "checks the --epp flags", wraps=True),
     Patch("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _adopt, _OUR_ATTENTION, wraps=True),
@@ -216,6 +228,7 @@ PATCHES = (
         "with --epp, refuses functions of the script that it would not use, and ends planning when training ends",
         wraps=True,
     ),
+    Patch(
         "megatron.training.checkpointing:check_checkpoint_args",
         _compare_order,
         "with --epp, compares the order of sequences with that of the run that saved a checkpoint",

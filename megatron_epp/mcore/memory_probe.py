@@ -17,6 +17,7 @@ from megatron_epp.runtime.saved import SavedTensors
 from megatron_epp.runtime.slice_view import SliceView
 from megatron_epp.runtime.weights import WeightGradients
 from megatron_epp.schedule import Chunk, Recompute, Segment
+from megatron_epp.schedule.kv_sums import MOST_ROUNDED
 from megatron_epp.schedule.size_class import size_class
 
 _TOKENS = 256
@@ -69,7 +70,13 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         surge = _held(stage, _with("", 1, whole=layers - 1), keep_weights=True).surge
         costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + surge)
     kv, gradient, left = _of_slices(stage)
-    costs = replace(costs, kv_bytes_per_token=kv, kv_gradient_bytes_per_token=gradient)
+    _, wider, _ = _of_slices(stage, num_slices=MOST_ROUNDED + 1)
+    costs = replace(
+        costs,
+        kv_bytes_per_token=kv,
+        kv_gradient_bytes_per_token=gradient,
+        many_kv_gradient_bytes_per_token=wider,
+    )
     if alike and gradient:
         costs = replace(costs, attended_bytes_per_token=least + left + kv)
     if splits and alike and gradient:
@@ -148,8 +155,13 @@ class _LastLayer:
         self.peak_bytes = self._meter.peak_bytes
 
 
-def _of_slices(stage: MegatronStage, keep_weights: bool = False) -> tuple[float, float, float]:
+def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2) -> tuple[float, float, float]:
     """Two slices of a sequence, of which the last runs backward and meets the gradient of keys and values in its last layer.
+
+    Args:
+        stage: runs them.
+        keep_weights: the backward keeps what weight gradients need.
+        num_slices: that the sequence is taken to have.
 
     Returns:
         bytes per token of a layer's keys and values, of their gradient, and of what is there of the last layer, at the most and
@@ -168,7 +180,7 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False) -> tuple[float,
     meter = SavedTensors(stage.parameters, cached)
     with meter, _LastLayer(stage, meter) as last:
         for start in (0, tokens):
-            view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens)
+            view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
             chunk = Chunk((Segment(0, start, start + tokens),))
             _, *run = forward(stage, chunk, view, Recompute(whole=stage.num_layers))
             runs.append(run)

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
 from megatron_epp.data.sequences import LONG_DOCUMENTS
+from megatron_epp.schedule.kv_sums import CHOICES, MOST_ROUNDED
 
 TITLE = "elastic pipeline parallelism"
 
@@ -74,7 +75,8 @@ def _add_memory(add: Callable[..., Any]) -> None:
         type=float,
         metavar="GB",
         help="Memory one rank may hold, weights and optimizer included. "
-        f"Default: {100 * DEVICE_SHARE:.0f}%% of the device's; none on CPU.",
+        f"Default: {100 * DEVICE_SHARE:.0f}%% of the device's; none on CPU. On a GPU no more than is left when libraries and "
+        f"communicators are set up, less {SETUP_MARGIN_BYTES >> 30} GiB.",
     )
     add(
         "--epp-fragmentation-share",
@@ -141,9 +143,13 @@ def _add_running(add: Callable[..., Any]) -> None:
     )
     add(
         "--epp-fp32-kv-gradients",
-        action="store_true",
-        help="Add up the gradients of a sliced sequence's keys and values in fp32. In bf16 and fp16 every slice rounds the sum "
-        "otherwise. Takes twice the memory for them.",
+        nargs="?",
+        choices=CHOICES,
+        const="on",
+        default="auto",
+        help="Add up the gradients of a sliced sequence's keys and values in fp32: on (or no value), off, or auto, which does "
+        f"so where it has more than {MOST_ROUNDED} slices. In bf16 and fp16 every slice rounds the sum otherwise. Takes twice "
+        "the memory for them (default: auto).",
     )
     add(
         "--epp-oom-retry",

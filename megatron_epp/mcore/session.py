@@ -15,20 +15,22 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore import fingerprints, patching
 from megatron_epp.mcore.adopt import check_adopted
 from megatron_epp.mcore.args import placement_of, token_multiple
 from megatron_epp.mcore.block_loss import block_loss
+from megatron_epp.mcore.caps import cap_bytes, tell_lowered
+from megatron_epp.mcore.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.costs import gathered, pipeline_costs
 from megatron_epp.mcore.stage import MegatronStage
 from megatron_epp.planner.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.balance import Teams, teams_of
 from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.host import HostMemory
 from megatron_epp.runtime.host_limit import host_limit
-from megatron_epp.runtime.links import Links, new_group
+from megatron_epp.runtime.links import Links
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.sharing import from_each, from_first
 from megatron_epp.runtime.shortage import Shortage
@@ -107,14 +109,18 @@ class Session:
             for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
         }
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        self.links = Links.create(pipeline, self._team_ranks[self.team], both_ways=self.placement.num_chunks > 1)
-        self._planning_ranks = new_group(tuple(ranks[0] for ranks in self._team_ranks), backend="gloo")
+        both_ways = self.placement.num_chunks > 1
+        groups = Groups(time_limit(self.args), mpu.create_group)
+        options = link_options(self.args, len(pipeline), both_ways)
+        self.links = Links.create(pipeline, self._team_ranks[self.team], groups, both_ways, options)
+        self._planning_ranks = groups.of(tuple(ranks[0] for ranks in self._team_ranks), backend="gloo")
         if self.args.epp_oom_retry:
-            self._all_ranks = new_group(tuple(range(dist.get_world_size())), backend="gloo")
+            self._all_ranks = groups.of(tuple(range(dist.get_world_size())), backend="gloo")
         if self.args.epp_schedule == "elastic":
             _, _, device = next(iter(self.stages.values())).message(1)
-            with self.watchdog.watch(lambda: f"rank {self.rank} waits for its neighbours (--epp-wait-limit-seconds)"):
+            with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
                 self.links.meet(device)
+                reduce_once(groups_in_use(self.args), device)
             offloads = self.args.epp_offload == "on"
             host_cap = host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES
             self._learn_costs(self.links, host_cap)
@@ -129,7 +135,7 @@ class Session:
             try:
                 self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of, self._note_learning)
                 self._note_learning("exchanging memory caps")
-                self._begin_planning(self.costs, gathered(self._cap_bytes(), links, min), gathered(host_cap, links, min))
+                self._begin_planning(self.costs, gathered(cap_bytes(self.args), links, min), gathered(host_cap, links, min))
             finally:
                 self._learning = None
 
@@ -139,6 +145,8 @@ class Session:
             return
         assert self._planning_ranks is not None
         least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
+        if self.args.rank == 0:
+            tell_lowered(self.args, least)
         host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
         self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
         self._planner = BackgroundPlanner(costs, options_of(self.args), self.team, self.teams)
@@ -226,13 +234,6 @@ class Session:
                 f"replicas divide a batch differently (checksums {checksums}). All need the same data files, --seed, software "
                 "and --epp-costs"
             )
-
-    def _cap_bytes(self) -> int:
-        if self.args.epp_memory_cap_gb is not None:
-            return int(self.args.epp_memory_cap_gb * 2**30)
-        if torch.cuda.is_initialized():
-            return int(DEVICE_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-        return UNLIMITED_BYTES
 
 
 def host_cap_bytes(args: argparse.Namespace) -> int:

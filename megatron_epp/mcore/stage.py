@@ -46,7 +46,7 @@ class MegatronStage:
         is_first: holds the embedding.
         is_last: computes the loss.
         tp_size: tensor-parallel ranks.
-        fp32_kv_gradients: add up gradients of sliced sequences' keys and values in fp32.
+        fp32_kv_gradients: see `KVRelay`.
         block_loss: computes the loss of a last stage without all logits of a chunk; None where they are there at once.
     """
 
@@ -57,7 +57,7 @@ class MegatronStage:
         is_first: bool,
         is_last: bool,
         tp_size: int,
-        fp32_kv_gradients: bool = False,
+        fp32_kv_gradients: str = "auto",
         block_loss: BlockLoss | FusedLoss | None = None,
     ) -> None:
         self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss

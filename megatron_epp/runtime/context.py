@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ class ChunkLayout(NamedTuple):
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
     """The layout of every chunk of a plan."""
     slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
+    num_slices = Counter(part.sequence for part in slices if part is not None)
     room: dict[int, int] = {}  # in the buffer of a sequence, so that every chunk fits behind the start of its slice
     for c, part in enumerate(slices):
         if part is not None:
@@ -52,7 +54,8 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
 
     def view(c: int, part: Segment) -> SliceView:
         length, tokens = plan.lengths[part.sequence], plan.padded_tokens(c)
-        return SliceView(*part, length, part.start + tokens if part.end == length else room[part.sequence])
+        capacity = part.start + tokens if part.end == length else room[part.sequence]
+        return SliceView(*part, length, capacity, num_slices[part.sequence])
 
     return tuple(
         ChunkLayout(SegmentTable.build(chunk, plan.padded_tokens(c)), None if part is None else view(c, part))

@@ -20,6 +20,7 @@ from megatron_epp.runtime.host import HostMemory, Region
 from megatron_epp.runtime.look_ahead import LookAhead, Piece, Use
 from megatron_epp.runtime.slice_view import RelayError, SliceView, check_backward, check_forward, no_cache
 from megatron_epp.schedule.hosted import head_parts
+from megatron_epp.schedule.kv_sums import in_fp32
 from megatron_epp.schedule.size_class import size_class
 
 
@@ -62,7 +63,7 @@ class HostedCaches:
         host_peak_bytes: most of it at one time.
     """
 
-    def __init__(self, host: HostMemory, sequences: Collection[int], fp32_gradients: bool = False) -> None:
+    def __init__(self, host: HostMemory, sequences: Collection[int], fp32_gradients: str = "auto") -> None:
         self.sequences = frozenset(sequences)
         self.num_bytes = self.host_bytes = self.host_peak_bytes = 0
         self._host, self._fp32_gradients = host, fp32_gradients
@@ -197,7 +198,8 @@ class HostedCaches:
             return
         now.kv = [self._empty(now.view, like, like.dtype) for _ in range(2)]
         if now.backward:
-            dtype = torch.promote_types(like.dtype, torch.float32) if self._fp32_gradients else like.dtype
+            wide = in_fp32(self._fp32_gradients, now.view.num_slices)
+            dtype = torch.promote_types(like.dtype, torch.float32) if wide else like.dtype
             now.gradient = self._empty(now.view, like, dtype)
 
     def _load(self, use: Use, number: int) -> Any:

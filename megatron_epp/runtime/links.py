@@ -10,6 +10,7 @@ NCCL's, a send and a receive would wait for each other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.runtime.groups import Groups, Options
 from megatron_epp.schedule import EppError
 
 
@@ -62,6 +64,16 @@ def ways(num_ranks: int, both_ways: bool) -> list[Way]:
     return found
 
 
+def most_links(num_ranks: int, both_ways: bool) -> int:
+    """The most communicators for messages that any rank of a pipeline has: each pair of ranks has its own on each group.
+
+    Args:
+        num_ranks, both_ways: as for `ways`.
+    """
+    ends = Counter(rank for way in ways(num_ranks, both_ways) for rank in (way.sender, way.receiver))
+    return max(ends.values(), default=0)
+
+
 @dataclass(slots=True)
 class Links:
     """The communicators of one pipeline.
@@ -88,29 +100,37 @@ class Links:
     _in_flight: dict[tuple[int, dist.ProcessGroup], tuple[dist.Work, Tensor]] = field(default_factory=dict)
 
     @staticmethod
-    def create(pipeline_ranks: Sequence[int], control_ranks: Sequence[int], both_ways: bool = False) -> Links:
+    def create(
+        pipeline_ranks: Sequence[int],
+        control_ranks: Sequence[int],
+        groups: Groups,
+        both_ways: bool = False,
+        options: Options | None = None,
+    ) -> Links:
         """Make the groups. Every rank of the job must call this at the same point.
 
         Args:
             pipeline_ranks: global ranks of this rank's pipeline, in order.
             control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
+            groups: makes them.
             both_ways: activations travel to lower ranks too, and gradients to higher ones.
+            options: of the groups that carry messages; None for the backend's defaults.
 
         Raises:
             EppError: messages between different ranks would wait for each other.
         """
         _check_pairs(len(pipeline_ranks))
         pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
-        activations, gradients = new_group(pipeline), new_group(pipeline)
+        activations, gradients = (groups.of(pipeline, options=options) for _ in range(2))
         return Links(
             ranks=pipeline,
             position=pipeline.index(dist.get_rank()),
             activations=activations,
             gradients=gradients,
-            activations_down=new_group(pipeline) if both_ways else activations,
-            gradients_up=new_group(pipeline) if both_ways else gradients,
-            reports=new_group(pipeline, backend="gloo"),
-            control=new_group(control, backend="gloo"),
+            activations_down=groups.of(pipeline, options=options) if both_ways else activations,
+            gradients_up=groups.of(pipeline, options=options) if both_ways else gradients,
+            reports=groups.of(pipeline, backend="gloo"),
+            control=groups.of(control, backend="gloo"),
         )
 
     def meet(self, device: torch.device) -> None:
@@ -186,20 +206,3 @@ def _check_pairs(num_ranks: int) -> None:
             f"torch.distributed was initialised with device_id={bound}: messages of {num_ranks} pipeline ranks would wait for "
             "each other. Leave device_id out of init_process_group"
         )
-
-
-def new_group(mine: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-    """This rank's group among those all ranks name: torch wants every rank to make every group, in the same order.
-
-    Args:
-        mine: global ranks; whoever names a group that it is not in gets what torch gives to outsiders.
-        backend: None for the default one.
-    """
-    named: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(named, mine)
-    found: dist.ProcessGroup | None = None
-    for ranks in sorted({r for r in named if r is not None}):
-        group = dist.new_group(list(ranks), backend=backend)
-        found = group if ranks == mine else found
-    assert found is not None  # `mine` is among the named
-    return found

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.links import Links
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.rehearsal_copies import Locks, WaitingOffload, host_locks
@@ -188,7 +189,7 @@ def _enter(plan: Plan, rank: int, scale: float, locks: Locks, folder: str, resul
 
 def _run(plan: Plan, rank: int, scale: float, locks: Locks) -> tuple[Events, float]:
     everyone = range(plan.num_ranks)
-    links = Links.create(everyone, everyone) if plan.num_ranks > 1 else None
+    links = Links.create(everyone, everyone, Groups()) if plan.num_ranks > 1 else None
     times_us = {step.action: step.time_us for step in plan.ranks[rank]}
     shared = _Rank(plan, scale)
     stages = {stage: WaitingStage(stage, shared, times_us) for stage, on in enumerate(plan.placement) if on == rank}

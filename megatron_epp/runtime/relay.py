@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_epp.runtime.host import HostMemory
 from megatron_epp.runtime.hosted import HostedCaches
 from megatron_epp.runtime.slice_view import RelayError, SliceView, check_backward, check_forward, no_cache
+from megatron_epp.schedule.kv_sums import in_fp32
 from megatron_epp.schedule.size_class import size_class
 
 
@@ -43,11 +44,11 @@ class KVRelay:
     """All caches of one stage for one iteration, keyed by (layer, sequence).
 
     Attributes:
-        fp32_gradients: add up gradients of keys and values in fp32, whatever dtype the slices give them in.
+        fp32_gradients: of which sequences gradients of keys and values add up in fp32, one of `kv_sums.CHOICES`.
         hosted: the caches that are at the host between uses; None where there are none.
     """
 
-    fp32_gradients: bool = False
+    fp32_gradients: str = "auto"
     hosted: HostedCaches | None = None
     _entries: dict[tuple[int, int], _Entry] = field(default_factory=dict)
     _resident_bytes: int = 0
@@ -168,7 +169,8 @@ class KVRelay:
         if heads is None or heads.start == 0:
             check_backward(layer, view, entry.taken_from)
         if entry.dk is None or entry.dv is None:
-            entry.dk, entry.dv = self._accumulator(dk, entry.k, heads), self._accumulator(dv, entry.v, heads)
+            wide = in_fp32(self.fp32_gradients, view.num_slices)
+            entry.dk, entry.dv = (_accumulator(*pair, heads, wide) for pair in ((dk, entry.k), (dv, entry.v)))
             self._resident_bytes += entry.dk.nbytes + entry.dv.nbytes
         own = []
         for total, grad in ((entry.dk, dk), (entry.dv, dv)):
@@ -202,13 +204,6 @@ class KVRelay:
         if self.hosted is not None:
             self.hosted.assert_empty()
 
-    def _accumulator(self, grad: Tensor, cache: Tensor, heads: slice | None) -> Tensor:
-        """What gradients are added up in: the first of them where all heads are there, else room for all."""
-        dtype = torch.promote_types(grad.dtype, torch.float32) if self.fp32_gradients else grad.dtype
-        if heads is None:
-            return grad.to(dtype)
-        return torch.empty((grad.shape[0], *cache.shape[1:]), dtype=dtype, device=grad.device)
-
     def _entry(self, layer: int, view: SliceView) -> _Entry:
         entry = self._entries.get((layer, view.sequence))
         if entry is None:
@@ -219,3 +214,11 @@ class KVRelay:
 def _own(accumulated: Tensor, grad: Tensor, view: SliceView) -> Tensor:
     own, beside = accumulated[view.start : view.stop].to(grad.dtype), grad[view.stop :]
     return torch.cat([own, beside]) if beside.shape[0] else own
+
+
+def _accumulator(grad: Tensor, cache: Tensor, heads: slice | None, wide: bool) -> Tensor:
+    """What gradients are added up in: the first of them where all heads are there, else room for all."""
+    dtype = torch.promote_types(grad.dtype, torch.float32) if wide else grad.dtype
+    if heads is None:
+        return grad.to(dtype)
+    return torch.empty((grad.shape[0], *cache.shape[1:]), dtype=dtype, device=grad.device)

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from megatron_epp.runtime.leaves import HeldParameter, give_back_leaves
 
 Owner = tuple[int, int]
 """Stage and chunk."""
@@ -88,9 +91,10 @@ class SavedTensors:
         self._storages: dict[int, Storage] = {}
         self._by_owner: dict[Owner, list[Storage]] = {}
         self._owner: Owner | None = None
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, _Held.tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, _tensor)
 
     def __enter__(self) -> SavedTensors:
+        give_back_leaves()
         _active.append(self)
         self._hooks.__enter__()
         return self
@@ -151,7 +155,9 @@ class SavedTensors:
             self.live_bytes -= storage.rest.nbytes
             storage.rest = None
 
-    def _hold(self, tensor: Tensor) -> _Held:
+    def _hold(self, tensor: Tensor) -> _Held | HeldParameter:
+        if isinstance(tensor, Parameter) and tensor.is_leaf:
+            return HeldParameter(tensor)
         place = tensor.untyped_storage()
         if place._cdata in self._ignored:
             return _Held(tensor, Storage(place, None), None)
@@ -182,6 +188,10 @@ class SavedTensors:
             self.live_bytes += place.nbytes() - storage.num_bytes
             storage.num_bytes = place.nbytes()
             self.observe()
+
+
+def _tensor(held: _Held | HeldParameter) -> Tensor:
+    return held.parameter if isinstance(held, HeldParameter) else held.tensor()
 
 
 _active: list[SavedTensors] = []

@@ -25,6 +25,7 @@ class SliceView:
         length: tokens of the whole sequence.
         capacity: tokens the buffer holds: every chunk of the sequence fits behind the start of its slice. Of a tail, those that
             its chunk fills.
+        num_slices: of the sequence.
     """
 
     sequence: int
@@ -32,6 +33,7 @@ class SliceView:
     end: int
     length: int
     capacity: int
+    num_slices: int = 2
 
     @property
     def is_tail(self) -> bool:

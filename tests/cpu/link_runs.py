@@ -1,8 +1,12 @@
 """What ranks run in the tests of links."""
 
+from datetime import timedelta
+from itertools import count
+
 import torch
 import torch.distributed as dist
 
+from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.links import Links
 
 
@@ -53,7 +57,7 @@ def groups(rank, links):
 
 def each_way(rank, links):
     """Where activations travel both ways: which communicators are one, and what each rank hears from the other."""
-    made = Links.create(links.ranks, links.ranks, both_ways=True)
+    made = Links.create(links.ranks, links.ranks, Groups(), both_ways=True)
     groups = made.activations, made.activations_down, made.gradients, made.gradients_up
     for gradient in (False, True):
         made.send(torch.tensor([rank + 10.0 * gradient]), peer=1 - rank, gradient=gradient)
@@ -63,10 +67,24 @@ def each_way(rank, links):
     return len(set(groups)), received
 
 
+def made(rank, links, both_ways):
+    """What each group is made with, as ``(backend, options)``, and its time limit in seconds; options are counted."""
+    numbers, made = count(), []
+
+    def create(ranks, timeout, backend, pg_options):
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        made.append((backend, pg_options, group._get_backend(torch.device("cpu")).options._timeout.total_seconds()))
+        return group
+
+    groups = Groups(timedelta(seconds=77), create)
+    Links.create(links.ranks, links.ranks, groups, both_ways, lambda: f"options {next(numbers)}")
+    return made
+
+
 def meet(rank, links, several_stages):
     """Who was told what at the start-up of a pipeline, as ``(kind, from, to)``, and that links work afterwards."""
     seen = []
-    made = Links.create(links.ranks, links.ranks, both_ways=several_stages)
+    made = Links.create(links.ranks, links.ranks, Groups(), both_ways=several_stages)
     send, receive = dist.send, dist.recv
 
     def noted_send(tensor, to, group):

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.links import Links
 
 TIMEOUT_S = 120
@@ -106,7 +107,7 @@ def _enter(rank, size, folder, function, args):
     os.dup2(log, sys.stderr.fileno())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    function(rank, Links.create(range(size), range(size)), *args)
+    function(rank, Links.create(range(size), range(size), Groups()), *args)
 
 
 def _serve(rank, links, pipe):

@@ -22,7 +22,7 @@ def layer_of(case, kv_heads, layers=2):
     return layer
 
 
-@pytest.mark.parametrize("fp32_gradients", [False, True])
+@pytest.mark.parametrize("fp32_gradients", ["off", "on"])
 @pytest.mark.parametrize("mode", RECOMPUTE)
 @pytest.mark.parametrize("when", [None, *hosts()])
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -40,7 +40,7 @@ def test_gradients_are_those_of_all_heads_at_once(monkeypatch, case, kv_heads, w
         assert all(map(torch.equal, expected, actual))
 
 
-@pytest.mark.parametrize("fp32_gradients", [False, True])
+@pytest.mark.parametrize("fp32_gradients", ["off", "on"])
 @pytest.mark.parametrize("is_tail", [False, True])
 def test_behind_a_long_prefix_there_is_what_one_key_head_takes_at_a_time(monkeypatch, is_tail, fp32_gradients):
     prefix, end, heads, channels = 4000, 4004, 8, 8

@@ -32,7 +32,7 @@ def hosts():
     return {"at once": HostMemory(CPU, 1 << 30), "late": LateHost()}
 
 
-def run(layer, host=None, mode="kept", fp32_gradients=False, forward_only=False):
+def run(layer, host=None, mode="kept", fp32_gradients="off", forward_only=False):
     """Every chunk forward, then backward, with the caches resident or at a host. Device bytes in every action."""
     relay, seen = layer.relay, []
     relay.fp32_gradients = fp32_gradients
@@ -60,7 +60,7 @@ def same_gradients(plan, other, host=None, **options):
     return expected, found
 
 
-@pytest.mark.parametrize("fp32_gradients", [False, True])
+@pytest.mark.parametrize("fp32_gradients", ["off", "on"])
 @pytest.mark.parametrize("mode", RECOMPUTE)
 @pytest.mark.parametrize("when", hosts())
 @pytest.mark.parametrize("case", CASES)

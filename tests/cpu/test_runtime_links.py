@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from link_runs import both_ways, cross_talk, each_way, groups, meet, strided_and_released
+from link_runs import both_ways, cross_talk, each_way, groups, made, meet, strided_and_released
 from rank_processes import Ranks
 from runtime_plans import looped, planned, v_shape
 
@@ -42,6 +42,13 @@ def test_every_communicator_spans_the_pipeline(ranks):
 
 def test_activations_that_travel_both_ways_have_a_communicator_each_way(ranks):
     assert ranks.run(each_way) == [(4, [1.0, 11.0]), (4, [0.0, 10.0])]
+
+
+@pytest.mark.parametrize("several_stages", [False, True])
+def test_every_group_has_the_time_limit_and_those_of_messages_have_options_of_their_own(ranks, several_stages):
+    num_links = 4 if several_stages else 2
+    expected = [(None, f"options {i}", 77.0) for i in range(num_links)] + [("gloo", None, 77.0)] * 2
+    assert ranks.run(made, several_stages) == [expected] * 2
 
 
 def test_at_start_up_every_way_is_used_once_in_one_order(ranks):

@@ -226,11 +226,14 @@ def test_what_shares_an_earlier_slices_chunk_is_put_behind_it_in_the_buffer():
     assert torch.equal(again[3:], chunk)
 
 
-@pytest.mark.parametrize("in_fp32", [False, True])
-def test_gradients_of_many_slices_add_up_in_fp32_on_request(in_fp32):
+PRECISIONS = [("auto", 8, False), ("auto", 9, True), ("on", 2, True), ("off", 9, False)]
+
+
+@pytest.mark.parametrize(("choice", "num_slices", "in_fp32"), PRECISIONS)
+def test_gradients_of_many_slices_add_up_in_fp32(choice, num_slices, in_fp32):
     """A thousand gradients of 2**-9 beside a one: bf16, which has eight bits, loses every one of them."""
-    relay, length = KVRelay(fp32_gradients=in_fp32), 1001
-    views = [SliceView(0, i, i + 1, length, length) for i in range(length)]
+    relay, length = KVRelay(fp32_gradients=choice), 1001
+    views = [SliceView(0, i, i + 1, length, length, num_slices) for i in range(length)]
     for view in views:
         relay.append(0, view, *(torch.zeros(1, 1, 1, dtype=torch.bfloat16) for _ in "kv"))
     small = torch.full((length, 1, 1), 2.0**-9, dtype=torch.bfloat16)
@@ -242,3 +245,39 @@ def test_gradients_of_many_slices_add_up_in_fp32_on_request(in_fp32):
     exact = 1 + (length - 1) * 2.0**-9
     assert own_dk.item() == (torch.tensor(exact).bfloat16().item() if in_fp32 else 1.0)
     assert relay.num_bytes == 0
+
+
+def errors_in_bf16(num_slices, choice):
+    """Of gradients of keys and values of a sequence in bf16: the norm of the difference to dense attention in fp64 of the
+    same numbers, over the norm of that.
+    """
+    length = 4 * num_slices
+    sliced, whole = ChunkedLayer((length,), slices(0, *range(0, length + 1, 4))), ChunkedLayer((length,), [[(0, 0, length)]])
+    sliced.relay.fp32_gradients = choice
+    sliced.sequences = [[x.detach().bfloat16().requires_grad_() for x in qkv] for qkv in sliced.sequences]
+    sliced.weights = [x.bfloat16() for x in sliced.weights]
+    whole.sequences = [[x.detach().double().requires_grad_() for x in qkv] for qkv in sliced.sequences]
+    whole.weights = [x.double() for x in sliced.weights]
+    for c in range(num_slices):
+        sliced.forward(c)
+    for c in reversed(range(num_slices)):
+        sliced.backward(c)
+    (_, _, *exact), (_, *found) = whole.whole()[0], sliced.chunked()[0]
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)]
+
+
+def test_sums_of_128_slices_in_fp32_halve_the_error_of_sums_in_bf16():
+    """In fp32 what is left is the rounding of what attention was given and gives: as much as with few slices."""
+    rounded, by_itself = errors_in_bf16(128, "off"), errors_in_bf16(128, "auto")
+    print(f"\nkeys and values, 128 slices: {rounded} in bf16, {by_itself} in fp32; 4 slices: {errors_in_bf16(4, 'auto')}")
+    assert min(rounded) > 0.007
+    assert max(by_itself) < 0.004
+    assert by_itself == errors_in_bf16(128, "on")
+    assert errors_in_bf16(4, "auto") == errors_in_bf16(4, "off")
+    assert max(errors_in_bf16(4, "auto")) < 0.005
+
+
+def test_every_layout_knows_how_many_slices_its_sequence_has():
+    chunks = [*slices(0, *range(0, 21, 2)), [(1, 0, 3)], [(1, 3, 5), (2, 0, 4)], [(3, 0, 6)]]
+    views = [layout.view for layout in chunk_layouts(ChunkedLayer((20, 5, 4, 6), chunks).plan)]
+    assert [view and view.num_slices for view in views] == [10] * 10 + [2, 2, None]

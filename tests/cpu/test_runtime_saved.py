@@ -1,5 +1,7 @@
 """What the meter counts: every storage that autograd keeps, once, as long as it keeps it."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -54,6 +56,49 @@ def test_parameters_do_not_count_nor_do_views_of_them():
         assert meter.live_bytes == x.nbytes
         y.sum().backward()
     assert meter.live_bytes == 0
+
+
+class Product(torch.autograd.Function):
+    """``x @ weight.t()``, and what its backward finds of two parameters, one of which it was not given as an argument."""
+
+    @staticmethod
+    def forward(ctx, x, weight, beside, found):
+        ctx.save_for_backward(x, None, weight, beside[0])
+        ctx.found = found
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, nothing, weight, beside = ctx.saved_tensors
+        assert nothing is None
+        ctx.found += [weight, beside]
+        return grad @ weight, grad.t() @ x, None, None
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_functions_backward_finds_the_very_parameters_that_its_forward_has_saved(trains):
+    """Megatron's layers and Transformer Engine's read attributes of theirs, and set some."""
+    weight, beside = (torch.nn.Parameter(torch.ones(4, 4), requires_grad=trains) for _ in range(2))
+    x, found = torch.ones(2, 4, requires_grad=True), []
+    with SavedTensors() as meter:
+        Product.apply(x, weight, [beside], found).sum().backward()
+    assert found[0] is weight
+    assert found[1] is beside
+    assert meter.peak_bytes == x.nbytes
+    torch.testing.assert_close(x.grad, torch.full_like(x, 4.0))
+    if trains:
+        torch.testing.assert_close(weight.grad, torch.full_like(weight, 2.0))
+
+
+def test_a_saved_parameter_lives_as_long_as_the_graph():
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    gone = weakref.ref(weight)
+    with SavedTensors():
+        y = Product.apply(torch.ones(2, 4, requires_grad=True), weight, [weight], [])
+    del weight
+    assert gone() is not None
+    del y
+    assert gone() is None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -22,6 +22,7 @@ OPTIONS = "--epp-offload --epp-slices 3"
 RUNS = {
     "llama": (2, "llama", ""),
     "grouped, with dropout": (2, "grouped", "--hidden-dropout 0.1"),
+    "grouped in bf16, ten slices": (2, "grouped", "--bf16 --epp-slices 10"),
     "weights apart, there and back": (
         2,
         "gpt2",

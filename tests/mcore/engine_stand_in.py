@@ -40,13 +40,13 @@ class Store:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, x, layer, is_first_microbatch):
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, weight)
         ctx.layer, ctx.is_first_microbatch = layer, is_first_microbatch
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), layer = ctx.saved_tensors, ctx.layer
+        (x, weight), layer = ctx.saved_tensors, ctx.layer
         entry = [x.flatten(0, -2), grad.flatten(0, -2)]
         compute = partial(layer.weight_gradient, is_first_microbatch=ctx.is_first_microbatch)
         if layer.wgrad_store.delay_wgrad_compute():
@@ -54,10 +54,10 @@ class _Product(torch.autograd.Function):
             found = None
         else:
             found, _ = compute(*entry)
-        if layer.fuse_wgrad_accumulation and hasattr(layer.weight, "grad_added_to_main_grad"):
-            layer.weight.grad_added_to_main_grad = True
-            found = torch.full_like(layer.weight, torch.nan)  # only stands for it
-        return found, grad @ layer.weight, None, None
+        if layer.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+            found = torch.full_like(weight, torch.nan)  # only stands for it
+        return found, grad @ weight, None, None
 
 
 class StandInLinear(nn.Module):

@@ -7,13 +7,15 @@ LENGTHS = (60, 9, 33, 4, 21, 50, 2, 17, 41, 12, 7, 28)
 VOCABULARY = 95
 ITERATIONS = 3
 FAULT_ITERATION = 2
+LIMIT_MINUTES = 3
 
 COMMON = shlex.split(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     f"--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
     f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 "
     "--position-embedding-type learned_absolute --attention-dropout 0 --split 80,20,0 --eval-iters 1 --eval-interval 3 "
-    "--log-interval 1 --calculate-per-token-loss --epp --epp-measure-memory"
+    "--log-interval 1 --calculate-per-token-loss --epp --epp-measure-memory "
+    f"--distributed-timeout-minutes {LIMIT_MINUTES}"
 )
 # Where recompute does not change the order of the chunks, they draw the same masks from the same random states.
 PIPELINE = (

@@ -30,16 +30,20 @@ def main() -> None:
             case = CASES[name]
             report = folder / name
             flags = [*COMMON, *shlex.split(case.flags), "--data-path", os.environ["OOM_DATA"], "--epp-report-dir", str(report)]
-            with out_of_memory(case.fails == rank):
+            limits_s: dict[str, float] = {}
+            with out_of_memory(case.fails == rank, limits_s):
                 run = record(flags)
             plans = [(plan.cap_bytes, plan.predicted.peak_bytes) for plan in run.plans]
             kept = {"losses": run.losses, "validation": run.validation, "final": run.final, "plans": plans}
+            kept["limits_s"] = limits_s
             torch.save(kept, folder / f"{name}-{rank}.pt")
 
 
 @contextlib.contextmanager
-def out_of_memory(really: bool) -> Iterator[None]:
-    """In the second backward of an iteration: behind its work, so that gradients have been added to by then."""
+def out_of_memory(really: bool, limits_s: dict[str, float]) -> Iterator[None]:
+    """In the second backward of an iteration: behind its work, so that gradients have been added to by then. Notes the time
+    limits of the session's process groups, whether memory runs out or not.
+    """
     import torch
 
     from megatron_epp.mcore import session
@@ -51,16 +55,27 @@ def out_of_memory(really: bool) -> Iterator[None]:
     def failing(self: MegatronStage, *args: Any) -> None:
         nonlocal count
         backward(self, *args)
-        if session.current().iteration == FAULT_ITERATION:
+        limits_s.update(limits_of(session.current()))
+        if really and session.current().iteration == FAULT_ITERATION:
             count += 1
             if count == 2:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 KiB.")
 
-    MegatronStage.backward = failing if really else backward
+    MegatronStage.backward = failing
     try:
         yield
     finally:
         MegatronStage.backward = backward
+
+
+def limits_of(session: Any) -> dict[str, float]:
+    """In seconds, by the name of each process group of a session."""
+    import torch
+
+    held = {name: getattr(session.links, name) for name in type(session.links).__slots__} | vars(session)
+    groups = {name: value for name, value in held.items() if isinstance(value, torch.distributed.ProcessGroup)}
+    backends = {name: group._get_backend(torch.device("cpu")) for name, group in groups.items()}
+    return {name: backend.options._timeout.total_seconds() for name, backend in backends.items()}
 
 
 if __name__ == "__main__":

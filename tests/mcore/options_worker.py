@@ -23,6 +23,7 @@ FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
 ENGINE = "--transformer-impl transformer_engine"
 SPLIT = f"{ELASTIC} --epp-split-weight-gradient"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce"
+FUSED = f"{ENGINE} --spec engine_stand_in fused_layer_spec"
 LOADED = {
     "elastic on 1": (1, ELASTIC),
     "elastic on 4": (4, f"{ELASTIC} --epp-recompute 1"),
@@ -40,9 +41,11 @@ RUNS = {
     "hybrid stock": (2, f"{HYBRID} --epp-schedule stock"),
     "hybrid elastic": (2, f"{HYBRID} {ELASTIC} --epp-recompute 1"),
     "engine": (2, f"{ENGINE} --spec engine_stand_in layer_spec {ELASTIC}"),
+    "engine, fused and overlapped": (2, f"{FUSED} {ELASTIC} {OVERLAP}"),
+    "engine, fused, overlapped and counted": (2, f"{FUSED} {ELASTIC} {OVERLAP} --epp-measure-memory"),
     "engine, split": (2, f"{ENGINE} --spec engine_stand_in layer_spec {SPLIT}"),
-    "engine, split and fused": (2, f"{ENGINE} --spec engine_stand_in fused_layer_spec {SPLIT}"),
-    "engine, split, fused and overlapped": (2, f"{ENGINE} --spec engine_stand_in fused_layer_spec {SPLIT} {OVERLAP}"),
+    "engine, split and fused": (2, f"{FUSED} {SPLIT}"),
+    "engine, split, fused and overlapped": (2, f"{FUSED} {SPLIT} {OVERLAP}"),
     "bf16 stock": (2, "--epp-schedule stock --bf16"),
     "bf16 elastic": (2, f"{ELASTIC} --bf16 --epp-loss-block-tokens 7"),
     "bf16 elastic, fp32 gradients of keys": (2, FP32_KV),

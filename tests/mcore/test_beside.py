@@ -10,12 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.cli_inputs import cap_of
-from megatron_epp.cost import CPU, H100, ModelShape, analytic_costs
-from megatron_epp.cost.library import Cluster
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore import costs as costs_of_runs
-from megatron_epp.mcore.session import Session
 
 SHAPE = ModelShape(num_layers=3, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 COSTS = analytic_costs(SHAPE, CPU, [1, 1, 1])
@@ -38,13 +35,6 @@ def test_on_a_gpu_passes_and_messages_take_room(on_gpu):
     assert found.fragmentation_share == FRAGMENTATION_SHARE
     assert found.message_bytes_per_token == COSTS.hidden_bytes_per_token
     assert [stage.working_bytes_per_token for stage in found.stages] == [s.layer_bytes_per_token for s in COSTS.stages]
-
-
-def test_without_a_cap_a_run_takes_as_much_of_a_device_as_the_command_line_plans_for(on_gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
-    run = SimpleNamespace(args=Namespace(epp_memory_cap_gb=None))
-    assert Session._cap_bytes(run) == cap_of(None, Cluster("of 80 GiB", H100, 80.0)) < 80 * 2**30
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from forked import launch
 from launch import Finished
-from oom_cases import CASES, FAULT_ITERATION, ITERATIONS, LENGTHS, VOCABULARY
+from oom_cases import CASES, FAULT_ITERATION, ITERATIONS, LENGTHS, LIMIT_MINUTES, VOCABULARY
 from synthetic_documents import documents_of, write_pair
 
 WORKER = Path(__file__).with_name("oom_worker.py")
@@ -62,6 +62,15 @@ def test_a_second_try_trains_as_if_nothing_had_happened(trained: Any, name: str)
     assert tried.of("losses") == pytest.approx(undisturbed.of("losses"), rel=tolerance)
     assert tried.of("validation") == pytest.approx(undisturbed.of("validation"), rel=tolerance)
     assert apart(undisturbed, tried) <= tolerance
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith(", again")])
+def test_every_process_group_has_the_runs_time_limit(trained: Any, name: str) -> None:
+    of, _ = trained
+    assert any("_planning_ranks" in rank["limits_s"] for rank in of(name).ranks)
+    for rank in of(name).ranks:
+        assert {"activations", "gradients", "reports", "control", "_all_ranks"} <= rank["limits_s"].keys()
+        assert set(rank["limits_s"].values()) == {60.0 * LIMIT_MINUTES}
 
 
 def apart(expected: Trained, found: Trained) -> float:

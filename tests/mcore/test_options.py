@@ -88,3 +88,11 @@ def test_layers_that_put_off_weight_gradients_by_themselves_train_alike(runs, na
     assert not any(plan["weights"] for plan in joint["plans"])
     assert all(plan["weights"] > 0 for plan in split["plans"])
     assert_same_training(joint, split)
+
+
+@pytest.mark.parametrize("name", ["fused and overlapped", "fused, overlapped and counted"])
+def test_layers_that_note_at_a_saved_weight_where_its_gradient_went_train_alike(runs, name):
+    """With --overlap-grad-reduce Megatron's data parallelism ends the run where a weight has no gradient and no such note.
+    Bytes are counted with hooks on saved tensors, at the start of every run and with --epp-measure-memory in training.
+    """
+    assert_same_training(runs["engine"], runs[f"engine, {name}"])

@@ -8,6 +8,7 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_epp.mcore import args as epp_args
+from megatron_epp.mcore import install
 from megatron_epp.mcore.adopt import adopting, check_adopted
 from megatron_epp.mcore.args import ArgumentError, prepare_epp_args
 from megatron_epp.mcore.parser import add_epp_args
@@ -52,6 +53,27 @@ def test_every_flag_that_plans_cannot_honour_is_named_with_its_value_and_what_to
     with pytest.raises(ArgumentError) as refusal:
         prepare_epp_args(arguments(**{conflict.attribute: value}))
     assert f"{conflict.flag} {value} ({conflict.advice})" in str(refusal.value)
+
+
+@pytest.fixture
+def command_line(monkeypatch):
+    """Sets it for Megatron's parser, with this package's flags."""
+    from megatron.training import arguments as megatron
+
+    for name, patch in (("add_megatron_arguments", install._add_flags), ("parse_args", install._read_yaml)):
+        monkeypatch.setattr(megatron, name, patch(getattr(megatron, name)))
+    return lambda *flags: monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
+
+
+def test_a_script_that_would_restart_in_its_process_is_refused_before_it_is_wrapped(command_line):
+    """A refusal inside what is wrapped would be one more failure to restart after. Megatron's scripts begin like this."""
+    from megatron.training.inprocess_restart import maybe_wrap_for_inprocess_restart as maybe_wrap
+
+    command_line(*MODEL, "--inprocess-restart")
+    with pytest.raises(ArgumentError, match=re.escape("--inprocess-restart True (leave it out: the watchdog of the run")):
+        maybe_wrap(len)
+    command_line(*MODEL)
+    assert maybe_wrap(len) == (len, None)
 
 
 def test_one_problem_of_every_kind_is_told_at_once():

@@ -101,6 +101,31 @@ def test_the_gradient_of_keys_and_values_is_as_long_as_their_sequence_and_as_wid
     assert (wide.cache_bytes(0, work) == COSTS.cache_bytes(0, work)).all()
 
 
+def test_the_gradient_is_wider_where_a_sequence_has_more_than_eight_slices():
+    """Beside such a sequence, one of two slices and a whole one."""
+    many = [Chunk((Segment(0, i, i + 1),)) for i in range(9)]
+    rest = [Chunk((Segment(1, 0, 2),)), Chunk((Segment(1, 2, 4),)), Chunk((Segment(2, 0, 5),))]
+    work = work_of([*many, *rest], (9, 4, 5))
+    assert work.num_slices.tolist() == [9] * 9 + [2, 2, 0]
+    wide = replace(COSTS, stages=(replace(STAGE, many_kv_gradient_bytes_per_token=32.0),), host_us_per_byte=1.0)
+    assert wide.gradient_bytes(0, work).tolist() == [3 * 32 * 9] * 9 + [3 * 16 * 4] * 2 + [0]
+    tails = wide.layer_peak_bytes(0, work).gradient
+    assert tails[[8, 10]].tolist() == [32 * 9, 16 * 4]
+    assert wide.hosting(0, work).gradient_bytes.tolist() == [3 * 32 * 9] * 9 + [3 * 16 * 4] * 2 + [0]
+    eight = work_of([*many[:7], Chunk((Segment(0, 7, 9),)), *rest], (9, 4, 5))
+    assert wide.gradient_bytes(0, eight).tolist() == COSTS.gradient_bytes(0, eight).tolist()
+
+
+@pytest.mark.parametrize(("bytes_per_value", "times"), [(2, 2.0), (4, 1.0)])
+def test_by_formula_the_wider_sums_are_in_fp32(bytes_per_value: int, times: float):
+    shape = ModelShape(
+        num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=96, bytes_per_value=bytes_per_value
+    )
+    stage = analytic_costs(shape, CPU, [4]).stages[0]
+    assert stage.many_kv_gradient_bytes_per_token == times * stage.kv_bytes_per_token
+    assert stage.kv_gradient_bytes_per_token is None
+
+
 def test_a_layer_holds_most_when_its_backward_begins_or_when_attention_has_made_the_gradient_of_keys_and_values():
     def peaks(level: str = "", **changes: object):
         costs = replace(COSTS, stages=(replace(STAGE, **changes),))

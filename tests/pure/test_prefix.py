@@ -31,7 +31,10 @@ def test_a_million_tokens_of_an_8b_model_make_five_gibibytes_at_a_time_and_not_f
     unbounded = prefix_bytes(LLAMA.stages[0], WORK)
     own = 9 * KEY * SLICE
     assert unbounded[-2] == 9 * KEY * (MILLION - SLICE) - own
-    assert unbounded[-1] == 8 * KEY * MILLION - own, "what the last slice makes becomes the sums"
+    assert unbounded[-1] == 9 * KEY * MILLION - own, "of so many slices sums are in fp32, and so memory of their own"
+    narrow = prefix_bytes(replace(LLAMA.stages[0], many_kv_gradient_bytes_per_token=None), WORK)
+    assert narrow[-1] == 8 * KEY * MILLION - own, "what the last slice makes becomes the sums"
+    assert (narrow[:-1] == unbounded[:-1]).all()
 
 
 def test_costs_that_count_nothing_of_what_passes_make_do_not_count_this():

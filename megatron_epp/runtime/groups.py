@@ -1,0 +1,44 @@
+"""Process groups, made by every rank of a job at the same point and with the job's time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+Options = Callable[[], Any]
+"""Makes a backend's options, new ones for every group: torch writes the group's name and ranks into them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Makes process groups.
+
+    Attributes:
+        timeout: of a collective or message of theirs; None for torch's default, 10 minutes on NCCL and 30 on gloo.
+        create: makes one, as `torch.distributed.new_group` does.
+    """
+
+    timeout: timedelta | None = None
+    create: Callable[..., dist.ProcessGroup] = dist.new_group
+
+    def of(self, mine: tuple[int, ...], backend: str | None = None, options: Options | None = None) -> dist.ProcessGroup:
+        """This rank's group among those all ranks name: torch wants every rank to make every group, in the same order.
+
+        Args:
+            mine: global ranks; a rank that names a group without itself gets what torch gives to outsiders.
+            backend: None for the default one.
+            options: of the backend; None for its defaults.
+        """
+        named: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(named, mine)
+        found: dist.ProcessGroup | None = None
+        for ranks in sorted({r for r in named if r is not None}):
+            own = None if options is None else options()
+            group = self.create(ranks=list(ranks), timeout=self.timeout, backend=backend, pg_options=own)
+            found = group if ranks == mine else found
+        assert found is not None  # `mine` is among the named
+        return found

@@ -1,0 +1,94 @@
+"""Trains with several kinds of parallelism and notes through which process groups the collectives of training go.
+
+python collectives_worker.py FOLDER; prints by training and rank the groups in use and those that were seen.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+NAMES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier"
+
+
+def main(folder):
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    from parity_cells import LENGTHS, OPTIMIZERS, PLANS, VOCABULARY, Case, Cell, common_flags
+    from parity_worlds import Training, load_megatron, train_all
+    from random_documents import write_documents
+
+    load_megatron()
+    note_collectives(folder)
+    common = [
+        *common_flags(2, 64, 8, validates=False),
+        "--data-path",
+        write_documents(folder / "documents", LENGTHS, VOCABULARY),
+    ]
+    trainings = {}
+    for name, cell, optimizer in (
+        ("layers shared", Cell(tp=2, sp=True, pp=2), "plain"),
+        ("experts shared", Cell(pp=2, dp=2, ep=2, experts=4), "distributed"),
+    ):
+        flags = Case(cell, "gpt2", PLANS["sliced"], OPTIMIZERS[optimizer]).elastic_flags(common)
+        trainings[name] = Training(cell.num_processes, (*flags, "--epp-report-dir", str(folder / name)))
+    (place := folder / "worlds").mkdir()
+    done = train_all(trainings.values(), place, limit_s=200)
+    errors = {name: done[one] for name, one in trainings.items() if isinstance(done[one], str)}
+    print(json.dumps(errors or {name: found(folder / name) for name in trainings}))
+
+
+def found(folder):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("groups*.json"))]
+
+
+def note_collectives(folder):
+    """From when a session is attached, the group of every collective; at the end of each step all so far are written."""
+    import torch.distributed as dist
+    from megatron.training import training
+
+    from megatron_epp.mcore import communicators, session
+
+    seen = []
+
+    def ranks(group):
+        return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+    def noting(name, function):
+        def collective(*args, **named):
+            group = named.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
+            seen.append((name, group or dist.group.WORLD))
+            return function(*args, **named)
+
+        return collective
+
+    for name in NAMES:
+        setattr(dist, name, noting(name, getattr(dist, name)))
+    attach, step = session.Session.attach, training.train_step
+
+    def attached(self, *args):
+        is_first = not self.stages
+        attach(self, *args)
+        if is_first:
+            seen.clear()
+
+    def train_step(*args, **named):
+        answer = step(*args, **named)
+        ours = session.current()
+        in_use = communicators.groups_in_use(ours.args)
+        held = [*(getattr(ours.links, name) for name in type(ours.links).__slots__), *vars(ours).values()]
+        kept = [each for each in held if isinstance(each, dist.ProcessGroup)]
+        known = [*in_use, *kept, dist.group.WORLD]
+        strange = [(name, ranks(group)) for name, group in seen if group not in known and len(ranks(group)) > 1]
+        used = [ranks(group) for group in in_use if group in [group for _, group in seen]]
+        record = {"strange": strange, "used": used, "in_use": [ranks(group) for group in in_use]}
+        path = Path(ours.args.epp_report_dir, f"groups{dist.get_rank()}.json")
+        path.write_text(json.dumps(record))
+        return answer
+
+    session.Session.attach, training.train_step = attached, train_step
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,79 @@
+"""Caps leave out what is no longer there of a device when communicators, context and libraries are set up."""
+
+import logging
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_epp.cli_inputs import cap_of
+from megatron_epp.cost import H100
+from megatron_epp.cost.library import Cluster
+from megatron_epp.cost.memory import SETUP_MARGIN_BYTES, room_bytes
+from megatron_epp.mcore import caps
+from megatron_epp.schedule import UNLIMITED_BYTES
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "reserved_gib", "room_gib"), [(60, 15, 74), (60.3, 15, 74.25), (74.99, 0, 73.75), (0.5, 0.5, 0), (0.2, 0, 0)]
+)
+def test_there_is_room_for_what_is_free_and_what_torch_has_less_a_margin(free_gib, reserved_gib, room_gib):
+    assert room_bytes(int(free_gib * GIB), int(reserved_gib * GIB)) == room_gib * GIB
+
+
+def test_a_little_more_or_less_that_is_free_makes_no_other_cap():
+    assert len({room_bytes(60 * GIB + more, 15 * GIB) for more in range(0, GIB // 4, GIB // 64)}) == 1
+    assert SETUP_MARGIN_BYTES == GIB
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU of 80 GiB; says how much of it is free and how much torch has reserved."""
+    left = SimpleNamespace(free=0, reserved=0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (left.free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: left.reserved)
+    return left
+
+
+@pytest.mark.parametrize(("asked_gib", "cap_gib"), [(None, 72), (70, 70), (78, 75)])
+def test_a_cap_is_what_is_wanted_where_there_is_room(device, asked_gib, cap_gib):
+    device.free, device.reserved = 50 * GIB, 26 * GIB
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=asked_gib)) == cap_gib * GIB
+
+
+def test_without_a_cap_a_run_takes_as_much_of_a_device_as_the_command_line_plans_for(device):
+    device.free = 79 * GIB
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=None)) == cap_of(None, Cluster("of 80 GiB", H100, 80.0)) < 80 * GIB
+
+
+@pytest.mark.parametrize("asked_gib", [None, 70])
+def test_a_cap_is_lowered_to_the_room_there_is(device, asked_gib):
+    device.free, device.reserved = 40 * GIB, 26 * GIB
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=asked_gib)) == 65 * GIB
+
+
+def test_without_a_device_a_cap_is_what_is_asked():
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=None)) == UNLIMITED_BYTES
+    assert caps.cap_bytes(Namespace(epp_memory_cap_gb=0.5)) == GIB // 2
+
+
+def test_a_cap_that_was_asked_for_and_is_lowered_is_a_warning_with_the_numbers(device, caplog):
+    caplog.set_level(logging.INFO)
+    caps.tell_lowered(Namespace(epp_memory_cap_gb=70), [70 * GIB, 70 * GIB])
+    caps.tell_lowered(Namespace(epp_memory_cap_gb=None), [72 * GIB])
+    assert caplog.records == []
+    caps.tell_lowered(Namespace(epp_memory_cap_gb=70), [65 * GIB, 70 * GIB])
+    caps.tell_lowered(Namespace(epp_memory_cap_gb=None), [65 * GIB, 65 * GIB])
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    asked, default = (record.getMessage() for record in caplog.records)
+    assert "--epp-memory-cap-gb, 70.00 GiB, is more than" in asked
+    assert (
+        "plans fill 65.00, 70.00 GiB on pipeline ranks 0 to 1 (free memory and what torch has reserved, less 1.00 GiB)" in asked
+    )
+    assert "90% of the device's memory, 72.00 GiB" in default

@@ -1,0 +1,116 @@
+"""Communicators that carry messages wait on a part of a device's SMs only, with the run's time limit."""
+
+import json
+from argparse import Namespace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forked import launch
+from torch import distributed as dist
+
+from megatron_epp.mcore import communicators
+from megatron_epp.mcore.communicators import link_ctas, link_options, link_settings
+from megatron_epp.runtime.links import most_links
+from megatron_epp.schedule import EppError
+
+SMS = (132, 114, 108, 80, 46)
+"""Of H100 SXM and PCIe, A100, V100, and a smaller one."""
+
+
+@pytest.mark.parametrize("num_sms", SMS)
+@pytest.mark.parametrize("num_links", [1, 2, 4, 8])
+def test_all_links_of_a_rank_hold_at_most_a_quarter_of_the_sms(num_links, num_sms):
+    ctas = link_ctas(num_links, num_sms)
+    assert 1 <= ctas <= 4
+    assert num_links * ctas <= num_sms / 4
+    assert ctas & (ctas - 1) == 0  # NCCL rounds up to a power of two
+    assert ctas == 4 or num_links * 2 * ctas > num_sms // 4  # no less than there is room for
+
+
+def test_a_link_has_four_ctas_on_an_h100_and_one_wherever_there_is_no_room():
+    assert [link_ctas(links, 132) for links in (0, 2, 4, 8)] == [4, 4, 4, 4]
+    assert [link_ctas(8, num_sms) for num_sms in (108, 46, 16)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(("num_ranks", "both_ways", "links"), [(1, False, 0), (2, False, 2), (4, False, 4), (2, True, 4)])
+def test_every_pair_of_ranks_has_a_link_for_each_kind_of_message(num_ranks, both_ways, links):
+    assert most_links(num_ranks, both_ways) == links
+
+
+def test_where_ranks_have_several_stages_they_have_eight_links():
+    assert [most_links(num_ranks, True) for num_ranks in (3, 4, 16)] == [8, 8, 8]
+
+
+def test_settings_of_the_user_go_before_ours():
+    assert link_settings({}, 8, 132) == {"is_high_priority_stream": True, "max_ctas": 4}
+    own = {"is_high_priority_stream": False, "max_ctas": 8, "cga_cluster_size": 2}
+    assert link_settings(own, 8, 132) == own
+    assert link_settings({"min_ctas": 8}, 8, 132) == {"is_high_priority_stream": True, "min_ctas": 8, "max_ctas": 8}
+
+
+@pytest.mark.parametrize("own", [{"max_ctas": 32}, {"max_ctas": 17, "min_ctas": 1}, {"min_ctas": 32}])
+def test_settings_whose_links_would_hold_every_sm_are_refused(own):
+    name = "max_ctas" if "max_ctas" in own else "min_ctas"
+    says = rf"--nccl-communicator-config-path gives 'pp' {name} {own[name]}: the 8 links .* with 132, .* Set it to 4, or"
+    with pytest.raises(EppError, match=says):
+        link_settings(own, 8, 132)
+
+
+def arguments(path=None, groups=()):
+    return Namespace(distributed_timeout_minutes=7, nccl_communicator_config_path=path, high_priority_stream_groups=groups)
+
+
+@pytest.fixture
+def on_nccl(monkeypatch):
+    """Two ranks on NCCL, the other with a smaller device."""
+
+    def gather(everyone, mine):
+        everyone[:] = [mine, 108]
+
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL")
+def test_every_group_has_options_of_its_own_for_the_smallest_device_and_with_the_runs_limit(on_nccl):
+    make = link_options(arguments(), num_ranks=4, both_ways=True)
+    first, second = make(), make()
+    assert first is not second
+    assert first.is_high_priority_stream
+    assert first.config.max_ctas == 2
+    assert first._timeout == timedelta(minutes=7)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL")
+def test_options_of_pipelines_in_the_runs_file_are_taken(on_nccl, tmp_path):
+    file = tmp_path / "communicators.yaml"
+    file.write_text(json.dumps({"tp": {"max_ctas": 32}, "pp": {"max_ctas": 6, "is_high_priority_stream": False}}))
+    options = link_options(arguments(file), num_ranks=4, both_ways=True)()
+    assert options.config.max_ctas == 6
+    assert not options.is_high_priority_stream
+    assert link_options(arguments(file, ["pp"]), num_ranks=4, both_ways=True)().is_high_priority_stream
+    file.write_text("")
+    assert link_options(arguments(file), num_ranks=4, both_ways=True)().config.max_ctas == 2
+
+
+def test_there_are_no_options_for_another_backend(monkeypatch):
+    monkeypatch.setattr(communicators.dist, "get_backend", lambda: "gloo")
+    assert link_options(arguments(), num_ranks=4, both_ways=True) is None
+
+
+def test_training_runs_collectives_only_on_groups_that_have_run_one_before(tmp_path):
+    """So that their communicators have their memory before caps are set."""
+    finished = launch(1, Path(__file__).with_name("collectives_worker.py"), tmp_path, timeout_s=400)
+    last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
+    assert last is not None, finished.output[-5000:]
+    found = json.loads(last)
+    assert [len(ranks) for ranks in found.values()] == [4, 4], found
+    for rank in (rank for ranks in found.values() for rank in ranks):
+        assert rank["strange"] == []
+        assert len(rank["used"]) >= 3, rank
