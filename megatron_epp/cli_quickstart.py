@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=4096,
         metavar="N",
-        help="longer documents are split into sequences of so many tokens (%(default)s)",
+        help="longer documents are truncated to this many tokens (%(default)s)",
     )
     add("-o", "--output", default=_FOLDER, metavar="FOLDER", help="where logs, figures and pictures go (%(default)s)")
 
@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         lr_warmup_iters=min(2, args.iterations - 1),
         seq_length=args.context,
         max_position_embeddings=args.context,
+        epp_documents="truncate",  # the corpus has so many long ones that split they would leave hardly any other lengths
         pipeline_model_parallel_size=ranks,
         epp_measure_memory=True,
     )

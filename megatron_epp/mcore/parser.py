@@ -34,8 +34,8 @@ def _add_planning(add: Callable[..., Any]) -> None:
         choices=["elastic", "stock", "whole", "padded", "packed"],
         default="elastic",
         help="elastic: our plans. The others run Megatron's own schedule on the same documents, for comparison. stock: one "
-        "whole document per microbatch, with Megatron's attention; whole: the same with our attention; padded: each "
-        "document padded to --seq-length; packed: documents packed up to --seq-length (default: elastic).",
+        "whole sequence per microbatch, with Megatron's attention; whole: the same with our attention; padded: each "
+        "sequence padded to --seq-length; packed: sequences packed up to --seq-length (default: elastic).",
     )
     add(
         "--epp-planner",

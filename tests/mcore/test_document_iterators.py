@@ -12,6 +12,7 @@ from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.data.iterator import PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
 from megatron_epp.mcore.document_dataset import DocumentDataset, concatenate, weighted
 from megatron_epp.mcore.documents import build_document_iterators, build_splits
 from megatron_epp.mcore.encoders import identity_of_run
@@ -178,6 +179,21 @@ def test_end_of_document_loss_is_masked_when_asked(pair):
     opened = iterators(megatron_args(data_path=[pair], eod_mask_loss=True))
     assert {next(iterator).mask_loss_of for iterator in opened} == {256}
     close(*opened)
+
+
+def test_a_run_looks_at_the_tokens_of_every_file_before_it_trains(pair):
+    with pytest.raises(EppError, match=r"corpus has token \d+, and this run's tokenizer has a vocabulary of 200"):
+        iterators(megatron_args(data_path=[pair], vocab_size=200))
+    made = Tokenizer("HuggingFaceTokenizer", "a/model", 257, 256, "0123456789abcdef")
+    record = TokenRecord(made, "--tokenizer-model a/model", len(DOCUMENTS), sum(map(len, DOCUMENTS)), 256)
+    record.save(f"{pair}{SUFFIX}")
+    with pytest.raises(EppError, match=r"tokens of HuggingFaceTokenizer a/model .* this run's tokenizer is NullTokenizer"):
+        iterators(megatron_args(data_path=[pair]))
+
+
+def test_data_paths_of_their_own_leave_the_split_without_effect_which_is_said(pair, caplog):
+    splits_of(megatron_args(train_data_path=[pair], eval_iters=0), (10, 0, 0))
+    assert "--split 80,15,5 changes nothing: every split has data paths of its own" in caplog.text
 
 
 def sources_of(tmp_path, sizes):

@@ -1,5 +1,6 @@
 """Documents in Megatron's indexed files: reading them, and refusing broken ones."""
 
+import argparse
 import logging
 import os
 
@@ -9,6 +10,8 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
+from megatron_epp.cli_lengths import lengths_of
+from megatron_epp.data.sequences import LONG_DOCUMENTS
 from megatron_epp.mcore.document_dataset import DocumentDataset, DocumentFile
 from megatron_epp.schedule.errors import EppError
 
@@ -84,6 +87,13 @@ def test_truncated_documents_are_cut_to_the_context_limit(pair):
 def test_a_document_of_one_token_more_than_the_limit_is_whole(tmp_path, num_tokens, lengths, num_long):
     dataset = DocumentDataset(write_pair(tmp_path / "corpus", documents_of([num_tokens])), context_limit=40)
     assert (dataset.lengths.tolist(), dataset.num_long) == (lengths, num_long)
+
+
+@pytest.mark.parametrize("long_documents", LONG_DOCUMENTS)
+def test_commands_see_the_lengths_that_training_sees(pair, long_documents):
+    dataset = DocumentDataset(pair, context_limit=40, long_documents=long_documents)
+    asked = argparse.Namespace(lengths=f"{pair}.idx", batch_size=None, context=40, documents=long_documents)
+    assert lengths_of(asked) == tuple(dataset.lengths.tolist())
 
 
 def test_documents_that_train_nothing_are_skipped_counted_and_logged_once(tmp_path, caplog):

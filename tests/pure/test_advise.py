@@ -214,6 +214,15 @@ def test_the_command_prints_flags_and_writes_a_recipe_that_loads(tmp_path, capsy
         assert f"--{long.replace('_', '-')} {best[name]}" in printed
 
 
+def test_documents_beyond_the_context_are_what_training_makes_of_them(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    command = ["advise", *SMALL, "--devices", "2", "--lengths", "900,4000", "--context", "1000", "--global-batch-size", "5"]
+    for flags, tokens, documents in (([], 900 + 4000, None), (["--documents", "truncate"], 2 * 900 + 3 * 1000, "truncate")):
+        assert main([*command, *flags, "-o", str(recipe)]) == 0
+        assert f"{tokens:,} tokens, of up to 1,000 tokens" in capsys.readouterr().out
+        assert load_settings([recipe])["epp"].get("documents") == documents
+
+
 def test_a_shipped_model_is_included_by_name(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     argv = ["--model", "llama3-8b", "--devices", "8", "--lengths", "8192", "--global-batch-size", "8", "--tensor-parallel", "4"]
