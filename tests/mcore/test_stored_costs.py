@@ -208,16 +208,25 @@ def test_a_run_resumed_with_other_replicas_has_kept_times_and_optimizer_states_o
     assert again == after
 
 
-def test_a_file_of_before_heads_were_in_it_is_planned_with_those_of_the_run(one_rank, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("choice", "bytes_per_value", "times"), [("auto", 2, (1, 2)), ("on", 2, (2, 2)), ("off", 2, (1, 1)), ("auto", 4, (1, 1))]
+)
+def test_an_older_file_is_planned_with_the_heads_and_the_sums_of_the_run(
+    one_rank, monkeypatch, tmp_path, choice, bytes_per_value, times
+):
     old = json.loads(HERE.to_json())
     for stage in old["stages"]:
-        del stage["kv_heads"], stage["queries_per_key"]
+        del stage["kv_heads"], stage["queries_per_key"], stage["many_kv_gradient_bytes_per_token"]
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(old))
-    shape = replace(SHAPE, num_query_groups=2)
+    shape = replace(SHAPE, num_query_groups=2, bytes_per_value=bytes_per_value)
     monkeypatch.setattr(costs_of_runs, "model_shape", lambda args: shape)
-    found = one_rank(Namespace(epp_costs=str(path), epp_fragmentation_share=None), 1.0)
+    args = Namespace(epp_costs=str(path), epp_fragmentation_share=None, epp_fp32_kv_gradients=choice)
+    found = one_rank(args, 1.0)
     assert [(stage.kv_heads, stage.queries_per_key) for stage in found.stages] == [(2, 4)] * 2
+    for stage in found.stages:
+        sums = stage.kv_gradient_bytes_per_token, stage.many_kv_gradient_bytes_per_token
+        assert sums == tuple(size * stage.kv_bytes_per_token for size in times)
     assert replace(found, stages=HERE.stages) == HERE
 
 
