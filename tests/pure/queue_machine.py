@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -111,7 +111,8 @@ class Machine:
         self.queue_of = [
             {stream: self.rng.randrange(queues) for stream in dict.fromkeys(launch.stream for launch in row)} for row in todo
         ]
-        self.queued: list[dict[int, list[int]]] = [defaultdict(list) for _ in todo]
+        self.queued: list[dict[int, deque[int]]] = [defaultdict(deque) for _ in todo]
+        self.ended = [0] * len(todo)
         self.running: list[tuple[int, int]] = []
         self.ends_us: dict[tuple[int, int], float] = {}
         self.now_us = 0.0
@@ -123,13 +124,14 @@ class Machine:
 
     def run(self) -> list[str]:
         """The first launch of each rank that never ended; nothing where all did. `now_us` is then when the last one did."""
-        while self._start() or self.running:
-            able = [each for each in self.running if self._may_end(*each)]
-            if not able:
-                break
+        for rank in range(len(self.todo)):
+            self._start(rank)
+        while able := [each for each in self.running if self._may_end(*each)]:
             rank, number = self._next(able)
             self.running.remove((rank, number))
             self.done[rank][number] = True
+            self.ended[rank] += 1
+            self._start(rank)
         return [row[done.index(False)].text for row, done in zip(self.todo, self.done, strict=True) if not all(done)]
 
     def _next(self, able: list[tuple[int, int]]) -> tuple[int, int]:
@@ -147,27 +149,20 @@ class Machine:
         sides = 2 if isinstance(event, tuple) and event[0] == "message" else self.sides[event]
         return event is None or self.there[event] == sides
 
-    def _start(self) -> bool:
-        """Hand over and start what can be; whether there was any."""
-        before = len(self.running)
-        moved = True
-        while moved:
-            moved = False
-            for rank, row in enumerate(self.todo):
-                while self.handed[rank] < len(row):
-                    number = self.handed[rank]
-                    if self.syncs[rank][number] and not all(self.done[rank][:number]):
-                        break
-                    self.queued[rank][self.queue_of[rank][row[number].stream]].append(number)
-                    self.handed[rank] += 1
-                    moved = True
-                for queue in self.queued[rank].values():
-                    while queue and all(self.done[rank][w] for w in row[queue[0]].waits):
-                        number = queue.pop(0)
-                        self.running.append((rank, number))
-                        self.there[row[number].event] += 1
-                        moved = True
-        return len(self.running) > before
+    def _start(self, rank: int) -> None:
+        """Hand over and start what can be on a rank."""
+        row, done = self.todo[rank], self.done[rank]
+        while self.handed[rank] < len(row):
+            number = self.handed[rank]
+            if self.syncs[rank][number] and self.ended[rank] < number:
+                break
+            self.queued[rank][self.queue_of[rank][row[number].stream]].append(number)
+            self.handed[rank] += 1
+        for queue in self.queued[rank].values():
+            while queue and all(done[w] for w in row[queue[0]].waits):
+                number = queue.popleft()
+                self.running.append((rank, number))
+                self.there[row[number].event] += 1
 
 
 def stuck(plan_json: str, lowered: str, queues: int = 1, waits: float = 0.0, seed: int = 0) -> list[str]:
