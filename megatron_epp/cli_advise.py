@@ -21,6 +21,7 @@ from megatron_epp.advice.search import advise
 from megatron_epp.cli_inputs import add_offload, add_split_weight, cap_of
 from megatron_epp.cli_lengths import SOURCES, read_lengths
 from megatron_epp.cli_model import add_shape, flags_of
+from megatron_epp.cli_output import say
 from megatron_epp.cli_progress import progress
 from megatron_epp.cli_types import count, output, positive_number
 from megatron_epp.cost import Profile
@@ -124,10 +125,10 @@ def run(args: argparse.Namespace) -> int:
             "megatron": megatron_settings(question, best.layout),
             "epp": epp_settings(question, best.layout),
         }
-        print(json.dumps(as_json(advice) | {"settings": settings}, indent=1))
+        say(json.dumps(as_json(advice) | {"settings": settings}, indent=1))
     else:
-        print(as_text(advice, args.show, args.all))
-        print("\nFlags of the best:\n" + textwrap.indent(flags_text(question, best.layout), "  "))
+        say(as_text(advice, args.show, args.all))
+        say("\nFlags of the best:\n" + textwrap.indent(flags_text(question, best.layout), "  "))
     if args.output:
         model = args.model if _is_as_shipped(args.model, question) else None
         text = recipe_text(question, best.layout, model, f"--lengths {args.lengths}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_epp.cli_inputs import add_planner, add_problem, costs_of, options_of, problem_of
 from megatron_epp.cli_model import flags_of
+from megatron_epp.cli_output import say
 from megatron_epp.cli_progress import progress
 from megatron_epp.cli_types import picture
 from megatron_epp.planner import Options, Problem, plan
@@ -65,9 +66,9 @@ def run(args: Namespace) -> int:
     if args.output:
         save_memory_picture(account, args.output)
     if args.json:
-        print(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
+        say(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
     else:
-        print(_text(args, account, refusal, reaches, megatron))
+        say(_text(args, account, refusal, reaches, megatron))
     return 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli_model import add_model, flags_of
+from megatron_epp.cli_output import say
 from megatron_epp.cli_progress import progress
 from megatron_epp.cli_types import output
 from megatron_epp.cost.analytic import analytic_profile
@@ -51,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, and print the residuals. Raises `EppError`."""
     profile = _measured(args) if args.by_formula is None else _by_formula(args)
     Path(args.output).write_text(profile.to_json() + "\n", encoding="utf-8")
-    print(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
+    say(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
     if residuals := profile.origin.get("residuals"):
         rows = [[kind, str(r["points"]), f"{r['median']:.1%}", f"{r['worst']:.1%}"] for kind, r in residuals.items()]
-        print("\n".join(["", *table(("kind", "points", "median error of the fit", "worst"), rows)]))
+        say("\n".join(["", *table(("kind", "points", "median error of the fit", "worst"), rows)]))
     return 0
 
 

@@ -7,10 +7,10 @@ import contextlib
 import logging
 import os
 import shlex
-import sys
 import warnings
 from collections.abc import Iterator
 
+from megatron_epp.cli_output import say, tell
 from megatron_epp.cli_progress import progress
 from megatron_epp.cost.library import find
 from megatron_epp.launch.command import Launch, command_of, environment_of, folder_of, save_run, world_of
@@ -55,16 +55,16 @@ def run(args: argparse.Namespace) -> int:
         argv = checked_argv(settings, launch.nodes * processes, wants_files=not args.dry_run)
     command, environment = command_of(launch, argv, processes), environment_of(launch)
     for name, value in sorted(environment.items()):
-        print(f"export {name}={shlex.quote(value)}")
-    print(shlex.join(command), flush=True)
+        say(f"export {name}={shlex.quote(value)}")
+    say(shlex.join(command), flush=True)
     if args.dry_run:
         return 0
     folder = folder_of(launch, settings.get("megatron") or {})
     if launch.node_rank == 0:
         save_run(folder, settings, command, environment)
-        print(f"settings, command and versions are in {folder}", file=sys.stderr, flush=True)
+        tell(f"settings, command and versions are in {folder}")
     if launch.nodes > 1:
-        print(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s", file=sys.stderr, flush=True)
+        tell(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s")
         meet(launch.nodes, launch.node_rank, launch.master_addr, launch.master_port, launch.wait_seconds)
     os.execvpe(command[0], command, {**os.environ, **environment})
     return 0

@@ -60,8 +60,3 @@ class Level:
     again: Line
     bytes_per_token: float
     full_bytes_per_token: float | None = None
-
-
-def level_from(body: dict[str, Any]) -> Level:
-    """Read what `asdict` made of a level."""
-    return Level(Line(**body["again"]), body["bytes_per_token"], body.get("full_bytes_per_token"))

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron_epp.cost.fields import build
 from megatron_epp.cost.hosting import Hosting, hosting
 from megatron_epp.cost.line import NO_TIME, Level, Line, TimeColumn
 from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, NO_STATIC, WORKING, Static
 from megatron_epp.cost.prefix import prefix_bytes
-from megatron_epp.cost.text import Form, with_lines
+from megatron_epp.cost.text import Form
 from megatron_epp.cost.work import ChunkWork, IntColumn, LayerPeak
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.schedule.size_class import size_classes
@@ -338,12 +339,14 @@ class PipelineCosts:
 
 
 def _costs(body: dict[str, Any]) -> PipelineCosts:
-    known = {field.name: body[field.name] for field in fields(PipelineCosts) if field.name in body}
-    return PipelineCosts(**known | {"stages": tuple(map(_stage, body["stages"]))})
+    if isinstance(stages := body.get("stages"), list):
+        body = body | {"stages": list(map(_told_apart, stages))}
+    return build(PipelineCosts, body, ignore_unknown=True)
 
 
-def _stage(body: dict[str, Any]) -> StageCosts:
-    static = Static(**body.pop("static", {}))
-    if "static_bytes" in body:  # from before they were told apart
-        static = Static(weights=body.pop("static_bytes"))
-    return StageCosts(static=static, **with_lines(body))
+def _told_apart(stage: Any) -> Any:
+    """A stage with `static` in the place of `static_bytes`, which older files have: everything is among the weights."""
+    if not isinstance(stage, dict) or "static_bytes" not in stage:
+        return stage
+    rest = {name: value for name, value in stage.items() if name != "static_bytes"}
+    return rest | {"static": {"weights": stage["static_bytes"]}}
