@@ -32,7 +32,7 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
     """
     if not isinstance(body, dict):
         raise EppError(f"{where or 'the file'} is {shown(body)}, which is no object with names")
-    at, hints = f"{where}." if where else "", _hints(kind)
+    at, hints = f"{where}." if where else "", _hints(kind)  # type: ignore[arg-type]
     given = {name: value for name, value in body.items() if value is not None}
     if unknown := [name for name in given if name not in hints and not ignore_unknown]:
         raise EppError(f"{at}{unknown[0]} is unknown")

@@ -106,9 +106,8 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
         raise RunError(f"training ended with exit code {code}, see {log}" + (f": {reason}" if reason else ""))
     times = {int(m[1]): float(m[2]) for m in _LINE.finditer(text)}
     with naming(figures, RunError):
-        lines = tuple(
-            parse_json(line, f"line {at}", with_nan=True) for at, line in enumerate(read_text(figures).splitlines(), start=1)
-        )
+        written = enumerate(read_text(figures).splitlines(), start=1)
+        lines = tuple(parse_json(line, f"line {number}", with_nan=True) for number, line in written)
     return Run(lines, tuple(times[line["iteration"]] for line in lines))
 
 
