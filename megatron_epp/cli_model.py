@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_epp.cli_types import blocks, count
+from megatron_epp.cli_types import blocks, count, layers
 from megatron_epp.cost.library import load_flags, shipped
 
 _MODEL: dict[str, Any] = {
@@ -38,7 +38,7 @@ def add_shape(costs: argparse._ArgumentGroup) -> None:
         metavar="NAME|FILE",
         help=f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))} (default: like llama3-8b)",
     )
-    add_count(costs, "--layers", "--num-layers", help="transformer layers (default: 32)")
+    add_count(costs, "--layers", "--num-layers", type=layers, help="transformer layers (default: 32)")
     add_count(costs, "--hidden", "--hidden-size", help="width of the residual stream (default: 4096)")
     add_count(costs, "--ffn", "--ffn-hidden-size", help="width inside the MLP, or inside an expert (default: 14336)")
     add_count(costs, "--heads", "--num-attention-heads", help="query heads (default: 32)")
@@ -83,5 +83,5 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_count(group: argparse._ArgumentGroup, *flags: str, **settings: Any) -> None:
-    """Add a flag that takes a whole number from 1."""
-    group.add_argument(*flags, type=count, metavar="N", **settings)
+    """Add a flag that takes a whole number from 1, or one of the type given."""
+    group.add_argument(*flags, type=settings.pop("type", count), metavar="N", **settings)

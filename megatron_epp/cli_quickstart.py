@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_epp.cli_output import say
 from megatron_epp.cli_progress import progress
-from megatron_epp.cli_types import count
+from megatron_epp.cli_types import count, stages
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, pipeline_size, tiny_gpt, train
 from megatron_epp.mcore.prepare import prepare
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
     add("--iterations", type=count, default=20, metavar="N", help="training iterations of each of the three runs (%(default)s)")
-    add("--pipeline", type=count, default=2, metavar="N", help="pipeline stages, at most the number of GPUs (%(default)s)")
+    add("--pipeline", type=stages, default=2, metavar="N", help="pipeline stages, at most the number of GPUs (%(default)s)")
     add("--context", type=count, default=4096, metavar="N", help="longer documents are cut to this many tokens (%(default)s)")
     add("-o", "--output", default=_FOLDER, metavar="FOLDER", help="where logs, figures and pictures go (%(default)s)")
 

@@ -135,12 +135,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     """
 
     def whole(name: str, default: int | None = None) -> int:
-        value = flags.get(name)
-        value = default if value is None else value
-        most = MOST_LAYERS if name == "num_layers" else MOST_SIZE
-        if type(value) is not int or not 1 <= value <= most:
-            raise EppError(f"the model needs {name}, a whole number from 1 to {most:,}; got {shown(value)}")
-        return value
+        return _whole(flags, name, default)
 
     experts, expert_ranks = flags.get("num_experts"), whole("expert_model_parallel_size", 1)
     if expert_ranks > 1 and (experts is None or whole("num_experts") % expert_ranks):
@@ -180,6 +175,20 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         expert_parallel=expert_ranks,
         loss_block_tokens=loss_block_tokens(_blocks(flags.get("epp_loss_block_tokens", AUTO)), vocabulary // tensor, longest),
     )
+
+
+def layers_of(flags: dict[str, Any]) -> int:
+    """Layers of the model that Megatron's flags describe. Raises `EppError`."""
+    return _whole(flags, "num_layers")
+
+
+def _whole(flags: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = flags.get(name)
+    value = default if value is None else value
+    most = MOST_LAYERS if name == "num_layers" else MOST_SIZE
+    if type(value) is not int or not 1 <= value <= most:
+        raise EppError(f"the model needs {name}, a whole number from 1 to {most:,}; got {shown(value)}")
+    return value
 
 
 def _blocks(value: Any) -> str | int:
