@@ -23,7 +23,8 @@ def check(plan: Plan) -> list[Violation]:
     2. every token is in exactly one chunk, and every action is there once, on its rank;
     3. the order is possible: no action before one it needs, no cycle across ranks, no crossed messages;
     4. memory: nothing freed twice, early or never, and no rank above its cap, or with more at the host than it may have;
-    5. what is predicted is what the simulator finds; a plan that predicts nothing (`Prediction.none`) passes.
+    5. what is predicted is what the simulator finds from the steps' own times and bytes, and the lower bound not above it; a plan
+       that predicts nothing (`Prediction.none`) passes.
 
     Returns:
         every violation of the first layer that has any, each with rank, position and reason. It raises nothing.
