@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from megatron_epp.cli_lengths import add_batch, lengths_of
-from megatron_epp.cli_model import add_count, add_model, flags_of
+from megatron_epp.cli_model import add_count, add_model, flags_of, of_model
 from megatron_epp.cli_types import planner, positive_number, seed, share, stages, whole
 from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.library import (
@@ -26,7 +26,7 @@ from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
 from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner.amounts import check_amounts
 from megatron_epp.schedule.errors import EppError
-from megatron_epp.schedule.reading import MOST_LAYERS, naming
+from megatron_epp.schedule.reading import MOST_LAYERS, naming, shown
 
 PLANNER_NAMES = f"{', '.join(sorted(PLANNERS))}, or module:function"
 
@@ -187,7 +187,7 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
 def options_of(args: argparse.Namespace, planner: str) -> Options:
     """Raises `EppError` when ``--recompute`` is neither auto nor a number."""
     if args.recompute != "auto" and not _is_layers(args.recompute):
-        raise EppError(f"--recompute {args.recompute}: give auto or a number of layers, up to {MOST_LAYERS:,}")
+        raise EppError(f"--recompute {shown(args.recompute)}: give auto or a number of layers, up to {MOST_LAYERS:,}")
     recompute: Literal["auto"] | int = "auto" if args.recompute == "auto" else int(args.recompute)
     return Options(
         chunk_tokens=args.chunk_tokens,
@@ -218,14 +218,16 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], longest: int | No
     flags = flags_of(args)
     if args.costs is None:
         tokens = args.context or longest or max(lengths, default=0)
-        profile = analytic_profile(shape_of(flags | {"seq_length": tokens}), _rates(args))
-        return _costs_by(args, profile, layers_of(flags), lengths)
+        with of_model(args):
+            shape = shape_of(flags | {"seq_length": tokens})
+        return _costs_by(args, analytic_profile(shape, _rates(args)), shape.num_layers, lengths)
     stored = load_costs(args.costs)
     with naming(f"--costs {args.costs}"):
         if isinstance(stored, PipelineCosts):
             costs = _of_stages(args, stored)
         else:
-            num_layers = layers_of(flags) if args.layers or args.model else stored.num_layers
+            with of_model(args):
+                num_layers = layers_of(flags) if args.layers or args.model else stored.num_layers
             costs = _costs_by(args, stored, num_layers, lengths)
         check_amounts(lengths, costs, args.token_multiple)
     return costs
@@ -270,8 +272,8 @@ def _layers(args: argparse.Namespace, profile: Profile, num_layers: int, lengths
     layers = tuple(int(word) for word in words if _is_layers(word))
     if len(layers) != len(words) or len(layers) != args.stages or sum(layers) != num_layers:
         raise EppError(
-            f"--layers-per-stage {args.layers_per_stage}: give even, balanced, or {args.stages} whole numbers (one for each of "
-            f"--stages) that add up to {num_layers} (--layers)"
+            f"--layers-per-stage {shown(args.layers_per_stage)}: give even, balanced, or {args.stages} whole numbers (one for "
+            f"each of --stages) that add up to {num_layers} (--layers)"
         )
     return layers
 

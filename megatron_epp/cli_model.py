@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megatron_epp.cli_types import blocks, count, layers
 from megatron_epp.cost.library import load_flags, shipped
+from megatron_epp.schedule.reading import naming
 
 _MODEL: dict[str, Any] = {
     "num_layers": 32,
@@ -80,6 +82,11 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
         "epp_loss_block_tokens": args.loss_block_tokens,
     }
     return flags | {name: value for name, value in given.items() if value is not None}
+
+
+def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """Names the model's file in errors about its shape."""
+    return nullcontext() if args.model is None else naming(f"--model {args.model}")
 
 
 def add_count(group: argparse._ArgumentGroup, *flags: str, **settings: Any) -> None:

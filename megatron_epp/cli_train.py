@@ -18,6 +18,7 @@ from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.meet import meet
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
+from megatron_epp.schedule.reading import naming
 
 EXAMPLE = """\
 example: two iterations of a tiny model on two CPU processes
@@ -49,9 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, print, save, and become torchrun."""
     settings = load_settings(args.config, args.overrides)
-    launch = Launch.of(settings)
-    processes = launch.processes_per_node or _processes(settings, launch)
-    with progress("reading Megatron's flags"):
+    with naming(f"-c {', '.join(args.config)}"):
+        launch = Launch.of(settings)
+        processes = launch.processes_per_node or _processes(settings, launch)
+    with progress("reading Megatron's flags"), naming(f"-c {', '.join(args.config)}"):
         argv = checked_argv(settings, launch.nodes * processes, wants_files=not args.dry_run)
     command, environment = command_of(launch, argv, processes), environment_of(launch)
     for name, value in sorted(environment.items()):

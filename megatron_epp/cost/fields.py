@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
+from megatron_epp.cost.line import Line
 from megatron_epp.schedule import EppError
 from megatron_epp.schedule.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, number, shown, whole
 
@@ -43,6 +44,12 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
         elif field.default is MISSING and field.default_factory is MISSING:
             raise EppError(f"{at}{field.name} is missing")
     return kind(**made)
+
+
+def check_part(where: str, part: Line, whole: Line) -> None:
+    """Raise `EppError` where a line is above the one that it is a part of: what is left would be negative."""
+    if part.within(whole) != part:
+        raise EppError(f"{where} is above the backward that it is a part of ({part} and {whole})")
 
 
 @cache

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_epp.cost.fields import build
+from megatron_epp.cost.fields import build, check_part
 from megatron_epp.cost.host_link import divide
 from megatron_epp.cost.line import NO_TIME, Level, Line
 from megatron_epp.cost.memory import Static
@@ -184,4 +184,12 @@ class Profile:
     @staticmethod
     def from_json(text: str) -> Profile:
         """Read `to_json`. Raises `EppError` when the text is something else."""
-        return FORM.read(text, lambda body: build(Profile, body, ignore_unknown=True))
+        return FORM.read(text, _profile)
+
+
+def _profile(body: dict[str, Any]) -> Profile:
+    made = build(Profile, body, ignore_unknown=True)
+    for name in ("layer", "embedding", "head"):
+        part: Part = getattr(made, name)
+        check_part(f"{name}.weight", part.weight, part.backward)
+    return made

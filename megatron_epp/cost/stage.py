@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.fields import build
+from megatron_epp.cost.fields import build, check_part
 from megatron_epp.cost.hosting import Hosting, hosting
 from megatron_epp.cost.line import NO_TIME, Level, Line, TimeColumn
 from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, MESSAGES, NO_STATIC, WORKING, Static
@@ -341,7 +341,11 @@ class PipelineCosts:
 def _costs(body: dict[str, Any]) -> PipelineCosts:
     if isinstance(stages := body.get("stages"), list):
         body = body | {"stages": list(map(_told_apart, stages))}
-    return build(PipelineCosts, body, ignore_unknown=True)
+    made = build(PipelineCosts, body, ignore_unknown=True)
+    for number, stage in enumerate(made.stages):
+        check_part(f"stages[{number}].weight", stage.weight, stage.backward)
+        check_part(f"stages[{number}].extra_weight", stage.extra_weight, stage.extra_backward)
+    return made
 
 
 def _told_apart(stage: Any) -> Any:

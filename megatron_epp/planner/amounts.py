@@ -15,8 +15,8 @@ MOST_TOKENS = 1 << 40
 MOST_PAIRS = 1 << 62
 MOST_BYTES = 1 << 60
 """On one stage, of a batch that is one chunk. Sums of many such sizes stay below what 64 bits hold."""
-MOST_US = 1e15
-"""Of all passes of a batch on one stage: thirty years."""
+MOST_US = 1e18
+"""Of all passes of a batch on one stage: thirty thousand years."""
 
 
 def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1) -> None:
@@ -44,7 +44,7 @@ def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1)
             with np.errstate(over="raise", invalid="raise"):
                 times_us, sizes = sum(_times_us(stage, work, costs)), sum(_bytes(stage, work, costs))
         except (FloatingPointError, OverflowError) as error:
-            raise PlanError(f"the times or bytes {by}, are no finite numbers ({error})") from None
+            raise PlanError(f"the times or bytes {by}, are not what a plan can hold ({error})") from None
         if not times_us <= MOST_US:
             raise PlanError(f"the passes {by}, take {times_us:.3g} us; a plan holds {MOST_US:.3g} us")
         if sizes > MOST_BYTES:

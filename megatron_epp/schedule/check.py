@@ -23,7 +23,7 @@ def check(plan: Plan) -> list[Violation]:
     2. every token is in exactly one chunk, and every action is there once, on its rank;
     3. the order is possible: no action before one it needs, no cycle across ranks, no crossed messages;
     4. memory: nothing freed twice, early or never, and no rank above its cap, or with more at the host than it may have;
-    5. what is predicted is what the simulator finds from the steps' own times and bytes, and the lower bound not above it; a plan
+    5. what is predicted is what the simulator finds from the steps' own times and bytes, and no bound is above that; a plan
        that predicts nothing (`Prediction.none`) passes.
 
     Returns:

@@ -20,7 +20,7 @@ MOST_DEPTH = 100
 """Lists and objects inside each other."""
 MOST_VALUES = 20_000
 """Values of a YAML file, those that aliases repeat counted each time."""
-MOST_NUMBER = 1e18
+MOST_NUMBER = 1e24
 MOST_WHOLE = (1 << 63) - 1
 MOST_LAYERS = 10_000
 """Layers of a model."""
