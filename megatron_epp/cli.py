@@ -1,13 +1,12 @@
 """The command line: one function per command; ``megatron-epp --help`` lists them.
 
 All but `profile`, `rehearse`, `prepare`, `train` and `quickstart` run without torch, Megatron or a GPU. Exit codes: 0 done;
-1 `check` found violations, or `doctor` a problem; 2 an error; 130 interrupted.
+1 `check` found violations, or `doctor` a problem; 2 an error; 70 an unforeseen one, a fault of this package; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,12 +23,14 @@ from megatron_epp.cli_inputs import (
     options_of,
     problem_of,
 )
+from megatron_epp.cli_output import PROGRAM, finish, say, tell, tell_error, tell_traceback
 from megatron_epp.cli_parser import Parser
 from megatron_epp.cli_progress import progress
 from megatron_epp.cli_types import PICTURES, count, output, picture, planner
 from megatron_epp.cost import spread
 from megatron_epp.mcore import prepare
 from megatron_epp.planner import plan
+from megatron_epp.report.boxes import measured_boxes
 from megatron_epp.report.compare import against
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.measured import Measured
@@ -37,11 +38,13 @@ from megatron_epp.report.table import format_bytes, format_us, table
 from megatron_epp.report.text import summary
 from megatron_epp.report.trace import save_trace
 from megatron_epp.schedule.check import check, report
+from megatron_epp.schedule.check_actions import check_presence
 from megatron_epp.schedule.check_matched import check_matched
-from megatron_epp.schedule.check_tables import check_tables
+from megatron_epp.schedule.check_tables import check_hosted, check_tables, check_tokens
 from megatron_epp.schedule.errors import EppError, PlanError
 from megatron_epp.schedule.lowering import lower
 from megatron_epp.schedule.plan import Plan
+from megatron_epp.schedule.reading import naming
 from megatron_epp.schedule.serialize import load, save
 from megatron_epp.schedule.simulate import simulate
 from megatron_epp.schedule.text import to_grid
@@ -49,8 +52,8 @@ from megatron_epp.schedule.text import to_grid
 type Commands = argparse._SubParsersAction[Parser]
 type Run = Callable[[argparse.Namespace], int]
 
-_PROGRAM = "megatron-epp"
-
+_UNFORESEEN = 70
+_REPORT = "a fault of megatron-epp: run it again with --debug, and report what it prints as README.md says"
 _PLAN_EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
   megatron-epp plan --lengths 1200,88,40961 -o plan.json
@@ -63,37 +66,43 @@ the first 512 documents of a Megatron index, for a shipped model and cluster
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Errors of this package print one or two lines on stderr."""
+    """Run one command and return its exit code. Errors print one or two lines on stderr, a traceback only with ``--debug``."""
     try:
         args = _parser().parse(argv)
         run: Run = args.run
         code = run(args)
-        sys.stdout.flush()
+        finish()
         return code
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
-        print(f"\n{_PROGRAM}: interrupted", file=sys.stderr)
+        tell(f"\n{PROGRAM}: interrupted")
         return 130
-    except OSError as error:
-        return _refused(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-    except EppError as error:
-        return _refused(str(error))
+    except Exception as error:
+        if "--debug" in (sys.argv[1:] if argv is None else argv):
+            tell_traceback(error)
+        return _refused(error)
 
 
-def _refused(message: str) -> int:
-    print(f"{_PROGRAM}: error: {message}", file=sys.stderr)
-    return 2
+def _refused(error: Exception) -> int:
+    """Say what ended a command in a line or two; the exit code."""
+    if isinstance(error, EppError):
+        tell_error(str(error))
+        return 2
+    if isinstance(error, OSError):
+        tell_error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        return 2
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    tell_error("; ".join([f"unforeseen {what}", *getattr(error, "__notes__", ()), _REPORT]))
+    return _UNFORESEEN
 
 
 def _parser() -> Parser:
     parser = Parser(
-        prog=_PROGRAM,
+        prog=PROGRAM,
         description="Plan elastic pipeline parallelism from sequence lengths, prove plans, and look at them.",
         epilog="`megatron-epp COMMAND --help` lists a command's options with their units and defaults.",
     )
-    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {megatron_epp.__version__}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {megatron_epp.__version__}")
+    _add_debug(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_plan(commands)
     _add_memory(commands)
@@ -116,7 +125,12 @@ def _command(commands: Commands, name: str, run: Run, purpose: str, epilog: str 
     layout = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(name, help=purpose, description=description, epilog=epilog, formatter_class=layout)
     parser.set_defaults(run=run)
+    _add_debug(parser)
     return parser
+
+
+def _add_debug(parser: Parser) -> None:
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error too (default: do not)")
 
 
 def _add_plan(commands: Commands) -> None:
@@ -238,11 +252,11 @@ def _plan(args: argparse.Namespace) -> int:
         made = plan(problem, costs, options_of(args, args.planner))
     if args.output:
         save(made, args.output)
-    print(_summary(made, args))
+    say(_summary(made, args))
     if not has_costs_of_stages(args) and (
         hint := spread.advice(costs, problem.placement, problem.lengths, "--layers-per-stage balanced")
     ):
-        print(f"\n{hint}")
+        say(f"\n{hint}")
     return 0
 
 
@@ -250,10 +264,10 @@ def _check(args: argparse.Namespace) -> int:
     plans = list(map(load, args.plans))
     found = [check(made) for made in plans]
     for path, made, violations in zip(args.plans, plans, found, strict=True):
-        print(f"{path}: {report(made, violations)}", end="")
+        say(f"{path}: {report(made, violations)}", end="")
     unmatched = [] if any(found) else check_matched(plans)
     for fault in unmatched:
-        print(fault)
+        say(str(fault))
     return 1 if any(found) or unmatched else 0
 
 
@@ -264,24 +278,24 @@ def _simulate(args: argparse.Namespace) -> int:
         first, last, busy = min(starts, default=0.0), max(ends, default=0.0), timeline.busy_us[rank]
         idle = f"{1 - busy / timeline.makespan_us:.1%}" if timeline.makespan_us else "0.0%"
         rows.append([str(rank), *map(format_us, (first, last, busy)), idle, format_bytes(timeline.peak_bytes[rank])])
-    print(f"makespan {format_us(timeline.makespan_us)}, bubble {timeline.bubble_fraction:.1%}\n")
-    print("\n".join(table(("rank", "first start", "last end", "busy", "bubble", "peak"), rows, left=())))
+    say(f"makespan {format_us(timeline.makespan_us)}, bubble {timeline.bubble_fraction:.1%}\n")
+    say("\n".join(table(("rank", "first start", "last end", "busy", "bubble", "peak"), rows, left=())))
     return 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    print(compare(args))
+    say(compare(args))
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
     made = _load(args.plan)
-    measured = Measured.load(args.measured) if args.measured else None
+    measured = _measured(made, args.measured) if args.measured else None
     if args.lowered:
-        print(to_grid(lower(made)), end="")
+        say(to_grid(lower(made)).rstrip())
     outputs = [args.output, args.png, args.trace]
     if not any(outputs) and not args.lowered:
-        print(_text(made, measured, args))
+        say(_text(made, measured, args))
     with progress("drawing"):
         for path in filter(None, outputs):
             suffix = Path(path).suffix.lower()
@@ -305,13 +319,22 @@ def _summary(made: Plan, args: argparse.Namespace) -> str:
 
 
 def _load(path: str) -> Plan:
-    """A plan whose tables fit together; one with other violations is shown all the same, with a word about them."""
+    """A plan whose tables, chunks and actions fit together; one with other violations is shown, with a word about them."""
     made = load(path)
-    if faults := list(check_tables(made)):
-        raise PlanError(f"{path}: {faults[0]}")
+    for check_part in (check_tables, check_tokens, check_presence, check_hosted):
+        if fault := next(check_part(made), None):
+            raise PlanError(f"{path}: {fault}; see: {PROGRAM} check {path}")
     if violations := check(made):
-        print(f"{_PROGRAM}: warning: {len(violations)} violation(s), see: {_PROGRAM} check {path}", file=sys.stderr)
+        tell(f"{PROGRAM}: warning: {len(violations)} violation(s), see: {PROGRAM} check {path}")
     return made
+
+
+def _measured(made: Plan, path: str) -> Measured:
+    """A run of the plan."""
+    measured = Measured.load(path)
+    with naming(path, PlanError):
+        measured_boxes(made, measured)
+    return measured
 
 
 if __name__ == "__main__":

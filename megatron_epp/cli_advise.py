@@ -21,13 +21,15 @@ from megatron_epp.advice.search import advise
 from megatron_epp.cli_inputs import add_offload, add_split_weight, cap_of
 from megatron_epp.cli_lengths import SOURCES, add_documents, limited, read_lengths
 from megatron_epp.cli_model import add_shape, flags_of
+from megatron_epp.cli_output import say
 from megatron_epp.cli_progress import progress
-from megatron_epp.cli_types import count, output, positive_number
+from megatron_epp.cli_types import count, devices, output, positive_number, seed, sequences
 from megatron_epp.cost import Profile
 from megatron_epp.cost.library import find, load_cluster, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.planner import Options
 from megatron_epp.schedule.errors import EppError
+from megatron_epp.schedule.reading import naming, shown, whole
 
 EXAMPLE = """\
 example: Llama 3 8B on 64 H100, documents like Wikipedia's, a recipe for `megatron-epp train`
@@ -44,7 +46,7 @@ _SAMPLE = 65536
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--devices", type=count, required=True, metavar="N", help="to use, in all")
+    machine.add_argument("--devices", type=devices, required=True, metavar="N", help="to use, in all")
     machine.add_argument(
         "--cluster",
         default="h100x8",
@@ -71,9 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_documents(batch)
     batch.add_argument(
-        "--global-batch-size", type=count, default=_BATCH, metavar="N", help="sequences of a batch (default: %(default)s)"
+        "--global-batch-size", type=sequences, default=_BATCH, metavar="N", help="sequences of a batch (default: %(default)s)"
     )
-    batch.add_argument("--seed", type=int, default=0, metavar="S", help="of the draw (default: 0)")
+    batch.add_argument("--seed", type=seed, default=0, metavar="S", help="of the draw (default: 0)")
     add_shape(parser.add_argument_group("model", "(default: an 8B model)"))
     _add_fixed(parser)
     plans = parser.add_argument_group("plans", "as training would make them")
@@ -125,10 +127,10 @@ def run(args: argparse.Namespace) -> int:
             "megatron": megatron_settings(question, best.layout),
             "epp": epp_settings(question, best.layout),
         }
-        print(json.dumps(as_json(advice) | {"settings": settings}, indent=1))
+        say(json.dumps(as_json(advice) | {"settings": settings}, indent=1))
     else:
-        print(as_text(advice, args.show, args.all))
-        print("\nFlags of the best:\n" + textwrap.indent(flags_text(question, best.layout), "  "))
+        say(as_text(advice, args.show, args.all))
+        say("\nFlags of the best:\n" + textwrap.indent(flags_text(question, best.layout), "  "))
     if args.output:
         model = args.model if _is_as_shipped(args.model, question) else None
         text = recipe_text(question, best.layout, model, f"--lengths {args.lengths}")
@@ -176,13 +178,14 @@ def _measured(name: str, question: Question) -> tuple[tuple[int, int, int], Prof
     shape = profile.origin.get("shape") if isinstance(profile, Profile) else None
     if not isinstance(profile, Profile) or not isinstance(shape, dict):
         raise EppError(f"--costs {name} does not say of which model it is: measure one with `megatron-epp profile`")
-    tensor, context, expert = (int(shape.get(f"{kind}_parallel", 1)) for kind in ("tensor", "context", "expert"))
+    with naming(f"--costs {name}: origin.shape"):
+        tensor, context, expert = (whole(shape.get(f"{kind}_parallel", 1), 1) for kind in ("tensor", "context", "expert"))
     wanted = asdict(question.shape(Layout(tensor, context, 1, 1, expert)))
     for key, value in shape.items():
         if key not in _FREE and value != wanted.get(key, value):
             raise EppError(
-                f"--costs {name} was measured with {key} {value}, and the model here has {wanted[key]}: measure it, or give "
-                "the model that was measured"
+                f"--costs {name} was measured with {key} {shown(value)}, and the model here has {wanted[key]}: measure it, or "
+                "give the model that was measured"
             )
     return (tensor, context, expert), profile
 

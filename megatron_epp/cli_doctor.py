@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_epp import allocator
+from megatron_epp.cli_output import say
 from megatron_epp.cli_progress import progress
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.profile import Profile
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     """Look, print, and return 1 if something prevents training, else 0."""
     with progress("looking at this machine"):
         findings = list(look(args.profile))
-    print(json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else text(findings))
+    say(json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else text(findings))
     return int(any(finding.status == PROBLEM for finding in findings))
 
 

@@ -8,14 +8,15 @@ from dataclasses import replace
 from typing import Literal
 
 from megatron_epp.cli_lengths import add_batch, lengths_of
-from megatron_epp.cli_model import add_count, add_model, flags_of
-from megatron_epp.cli_types import planner, positive_number, share, whole
+from megatron_epp.cli_model import add_count, add_model, flags_of, of_model
+from megatron_epp.cli_types import planner, positive_number, seed, share, stages, whole
 from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.library import (
     RATES,
     Cluster,
     balanced_layers,
     even_layers,
+    layers_of,
     load_cluster,
     load_costs,
     shape_of,
@@ -23,7 +24,9 @@ from megatron_epp.cost.library import (
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
 from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner.amounts import check_amounts
 from megatron_epp.schedule.errors import EppError
+from megatron_epp.schedule.reading import MOST_LAYERS, naming, shown
 
 PLANNER_NAMES = f"{', '.join(sorted(PLANNERS))}, or module:function"
 
@@ -51,7 +54,7 @@ def add_planner(parser: argparse.ArgumentParser) -> None:
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     pipeline = parser.add_argument_group("pipeline")
     names = ("--stages", "--pipeline-size", "--pipeline-model-parallel-size")
-    add_count(pipeline, *names, default=4, help="pipeline stages, one per rank (default: 4)")
+    add_count(pipeline, *names, type=stages, default=4, help="pipeline stages, one per rank (default: 4)")
     pipeline.add_argument(
         "--layers-per-stage",
         default="even",
@@ -70,7 +73,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         help="time for planning: what the planner greedy leaves of it goes to local search; what that finds depends on the "
         "machine, unlike with --steps (default: none)",
     )
-    pipeline.add_argument("--seed", type=int, default=0, metavar="S", help="of the planner's search (default: 0)")
+    pipeline.add_argument("--seed", type=seed, default=0, metavar="S", help="of the planner's search (default: 0)")
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -183,8 +186,8 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
 
 def options_of(args: argparse.Namespace, planner: str) -> Options:
     """Raises `EppError` when ``--recompute`` is neither auto nor a number."""
-    if args.recompute != "auto" and not args.recompute.isdecimal():
-        raise EppError(f"--recompute {args.recompute}: give auto or a number of layers")
+    if args.recompute != "auto" and not _is_layers(args.recompute):
+        raise EppError(f"--recompute {shown(args.recompute)}: give auto or a number of layers, up to {MOST_LAYERS:,}")
     recompute: Literal["auto"] | int = "auto" if args.recompute == "auto" else int(args.recompute)
     return Options(
         chunk_tokens=args.chunk_tokens,
@@ -215,16 +218,33 @@ def costs_of(args: argparse.Namespace, lengths: Sequence[int], longest: int | No
     flags = flags_of(args)
     if args.costs is None:
         tokens = args.context or longest or max(lengths, default=0)
-        profile = analytic_profile(shape_of(flags | {"seq_length": tokens}), _rates(args))
-    else:
-        stored = load_costs(args.costs)
+        with of_model(args):
+            shape = shape_of(flags | {"seq_length": tokens})
+        return _costs_by(args, analytic_profile(shape, _rates(args)), shape.num_layers, lengths)
+    stored = load_costs(args.costs)
+    with naming(f"--costs {args.costs}"):
         if isinstance(stored, PipelineCosts):
-            if args.layers_per_stage != "even":
-                raise EppError(f"--layers-per-stage: the stages of --costs {args.costs} have layers of their own; leave it out")
-            share = args.fragmentation_share
-            return stored if share is None else replace(stored, fragmentation_share=share)
-        profile = stored
-    num_layers = flags["num_layers"] if args.costs is None or args.layers or args.model else profile.num_layers
+            costs = _of_stages(args, stored)
+        else:
+            with of_model(args):
+                num_layers = layers_of(flags) if args.layers or args.model else stored.num_layers
+            costs = _costs_by(args, stored, num_layers, lengths)
+        check_amounts(lengths, costs, args.token_multiple)
+    return costs
+
+
+def _of_stages(args: argparse.Namespace, stored: PipelineCosts) -> PipelineCosts:
+    """Costs of a whole pipeline, as far as flags may change them."""
+    if args.layers_per_stage != "even":
+        raise EppError("the stages have layers of their own: leave --layers-per-stage out")
+    if len(stored.stages) != args.stages:
+        raise EppError(f"these are costs of {len(stored.stages)} stages, not of {args.stages}: change --stages")
+    share = args.fragmentation_share
+    return stored if share is None else replace(stored, fragmentation_share=share)
+
+
+def _costs_by(args: argparse.Namespace, profile: Profile, num_layers: int, lengths: Sequence[int]) -> PipelineCosts:
+    """Costs of a pipeline of the model's parts."""
     layers = _layers(args, profile, num_layers, lengths)
     state_bytes = profile.adam_bytes(args.data_parallel)
     costs = profile.costs(layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel)
@@ -249,13 +269,17 @@ def _layers(args: argparse.Namespace, profile: Profile, num_layers: int, lengths
     if args.layers_per_stage == "balanced":
         return balanced_layers(profile, num_layers, args.stages, lengths)
     words = args.layers_per_stage.split(",")
-    layers = tuple(int(word) for word in words if word.isdecimal())
+    layers = tuple(int(word) for word in words if _is_layers(word))
     if len(layers) != len(words) or len(layers) != args.stages or sum(layers) != num_layers:
         raise EppError(
-            f"--layers-per-stage {args.layers_per_stage}: give even, balanced, or {args.stages} whole numbers (one for each of "
-            f"--stages) that add up to {num_layers} (--layers)"
+            f"--layers-per-stage {shown(args.layers_per_stage)}: give even, balanced, or {args.stages} whole numbers (one for "
+            f"each of --stages) that add up to {num_layers} (--layers)"
         )
     return layers
+
+
+def _is_layers(text: str) -> bool:
+    return text.isdecimal() and len(text) < 6 and int(text) <= MOST_LAYERS
 
 
 def _cluster(args: argparse.Namespace) -> Cluster | None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from megatron_epp import sequence_lengths
-from megatron_epp.cli_types import count
+from megatron_epp.cli_types import MOST_SEQUENCES, count, sequences
 from megatron_epp.data.document_index import document_tokens
 from megatron_epp.data.sequences import LONG_DOCUMENTS, sequences_of
 from megatron_epp.schedule.errors import EppError
+from megatron_epp.schedule.reading import MOST_BYTES, naming, read_text, shown
 
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
 """Lengths to draw where there is no file."""
@@ -43,7 +44,7 @@ def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
     add_documents(batch)
     batch.add_argument(
         "--batch-size",
-        type=count,
+        type=sequences,
         metavar="N",
         help="a batch is this many sequences, from the file's first on"
         + (", --batches times" if several else "")
@@ -81,9 +82,9 @@ def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
         if size is None:
             batches.append((source, lengths))
             continue
-        for number in range(args.batches):
-            if part := lengths[number * size : (number + 1) * size]:
-                batches.append((f"{source}[{number * size}:{number * size + len(part)}]", part))
+        for number in range(min(args.batches, -(-len(lengths) // size))):
+            part = lengths[number * size : (number + 1) * size]
+            batches.append((f"{source}[{number * size}:{number * size + len(part)}]", part))
     return batches
 
 
@@ -99,11 +100,13 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
         EppError: it is none of these, or holds no lengths.
     """
     if source in LIKE and not Path(source).is_file():
-        return tuple(LIKE[source](count or _DRAWN, seed).tolist())
+        return tuple(LIKE[source](min(count or _DRAWN, MOST_SEQUENCES), seed).tolist())
     if re.fullmatch(r"[\d,\s]+", source):
-        return _numbers(source, f"--lengths {source}")
+        with naming(f"--lengths {shown(source)}"):
+            return _numbers(source)
     if source == "-":
-        return _numbers(sys.stdin.read(), "--lengths -")
+        with naming("--lengths -"):
+            return _numbers(_stdin())
     path = Path(source)
     if path.is_dir():
         raise EppError(
@@ -112,19 +115,28 @@ def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[
     if not path.is_file():
         wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
         raise EppError(
-            f"--lengths {source}: there is no such file, and {wrong!r} is not a number of tokens, nor one of {', '.join(LIKE)}"
+            f"--lengths {source}: there is no such file, and {shown(wrong)} is not a number of tokens, nor one of "
+            f"{', '.join(LIKE)}"
         )
     if path.suffix == ".idx":
         return _index(path)
-    return _numbers(path.read_text(encoding="utf-8", errors="replace"), f"--lengths {source}")
+    with naming(f"--lengths {source}"):
+        return _numbers(read_text(path))
 
 
-def _numbers(text: str, flag: str) -> tuple[int, ...]:
+def _stdin() -> str:
+    text = sys.stdin.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise EppError(f"more than {MOST_BYTES:,} characters, the most that are read")
+    return text
+
+
+def _numbers(text: str) -> tuple[int, ...]:
     words = text.replace(",", " ").split()
     if wrong := next((word for word in words if not _is_count(word)), None):
-        raise EppError(f"{flag}: {wrong!r} is not a number of tokens (a whole number, 1 to 2,147,483,647)")
+        raise EppError(f"{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647)")
     if not words:
-        raise EppError(f"{flag}: no lengths")
+        raise EppError("no lengths")
     return tuple(map(int, words))
 
 

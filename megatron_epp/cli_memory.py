@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron_epp.cli_inputs import add_planner, add_problem, costs_of, options_of, problem_of
 from megatron_epp.cli_model import flags_of
+from megatron_epp.cli_output import say
 from megatron_epp.cli_progress import progress
-from megatron_epp.cli_types import picture
+from megatron_epp.cli_types import count, picture
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.account import account_of
 from megatron_epp.planner.limits import Limit, Limits, Reach
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--quick", action="store_true", help="do not look for what else would fit")
     parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron's own estimate")
-    parser.add_argument("--width", type=int, default=100, metavar="N", help="characters of a curve's line (%(default)s)")
+    parser.add_argument("--width", type=count, default=100, metavar="N", help="characters of a curve's line (%(default)s)")
 
 
 def run(args: Namespace) -> int:
@@ -65,9 +66,9 @@ def run(args: Namespace) -> int:
     if args.output:
         save_memory_picture(account, args.output)
     if args.json:
-        print(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
+        say(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
     else:
-        print(_text(args, account, refusal, reaches, megatron))
+        say(_text(args, account, refusal, reaches, megatron))
     return 0
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from megatron_epp.cli_types import blocks, count
+from megatron_epp.cli_types import blocks, count, layers
 from megatron_epp.cost.library import load_flags, shipped
+from megatron_epp.schedule.reading import naming
 
 _MODEL: dict[str, Any] = {
     "num_layers": 32,
@@ -38,7 +40,7 @@ def add_shape(costs: argparse._ArgumentGroup) -> None:
         metavar="NAME|FILE",
         help=f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))} (default: like llama3-8b)",
     )
-    add_count(costs, "--layers", "--num-layers", help="transformer layers (default: 32)")
+    add_count(costs, "--layers", "--num-layers", type=layers, help="transformer layers (default: 32)")
     add_count(costs, "--hidden", "--hidden-size", help="width of the residual stream (default: 4096)")
     add_count(costs, "--ffn", "--ffn-hidden-size", help="width inside the MLP, or inside an expert (default: 14336)")
     add_count(costs, "--heads", "--num-attention-heads", help="query heads (default: 32)")
@@ -82,6 +84,11 @@ def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     return flags | {name: value for name, value in given.items() if value is not None}
 
 
+def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """Names the model's file in errors about its shape."""
+    return nullcontext() if args.model is None else naming(f"--model {args.model}")
+
+
 def add_count(group: argparse._ArgumentGroup, *flags: str, **settings: Any) -> None:
-    """Add a flag that takes a whole number from 1."""
-    group.add_argument(*flags, type=count, metavar="N", **settings)
+    """Add a flag that takes a whole number from 1, or one of the type given."""
+    group.add_argument(*flags, type=settings.pop("type", count), metavar="N", **settings)

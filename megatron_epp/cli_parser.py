@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from megatron_epp.cli_types import output, picture, unwritable
 from megatron_epp.launch.nearest import nearest
+from megatron_epp.report.table import printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,4 +38,4 @@ class Parser(argparse.ArgumentParser):
         self.error(f"this command knows no {' '.join(told)}")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{printable(f'{self.prog}: error: {message}; see {self.prog} --help')}\n")

@@ -11,9 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cli_model import add_model, flags_of
+from megatron_epp.cli_model import add_model, flags_of, of_model
+from megatron_epp.cli_output import say
 from megatron_epp.cli_progress import progress
-from megatron_epp.cli_types import output
+from megatron_epp.cli_types import output, whole
 from megatron_epp.cost.analytic import analytic_profile
 from megatron_epp.cost.fit import fit_profile
 from megatron_epp.cost.library import RATES, load_cluster, shape_of
@@ -51,15 +52,17 @@ def run(args: argparse.Namespace) -> int:
     """Measure, fit, write, and print the residuals. Raises `EppError`."""
     profile = _measured(args) if args.by_formula is None else _by_formula(args)
     Path(args.output).write_text(profile.to_json() + "\n", encoding="utf-8")
-    print(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
+    say(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
     if residuals := profile.origin.get("residuals"):
         rows = [[kind, str(r["points"]), f"{r['median']:.1%}", f"{r['worst']:.1%}"] for kind, r in residuals.items()]
-        print("\n".join(["", *table(("kind", "points", "median error of the fit", "worst"), rows)]))
+        say("\n".join(["", *table(("kind", "points", "median error of the fit", "worst"), rows)]))
     return 0
 
 
 def _by_formula(args: argparse.Namespace) -> Profile:
-    shape, cluster = shape_of(flags_of(args)), load_cluster(args.by_formula)
+    with of_model(args):
+        shape = shape_of(flags_of(args))
+    cluster = load_cluster(args.by_formula)
     origin = {
         "source": "analytic: by formula from the model's shape and the machine's rates, nothing was measured",
         "machine": cluster.name,
@@ -77,7 +80,8 @@ def _measured(args: argparse.Namespace) -> Profile:
         from megatron_epp.runtime.profiling import Grid, measure
     except ImportError as error:
         raise EppError(f"profile needs torch: {error}") from error
-    shape = shape_of(flags_of(args))
+    with of_model(args):
+        shape = shape_of(flags_of(args))
     if args.device == "cuda" and not torch.cuda.is_available():
         raise EppError("--device cuda: torch finds no GPU here; `megatron-epp doctor` says more")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -105,7 +109,4 @@ def _measured(args: argparse.Namespace) -> Profile:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    words = text.split(",")
-    if not all(word.isdecimal() for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers between commas")
-    return tuple(map(int, words))
+    return tuple(map(whole, text.split(",")))

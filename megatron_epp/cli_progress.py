@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megatron_epp.report.table import printable
+
 PATIENCE_S = 2.0
 """What takes less says nothing."""
 _TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
@@ -36,7 +38,7 @@ def _report(what: str, detail: Callable[[], str], done: threading.Event) -> None
     wait_s = PATIENCE_S
     while not done.wait(wait_s):
         parts = [what, f"{time.monotonic() - start:.0f} s", *filter(None, [detail()])]
-        sys.stderr.write(("\r\033[K" if terminal else "") + ", ".join(parts) + ("" if terminal else "\n"))
+        sys.stderr.write(("\r\033[K" if terminal else "") + printable(", ".join(parts)) + ("" if terminal else "\n"))
         sys.stderr.flush()
         said, wait_s = True, _TERMINAL_EVERY_S if terminal else _LOG_EVERY_S
     if said and terminal:

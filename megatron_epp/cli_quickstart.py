@@ -15,8 +15,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.cli_output import say
 from megatron_epp.cli_progress import progress
-from megatron_epp.cli_types import count
+from megatron_epp.cli_types import count, stages
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, pipeline_size, tiny_gpt, train
 from megatron_epp.mcore.prepare import prepare
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
     add("--iterations", type=count, default=20, metavar="N", help="training iterations of each of the three runs (%(default)s)")
-    add("--pipeline", type=count, default=2, metavar="N", help="pipeline stages, at most the number of GPUs (%(default)s)")
+    add("--pipeline", type=stages, default=2, metavar="N", help="pipeline stages, at most the number of GPUs (%(default)s)")
     add(
         "--context",
         type=count,
@@ -75,15 +76,15 @@ def run(args: argparse.Namespace) -> int:
     traced = {"epp_schedule": "elastic", "epp_costs": "measure", "epp_trace": min(3, args.iterations)}
     runs = {}
     for name, extra in {"stock": {"epp_schedule": "stock"}, "whole": {"epp_schedule": "whole"}, "epp": traced}.items():
-        print(f"training {args.iterations} iterations on {ranks} ranks: {_RUNS[name]}", flush=True)
+        say(f"training {args.iterations} iterations on {ranks} ranks: {_RUNS[name]}", flush=True)
         with progress(f"training, see {folder / name / 'train.log'}"):
             runs[name] = train(folder / name, ranks, settings | extra)
     report = compare(**runs)
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(text(report))
+    say(text(report))
     left = _leave(folder)
-    print(f"\nthe plan of one iteration:\n{summary(load(folder / 'plan.json'))}")
-    print(f"\nin {folder}: report.json, plan.json, {left}trace.json (for ui.perfetto.dev)")
+    say(f"\nthe plan of one iteration:\n{summary(load(folder / 'plan.json'))}")
+    say(f"\nin {folder}: report.json, plan.json, {left}trace.json (for ui.perfetto.dev)")
     return 0
 
 
@@ -93,10 +94,10 @@ def corpus(folder: Path) -> str:
     if not prefix.with_suffix(".idx").exists():
         source = Path(sysconfig.get_path("stdlib"))
         files = sorted(f for f in source.rglob("*.py") if "site-packages" not in f.parts and "test" not in f.parts)
-        print(f"preparing {len(files)} source files of the standard library", flush=True)
+        say(f"preparing {len(files)} source files of the standard library", flush=True)
         with warnings.catch_warnings():  # of Megatron's, about packages that this needs not
             warnings.simplefilter("ignore")
-            print(prepare(files, prefix), flush=True)
+            say(str(prepare(files, prefix)), flush=True)
     return str(prefix)
 
 
@@ -141,6 +142,6 @@ def _leave(folder: Path) -> str:
     try:
         save_gantt(load(folder / "plan.json"), folder / "iteration.png", Measured.load(folder / "epp" / "measured.json"))
     except EppError as error:
-        print(f"\nno picture: {error}")
+        say(f"\nno picture: {error}")
         return ""
     return "iteration.png (planned and measured), "

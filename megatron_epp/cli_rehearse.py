@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_epp.cli_output import say
 from megatron_epp.cli_progress import progress
 from megatron_epp.cli_types import output, positive_number
 from megatron_epp.report.measured import Event, Measured
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         measured.save(Path(args.output))
     actions = sum(map(len, plan.ranks))
-    print(
+    say(
         f"{plan.num_ranks} ranks, {actions} actions, {scale:.4g} seconds slept per planned second\n"
         f"makespan: simulated {format_us(simulated_us)}, measured {format_us(measured.makespan_us)} "
         f"({measured.makespan_us / simulated_us - 1:+.2%})\n"

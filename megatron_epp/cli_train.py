@@ -7,10 +7,10 @@ import contextlib
 import logging
 import os
 import shlex
-import sys
 import warnings
 from collections.abc import Iterator
 
+from megatron_epp.cli_output import say, tell
 from megatron_epp.cli_progress import progress
 from megatron_epp.cost.library import find
 from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
@@ -20,6 +20,7 @@ from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.meet import meet
 from megatron_epp.launch.meet_token import TOKEN_VARIABLE
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
+from megatron_epp.schedule.reading import naming
 
 EXAMPLE = """\
 example: two iterations of a tiny model on two CPU processes
@@ -51,20 +52,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, print, save, and become torchrun."""
     settings = load_settings(args.config, args.overrides)
-    launch = Launch.of(settings)
-    processes = launch.processes_per_node or _processes(settings, launch)
-    with progress("reading Megatron's flags"):
+    with naming(f"-c {', '.join(args.config)}"):
+        launch = Launch.of(settings)
+        processes = launch.processes_per_node or _processes(settings, launch)
+    with progress("reading Megatron's flags"), naming(f"-c {', '.join(args.config)}"):
         argv = checked_argv(settings, launch.nodes * processes, wants_files=not args.dry_run)
     command, environment = command_of(launch, argv, processes), environment_to_set(launch.environment)
-    print(*exports(launch.environment, masked=True), shlex.join(command), sep="\n", flush=True)
+    say("\n".join([*exports(launch.environment, masked=True), shlex.join(command)]), flush=True)
     if args.dry_run:
         return 0
     folder = folder_of(launch, settings.get("megatron") or {})
     if launch.node_rank == 0:
         save_run(folder, settings, command, launch.environment)
-        print(f"settings, command and versions are in {folder}", file=sys.stderr, flush=True)
+        tell(f"settings, command and versions are in {folder}")
     if launch.nodes > 1:
-        print(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s", file=sys.stderr, flush=True)
+        tell(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s")
         meet(launch.nodes, launch.node_rank, launch.master_addr, launch.master_port, launch.wait_seconds)
     os.environ.pop(TOKEN_VARIABLE, None)  # all that had to know it do
     os.execvpe(command[0], command, {**os.environ, **environment})

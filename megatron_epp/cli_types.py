@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_epp.cost.head import AUTO
 from megatron_epp.planner import PLANNERS
+from megatron_epp.schedule.reading import MOST_LAYERS, shown
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def count(text: str) -> int:
-    """A whole number from 1."""
-    if not (text.isdecimal() and len(text) < 16 and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
+MOST = (1 << 31) - 1
+"""Largest whole number of a flag, where nothing smaller makes sense."""
+MOST_STAGES = 4096
+MOST_DEVICES = 1 << 20
+MOST_SEQUENCES = 1 << 24
+"""Of a batch."""
+MOST_SEED = (1 << 32) - 1
+MOST_AMOUNT = 1e9
+"""Largest size in GB, time in seconds or scale."""
+
+
+def from_to(least: int, most: int) -> Callable[[str], int]:
+    """A type of whole numbers.
+
+    Args:
+        least, most: of them.
+    """
+
+    def read(text: str) -> int:
+        if not (text.isdecimal() and len(text) < 16 and least <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number from {least} to {most:,}")
+        return int(text)
+
+    return read
+
+
+count = from_to(1, MOST)
+whole = from_to(0, MOST)
+seed = from_to(0, MOST_SEED)
+layers = from_to(1, MOST_LAYERS)
+stages = from_to(1, MOST_STAGES)
+devices = from_to(1, MOST_DEVICES)
+sequences = from_to(1, MOST_SEQUENCES)
 
 
 def planner(text: str) -> str:
     """A planner's name."""
     if ":" not in text and text not in PLANNERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(sorted(PLANNERS))}, and no module:function")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is none of {', '.join(sorted(PLANNERS))}, and no module:function")
     return text
-
-
-def whole(text: str) -> int:
-    """A whole number from 0."""
-    if not (text.isdecimal() and len(text) < 16):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
 
 
 def blocks(text: str) -> str | int:
@@ -44,18 +67,18 @@ def share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share, 0 to 1")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a share, 0 to 1")
     return value
 
 
 def positive_number(text: str) -> float:
-    """A number above 0."""
+    """A number above 0, up to `MOST_AMOUNT`."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    if not 0 < value <= MOST_AMOUNT:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a positive number up to {MOST_AMOUNT:,.0f}")
     return value
 
 

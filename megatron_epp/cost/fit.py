@@ -90,7 +90,7 @@ def fit_profile(
             formula.layer,
             forward=layer_forward + fits["attention forward"].line + exchange,
             backward=layer_backward + fits["attention backward"].line + exchange,
-            weight=_part_of(fits["linear weight"].line, layer_backward),
+            weight=fits["linear weight"].line.within(layer_backward),
             linear=formula.layer.linear and replace(formula.layer.linear, again=layer_forward + exchange),
             mlp=formula.layer.mlp and replace(formula.layer.mlp, again=layer_forward.scaled(mlp_share) + mlp_exchange),
         ),
@@ -99,7 +99,7 @@ def fit_profile(
             formula.head,
             forward=fits["loss forward"].line,
             backward=fits["loss backward"].line,
-            weight=Line() if shape.loss_block_tokens else _part_of(fits["loss weight"].line, fits["loss backward"].line),
+            weight=Line() if shape.loss_block_tokens else fits["loss weight"].line.within(fits["loss backward"].line),
         ),
     )
     if link := fits.get("message"):
@@ -116,8 +116,3 @@ def fit_profile(
             "points": {kind: [list(point) for point in some] for kind, some in points.items()},
         },
     )
-
-
-def _part_of(line: Line, whole: Line) -> Line:
-    """The line, held below the one that it is a part of."""
-    return Line(min(line.fixed_us, whole.fixed_us), min(line.per_token_us, whole.per_token_us))

@@ -18,7 +18,9 @@ from megatron_epp.cost.shape import ModelShape
 from megatron_epp.cost.spread import spread_layers
 from megatron_epp.cost.stage import PipelineCosts
 from megatron_epp.cost.work import pairs_per_token
+from megatron_epp.cost.yaml_file import read_yaml
 from megatron_epp.schedule import EppError
+from megatron_epp.schedule.reading import MOST_LAYERS, naming, number, read_text, shown
 
 RATES = {"h100": H100, "cpu": CPU}
 """Rates by name: what a cluster file starts from."""
@@ -27,6 +29,12 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 """Where shipped files are: inside an installed package, or beside the package in a checkout."""
 _VOCABULARY_MULTIPLE = 128
+MOST_SIZE = (1 << 31) - 1
+"""Of a width, a vocabulary, a number of heads, experts or devices."""
+MOST_GB = 1e9
+"""Memory of a device, in 2^30 bytes."""
+MOST_RATE = 1e30
+"""Per second."""
 DEVICES_PER_NODE = 8
 """Where a cluster file does not say it."""
 
@@ -85,19 +93,20 @@ def load_cluster(name: str) -> Cluster:
     entries = read_yaml(path)
     base, memory = entries.pop("rates", "h100"), entries.pop("device_memory_gb", None)
     node, sharing = entries.pop("devices_per_node", DEVICES_PER_NODE), entries.pop("host_sharing", None)
-    if base not in RATES:
-        raise EppError(f"{path}: rates {base!r}; give one of {', '.join(RATES)}")
+    if not isinstance(base, str) or base not in RATES:
+        raise EppError(f"{path}: rates {shown(base)}; give one of {', '.join(RATES)}")
     sharing = RATES[base].host_sharing if sharing is None else sharing
     for key, value in (("devices_per_node", node), ("host_sharing", sharing)):
-        if not isinstance(value, int) or value < 1:
-            raise EppError(f"{path}: {key} is {value!r}; it must be a whole number from 1")
+        if type(value) is not int or not 1 <= value <= MOST_SIZE:
+            raise EppError(f"{path}: {key} is {shown(value)}; it must be a whole number from 1 to {MOST_SIZE:,}")
     known = {field.name for field in fields(Rates)} - {"name", "host_sharing"}
     if unknown := sorted(set(entries) - known):
         there = ", ".join(("device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known)))
         raise EppError(f"{path}: unknown {', '.join(unknown)}; there are {there}")
-    numbers = {key: _number(path, key, value) for key, value in entries.items()}
+    numbers = {key: _number(path, key, value, *_range(key)) for key, value in entries.items()}
     rates = replace(RATES[base], name=path.stem, host_sharing=sharing, **numbers)
-    return Cluster(path.stem, rates, None if memory is None else _number(path, "device_memory_gb", memory), node)
+    memory_gb = None if memory is None else _number(path, "device_memory_gb", memory, 0.0, MOST_GB)
+    return Cluster(path.stem, rates, memory_gb, node)
 
 
 def load_costs(name: str) -> Profile | PipelineCosts:
@@ -110,11 +119,9 @@ def load_costs(name: str) -> Profile | PipelineCosts:
         EppError: there is no such file, or it is neither.
     """
     path = find("profiles", name)
-    text = path.read_text(encoding="utf-8", errors="replace")
-    try:
+    with naming(path):
+        text = read_text(path)
         return Profile.from_json(text) if f'"{PROFILE.schema}"' in text else PipelineCosts.from_json(text)
-    except EppError as error:
-        raise EppError(f"{path}: {error}") from error
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:
@@ -128,11 +135,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     """
 
     def whole(name: str, default: int | None = None) -> int:
-        value = flags.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or value < 1:
-            raise EppError(f"the model needs {name}, a whole number from 1; got {value!r}")
-        return value
+        return _whole(flags, name, default)
 
     experts, expert_ranks = flags.get("num_experts"), whole("expert_model_parallel_size", 1)
     if expert_ranks > 1 and (experts is None or whole("num_experts") % expert_ranks):
@@ -153,7 +156,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         )
     multiple = whole("make_vocab_size_divisible_by", _VOCABULARY_MULTIPLE) * tensor
     vocabulary, context_ranks = -(-whole("vocab_size") // multiple) * multiple, whole("context_parallel_size", 1)
-    longest = (flags.get("seq_length") or 0) // context_ranks
+    longest = whole("seq_length", 1) // context_ranks if flags.get("seq_length") else 0
     return ModelShape(
         num_layers=whole("num_layers"),
         hidden_size=hidden,
@@ -170,8 +173,31 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
         sequence_parallel=bool(flags.get("sequence_parallel")),
         context_parallel=context_ranks,
         expert_parallel=expert_ranks,
-        loss_block_tokens=loss_block_tokens(flags.get("epp_loss_block_tokens", AUTO), vocabulary // tensor, longest),
+        loss_block_tokens=loss_block_tokens(_blocks(flags.get("epp_loss_block_tokens", AUTO)), vocabulary // tensor, longest),
     )
+
+
+def layers_of(flags: dict[str, Any]) -> int:
+    """Layers of the model that Megatron's flags describe. Raises `EppError`."""
+    return _whole(flags, "num_layers")
+
+
+def _whole(flags: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = flags.get(name)
+    value = default if value is None else value
+    most = MOST_LAYERS if name == "num_layers" else MOST_SIZE
+    if type(value) is not int or not 1 <= value <= most:
+        raise EppError(f"the model needs {name}, a whole number from 1 to {most:,}; got {shown(value)}")
+    return value
+
+
+def _blocks(value: Any) -> str | int:
+    if value == AUTO:
+        return AUTO
+    found = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < len(str(MOST_SIZE)) else value
+    if type(found) is not int or not 0 <= found <= MOST_SIZE:
+        raise EppError(f"epp_loss_block_tokens is {shown(value)}; it must be auto or a whole number from 0 to {MOST_SIZE:,}")
+    return found
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -214,28 +240,16 @@ def balanced_layers(profile: Profile, num_layers: int, num_stages: int, lengths:
     return spread_layers(layer, extra, num_layers)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The names and values of a file. Raises `EppError`: it cannot be read, is not YAML, or holds no names."""
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise EppError(f"reading {path} needs PyYAML: pip install pyyaml (megatron-core[training] brings it)") from error
-    try:
-        body = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise EppError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise EppError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(body, dict):
-        raise EppError(f"{path} holds no names with values")
-    return {str(key): value for key, value in body.items()}
+def _range(rate: str) -> tuple[float, float]:
+    """Least and largest value of a rate: times are divided by all that count something per second, but for a link that may be
+    absent.
+    """
+    divides = rate.endswith(("_flops", "_bytes")) and rate != "host_bytes"
+    return (1.0 if divides else 0.0), MOST_RATE
 
 
-def _number(path: Path, key: str, value: Any) -> float:
+def _number(path: Path, key: str, value: Any, least: float, most: float) -> float:
     try:
-        number = float(value)  # YAML 1.1 reads 40e9 as text
-    except (TypeError, ValueError):
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise EppError(f"{path}: {key} is {value!r}; it must be a number from 0")
-    return number
+        return number(float(value) if isinstance(value, str) else value, least, most)  # YAML 1.1 reads 40e9 as text
+    except (EppError, ValueError):
+        raise EppError(f"{path}: {key} is {shown(value)}; it must be a number from {least:g} to {most:g}") from None

@@ -37,6 +37,14 @@ class Line:
     def scaled(self, factor: float) -> Line:
         return Line(self.fixed_us * factor, self.per_token_us * factor, self.per_pair_us * factor)
 
+    def within(self, whole: Line) -> Line:
+        """The line, held below one that it is a part of."""
+        return Line(
+            min(self.fixed_us, whole.fixed_us),
+            min(self.per_token_us, whole.per_token_us),
+            min(self.per_pair_us, whole.per_pair_us),
+        )
+
     def __add__(self, other: Line) -> Line:
         return Line(
             self.fixed_us + other.fixed_us, self.per_token_us + other.per_token_us, self.per_pair_us + other.per_pair_us
@@ -60,8 +68,3 @@ class Level:
     again: Line
     bytes_per_token: float
     full_bytes_per_token: float | None = None
-
-
-def level_from(body: dict[str, Any]) -> Level:
-    """Read what `asdict` made of a level."""
-    return Level(Line(**body["again"]), body["bytes_per_token"], body.get("full_bytes_per_token"))

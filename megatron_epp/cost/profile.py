@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_epp.cost.fields import build, check_part
 from megatron_epp.cost.host_link import divide
 from megatron_epp.cost.line import NO_TIME, Level, Line
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.stage import PipelineCosts, StageCosts
-from megatron_epp.cost.text import Form, with_lines
+from megatron_epp.cost.text import Form
 from megatron_epp.schedule import EppError
 
 _FP32_BYTES = 4
@@ -189,6 +190,8 @@ class Profile:
 
 
 def _profile(body: dict[str, Any]) -> Profile:
-    known = {field.name: body[field.name] for field in fields(Profile) if field.name in body}
-    parts: dict[str, Any] = {name: Part(**with_lines(known[name])) for name in ("layer", "embedding", "head") if name in known}
-    return Profile(**known | parts)
+    made = build(Profile, body, ignore_unknown=True)
+    for name in ("layer", "embedding", "head"):
+        part: Part = getattr(made, name)
+        check_part(f"{name}.weight", part.weight, part.backward)
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,12 +43,13 @@ def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int) -
         extra_us: of each stage, besides its layers.
         num_layers: no fewer than stages.
     """
-    times = [extra + layer_us for extra in extra_us]
-    layers = [1] * len(times)
-    for _ in range(num_layers - len(times)):
-        stage = min(range(len(times)), key=lambda s: (times[s], -s))
-        times[stage] += layer_us
-        layers[stage] += 1
+    layers = [1] * len(extra_us)
+    least = [(extra + layer_us, -stage) for stage, extra in enumerate(extra_us)]
+    heapq.heapify(least)
+    for _ in range(num_layers - len(layers)):
+        time_us, back = least[0]
+        heapq.heapreplace(least, (time_us + layer_us, back))
+        layers[-back] += 1
     return tuple(layers)
 
 

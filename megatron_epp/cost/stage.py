@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron_epp.cost.fields import build, check_part
 from megatron_epp.cost.hosting import Hosting, hosting
 from megatron_epp.cost.line import NO_TIME, Level, Line, TimeColumn
 from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, NO_STATIC, WORKING, Static
 from megatron_epp.cost.prefix import prefix_bytes
-from megatron_epp.cost.text import Form, with_lines
+from megatron_epp.cost.text import Form
 from megatron_epp.cost.work import ChunkWork, IntColumn, LayerPeak
 from megatron_epp.schedule import LEVELS, NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.schedule.kv_sums import MOST_ROUNDED
 from megatron_epp.schedule.size_class import size_classes
 
 _FORM = Form("cost profile", "megatron-epp/costs", 1)
+_IN_OLDER_FILES = "message_bytes_per_token"
+"""Of a stage; what it counted is `PipelineCosts.message_bytes_per_token` now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,15 +351,20 @@ class PipelineCosts:
 
 
 def _costs(body: dict[str, Any]) -> PipelineCosts:
-    in_older_files = [stage.pop("message_bytes_per_token", 0.0) for stage in body["stages"]]
-    if any(in_older_files):
-        body = {"message_bytes_per_token": body["hidden_bytes_per_token"]} | body
-    known = {field.name: body[field.name] for field in fields(PipelineCosts) if field.name in body}
-    return PipelineCosts(**known | {"stages": tuple(map(_stage, body["stages"]))})
+    if isinstance(stages := body.get("stages"), list):
+        if any(isinstance(stage, dict) and stage.get(_IN_OLDER_FILES) for stage in stages):
+            body = {"message_bytes_per_token": body.get("hidden_bytes_per_token")} | body
+        body = body | {"stages": list(map(_told_apart, stages))}
+    made = build(PipelineCosts, body, ignore_unknown=True)
+    for number, stage in enumerate(made.stages):
+        check_part(f"stages[{number}].weight", stage.weight, stage.backward)
+        check_part(f"stages[{number}].extra_weight", stage.extra_weight, stage.extra_backward)
+    return made
 
 
-def _stage(body: dict[str, Any]) -> StageCosts:
-    static = Static(**body.pop("static", {}))
-    if "static_bytes" in body:  # from before they were told apart
-        static = Static(weights=body.pop("static_bytes"))
-    return StageCosts(static=static, **with_lines(body))
+def _told_apart(stage: Any) -> Any:
+    """A stage with `static` in the place of `static_bytes`, which older files have: everything is among the weights."""
+    if not isinstance(stage, dict):
+        return stage
+    rest = {name: value for name, value in stage.items() if name not in ("static_bytes", _IN_OLDER_FILES)}
+    return rest | {"static": {"weights": stage["static_bytes"]}} if "static_bytes" in stage else rest

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_epp.cost.line import Line, level_from
-from megatron_epp.schedule import LEVELS, EppError
+from megatron_epp.schedule import EppError
+from megatron_epp.schedule.reading import parse_json, shown
 
 if TYPE_CHECKING:
     from megatron_epp.cost.profile import Profile
@@ -40,24 +40,18 @@ class Form(NamedTuple):
 
         Args:
             text: JSON.
-            build: makes the object of all fields that are not null.
+            build: makes the object of the fields. Raises `EppError`.
 
         Raises:
             EppError: the text is something else.
         """
         try:
-            body = json.loads(text)
-            if (body["schema"], body["version"]) != (self.schema, self.version):
-                found = f"{body['schema']!r} version {body['version']}"
-                raise EppError(f"{self.name} is {found}; this reads {self.schema!r} {self.version}")
-            return build({name: value for name, value in body.items() if value is not None})
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise EppError(f"not a {self.name} ({reason}); write one with `megatron-epp profile`") from error
-
-
-def with_lines(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a part of a model, levels of recompute and lines made of what JSON has in their place."""
-    levels = {name: level_from(body[name]) for name in LEVELS if isinstance(body.get(name), dict)}
-    lines = {name: Line(**value) for name, value in body.items() if isinstance(value, dict) and name not in levels}
-    return {**body, **lines, **levels}
+            body = parse_json(text, "the text")
+            if not isinstance(body, dict):
+                raise EppError(f"{shown(body)} is no object with names")
+            if (found := (body.get("schema"), body.get("version"))) != (self.schema, self.version):
+                what, version = map(shown, found)
+                raise EppError(f"schema {what} version {version}, where this reads {self.schema!r} {self.version}")
+            return build(body)
+        except EppError as error:
+            raise EppError(f"not a {self.name} ({error}); write one with `megatron-epp profile`") from error

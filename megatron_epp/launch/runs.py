@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import statistics
@@ -19,6 +18,7 @@ from megatron_epp.launch.forked import Forks
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.meet import usable_port
 from megatron_epp.schedule.errors import EppError
+from megatron_epp.schedule.reading import naming, parse_json, read_text
 
 _LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 _REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Error|Exception)\b.*)$", re.MULTILINE)
@@ -105,7 +105,9 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
         reason = reason_in(text)
         raise RunError(f"training ended with exit code {code}, see {log}" + (f": {reason}" if reason else ""))
     times = {int(m[1]): float(m[2]) for m in _LINE.finditer(text)}
-    lines = tuple(json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines())
+    with naming(figures, RunError):
+        written = enumerate(read_text(figures).splitlines(), start=1)
+        lines = tuple(parse_json(line, f"line {number}", with_nan=True) for number, line in written)
     return Run(lines, tuple(times[line["iteration"]] for line in lines))
 
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.library import FOLDERS, locate, read_yaml
+from megatron_epp.cost.library import FOLDERS, locate
+from megatron_epp.cost.yaml_file import parse_yaml, read_yaml
 from megatron_epp.launch.nearest import nearest
 from megatron_epp.schedule import EppError
+from megatron_epp.schedule.reading import shown
 
 SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
 """What a file may hold: other files; the kind of machine it is meant for; Megatron's flags; ours; how to start."""
@@ -41,33 +43,48 @@ def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) ->
         EppError: a file is missing or not YAML.
         SettingsError: a file includes itself; a section is unknown; an override has no ``=``.
     """
-    merged = _omegaconf().create({})
-    for file in files:
-        merged = _merged(merged, _loaded(_found(str(file), None), ()))
+    merged, known, names = _omegaconf().create({}), dict[Path, Any](), list(map(str, files))
+    for name in names:
+        merged = _merged(merged, _loaded(_found(name, None), (), known), name)
     for override in overrides:
-        merged = _merged(merged, _assigned(override))
-    container = _omegaconf().to_container(merged, resolve=True)
-    assert isinstance(container, dict)
-    return _with_environment({str(key): value for key, value in container.items()}, lambda text: text.replace(_HELD, "${"))
+        merged = _merged(merged, _assigned(override), f"override {override!r}")
+    return _with_environment(_resolved(merged, ", ".join(names)), lambda text: text.replace(_HELD, "${"))
 
 
-def _loaded(path: Path, chain: tuple[Path, ...]) -> Any:
-    """One file over everything that it includes."""
+def _loaded(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) -> Any:
+    """One file over everything that it includes.
+
+    Args:
+        path: of the file.
+        chain: the files that led to it.
+        known: files loaded before, so that none is loaded twice however many include it.
+    """
     if path in chain:
         loop = " -> ".join(str(one) for one in (*chain[chain.index(path) :], path))
         raise SettingsError(f"files include each other in a circle: {loop}; take one `include:` out")
+    if path not in known:
+        known[path] = _over_includes(path, (*chain, path), known)
+    return known[path]
+
+
+def _over_includes(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) -> Any:
     body = read_settings(path)
     if unknown := [key for key in body if key not in SECTIONS]:
         hint = nearest(unknown[0], SECTIONS)
         raise SettingsError(f"{path}: unknown section {unknown[0]!r}{hint}; there are {', '.join(SECTIONS)}")
     for key, value in body.items():
         if key not in ("include", "cluster") and value is not None and not isinstance(value, dict):
-            raise SettingsError(f"{path}: `{key}:` holds {value!r}; it must hold names with values")
+            raise SettingsError(f"{path}: `{key}:` holds {shown(value)}; it must hold names with values")
+    if not isinstance(body.get("cluster"), str | None):
+        raise SettingsError(f"{path}: `cluster:` holds {shown(body['cluster'])}; it must hold the name of one")
     include = body.pop("include", None) or []
+    names = [include] if isinstance(include, str) else include
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise SettingsError(f"{path}: `include:` holds {shown(include)}; it must hold a file, or a list of files")
     merged = _omegaconf().create({})
-    for name in [include] if isinstance(include, str) else include:
-        merged = _merged(merged, _loaded(_found(str(name), path), (*chain, path)))
-    return _merged(merged, body)
+    for name in names:
+        merged = _merged(merged, _loaded(_found(name, path), chain, known), str(path))
+    return _merged(merged, body, str(path))
 
 
 def _found(name: str, includer: Path | None) -> Path:
@@ -107,9 +124,9 @@ def _with_environment(settings: Mapping[str, Any], change: Callable[[str], str])
 
 def _substituted(value: Any, path: Path | str) -> Any:
     """Values, ``${NAME}`` and ``${NAME:default}`` replaced from the environment; what is nothing else is read as YAML."""
-    import yaml  # type: ignore[import-untyped,unused-ignore]
-
     if isinstance(value, dict):
+        if unnamed := [key for key in value if not isinstance(key, str)]:
+            raise SettingsError(f"{path}: {shown(unnamed[0])} stands where a name should; put it in quotes if it is one")
         return {key: _substituted(inner, path) for key, inner in value.items()}
     if isinstance(value, list):
         return [_substituted(inner, path) for inner in value]
@@ -123,12 +140,10 @@ def _substituted(value: Any, path: Path | str) -> Any:
         return found
 
     text = _VARIABLE.sub(variable, value)
-    return yaml.safe_load(text) if _VARIABLE.fullmatch(value) else text
+    return parse_yaml(text, f"{path}: the value of {value}") if _VARIABLE.fullmatch(value) else text
 
 
 def _assigned(override: str) -> dict[str, Any]:
-    import yaml
-
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise SettingsError(f"override {override!r} is not of the form key=value, as in megatron.lr=1e-4")
@@ -139,22 +154,37 @@ def _assigned(override: str) -> dict[str, Any]:
         section, name = "megatron", key
     if section and (section not in SECTIONS or section in ("include", "cluster")):
         raise SettingsError(f"override {override!r}: unknown section {section!r}{nearest(section, SECTIONS)}")
-    try:
-        values = _section(section, {name: yaml.safe_load(text)}, "override")
-    except yaml.YAMLError as error:
-        raise SettingsError(f"override {override!r}: {text!r} is not a YAML value") from error
+    values = _section(section, {name: parse_yaml(text, f"override {override!r}")}, f"override {override!r}")
     return {section: values} if section else values
 
 
-def _merged(under: Any, over: Mapping[str, Any]) -> Any:
+def _merged(under: Any, over: Mapping[str, Any], source: str) -> Any:
+    """Settings over others.
+
+    Args:
+        under, over: the two.
+        source: of those that win, for errors.
+    """
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(over, dict):  # else it is merged already
         over = _with_environment(over, lambda text: REFERENCE.sub(lambda found: found[0].replace("${", _HELD), text))
     try:
         return _omegaconf().merge(under, over)
-    except OmegaConfBaseException as error:
-        raise SettingsError(f"settings cannot be merged: {' '.join(str(error).split())}") from error
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise SettingsError(f"{source}: settings cannot be merged: {' '.join(str(error).split())}") from error
+
+
+def _resolved(merged: Any, source: str) -> Settings:
+    """Plain names and values, what refers to other settings in its place."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        container = _omegaconf().to_container(merged, resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise SettingsError(f"{source}: settings cannot be resolved: {' '.join(str(error).split())}") from error
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
 
 
 def _omegaconf() -> Any:

@@ -13,8 +13,14 @@ from megatron_epp.mcore.expert_flags import check_experts
 from megatron_epp.mcore.layout import check_layout, check_pattern
 from megatron_epp.mcore.stage_flags import check_stages
 from megatron_epp.schedule.placement import Placement
+from megatron_epp.schedule.reading import shown
 
 logger = logging.getLogger(__name__)
+
+_MOST_WHOLE = (1 << 31) - 1
+"""Largest number of tokens, slices, iterations or milliseconds."""
+_MOST_AMOUNT = 1e9
+"""Largest size in GB, or time in seconds."""
 
 
 class _Conflict(NamedTuple):
@@ -206,24 +212,23 @@ def _check_offload(args: argparse.Namespace) -> None:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    for name, smallest in (
-        ("chunk_tokens", 1),
-        ("slices", 1),
-        ("lookahead", 1),
-        ("trace", 1),
-        ("plan_budget_ms", 1),
-    ):
+    for name in ("chunk_tokens", "slices", "lookahead", "trace", "plan_budget_ms"):
         given = getattr(args, f"epp_{name}")
-        value = min(given) if isinstance(given, list) else given
-        if value is not None and value < smallest:
-            raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be at least {smallest}")
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not 1 <= value <= _MOST_WHOLE:
+                told = f"--epp-{name.replace('_', '-')} is {shown(value)}"
+                raise ArgumentError(f"{told}; it must be at least 1, and at most {_MOST_WHOLE:,}")
     for name in ("memory_cap_gb", "wait_limit_seconds", "host_memory_gb"):
         value = getattr(args, f"epp_{name}")
-        if value is not None and value <= 0:
-            raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be positive")
+        if value is not None and not 0 < value <= _MOST_AMOUNT:  # not a number compares with none
+            raise ArgumentError(f"--epp-{name.replace('_', '-')} is {value}; it must be positive, and at most {_MOST_AMOUNT:g}")
     share = args.epp_fragmentation_share
     if share is not None and not 0 <= share <= 1:
         raise ArgumentError(f"--epp-fragmentation-share is {share}; it must be a share, 0 to 1")
+
+
+def _is_whole(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(_MOST_WHOLE)) and int(text) <= _MOST_WHOLE
 
 
 def _check_length(args: argparse.Namespace) -> None:
@@ -237,16 +242,17 @@ def _check_length(args: argparse.Namespace) -> None:
 
 
 def _check_recompute(args: argparse.Namespace) -> None:
-    if args.epp_recompute != "auto" and not args.epp_recompute.isdigit():
-        raise ArgumentError(f"--epp-recompute is {args.epp_recompute!r}; it must be auto or a number of layers")
+    if args.epp_recompute != "auto" and not _is_whole(args.epp_recompute):
+        raise ArgumentError(f"--epp-recompute is {shown(args.epp_recompute)}; it must be auto or a number of layers")
     if args.epp_recompute != "auto" and args.epp_planner == "milp":
         raise ArgumentError("--epp-planner milp chooses recompute itself: leave --epp-recompute at auto")
 
 
 def _check_loss_blocks(args: argparse.Namespace) -> None:
     blocks = args.epp_loss_block_tokens
-    if blocks != "auto" and not blocks.isdecimal():
-        raise ArgumentError(f"--epp-loss-block-tokens is {blocks!r}; it must be auto or a number of tokens, 0 for no blocks")
+    if blocks != "auto" and not _is_whole(blocks):
+        told = f"--epp-loss-block-tokens is {shown(blocks)}"
+        raise ArgumentError(f"{told}; it must be auto or a number of tokens, 0 for no blocks")
 
 
 def _check_budget(args: argparse.Namespace) -> None:

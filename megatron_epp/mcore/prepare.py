@@ -6,10 +6,8 @@ Megatron is imported only when there is something to write, so that the flags ca
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,9 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_epp.cli_output import say
 from megatron_epp.data.token_record import SUFFIX, TokenRecord
 from megatron_epp.mcore.encoders import BYTES, Encoder, add_tokenizer_arguments, encoder_from
 from megatron_epp.schedule.errors import EppError
+from megatron_epp.schedule.reading import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -171,10 +171,7 @@ def _documents(files: list[Path], json_key: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _text_of(origin: str, line: bytes, json_key: str) -> bytes:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise EppError(f"{origin} is not a JSON object on one line ({error})") from error
+    record = parse_json(line, origin, with_nan=True)
     text = record.get(json_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise EppError(f"{origin} has no text under {json_key!r}; name the key with --json-key")
@@ -232,5 +229,5 @@ def run(args: argparse.Namespace) -> int:
             suffixes=args.suffixes,
             json_key=args.json_key,
         )
-    sys.stdout.write(f"{summary}\n")
+    say(str(summary))
     return 0

@@ -23,6 +23,7 @@ from megatron_epp.cost.library import find, load_costs
 from megatron_epp.cost.line import Level
 from megatron_epp.cost.profile import Profile
 from megatron_epp.schedule import EppError
+from megatron_epp.schedule.reading import parse_json, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +150,12 @@ def _fitting(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | N
     if path is None or not path.exists():
         return None
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path)
         kept = PipelineCosts.from_json(text)
-        body = json.loads(text)
+        body = parse_json(text, "the text")
         then = body.get("measured_with")
         obstacle = _obstacle(kept, here, then if isinstance(then, dict) else {}, _flags(args))
-    except (EppError, OSError) as error:
+    except (EppError, OSError, UnicodeDecodeError) as error:
         obstacle = str(error)
     if obstacle is not None:
         logger.warning("%s: %s. Times are measured again, so plans may differ from those of the run before", path, obstacle)

@@ -60,20 +60,22 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         longer = [max(0.0, after.layers_backward - t.layers_backward) for after, t in zip(found, times, strict=True)]
         return fit_line([Point(c.tokens, 0, us) for c, us in zip(cases, longer, strict=True)], False).line.scaled(1 / layers)
 
+    backward = fit(lambda t: t.layers_backward, True).scaled(1 / layers)
+    extra_backward = fit(lambda t: t.backward - t.layers_backward, False)
     if stage.weights is not None:
         costs = replace(
             costs,
-            weight=fit(lambda t: t.layers_weight, False).scaled(1 / layers),
-            extra_weight=fit(lambda t: t.weight - t.layers_weight, False),
+            weight=fit(lambda t: t.layers_weight, False).scaled(1 / layers).within(backward),
+            extra_weight=fit(lambda t: t.weight - t.layers_weight, False).within(extra_backward),
         )
     return replace(
         costs,
         forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
-        backward=fit(lambda t: t.layers_backward, True).scaled(1 / layers),
+        backward=backward,
         linear=None if costs.linear is None else replace(costs.linear, again=again("linear")),
         mlp=None if costs.mlp is None else replace(costs.mlp, again=again("mlp")),
         extra_forward=fit(lambda t: t.forward - t.layers_forward, False),
-        extra_backward=fit(lambda t: t.backward - t.layers_backward, False),
+        extra_backward=extra_backward,
     )
 
 

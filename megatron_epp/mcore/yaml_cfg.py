@@ -20,6 +20,7 @@ from megatron_epp.launch.flags import EPP_PREFIX
 from megatron_epp.launch.nearest import nearest
 from megatron_epp.launch.settings import read_settings
 from megatron_epp.mcore.errors import ArgumentError
+from megatron_epp.schedule.reading import shown
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,10 @@ def _flat(body: dict[str, Any], path: str) -> dict[str, Any]:
         raise ArgumentError(f"--yaml-cfg {path} has a section `megatron:`; such files are for `megatron-epp train -c {path}`")
     flat = {key: value for key, value in body.items() if key not in (*_NESTED, "epp") or not isinstance(value, dict)}
     for section in _NESTED:
-        flat |= body.get(section) or {}
+        inner = body.get(section) or {}
+        if not isinstance(inner, dict):
+            raise ArgumentError(f"--yaml-cfg {path}: `{section}:` holds {shown(inner)}; it must hold names with values")
+        flat |= inner
     if (body.get("language_model") or {}).get("num_query_groups") is not None:  # the model's field needs no switch
         flat["group_query_attention"] = True
     if isinstance(ours := body.get("epp"), dict):

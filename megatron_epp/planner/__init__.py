@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,7 +17,8 @@ from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.refine import milp
 from megatron_epp.planner.search import PLANNERS as OUR_PLANNERS
 from megatron_epp.planner.search import Planner, for_table, greedy
-from megatron_epp.schedule import UNLIMITED_BYTES, Plan, PlanError
+from megatron_epp.schedule import UNLIMITED_BYTES, EppError, Plan, PlanError
+from megatron_epp.schedule.reading import shown
 
 __all__ = ["PLANNERS", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "for_table", "plan"]
 
@@ -37,15 +39,26 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
 
     Raises:
         InfeasibleError: nothing fits the caps; the message names the smallest cap that would do and the flags to change.
-        PlanError: the arguments make no sense, there is no such planner, or (a bug in it) its plan does not pass `check`; then
-            the message is the report.
+        PlanError: the arguments make no sense, there is no such planner, it fails, or (a bug in it) its plan does not pass
+            `check`; then the message is the report.
     """
     planner = _planner(options.planner)
     validate(problem, costs, options)
     if planner is greedy and options.budget_ms:
         return Anytime(costs, options).plan(problem)
     with _uncollected():
-        return planned_with_room(problem, lambda asked: build_plan(asked, costs, options, planner(asked, costs, options)))
+        return planned_with_room(problem, lambda asked: _built(asked, costs, options, planner))
+
+
+def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -> Plan:
+    if options.planner in PLANNERS:
+        return build_plan(problem, costs, options, planner(problem, costs, options))
+    with _of_user(f"--epp-planner {options.planner} failed"):
+        made = planner(problem, costs, options)
+    if not isinstance(made, Decisions):
+        raise PlanError(f"--epp-planner {options.planner} returned {shown(made)}; a planner returns `Decisions`")
+    with _of_user(f"--epp-planner {options.planner} returned decisions that make no plan"):
+        return build_plan(problem, costs, options, made)
 
 
 def _planner(name: str) -> Planner:
@@ -59,9 +72,33 @@ def _planner(name: str) -> Planner:
         )
     try:
         planner: Planner = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(f"--epp-planner {name}: {error}; give module:function, the module where PYTHONPATH finds it") from error
+    except (Exception, SystemExit) as error:  # whatever the module raises
+        what = f"{type(error).__name__}: {_one_line(error)}"
+        raise PlanError(f"--epp-planner {name}: {what}; give module:function, the module where PYTHONPATH finds it") from error
+    if not callable(planner):
+        raise PlanError(f"--epp-planner {name} is {shown(planner)}, which is no function")
     return planner
+
+
+@contextmanager
+def _of_user(failed: str) -> Iterator[None]:
+    """Turn what a user's own code leads to into a line that says where.
+
+    Args:
+        failed: what has, for the line.
+    """
+    try:
+        yield
+    except EppError:
+        raise
+    except (Exception, SystemExit) as error:
+        *_, place = traceback.extract_tb(error.__traceback__)
+        where = f"{place.filename}:{place.lineno}"
+        raise PlanError(f"{failed} ({where}): {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_epp.cost import Costs
+from megatron_epp.planner.amounts import check_amounts
 from megatron_epp.schedule import UNLIMITED_BYTES, InfeasibleError, PlanError
 
 WHOLE = ("whole",)
@@ -100,7 +101,7 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
     """Refuse what no planner here can plan.
 
     Raises:
-        PlanError: sizes do not match, a number is out of range, or a rank has no stage.
+        PlanError: sizes do not match, a number is out of range, a rank has no stage, or the batch is larger than plans hold.
         InfeasibleError: the token cap is below the multiple that chunks are padded to.
     """
     stages = problem.num_stages
@@ -124,3 +125,4 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
             f"chunks of at most {options.chunk_tokens} tokens cannot be padded to a multiple of {problem.token_multiple}; "
             f"raise --epp-chunk-tokens to {problem.token_multiple} or more"
         )
+    check_amounts(problem.lengths, costs, problem.token_multiple)

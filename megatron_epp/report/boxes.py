@@ -35,11 +35,16 @@ def planned_boxes(timeline: Timeline) -> list[Box]:
 
 
 def measured_boxes(plan: Plan, measured: Measured) -> list[Box]:
-    """Boxes of a run of the plan. Raises `PlanError` when the run was of another plan."""
+    """Boxes of a run of the plan. Raises `PlanError` when the run was of another plan, or has actions that the plan has not."""
     if (mine := digest(plan)) != measured.plan_digest:
         raise PlanError(f"the measurement is of plan {measured.plan_digest[:12]}, this is plan {mine[:12]}")
     if len(measured.ranks) != plan.num_ranks:
         raise PlanError(f"the measurement has {len(measured.ranks)} ranks, the plan has {plan.num_ranks}")
+    for event in (event for events in measured.ranks for event in events):
+        if not (event.action.stage < plan.num_stages and event.action.chunk < len(plan.chunks)):
+            raise PlanError(
+                f"the measurement has {event.action}; the plan has {plan.num_stages} stages and {len(plan.chunks)} chunks"
+            )
     return [Box(rank, _stream(e.action), e.action, e.start_us, e.end_us) for rank, es in enumerate(measured.ranks) for e in es]
 
 

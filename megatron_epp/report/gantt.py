@@ -14,7 +14,7 @@ from megatron_epp.report.boxes import measured_boxes, planned_boxes
 from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, label_time, lane_inches, matplotlib_classes, operations
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.palette import Shades, tint
-from megatron_epp.report.table import byte_unit, format_cap, format_us
+from megatron_epp.report.table import byte_unit, format_cap, format_us, printable
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.simulate import Timeline, simulate
 
@@ -59,7 +59,7 @@ def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> 
     if memory:
         _draw_memory(axes[-1], timeline)
     label_time(axes[-1], longest_us)
-    figure.suptitle(_title(plan), fontsize=11)
+    figure.suptitle(_title(plan), fontsize=11, parse_math=False)
     operations(figure, [plan], shades.legend())
     return figure
 
@@ -72,7 +72,7 @@ def save_gantt(plan: Plan, path: str | Path, measured: Measured | None = None) -
 def _title(plan: Plan) -> str:
     return (
         f"{len(plan.lengths):,} sequences of {min(plan.lengths):,} to {max(plan.lengths):,} tokens, "
-        f"{len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, planner {plan.planner}"
+        f"{len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, planner {printable(plan.planner)}"
     )
 
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_epp.schedule.action import COMPUTE_OPS, Action
-from megatron_epp.schedule.errors import PlanError
+from megatron_epp.schedule.errors import EppError, PlanError
+from megatron_epp.schedule.reading import naming, number, parse_json, read_text, shown
 
 SCHEMA = "megatron-epp/measured"
 VERSION = 1
@@ -75,15 +76,16 @@ class Measured:
     def from_json(text: str) -> Measured:
         """Raises `PlanError` when the text is not a measurement of a version this package reads."""
         try:
-            data = json.loads(text)
+            data = parse_json(text, "the text")
             if (data["schema"], data["version"]) != (SCHEMA, VERSION):
-                raise PlanError(
-                    f"not a measurement: {data['schema']!r} version {data['version']}, expected {SCHEMA!r} {VERSION}"
-                )
+                raise EppError(f"schema {shown(data['schema'])} version {shown(data['version'])}")
             ranks = tuple(tuple(_event(*entry) for entry in events) for events in data["ranks"])
             return Measured(str(data["plan_digest"]), ranks)
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"not a measurement: {error!r}; expected the JSON the runtime writes, schema {SCHEMA!r}") from error
+        except (EppError, KeyError, TypeError, ValueError) as error:
+            reason = str(error) if isinstance(error, EppError) else repr(error)
+            raise PlanError(
+                f"not a measurement: {reason}; expected the JSON the runtime writes, schema {SCHEMA!r} version {VERSION}"
+            ) from error
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
@@ -91,17 +93,12 @@ class Measured:
     @staticmethod
     def load(path: str | Path) -> Measured:
         """Raises `PlanError` when the file is missing or is not a measurement."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read {path}: {error}") from error
-        try:
-            return Measured.from_json(text)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from error
+        with naming(path, PlanError):
+            return Measured.from_json(read_text(path))
 
 
-def _event(text: str, start_us: float, end_us: float, cpu_us: float | None = None) -> Event:
+def _event(text: str, start_us: Any, end_us: Any, cpu_us: Any = None) -> Event:
+    action, start_us, end_us = Action.parse(text), number(start_us), number(end_us)
     if not 0 <= start_us <= end_us:
-        raise PlanError(f"event {text} starts at {start_us} us and ends at {end_us} us; expected 0 <= start <= end")
-    return Event(Action.parse(text), float(start_us), float(end_us), None if cpu_us is None else float(cpu_us))
+        raise EppError(f"event {action} starts at {start_us} us and ends at {end_us} us; expected 0 <= start <= end")
+    return Event(action, start_us, end_us, None if cpu_us is None else number(cpu_us))

@@ -32,6 +32,13 @@ def format_us(time_us: float) -> str:
     return f"{time_us / 1e3:.2f} ms" if time_us < 1e6 else f"{time_us / 1e6:.3f} s"
 
 
+def printable(text: str) -> str:
+    """Text of others on one line: characters that would move a terminal's cursor, or that cannot be encoded, as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
 def clip(line: str, width: int | None) -> str:
     """Cut a line to `width` characters, the last of them ``…`` when something is missing."""
     return line if width is None or len(line) <= width else line[: max(width - 1, 0)] + "…"

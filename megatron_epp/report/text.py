@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron_epp.report import facts
-from megatron_epp.report.table import byte_unit, clip, format_bytes, format_cap, format_us, table
+from megatron_epp.report.table import byte_unit, clip, format_bytes, format_cap, format_us, printable, table
 from megatron_epp.schedule.chunk import Chunk
 from megatron_epp.schedule.plan import Plan
 from megatron_epp.schedule.serialize import digest
@@ -25,7 +25,7 @@ def headline(plan: Plan) -> list[str]:
     above = predicted.makespan_us / predicted.lower_bound_us - 1 if predicted.lower_bound_us else 0.0
     mode = ", forward only" if plan.forward_only else ""
     return [
-        f"plan {digest(plan)[:12]}: planner {plan.planner}, costs {plan.costs}, "
+        f"plan {digest(plan)[:12]}: planner {printable(plan.planner)}, costs {printable(plan.costs)}, "
         f"{plan.num_stages} stages on {plan.num_ranks} ranks, {sum(plan.num_layers)} layers{mode}",
         f"{len(plan.lengths):,} sequences of {min(plan.lengths):,} to {max(plan.lengths):,} tokens, "
         f"{plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
@@ -33,7 +33,7 @@ def headline(plan: Plan) -> list[str]:
         f"bubble {predicted.bubble_fraction:.1%}, recompute {facts.recompute_share(plan):.1%}, "
         f"peak {format_bytes(peak)} of {format_cap(cap)}",
         *_levers(plan),
-        *(f"note: {note}" for note in plan.notes),
+        *(f"note: {printable(note)}" for note in plan.notes),
     ]
 
 

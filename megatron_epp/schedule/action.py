@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from megatron_epp.schedule.errors import PlanError
+from megatron_epp.schedule.reading import shown
 
 
 class Op(StrEnum):
@@ -47,7 +48,7 @@ COMM_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 LOWERED_OPS = COMM_OPS | {Op.FREE, Op.REDUCE}
 """Operations that only lowering adds."""
 
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|FREE|REDUCE|[A-Z])(\d+)")
+_TEXT = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|FREE|REDUCE|[A-Z])(\d{1,9})", re.ASCII)
 
 
 class Action(NamedTuple):
@@ -62,8 +63,9 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Read ``2F5``. Raises `PlanError` on anything else."""
+        """Read ``2F5``, numbers of up to nine digits. Raises `PlanError` on anything else."""
         match = _TEXT.fullmatch(text)
         if match is None or match[2] not in Op.__members__:
-            raise PlanError(f"{text!r} is not an action; expected <stage><op><chunk> such as '2F5', op one of {', '.join(Op)}")
+            expected = f"<stage><op><chunk> such as '2F5', op one of {', '.join(Op)}"
+            raise PlanError(f"{shown(text)} is not an action; expected {expected}")
         return Action(Op(match[2]), int(match[1]), int(match[3]))

@@ -44,7 +44,8 @@ def check(plan: Plan) -> list[Violation]:
        cannot hang, however launches queue on the devices (`launches`);
     4. memory: nothing freed twice, early or never, no rank above its cap, or with more at the host than it may have, and no
        more messages in flight than memory is set aside for;
-    5. what is predicted is what the simulator finds; a plan that predicts nothing (`Prediction.none`) passes.
+    5. what is predicted is what the simulator finds from the steps' own times and bytes, and no bound is above that; a plan
+       that predicts nothing (`Prediction.none`) passes.
 
     Returns:
         every violation of the first layer that has any, each with rank, position and reason. It raises nothing.

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
+from megatron_epp.schedule.action import Op
 from megatron_epp.schedule.hosted import slices_of
 from megatron_epp.schedule.plan import AnyStep, Plan
 from megatron_epp.schedule.violation import Violation
 
+NOISE = 1e-9
+"""Sums of times may differ by this share of them: they are added in another order."""
+
 
 def check_tables(plan: Plan) -> Iterator[Violation]:
     """Shapes and ranges of everything but the chunk table. The rest of `check` indexes freely once these hold."""
-    for reason in (*_shapes(plan), *_ranges(plan), *_message_sizes(plan), *_choices(plan)):
+    for reason in (
+        *_shapes(plan),
+        *_sizes(plan),
+        *_ranges(plan),
+        *_message_sizes(plan),
+        *_choices(plan),
+        *_recompute_times(plan),
+    ):
         yield Violation(None, None, None, reason)
     for in_copies, table in plan.tables:
         for rank, steps in enumerate(table):
@@ -22,7 +34,11 @@ def check_tables(plan: Plan) -> Iterator[Violation]:
 
 
 def check_tokens(plan: Plan) -> Iterator[Violation]:
-    """Every token in exactly one chunk, at most one slice per chunk, and it first."""
+    """Every token in exactly one chunk, at most one slice per chunk, it first, and its end a multiple of the padding.
+
+    A sequence's last slice ends where the sequence does. All others fill whole multiples, so that no padding comes between two
+    slices of a sequence.
+    """
     held: list[list[tuple[int, int, int]]] = [[] for _ in plan.lengths]
     for c, chunk in enumerate(plan.chunks):
         if not chunk.segments:
@@ -39,6 +55,11 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
             held[sequence].append((start, end, c))
             if start > 0 or end < length:
                 slices.append(place)
+            if end < length and end % plan.token_multiple:
+                yield _fault(
+                    f"chunk {c} ends a slice of sequence {sequence} at token {end}, which is no multiple of "
+                    f"{plan.token_multiple} (token_multiple); only the last slice of a sequence may"
+                )
         if len(slices) > 1:
             yield _fault(f"chunk {c} holds {len(slices)} slices of longer sequences; at most one can run in a chunk")
         elif slices and slices[0] > 0:
@@ -103,9 +124,26 @@ def _shapes(plan: Plan) -> Iterator[str]:
             yield f"{name} has {len(table)} rows of {shape} entries; expected {rows} rows of {chunks}"
 
 
+def _sizes(plan: Plan) -> Iterator[str]:
+    for name, row, what in (
+        ("placement", plan.placement, "stage"),
+        ("lengths", plan.lengths, "sequence"),
+        ("chunks", plan.chunks, "chunk"),
+    ):
+        if not row:
+            yield f"{name} is empty: a plan needs at least one {what}"
+    for name, row, unit in (
+        ("num_layers", plan.num_layers, "stage"),
+        ("static_bytes", plan.static_bytes, "rank"),
+        ("cap_bytes", plan.cap_bytes, "rank"),
+        ("host_cap_bytes", plan.host_cap_bytes, "rank"),
+    ):
+        for place, value in enumerate(row):
+            if value < 0:
+                yield f"{name} of {unit} {place} is {value}; it is at least 0"
+
+
 def _ranges(plan: Plan) -> Iterator[str]:
-    if not plan.placement:
-        yield "placement is empty: a plan needs at least one stage"
     for stage, rank in enumerate(plan.placement):
         if not 0 <= rank < plan.num_ranks:
             yield f"placement puts stage {stage} on rank {rank}; there are {plan.num_ranks} ranks"
@@ -148,6 +186,22 @@ def _choices(plan: Plan) -> Iterator[str]:
         for c, share in enumerate(shares):
             if not 0.0 <= share <= 1.0:
                 yield f"stage {stage} offloads a share of {share} of chunk {c}; a share is within 0 and 1"
+
+
+def _recompute_times(plan: Plan) -> Iterator[str]:
+    """Recompute is a part of the backward's time, or of that of the action that runs it ahead of the backward.
+
+    Layers may recompute in no time: plans without costs say so of every pass, and so do costs of what is too short to measure.
+    """
+    took_us: dict[tuple[int, int], float] = {}
+    for op in (Op.B, Op.R):
+        for steps in plan.ranks:
+            took_us |= {(step.action.stage, step.action.chunk): step.time_us for step in steps if step.action.op is op}
+    for stage, times in enumerate(plan.recompute_us):
+        for c, time_us in enumerate(times):
+            most_us = took_us.get((stage, c), math.inf)
+            if time_us > 0 and time_us > most_us * (1 + NOISE):
+                yield f"stage {stage} recomputes chunk {c} in {time_us} us of a backward that takes {most_us} us"
 
 
 def _step_fault(step: AnyStep) -> str:

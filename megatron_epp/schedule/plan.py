@@ -82,7 +82,10 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says of a plan. `peak_bytes` is per rank and includes the static bytes. `check` proves it."""
+    """What the simulator says of a plan, and a lower bound of its makespan. `peak_bytes` is per rank, static bytes included.
+
+    `check` compares it with a simulation, but for the bound, which may be anything up to the makespan.
+    """
 
     makespan_us: float
     lower_bound_us: float

@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron_epp.schedule.action import Action
 from megatron_epp.schedule.chunk import Chunk, Segment
-from megatron_epp.schedule.errors import PlanError
+from megatron_epp.schedule.errors import EppError, PlanError
 from megatron_epp.schedule.plan import SCHEMA, VERSION, Copy, Hosted, Messages, Plan, Prediction, Step
+from megatron_epp.schedule.reading import naming, number, parse_json, read_text, shown, whole
 from megatron_epp.schedule.recompute import Recompute
 
 _COLUMNS = (
@@ -52,17 +53,18 @@ def from_json(text: str) -> Plan:
         PlanError: not JSON, another schema or version, a field that is missing or malformed, or a digest that does not match.
     """
     try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise PlanError(f"the plan is not JSON: {error}") from None
+        document = parse_json(text, "the plan")
+    except EppError as error:
+        raise PlanError(str(error)) from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else type(document).__name__
-        raise PlanError(f"not a plan: schema is {found!r}, expected {SCHEMA!r}")
+        raise PlanError(f"not a plan: schema is {shown(found)}, expected {SCHEMA!r}")
     if document.get("version") != VERSION:
-        raise PlanError(f"plan version {document.get('version')!r} cannot be read; this program reads version {VERSION}")
+        found = shown(document.get("version"))
+        raise PlanError(f"plan version {found} cannot be read; this program reads version {VERSION}")
     claimed = document.pop("digest", None)
     if claimed != (actual := _digest(document)):
-        raise PlanError(f"plan digest {claimed!r} does not match its content ({actual!r}): edited or damaged; plan again")
+        raise PlanError(f"plan digest {shown(claimed)} does not match its content ({actual!r}): edited or damaged; plan again")
     return _plan(document)
 
 
@@ -95,12 +97,8 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def load(path: str | os.PathLike[str]) -> Plan:
     """Read a plan file. Raises `PlanError`, which names the file."""
-    try:
-        return from_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
-    except (PlanError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path}: {error}") from None
+    with naming(path, PlanError):
+        return from_json(read_text(path))
 
 
 def _document(plan: Plan) -> dict[str, Any]:
@@ -205,7 +203,7 @@ def _plan(document: dict[str, Any]) -> Plan:
             raise PlanError(f"the plan lacks the field {name!r}")
         try:
             return read(document[name])
-        except (KeyError, TypeError, ValueError, PlanError) as error:
+        except (KeyError, TypeError, ValueError, EppError) as error:
             raise PlanError(f"field {name!r} of the plan is malformed: {error}") from None
 
     plan = Plan(
@@ -240,26 +238,22 @@ def _plan(document: dict[str, Any]) -> Plan:
 
 
 def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is not a whole number")
-    return value
+    return whole(value)
 
 
 def _float(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise TypeError(f"{value!r} is not a number")
-    return float(value)
+    return number(value)
 
 
 def _str(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
+        raise TypeError(f"{shown(value)} is not text")
     return value
 
 
 def _bool(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is not true or false")
+        raise TypeError(f"{shown(value)} is not true or false")
     return value
 
 

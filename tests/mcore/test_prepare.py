@@ -283,7 +283,7 @@ NO_EOD = Encoder(encode=lambda raw: np.frombuffer(raw, np.uint8), vocab_size=256
 @pytest.mark.parametrize(
     ("lines", "options", "says"),
     [
-        ([{"text": "ok"}, '{"text": "cut'], {}, r"in\.jsonl:2 is not a JSON object on one line"),
+        ([{"text": "ok"}, '{"text": "cut'], {}, r"in\.jsonl:2 is not JSON: "),
         ([{"text": "ok"}, {"txt": "ok"}], {}, r"in\.jsonl:2 has no text under 'text'; name the key with --json-key"),
         ([{"text": "ok"}, '["text"]'], {}, r"in\.jsonl:2 has no text under 'text'"),
         ([{"text": 5}], {}, r"in\.jsonl:1 has no text under 'text'"),

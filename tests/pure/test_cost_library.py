@@ -77,7 +77,7 @@ def test_a_cluster_starts_from_known_rates_and_changes_some(tmp_path: Path):
         ("rates: abacus", "abacus.*h100, cpu"),
         ("flops: 3", "unknown flops"),
         ("linear_flops: fast", "linear_flops is 'fast'"),
-        ("linear_flops: -1", "must be a number from 0"),
+        ("linear_flops: -1", "must be a number from 1"),
         ("- a list", "holds no names"),
         ("a: [", "not YAML"),
     ],

@@ -51,7 +51,7 @@ def test_a_run_at_the_planned_speed_has_the_planned_bubble():
         (lambda d: d.update(version=2), "version 2"),
         (lambda d: d.pop("plan_digest"), "plan_digest"),
         (lambda d: d["ranks"][0].append(["0F0", 5.0, 1.0]), "0F0 starts at 5.0 us and ends at 1.0 us"),
-        (lambda d: d["ranks"][0].append(["0F0", 0.0, float("nan")]), "nan"),
+        (lambda d: d["ranks"][0].append(["0F0", 0.0, float("nan")]), "NaN"),
         (lambda d: d["ranks"][0].append(["0Q0", 0.0, 1.0]), "0Q0"),
         (lambda d: d["ranks"][0].append(["0F0", 0.0]), "not a measurement"),
     ],

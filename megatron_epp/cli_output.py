@@ -1,0 +1,64 @@
+"""What the command line prints: no character of a file's reaches the terminal that a terminal would obey."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import TextIO
+
+from megatron_epp.report.table import clip, printable
+
+PROGRAM = "megatron-epp"
+_WIDEST = 2000
+"""Characters of a line of an error."""
+
+
+def say(text: str = "", end: str = "\n", *, flush: bool = False) -> None:
+    """Print lines on stdout. What its encoding lacks is escaped; where its reader has gone, the rest is dropped."""
+    _write(sys.stdout, _lines(text) + end, flush)
+
+
+def tell(text: str) -> None:
+    """Print lines on stderr, where progress and errors go."""
+    _write(sys.stderr, _lines(text) + "\n", flush=True)
+
+
+def tell_error(text: str) -> None:
+    """Print an error, its lines cut where they are far longer than anyone reads."""
+    tell(f"{PROGRAM}: error: " + "\n".join(clip(line, _WIDEST) for line in text.split("\n")))
+
+
+def tell_traceback(error: BaseException) -> None:
+    """Print where an error came from."""
+    tell("".join(traceback.format_exception(error)).rstrip())
+
+
+def finish() -> None:
+    """Send what is not on its way yet. Raises `OSError` where it cannot be written, as on a full disk."""
+    _write(sys.stdout, "", flush=True)
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _write(stream: TextIO | None, text: str, flush: bool) -> None:
+    if stream is None:  # the shell has closed it
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        if flush:
+            stream.flush()
+    except OSError as error:
+        _drop(stream)
+        if not isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has seen enough
+            raise
+
+
+def _drop(stream: TextIO) -> None:
+    """Let what is not written yet, and all that follows, go nowhere: Python writes it once more when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

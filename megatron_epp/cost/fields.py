@@ -1,0 +1,85 @@
+"""Costs made of what JSON has in their place, every field of its type and within limits."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from megatron_epp.cost.line import Line
+from megatron_epp.schedule import EppError
+from megatron_epp.schedule.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, number, shown, whole
+
+_LEAST = dict.fromkeys(("kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1)
+"""Smallest value of a whole number, by the field's name; 0 of all others."""
+_MOST = {"num_layers": MOST_LAYERS, "offloadable_share": 1.0, "fragmentation_share": 1.0}
+"""Largest value, by the field's name."""
+
+
+def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool = False) -> T:
+    """Make a dataclass of times and sizes.
+
+    Args:
+        kind: dataclass whose fields are numbers, text, or such dataclasses again.
+        body: of the JSON object; null stands for a field that is not there.
+        where: it is inside the file, for errors; empty at the top.
+        ignore_unknown: leave out names that are no fields.
+
+    Raises:
+        EppError: it is no object, a field is missing, unknown, of another type, negative or above its limit. The message names
+            the field.
+    """
+    if not isinstance(body, dict):
+        raise EppError(f"{where or 'the file'} is {shown(body)}, which is no object with names")
+    at, hints = f"{where}." if where else "", _hints(kind)  # type: ignore[arg-type]
+    given = {name: value for name, value in body.items() if value is not None}
+    if unknown := [name for name in given if name not in hints and not ignore_unknown]:
+        raise EppError(f"{at}{unknown[0]} is unknown")
+    made = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name in given:
+            made[field.name] = _value(hints[field.name], given[field.name], field.name, f"{at}{field.name}")
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise EppError(f"{at}{field.name} is missing")
+    return kind(**made)
+
+
+def check_part(where: str, part: Line, whole: Line) -> None:
+    """Raise `EppError` where a line is above the one that it is a part of: what is left would be negative."""
+    if part.within(whole) != part:
+        raise EppError(f"{where} is above the backward that it is a part of ({part} and {whole})")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _value(hint: Any, value: Any, name: str, where: str) -> Any:
+    if isinstance(hint, types.UnionType):  # with None, which stands for a field that is not there
+        hint = get_args(hint)[0]
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise EppError(f"{where} is {shown(value)}, which is no list")
+        return tuple(build(get_args(hint)[0], entry, f"{where}[{place}]") for place, entry in enumerate(value))
+    readers: dict[Any, Callable[[], Any]] = {
+        float: lambda: number(value, 0.0, _MOST.get(name, MOST_NUMBER)),
+        int: lambda: whole(value, _LEAST.get(name, 0), int(_MOST.get(name, MOST_WHOLE))),
+        str: lambda: _of(str, value, "text"),
+        dict: lambda: _of(dict, value, "an object with names"),
+    }
+    read = readers.get(get_origin(hint) or hint)
+    if read is None:
+        return build(hint, value, where)
+    try:
+        return read()
+    except EppError as error:
+        raise EppError(f"{where}: {error}") from None
+
+
+def _of[T](kind: type[T], value: Any, words: str) -> T:
+    if not isinstance(value, kind):
+        raise EppError(f"{shown(value)} is not {words}")
+    return value

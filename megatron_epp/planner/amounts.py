@@ -1,0 +1,99 @@
+"""Whether the times and bytes of a batch are numbers that a plan can hold, asked before any planner adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_epp.cost import Costs
+from megatron_epp.cost.work import ChunkWork, causal_pairs
+from megatron_epp.schedule import NO_RECOMPUTE, PlanError
+
+MOST_TOKENS = 1 << 40
+"""Of a batch, after padding."""
+MOST_PAIRS = 1 << 62
+MOST_BYTES = 1 << 60
+"""On one stage, of a batch that is one chunk. Sums of many such sizes stay below what 64 bits hold."""
+MOST_US = 1e18
+"""Of all passes of a batch on one stage: thirty thousand years."""
+
+
+def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1) -> None:
+    """Refuse a batch whose times or bytes are negative, infinite, not numbers, or more than a plan can hold.
+
+    Args:
+        lengths: tokens of every sequence.
+        costs: of every stage.
+        token_multiple: chunks are padded to a multiple of this.
+
+    Raises:
+        PlanError: one is. The message names the stage and the amount.
+    """
+    tokens = sum(-(-length // token_multiple) * token_multiple for length in lengths)
+    pairs = sum(causal_pairs(0, length) for length in lengths)
+    if tokens > MOST_TOKENS or pairs > MOST_PAIRS:
+        raise PlanError(
+            f"{len(lengths):,} sequences of up to {max(lengths):,} tokens make {tokens:,} tokens padded to multiples of "
+            f"{token_multiple:,} and {pairs:,} pairs of tokens, more than can be planned ({MOST_TOKENS:,} and {MOST_PAIRS:,})"
+        )
+    work = _as_one_chunk(tokens, pairs)
+    for stage in sorted(set(costs.alike)):
+        by = f"of {tokens:,} tokens on stage {stage}, by the costs {costs.name!r}"
+        try:
+            with np.errstate(over="raise", invalid="raise"):
+                times_us, sizes = sum(_times_us(stage, work, costs)), sum(_bytes(stage, work, costs))
+        except (FloatingPointError, OverflowError) as error:
+            raise PlanError(f"the times or bytes {by}, are not what a plan can hold ({error})") from None
+        if not times_us <= MOST_US:
+            raise PlanError(f"the passes {by}, take {times_us:.3g} us; a plan holds {MOST_US:.3g} us")
+        if sizes > MOST_BYTES:
+            raise PlanError(f"the activations and weights {by}, take {sizes:.3g} bytes; a plan holds {MOST_BYTES:.3g}")
+
+
+def _as_one_chunk(tokens: int, pairs: int) -> ChunkWork:
+    """All sequences in one chunk, which counts as a slice of many: so keys and values, and their fp32 gradient, count too."""
+    count, one, none = (np.array([number], dtype=np.int64) for number in (tokens, pairs, 0))
+    there = np.ones(1, dtype=np.bool_)
+    return ChunkWork(
+        tokens=count,
+        pairs=one,
+        sliced=there,
+        first=there,
+        last=there,
+        prefix_tokens=none,
+        cache_tokens=count,
+        num_slices=count,
+    )
+
+
+def _times_us(stage: int, work: ChunkWork, costs: Costs) -> Iterator[float]:
+    layers = costs.num_layers[stage]
+    yield _positive("forward_us", costs.forward_us(stage, work))
+    yield _positive("backward_us", costs.backward_us(stage, work))
+    yield _positive("weight_us", costs.weight_us(stage, work))
+    yield _positive("message_us", costs.message_us(work))
+    for level in costs.recompute_levels:
+        yield _positive("recompute_us", costs.recompute_us(stage, work, NO_RECOMPUTE._replace(**{level: layers})))
+
+
+def _bytes(stage: int, work: ChunkWork, costs: Costs) -> Iterator[int]:
+    yield costs.static_bytes(stage)
+    for name, amounts in (
+        ("activation_bytes", costs.activation_bytes(stage, work, NO_RECOMPUTE)),
+        ("cache_bytes", costs.cache_bytes(stage, work)),
+        ("gradient_bytes", costs.gradient_bytes(stage, work)),
+        ("weight_bytes", costs.weight_bytes(stage, work)),
+        ("layer_peak_bytes", costs.layer_peak_bytes(stage, work).num_bytes),
+        ("transient_bytes", costs.transient_bytes(stage, work)),
+        *((f"pass_items {name}", amounts) for name, amounts in costs.pass_items(stage, work).items()),
+    ):
+        yield int(_positive(name, amounts))
+
+
+def _positive(name: str, amounts: np.ndarray) -> float:
+    """The one amount there is. Raises `OverflowError`: it is below zero."""
+    amount = float(amounts[0])
+    if amount < 0:
+        raise OverflowError(f"{name} is {amount:.3g}")
+    return amount

@@ -1,0 +1,186 @@
+"""Bad files end in one line that names them and what is wrong, never in a traceback or without end."""
+
+import json
+
+import pytest
+from bad_files import SOUND, error_line, signed, spoiled, written
+
+DEEP = "[" * 200_000 + "]" * 200_000
+HUGE = 10**400
+BATCH = ["--lengths", "300,200", "--stages", "2"]
+COMMANDS = {
+    "check": ["check", "FILE"],
+    "show": ["show", "FILE"],
+    "simulate": ["simulate", "FILE"],
+    "measured": ["show", "PLAN", "--measured", "FILE"],
+    "picture": ["show", "PLAN", "--measured", "FILE", "--png", "picture.png"],
+    "trace": ["show", "PLAN", "--measured", "FILE", "--trace", "trace.json"],
+    "costs": ["plan", *BATCH, "--costs", "FILE"],
+    "balanced": ["plan", *BATCH, "--layers-per-stage", "balanced", "--costs", "FILE"],
+    "offload": ["plan", *BATCH, "--offload", "--costs", "FILE"],
+    "advise": [
+        *["advise", "--devices", "2", "--lengths", "300,200", "--model", "tiny-gpt", "--cluster", "this-machine"],
+        *["--costs", "FILE"],
+    ],
+    "model": ["plan", *BATCH, "--model", "FILE"],
+    "shaped": ["plan", *BATCH, "--layers", "4", "--model", "FILE"],
+    "cluster": ["plan", *BATCH, "--tensor-parallel", "2", "--cluster", "FILE"],
+    "train": ["train", "--dry-run", "-c", "FILE"],
+    "lengths": ["plan", "--lengths", "FILE"],
+}
+
+
+def bare(**rest):
+    """A document that says what it is, and little else."""
+    return json.dumps({"schema": "megatron-epp/profile", "version": 1} | rest)
+
+
+def bombed(depth=12, width=9):
+    lines = ["a0: &a0 [" + ",".join("x" * width) + "]"]
+    lines += [f"a{i}: &a{i} [" + ",".join([f"*a{i - 1}"] * width) + "]" for i in range(1, depth)]
+    return "megatron:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def emptied():
+    """A plan without sequences, all of whose tables have the right shapes."""
+    ranks = SOUND["plan"]["num_ranks"]
+    rows = [[] for _ in range(ranks)]
+    predicted = {"makespan_us": 0.0, "lower_bound_us": 0.0, "peak_bytes": [0] * ranks, "bubble_fraction": 0.0}
+    empty = {"lengths": [], "chunks": [], "predicted": predicted, "messages": {"activation_us": [[]], "gradient_us": [[]]}}
+    tables = dict.fromkeys(("ranks", "copies", "recompute", "recompute_us", "offload_share"), rows)
+    return signed(SOUND["plan"] | empty | tables)
+
+
+FILES = {
+    # JSON that is nested, long, or no JSON
+    "deep plan": ("check", DEEP, "nested deeper than 100"),
+    "deep inside a plan": ("show", spoiled("plan", "notes", to=json.loads("[" * 200 + "]" * 200)), "nested deeper than 100"),
+    "deep profile": ("costs", bare()[:-1] + f', "x": {DEEP}}}', "nested deeper than 100"),
+    "deep measurement": ("measured", DEEP, "nested deeper than 100"),
+    "half a plan": ("show", json.dumps(SOUND["plan"])[:200], "is not JSON"),
+    "half a profile": ("costs", json.dumps(SOUND["profile"])[:200], "is not JSON"),
+    "no object": ("costs", "[]", "no object with names"),
+    "no text": ("costs", b"\xff\xfe", "codec"),
+    "digits": ("check", f'{{"x": {"9" * 5000}}}', "is not JSON"),
+    # numbers of plans
+    "time of a plan": ("check", spoiled("plan", "recompute_us", 0, 0, to=HUGE), "not a number from -1e+24 to 1e+24"),
+    "time of a step": ("check", spoiled("plan", "ranks", 0, 0, 1, to=HUGE), "field 'ranks'"),
+    "bytes of a step": ("show", spoiled("plan", "ranks", 0, 0, 2, to=HUGE), "not a whole number from"),
+    "makespan": ("simulate", spoiled("plan", "predicted", "makespan_us", to=HUGE), "field 'predicted'"),
+    # tables and actions that fit no plan
+    "unknown chunk": ("simulate", spoiled("plan", "ranks", 0, 0, 0, to="0F999999999"), "unknown chunk 999999999; there are 4"),
+    "unknown stage": ("show", spoiled("plan", "ranks", 0, 0, 0, to="9999F0"), "unknown stage 9999; there are 2"),
+    "stage of many digits": ("check", spoiled("plan", "ranks", 0, 0, 0, to="9" * 5000 + "F0"), "is not an action"),
+    "segment of no sequence": ("show", spoiled("plan", "chunks", 0, "segments", 0, 0, to=77), "holds sequence 77; there are 6"),
+    "no sequences": ("show", emptied(), "lengths is empty"),
+    "lengths of another type": ("show", spoiled("plan", "lengths", to={}), "lengths is empty"),
+    # measurements
+    "end of an event": ("measured", spoiled("measured", "ranks", 0, 0, 2, to=HUGE), "is not a number from"),
+    "endless event": ("measured", spoiled("measured", "ranks", 0, 0, 2, to=float("inf")), "Infinity is infinite"),
+    "processor time": ("measured", spoiled("measured", "ranks", 0, 0, to=["0F0", 0, 1, HUGE]), "is not a number from"),
+    "text for a time": ("measured", spoiled("measured", "ranks", 0, 0, 1, to="x"), "'x' is not a number"),
+    "event of no chunk": ("picture", spoiled("measured", "ranks", 0, 0, 0, to="0F99"), "has 0F99; the plan has 2 stages"),
+    "event of no stage": ("trace", spoiled("measured", "ranks", 0, 0, 0, to="9F0"), "has 9F0; the plan has 2 stages"),
+    "ranks of another plan": ("measured", spoiled("measured", "ranks", to=[]), "has 0 ranks, the plan has 2"),
+    "run of another plan": ("measured", spoiled("measured", "plan_digest", to="x"), "the measurement is of plan x"),
+    # costs
+    "negative time": ("costs", spoiled("profile", "layer", "forward", "per_token_us", to=-100), "forward.per_token_us: -100"),
+    "negative bytes": ("costs", spoiled("profile", "layer", "bytes_per_token", to=-1), "layer.bytes_per_token: -1"),
+    "negative weights": ("costs", spoiled("costs", "stages", 0, "static", to={"weights": -1}), "stages[0].static.weights: -1"),
+    "all weight gradients": ("offload", spoiled("profile", "head", "backward", to=None), "head.weight is above the backward"),
+    "more than a stage": ("costs", spoiled("costs", "stages", 0, "weight", to={"fixed_us": 1e9}), "stages[0].weight is above"),
+    "no bytes": ("costs", spoiled("profile", "layer", "bytes_per_token"), "activation_bytes is -"),
+    "infinite": ("costs", spoiled("profile", "message_latency_us", to=float("inf")), "Infinity is infinite"),
+    "not a number": ("costs", spoiled("costs", "stages", 1, "forward", "fixed_us", to=float("nan")), "NaN is infinite or not"),
+    "too large": ("costs", spoiled("profile", "message_latency_us", to=HUGE), "message_latency_us: 1000000"),
+    "too many parameters": ("costs", spoiled("profile", "layer", "parameters", to=1e23), "take 3.6e+24 bytes; a plan holds"),
+    "text for a number": ("costs", spoiled("profile", "message_latency_us", to="7"), "message_latency_us: '7' is not a number"),
+    "a list for a number": ("costs", spoiled("profile", "message_us_per_byte", to=[1]), "us_per_byte: [1] is not a number"),
+    "a truth for a number": ("costs", spoiled("profile", "host_latency_us", to=True), "host_latency_us: True is not a number"),
+    "half a layer": ("costs", spoiled("profile", "num_layers", to=1.5), "num_layers: 1.5 is not a whole number"),
+    "a name that is none": ("costs", spoiled("profile", "name", to={}), "name: {} is not text"),
+    "no layer": ("costs", spoiled("profile", "layer"), "layer is missing"),
+    "a number for a layer": ("costs", spoiled("profile", "layer", to=5), "layer is 5, which is no object with names"),
+    "a number for a line": ("costs", spoiled("profile", "layer", "forward", to=5), "layer.forward is 5"),
+    "half a level": ("costs", spoiled("profile", "layer", "linear", to={}), "layer.linear.again is missing"),
+    "unknown field": ("costs", spoiled("profile", "layer", "flops", to=5), "layer.flops is unknown"),
+    "a number for a stage": ("costs", spoiled("costs", "stages", 0, to=5), "stages[0] is 5"),
+    "stages that are text": ("costs", spoiled("costs", "stages", to="ab"), "stages is 'ab', which is no list"),
+    "too few stages": ("costs", spoiled("costs", "stages", 0), "costs of 1 stages, not of 2"),
+    "stage of no layers": ("costs", spoiled("costs", "stages", 1, "num_layers", to=-1), "stages[1].num_layers: -1"),
+    "too many layers": ("costs", spoiled("profile", "num_layers", to=10**9), "is not a whole number from 0 to 10,000"),
+    "too many to balance": ("balanced", spoiled("profile", "num_layers", to=10**9), "is not a whole number from 0 to 10,000"),
+    "no heads": ("offload", spoiled("profile", "kv_heads", to=0), "kv_heads: 0 is not a whole number from 1"),
+    "nobody on a link": ("offload", spoiled("profile", "host_sharing", to=0), "host_sharing: 0 is not a whole number from 1"),
+    "no ranks": ("costs", spoiled("profile", "stage_ranks", to=0), "stage_ranks: 0 is not a whole number from 1"),
+    "no turns": ("offload", spoiled("costs", "host_turns", to=0), "host_turns: 0 is not a whole number from 1"),
+    "more than all": ("offload", spoiled("costs", "offloadable_share", to=2), "share: 2 is not a number from 0 to 1"),
+    "shape of words": (
+        "advise",
+        spoiled("profile", "origin", to={"shape": {"tensor_parallel": "two"}}),
+        "origin.shape: 'two' is not a whole number",
+    ),
+    # YAML
+    "alias of itself": ("train", "megatron: &a\n  x: *a\n", "contains itself"),
+    "list in itself": ("train", "megatron: {x: &a [*a]}\n", "contains itself"),
+    "aliases of aliases": ("train", bombed(), "more than 20,000 values, those that aliases repeat counted each time"),
+    "aliases in a model": ("model", bombed(), "more than 20,000 values"),
+    "aliases in a cluster": ("cluster", bombed(), "more than 20,000 values"),
+    "deep YAML": ("model", "megatron: {x: " + "[" * 5000 + "]" * 5000 + "}", "nested too deep"),
+    "YAML of a size": ("train", "#" * (1 << 21), "larger than 1,048,576 bytes"),
+    "no date": ("train", "megatron: {lr: 2020-13-45}", "is not YAML: month must be in 1..12"),
+    "YAML of many digits": ("model", f"megatron: {{num_layers: {'9' * 5000}}}", "is not YAML"),
+    "hexadecimal": ("model", f"megatron: {{hidden_size: 0x{'f' * 5000}}}", "got a int too long to print"),
+    "numbers for names": ("train", "megatron: {1: 3}", "1 stands where a name should"),
+    "truth for a name": ("train", "epp: {true: 3}", "True stands where a name should"),
+    "number of a variable": ("train", "launch: {environment: {1: 1}}", "1 stands where a name should"),
+    "include of a number": ("train", "include: 5", "`include:` holds 5; it must hold a file, or a list of files"),
+    "include of numbers": ("train", "include: [5]", "`include:` holds [5]"),
+    "cluster of a list": ("train", "cluster: [a]", "`cluster:` holds ['a']; it must hold the name of one"),
+    "unknown reference": ("train", "megatron: {lr: '${foo}'}", "cannot be resolved: Interpolation key 'foo' not found"),
+    "reference to itself": ("train", "megatron: {lr: '${megatron.lr}'}", "cannot be resolved"),
+    "half a reference": ("train", "megatron: {lr: '${foo'}", "settings cannot be merged"),
+    "a date": ("train", "megatron: {lr: 2020-01-01}", "settings cannot be merged: Value 'date'"),
+    "variable that is no YAML": ("train", "megatron: {lr: '${EPP_TEST_BAD}'}", "is not YAML"),
+    "no layers in a model": ("costs_and_model", "megatron: {hidden_size: 64}", "the model needs num_layers"),
+    "vocabulary": (
+        "model",
+        "megatron: {num_layers: 4, hidden_size: 64, num_attention_heads: 1, vocab_size: 99999999999999999999}",
+        "needs vocab_size, a whole number from 1 to 2,147,483,647",
+    ),
+    "blocks of words": (
+        "shaped",
+        "megatron: {hidden_size: 64, num_attention_heads: 1, vocab_size: 99, epp_loss_block_tokens: foo}",
+        "epp_loss_block_tokens is 'foo'",
+    ),
+    "rates of a list": ("cluster", "rates: [a]", "rates ['a']; give one of h100, cpu"),
+    "no operations": ("cluster", "linear_flops: 0", "linear_flops is 0; it must be a number from 1"),
+    "no link": ("cluster", "exchange_bytes: 0", "exchange_bytes is 0; it must be a number from 1"),
+    "hardly an operation": ("cluster", "linear_flops: 1e-300", "linear_flops is '1e-300'; it must be a number from 1"),
+    "too much memory": ("cluster", "device_memory_gb: 1e300", "is '1e300'; it must be a number from 0 to 1e+09"),
+    "a truth of devices": ("cluster", "devices_per_node: true", "devices_per_node is True; it must be a whole number"),
+    # lengths
+    "words": ("lengths", "12 x 13", "'x' is not a number of tokens"),
+    "bytes": ("lengths", b"\xff", "codec"),
+    "no lengths": ("lengths", "\n", "no lengths"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "plan.json", signed(SOUND["plan"]))
+    written(tmp_path / "costs.json", json.dumps(SOUND["profile"]))
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_bad_file_is_named_with_what_is_wrong(case, folder, capsys, monkeypatch):
+    command, content, words = FILES[case]
+    monkeypatch.setenv("EPP_TEST_BAD", "[a")
+    commands = COMMANDS | {"costs_and_model": ["plan", *BATCH, "--costs", "costs.json", "--model", "FILE"]}
+    suffix = ".yaml" if command in ("train", "model", "shaped", "cluster", "costs_and_model") else ".json"
+    names = {"PLAN": "plan.json", "FILE": written(folder / f"given{suffix}", content)}
+    message = error_line(capsys, [names.get(word, word) for word in commands[command]])
+    assert words in message
+    assert f"given{suffix}" in message
