@@ -103,7 +103,8 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
     """The least time when bytes may be copied away instead of recomputed, dearest first, as long as copies take no longer."""
     total_us = base_us + sum(price * size for price, size in pieces)
     copied_us = 0.0
-    for price, size in sorted(pieces, reverse=True) if copy_us_per_byte < np.inf else ():
+    dearest_first = sorted((piece for piece in pieces if piece[0] > 0), reverse=True)
+    for price, size in dearest_first if copy_us_per_byte < np.inf else ():
         # Copying all of the piece: recompute falls, copies grow; stop where they meet.
         share = min(1.0, max(0.0, total_us - copied_us) / (size * (price + copy_us_per_byte)))
         total_us -= share * size * price

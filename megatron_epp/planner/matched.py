@@ -163,13 +163,16 @@ class _Joint:
                 break
 
     def _try_hosted(self, aligned: Aligned, schedule: Schedule | Listing) -> None:
-        """Each replica hosts what it has to, and then what spares it recompute: alone, and beside copies."""
+        """Each replica hosts what it has to, and then what spares it recompute: alone, and beside copies.
+
+        While nothing fits, this is tried with nothing at the host too where none has to host anything.
+        """
         plain = self._tables(aligned)
         order = self._order(aligned, plain, schedule)
         given = [(*each, self.costs, self.levels) for each in zip(aligned.chunks, self.problems, strict=True)]
         found = [choices(order, own, *rest, in_order=True) for own, rest in zip(plain, given, strict=True)]
         for pairs in dict.fromkeys(zip(*found, strict=True)):
-            if not any(pairs):
+            if not any(pairs) and self.best is not None:
                 continue
 
             def hosted(sharing: float, pairs: tuple[Pairs, ...] = pairs) -> tuple[Tables, ...]:
