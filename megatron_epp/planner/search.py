@@ -13,9 +13,10 @@ from megatron_epp.planner.chunking import Chunker, round_up, whole_sequences
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.improve import improve
 from megatron_epp.planner.listing import Listing
+from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.offload import timed
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
-from megatron_epp.planner.problem import Options, Problem, require_straight, require_whole
+from megatron_epp.planner.problem import Options, Problem, require_straight, require_whole, validate
 from megatron_epp.planner.trials import WORTH, Trials
 from megatron_epp.planner.unsliced import plainly, tables_with_whole
 from megatron_epp.planner.warm import Warm
@@ -237,7 +238,10 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
 
     Raises:
         InfeasibleError: nothing that was tried fits the caps.
+        PlanError: the arguments make no sense, or the chunks are no such table.
     """
+    validate(problem, costs, options)
+    refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
     trials = Trials(problem, costs, options)
     search_stairs(trials, chunks)
     return finished(trials.result(), problem, costs, options)
