@@ -12,6 +12,7 @@ from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, r
 from megatron_epp.planner.hosting import SHARING, Pairs, hosted_entries, with_hosted
 from megatron_epp.planner.memory import levels
 from megatron_epp.planner.message_room import MessageRoomError
+from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
 from megatron_epp.planner.offload import Offload
 from megatron_epp.planner.order import CopyOrder, Order
 from megatron_epp.planner.problem import WHOLE, Options, Problem
@@ -69,11 +70,15 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
 
     Raises:
         MessageRoomError: it fits its caps but for its messages in flight.
-        PlanError: the result does not pass `check`. The message is its report.
+        PlanError: no plan can be written from the decisions, or it does not pass `check`. The message is the report.
     """
+    if not isinstance(made, Decisions):
+        raise PlanError(f"planner {options.planner!r} returned a {type(made).__name__}, not Decisions")
+    refuse_mistakes(made, problem, costs, options.planner)
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
     tables = made.tables(problem, costs) if tables is None else tables
+    made = replace(made, layers=whole_layers(made, problem, costs, tables, options.planner))
     hops = tuple(map(tuple, tables.hops))
     writer, sizes = _Writer(tables, made), levels(made.order, tables, made.layers)
     plan = Plan(
@@ -103,7 +108,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     )
     faults, timeline, rows = examine(plan)
     if faults or timeline is None or rows is None:
-        raise PlanError(f"planner {options.planner!r} made a plan that cannot run\n{report(plan, faults)}")
+        raise PlanError(cannot_run(options.planner) + report(plan, faults))
     at_best = replace(made, hosted=frozenset()).tables(problem, costs) if made.hosted else tables  # streaming takes time too
     bound_us = min(
         lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,18 +68,26 @@ def lower_bound_us(
             pieces = [
                 piece
                 for stage in stages
-                for piece in _forced(tables, groups, starts, stage, problem.cap_bytes[rank], options.offload)
+                for piece in _forced(tables, chunks, groups, starts, stage, problem.cap_bytes[rank], options.offload)
             ]
         bound = max(bound, _with_copies(start_us + busy_us + max(weight_us, end_us), pieces, per_byte))
     return bound
 
 
 def _forced(
-    tables: Tables, groups: list[range], starts: NDArray[np.int64], stage: int, cap: int, copies: bool
+    tables: Tables,
+    chunks: Sequence[Chunk],
+    groups: list[range],
+    starts: NDArray[np.int64],
+    stage: int,
+    cap: int,
+    copies: bool,
 ) -> list[tuple[float, float]]:
     """Least recompute that the cap forces, as pieces ``(time per byte, bytes)``.
 
     Args:
+        chunks: the table. Where it is not in forward order, runs of slices of several sequences force nothing: these need not
+            be alive together.
         groups, starts: the chunks of every sequence, and the first of each.
         copies: keys and values may be at the host, so they force none.
     """
@@ -88,6 +98,8 @@ def _forced(
     most = tables.num_layers[stage]
     pieces: list[tuple[float, float]] = []
     for number in np.flatnonzero(excess > 0).tolist():
+        if len({chunks[c].segments[0].sequence for c in groups[number]}) > 1:
+            continue
         need = int(excess[number])
         offers = [(us[c] / saved[c], most * saved[c]) for c in groups[number] for saved, us in rungs if saved[c] > 0]
         for price, offered in sorted(offers):
@@ -103,7 +115,8 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
     """The least time when bytes may be copied away instead of recomputed, dearest first, as long as copies take no longer."""
     total_us = base_us + sum(price * size for price, size in pieces)
     copied_us = 0.0
-    for price, size in sorted(pieces, reverse=True) if copy_us_per_byte < np.inf else ():
+    dearest_first = sorted((piece for piece in pieces if piece[0] > 0), reverse=True)
+    for price, size in dearest_first if copy_us_per_byte < np.inf else ():
         # Copying all of the piece: recompute falls, copies grow; stop where they meet.
         share = min(1.0, max(0.0, total_us - copied_us) / (size * (price + copy_us_per_byte)))
         total_us -= share * size * price

@@ -56,7 +56,7 @@ class Chunker:
         if line == Line():  # costs nothing: balance tokens
             line = Line(0.0, 1.0)
         multiple = problem.token_multiple
-        most = _round_up(max(tokens, 1), multiple) if chunk_tokens is None else chunk_tokens // multiple * multiple
+        most = round_up(max(tokens, 1), multiple) if chunk_tokens is None else chunk_tokens // multiple * multiple
         return Chunker(problem, line, most, line.time_us(tokens, pairs))
 
     def grain(self, *, slices: int | None = None, chunks: float = 0.0) -> Grain:
@@ -78,7 +78,7 @@ class Chunker:
         uneven in tokens, and so in the memory of their passes: the first of a very long sequence are many times as long.
         """
         multiple = self.problem.token_multiple
-        even = _round_up(-(-2 * max(self.problem.lengths) // grain.slices), multiple)
+        even = round_up(-(-2 * max(self.problem.lengths) // grain.slices), multiple)
         return replace(self, token_cap=min(self.token_cap, even))
 
     def sequence_us(self, tokens: int) -> float:
@@ -153,5 +153,6 @@ def _whole(sequences: Sequence[int], lengths: Sequence[int]) -> tuple[Segment, .
     return tuple(Segment(q, 0, lengths[q]) for q in sequences)
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is no smaller."""
     return -(-number // multiple) * multiple

@@ -24,9 +24,15 @@ Floats = NDArray[np.float64]
 
 
 class Chosen(NamedTuple):
-    """A copy, when it is to start, and the compute action it waits for."""
+    """A copy, when it is to start, and the compute action it waits for.
+
+    Attributes:
+        place: in the rank's list, of the last action that must have ended: of copies that start together, those that wait for
+            less come first, for a backward that waits for a load may take no time.
+    """
 
     start_us: float
+    place: int
     action: Action
     after: Action | None
     share: float
@@ -61,7 +67,7 @@ def choose(
             for time_us in islice(walks[at], 1):
                 heapq.heappush(turns, (time_us, at))
         for chooser in choosers:
-            chooser.chosen.sort(key=lambda copy: copy[:2])
+            chooser.chosen.sort(key=lambda copy: (copy.start_us, copy.place, copy.action.op is Op.L))
         yield list(zip(ranks, choosers, strict=True))
 
 
@@ -113,13 +119,14 @@ class Chooser:
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
         kept, least = tables.kept_bytes(stage, c, self.layers[stage][c]), tables.layer_input[stage][c]
-        if leaves <= position or not kept:
+        allowed = int(kept * tables.offloadable_share)
+        if leaves <= position or allowed < max(1, min(kept, least)):  # no copy moves less than the input of a layer
             return
-        most = min(int(kept * tables.offloadable_share), int(self.excess[position:leaves].max()))
+        most = min(allowed, int(self.excess[position:leaves].max()))
         free_us, wanted_us = float(self.end[entered]), float(self.start[position])
         gone_us, needed_us = float(self.end[position]), float(self.start[leaves])
         for part in PARTS:
-            share = min(1.0, -(-int(part * most) * 1024 // kept) / 1024)
+            share = min(1.0, tables.offloadable_share, -(-int(part * most) * 1024 // kept) / 1024)
             moved = moved_of(kept, least, share)
             took_us = tables.host_us(moved)
             out = earliest((self.own, self.link.out), free_us, wanted_us, took_us)
@@ -133,12 +140,12 @@ class Chooser:
         for busy, start_us in ((self.own, out), (self.own, back), (self.link.out, out), (self.link.back, back)):
             busy.take(start_us, took_us)
         first = int(np.searchsorted(self.start, out + took_us))
-        last = int(np.searchsorted(self.end, back, side="right"))
+        last = min(int(np.searchsorted(self.end, back, side="right")), leaves)  # not behind a backward that takes no time
         self.excess[first:last] -= moved
         self.away[first:last] += moved
         # On a link of its own the rank's order is enough: what waits for a gap waits for the rank's copies before it.
-        left = int(np.searchsorted(self.end, out, side="right")) - 1
+        left = min(int(np.searchsorted(self.end, out, side="right")), leaves) - 1 if self.shared else entered
         self.chosen += [
-            Chosen(out, forward._replace(op=Op.O), self.actions[left] if self.shared and left > entered else None, share),
-            Chosen(back, forward._replace(op=Op.L), self.actions[last - 1], share),
+            Chosen(out, max(left, entered), forward._replace(op=Op.O), self.actions[left] if left > entered else None, share),
+            Chosen(back, last - 1, forward._replace(op=Op.L), self.actions[last - 1], share),
         ]

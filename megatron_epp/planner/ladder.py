@@ -39,18 +39,19 @@ class Rung:
 def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_order: bool = False) -> list[Rung]:
     """The rungs of every chunk on one stage: from each level on, to the one that gives up bytes at the least price.
 
-    With one level there is one rung, whatever it costs.
+    With one level there is one rung, whatever it costs. On a stage without layers no rung gives up anything.
 
     Args:
         in_order: the levels one after the other as given, the same for all chunks; each must give up more than the one before.
     """
-    layers = max(1, costs.num_layers[stage])
+    layers = costs.num_layers[stage]
     kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
     plain = costs.layer_peak_bytes(stage, work).num_bytes
     saved, took_us, fuller = [], [], []
     for name in levels:
         one = NO_RECOMPUTE._replace(**{name: 1})
-        saved.append(np.maximum(np.minimum(kept - costs.activation_bytes(stage, work, one), kept // layers), 0))
+        gives = np.minimum(kept - costs.activation_bytes(stage, work, one), kept // layers) if layers else 0 * kept
+        saved.append(np.maximum(gives, 0))
         took_us.append(costs.recompute_us(stage, work, one))
         fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain)
     places = np.array([LEVELS.index(name) for name in levels])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -66,10 +66,12 @@ def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) ->
 
     Raises:
         InfeasibleError: nothing fits the caps, or one replica has too few tokens for the chunks that another needs.
-        PlanError: the arguments make no sense, or (a bug) the plans do not pass the checks.
+        PlanError: the arguments make no sense, the problems differ in more than their lengths, or (a bug) the plans do not pass
+            the checks.
     """
     for problem in problems:
         validate(problem, costs, options)
+    _require_equal(problems)
     if options.planner != "greedy" or options.budget_ms:
         raise PlanError("replicas that share experts are planned with --epp-planner greedy, without --epp-plan-budget-ms")
 
@@ -81,6 +83,20 @@ def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) ->
     if faults := check_matched(plans):
         raise PlanError("plans of replicas that share experts do not match: " + "; ".join(map(str, faults[:3])))
     return plans
+
+
+def _require_equal(problems: Sequence[Problem]) -> None:
+    """Raises `PlanError` where there is no problem, or one differs from the first in more than its lengths."""
+    if not problems:
+        raise PlanError("replicas that share experts need a problem each; there are none")
+    for replica, problem in enumerate(problems):
+        for name in (field.name for field in fields(Problem) if field.name != "lengths"):
+            first, own = getattr(problems[0], name), getattr(problem, name)
+            if own != first:
+                raise PlanError(
+                    f"replicas that share experts run in step and differ in nothing but their lengths: {name} of replica "
+                    f"{replica} is {own}, that of replica 0 is {first}; give all the same"
+                )
 
 
 _Grain = dict[str, Any]
@@ -170,13 +186,16 @@ class _Joint:
                 break
 
     def _try_hosted(self, aligned: Aligned, schedule: Schedule | Listing) -> None:
-        """Each replica hosts what it has to, and then what spares it recompute: alone, and beside copies."""
+        """Each replica hosts what it has to, and then what spares it recompute: alone, and beside copies.
+
+        While nothing fits, this is tried with nothing at the host too where none has to host anything.
+        """
         plain = self._tables(aligned)
         order = self._order(aligned, plain, schedule)
         given = [(*each, self.costs, self.levels) for each in zip(aligned.chunks, self.problems, strict=True)]
         found = [choices(order, own, *rest, in_order=True) for own, rest in zip(plain, given, strict=True)]
         for pairs in dict.fromkeys(zip(*found, strict=True)):
-            if not any(pairs):
+            if not any(pairs) and self.best is not None:
                 continue
 
             def hosted(sharing: float, pairs: tuple[Pairs, ...] = pairs) -> tuple[Tables, ...]:

@@ -97,6 +97,19 @@ def require_straight(problem: Problem, options: Options) -> None:
         )
 
 
+def require_whole(problem: Problem, options: Options, tokens: int) -> None:
+    """Raises `InfeasibleError` where a planner that does not cut sequences has a chunk of more tokens than `chunk_tokens`.
+
+    Args:
+        tokens: of that planner's longest chunk, padded.
+    """
+    if options.chunk_tokens is not None and tokens > options.chunk_tokens:
+        raise InfeasibleError(
+            f"planner {options.planner!r} does not cut sequences: it needs chunks of {tokens} tokens, above "
+            f"--epp-chunk-tokens {options.chunk_tokens}; raise that to {tokens} or use --epp-planner greedy"
+        )
+
+
 def validate(problem: Problem, costs: Costs, options: Options) -> None:
     """Refuse what no planner here can plan.
 

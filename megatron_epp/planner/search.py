@@ -9,13 +9,14 @@ from itertools import permutations
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
-from megatron_epp.planner.chunking import Chunker, whole_sequences
+from megatron_epp.planner.chunking import Chunker, round_up, whole_sequences
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.improve import improve
 from megatron_epp.planner.listing import Listing
+from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.offload import timed
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
-from megatron_epp.planner.problem import Options, Problem, require_straight
+from megatron_epp.planner.problem import Options, Problem, require_straight, require_whole, validate
 from megatron_epp.planner.trials import WORTH, Trials
 from megatron_epp.planner.unsliced import plainly, tables_with_whole
 from megatron_epp.planner.warm import Warm
@@ -237,17 +238,23 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
 
     Raises:
         InfeasibleError: nothing that was tried fits the caps.
+        PlanError: the arguments make no sense, or the chunks are no such table.
     """
+    validate(problem, costs, options)
+    refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
     trials = Trials(problem, costs, options)
     search_stairs(trials, chunks)
     return finished(trials.result(), problem, costs, options)
 
 
 def baseline(schedule: Schedule) -> Planner:
-    """A planner for whole sequences, one per chunk in batch order. It ignores `chunk_tokens` and `slices`."""
+    """A planner for whole sequences, one per chunk in batch order. It ignores `slices`, and refuses `chunk_tokens` below the
+    longest.
+    """
 
     def planner(problem: Problem, costs: Costs, options: Options) -> Decisions:
         require_straight(problem, options)
+        require_whole(problem, options, round_up(max(problem.lengths), problem.token_multiple))
         trials = Trials(problem, costs, options)
         trials.better(whole_sequences(problem.lengths), (schedule,))
         return trials.result(options.planner)

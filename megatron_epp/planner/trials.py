@@ -90,12 +90,17 @@ class Trials:
         return found
 
     def better_hosted(self, chunks: tuple[Chunk, ...], schedule: Schedule | Listing) -> bool:
-        """Try a table with keys and values at the host, alone and beside offload; True when it is faster than all before."""
+        """Try a table with keys and values at the host, alone and beside offload; True when it is faster than all before.
+
+        While nothing fits, it is tried with none there too, for it is a table of its own.
+        """
         plain = tabulate(chunks, self.problem, self.costs, self.levels)
         order = self._order(chunks, plain, schedule)
         codes = encode(order, len(chunks))
         found = False
-        for pairs in dict.fromkeys(filter(None, choices(order, plain, chunks, self.problem, self.costs, self.levels))):
+        for pairs in dict.fromkeys(choices(order, plain, chunks, self.problem, self.costs, self.levels)):
+            if not pairs and self.best is not None:
+                continue
             short = max(at_host(order, chunks, self.problem, self.costs, pairs)) - self.problem.host_cap_bytes
             if short > 0 and self.best is not None:
                 continue

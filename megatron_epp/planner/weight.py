@@ -26,7 +26,7 @@ def split_weights(
 
     A backward then passes its gradient on sooner, and its weight gradient waits, first come first served, for a gap that it
     fits into: until the next action's input has arrived. Where what waits would lift the rank above its cap, it runs before;
-    where even a single one would, the backward stays whole.
+    where even a single one would, the backward stays whole, as does one without anything to put off (`_puts_off`).
 
     Args:
         order: forwards and whole backwards that fit the caps with `layers`.
@@ -93,6 +93,15 @@ def _room(
     return found
 
 
+def _puts_off(tables: Tables, stage: int, c: int) -> bool:
+    """Whether a backward has a weight gradient to put off: one that takes time, and leaves it bytes if its chunk keeps any.
+
+    The backward of a stage without layers has none, and would leave nothing for a W to read.
+    """
+    keeps = tables.activation[stage][c] + tables.forward_alloc[stage][c] > 0
+    return tables.weight_us[stage][c] > 0 and (tables.weight_bytes[stage][c] > 0 or not keeps)
+
+
 class _Filler:
     """Plays an order and puts weight gradients in as it goes."""
 
@@ -141,7 +150,7 @@ class _Filler:
             if op is Op.F:
                 self._forward(rank, stage, c)
             else:
-                self._backward(rank, stage, c, own <= free)
+                self._backward(rank, stage, c, own <= free and _puts_off(self.tables, stage, c))
             at += 1
         self.at[rank] = at
         while at == len(actions) and waiting:

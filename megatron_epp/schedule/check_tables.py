@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 from megatron_epp.schedule.action import Op
 from megatron_epp.schedule.hosted import slices_of

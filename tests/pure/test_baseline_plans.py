@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
@@ -82,13 +83,36 @@ def test_a_fixed_recompute_is_refused_by_those_that_choose_their_own(name: str):
 @pytest.mark.parametrize("name", ["1f1b-padded", "1f1b-packed", "seq1f1b"])
 def test_uniform_recompute_is_the_least_that_fits(name: str):
     lengths = (6000, 5000, *web_lengths(20, seed=3, longest=4000))
-    options = Options(planner=name, chunk_tokens=2048)
+    options = Options(planner=name, chunk_tokens=2048 if name == "seq1f1b" else None)
     most = max(plan(problem(lengths, 4), pipeline(4), options).predicted.peak_bytes)
     static = max(stage.static_bytes for stage in pipeline(4).stages)
     asked = problem(lengths, 4, static + (most - static) // 2)
     made = plan(asked, pipeline(4), options)
     (count,) = {again.whole for row in made.recompute for again in row}
     assert count > 0
-    assert plan(asked, pipeline(4), Options(planner=name, chunk_tokens=2048, recompute=count)).ranks == made.ranks
+    assert plan(asked, pipeline(4), replace(options, recompute=count)).ranks == made.ranks
     with pytest.raises(InfeasibleError):
-        plan(asked, pipeline(4), Options(planner=name, chunk_tokens=2048, recompute=count - 1))
+        plan(asked, pipeline(4), replace(options, recompute=count - 1))
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("name", ["1f1b", *BASELINES])
+def test_no_chunk_is_longer_than_the_tokens_that_chunks_may_have(name: str, multiple: int):
+    asked = problem((3000, 2500, *web_lengths(20, seed=3, longest=2000)), 2, token_multiple=multiple)
+    for tokens in (3010, 4100, 9000):
+        made = plan(asked, pipeline(2), Options(planner=name, chunk_tokens=tokens))
+        assert_sound(made, name)
+        assert max(chunk.padded_tokens(made.token_multiple) for chunk in made.chunks) <= tokens
+
+
+@pytest.mark.parametrize("name", ["1f1b", "1f1b-packed", "1f1b-padded"])
+def test_those_that_cut_no_sequences_refuse_chunks_that_are_too_short_for_one(name: str):
+    asked = problem((3000, 100), 2, token_multiple=16)
+    words = f"'{name}' does not cut sequences: .* 3008 tokens, above --epp-chunk-tokens 3007; raise that to 3008"
+    with pytest.raises(InfeasibleError, match=words):
+        plan(asked, pipeline(2), Options(planner=name, chunk_tokens=3007))
+
+
+def test_rows_padded_to_a_context_longer_than_chunks_may_be_are_refused():
+    with pytest.raises(InfeasibleError, match="4096 tokens, above --epp-chunk-tokens 4000"):
+        plan(problem((3000, 100), 2), pipeline(2), Options(planner="1f1b-padded", context=4096, chunk_tokens=4000))

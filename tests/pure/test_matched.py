@@ -211,6 +211,29 @@ def test_other_planners_are_refused(options):
         plan_matched(problems(*ROUGH), COSTS, options)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cap_bytes": (1 << 40, 1 << 30)}, "cap_bytes of replica 1 is .*1073741824.*, that of replica 0 is"),
+        ({"placement": (0, 0), "cap_bytes": (1 << 40,)}, r"placement of replica 1 is \(0, 0\), that of replica 0 is \(0, 1\)"),
+        ({"token_multiple": 4}, "token_multiple of replica 1 is 4, that of replica 0 is 1"),
+        ({"forward_only": True}, "forward_only of replica 1 is True"),
+        ({"host_cap_bytes": 5}, "host_cap_bytes of replica 1 is 5"),
+    ],
+)
+def test_replicas_that_differ_in_more_than_their_lengths_are_refused(change, words):
+    first, second = problems(*ROUGH)
+    with pytest.raises(PlanError, match=words):
+        plan_matched([first, replace(second, **change)], COSTS, Options())
+
+
+def test_costs_of_another_pipeline_or_no_replicas_are_refused():
+    with pytest.raises(PlanError, match="2 stages need as many entries of costs"):
+        plan_matched(problems(*ROUGH), analytic_costs(SHAPE, CPU, [2, 2, 4]), Options())
+    with pytest.raises(PlanError, match="there are none"):
+        plan_matched([], COSTS, Options())
+
+
 # ---- the check -------------------------------------------------------------------------------------------------------
 
 

@@ -113,7 +113,7 @@ def test_a_whale_is_cut_because_that_is_faster():
 
 
 def test_the_baseline_is_1f1b_over_whole_sequences_in_batch_order():
-    made = plan(problem((50, 900, 70), 2), pipeline(2), Options(planner="1f1b", slices=9, chunk_tokens=64))
+    made = plan(problem((50, 900, 70), 2), pipeline(2), Options(planner="1f1b", slices=9))
     assert [chunk.segments for chunk in made.chunks] == [((0, 0, 50),), ((1, 0, 900),), ((2, 0, 70),)]
     assert [str(step.action) for step in made.ranks[0]] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
 

@@ -8,7 +8,7 @@ from megatron_epp.planner.baselines.contest import Contest
 from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.baselines.rows import context_tokens
 from megatron_epp.planner.chunking import whole_sequences
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.problem import Options, Problem, require_whole
 
 
 def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -18,10 +18,12 @@ def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     messages, like any token. Only attention is cheaper than in the original: padding attends to nothing here.
 
     Raises:
-        InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context.
+        InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context,
+            or the context than `chunk_tokens`.
     """
     contest = Contest(problem, costs, options)
     row = context_tokens(problem, options)
+    require_whole(problem, options, row)
     chunks = whole_sequences(problem.lengths)
     order = seq1f1b_order([[c] for c in range(len(chunks))], problem.num_stages, problem.forward_only)
     contest.enter_uniform(chunks, order, token_multiple=row)

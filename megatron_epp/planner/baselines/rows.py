@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_epp.planner.baselines.contest import MOST_CHUNKS
+from megatron_epp.planner.chunking import round_up
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.schedule import Chunk, InfeasibleError, Segment
 
@@ -70,7 +71,3 @@ def chunk_sizes(problem: Problem, options: Options) -> list[int]:
 def split(sequence: int, length: int, size: int) -> list[Chunk]:
     """Slices of `size` tokens; the last may be shorter."""
     return [Chunk((Segment(sequence, start, min(start + size, length)),)) for start in range(0, length, size)]
-
-
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

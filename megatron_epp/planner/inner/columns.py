@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_epp.planner.inner.compiled import Floats, Integers, floats, integers
-from megatron_epp.schedule import Action, Op
+from megatron_epp.schedule import Action, Op, PlanError
 
 if TYPE_CHECKING:
     from megatron_epp.planner.tables import Tables
@@ -131,7 +131,13 @@ def code_of(action: Action, num_chunks: int) -> int:
 
 
 def encode(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
-    actions = integers([3 * (stage * num_chunks + c) + OPS[op] for row in order for op, stage, c in row])
+    """The order as numbers. Raises `PlanError` where it has actions that no costs are known of."""
+    try:
+        actions = integers([3 * (stage * num_chunks + c) + OPS[op] for row in order for op, stage, c in row])
+    except KeyError as error:
+        raise PlanError(
+            f"an order has {', '.join(OPS)} and no {error.args[0]}: a planner says what recomputes by its layers"
+        ) from None
     return Codes(actions, integers(accumulate(map(len, order), initial=0)))
 
 

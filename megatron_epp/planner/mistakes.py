@@ -1,0 +1,188 @@
+"""Decisions from which no plan can be written, refused with the report of a plan that cannot run.
+
+`check` has the last word on what can be written. But writing looks up costs by stage and chunk, partly in compiled loops that
+do not watch the ends of their columns, so whatever lies beyond these is refused before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_epp.cost import Costs
+from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.tables import Tables
+from megatron_epp.schedule import (
+    NO_RECOMPUTE,
+    Action,
+    Chunk,
+    Copy,
+    Hosted,
+    Messages,
+    Op,
+    Plan,
+    PlanError,
+    Prediction,
+    Segment,
+    Step,
+    Violation,
+    report,
+)
+from megatron_epp.schedule.check_actions import check_presence
+from megatron_epp.schedule.check_tables import check_hosted, check_tokens
+
+if TYPE_CHECKING:
+    from megatron_epp.planner.assemble import Decisions
+
+_TRAINING, _EVALUATION = frozenset({Op.F, Op.B, Op.W}), frozenset({Op.F})
+"""The compute actions of which costs are known."""
+
+
+def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
+    """Look at everything but the recompute.
+
+    Args:
+        made: what a planner returned.
+        problem, costs: what it was asked.
+        planner: its name, for the error.
+
+    Raises:
+        PlanError: no plan can be written from the decisions; the message is the report.
+    """
+    if wrong := next(_types(made), None):
+        raise PlanError(f"{cannot_run(planner)}{wrong}")
+    faults = [_fault(reason) for reason in _shapes(made, problem, costs)]
+    if not faults and (made.copies or made.hosted or not _is_known(made, problem)):
+        plan = outline(made, problem, costs)
+        faults = [*check_tokens(plan), *check_presence(plan), *_recomputes(plan)] or [*check_hosted(plan)]
+    _refuse(faults, made, problem, costs, planner)
+
+
+def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> Layers:
+    """The recompute as lists of whole numbers, which have to be within the ladders of the tables.
+
+    Raises as `refuse_mistakes` does.
+    """
+    stages, chunks = problem.num_stages, len(made.chunks)
+    if len(made.layers) != stages or any(len(row) != chunks for row in made.layers):
+        sizes = sorted({len(row) for row in made.layers})
+        reasons = [f"layers has {len(made.layers)} rows of {sizes} entries; expected {stages} rows of {chunks}"]
+        taken = np.zeros((stages, chunks), dtype=np.int64)
+    elif (taken := np.array(made.layers)).dtype.kind != "i":
+        reasons = [f"layers holds values of type {taken.dtype}; how many layers recompute is a whole number"]
+    else:
+        most = np.reshape(tables.columns.most, taken.shape)
+        unit = "layers" if len(made.levels) == 1 else "steps on its ladder"
+        beyond = np.argwhere((taken < 0) | (taken > most)).tolist()
+        reasons = [f"stage {s} recomputes {taken[s, c]} {unit} of chunk {c}; it has {most[s, c]}" for s, c in beyond]
+    _refuse(map(_fault, reasons), made, problem, costs, planner)
+    layers: Layers = taken.tolist()
+    return layers
+
+
+def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
+    """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does."""
+    if wrong := next(_types(made), None):
+        raise PlanError(f"{cannot_run(planner)}{wrong}")
+    faults = [*check_tokens(outline(made, problem, costs))] or [*_out_of_order(made.chunks)]
+    _refuse(faults, made, problem, costs, planner)
+
+
+def _refuse(faults: Iterable[Violation], made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
+    if found := list(faults):
+        raise PlanError(cannot_run(planner) + report(outline(made, problem, costs), found))
+
+
+def cannot_run(planner: str) -> str:
+    """The first line of the error of a planner whose plan cannot run."""
+    return f"planner {planner!r} made a plan that cannot run\n"
+
+
+def outline(made: Decisions, problem: Problem, costs: Costs) -> Plan:
+    """The plan of decisions before anything is known of its times and bytes, which are all zero."""
+    none = [0.0] * len(made.chunks)
+    shares = made.offload or [none] * problem.num_stages
+    return Plan(
+        lengths=problem.lengths,
+        chunks=tuple(made.chunks),
+        num_layers=costs.num_layers,
+        placement=problem.placement,
+        recompute=((NO_RECOMPUTE,) * len(none),) * problem.num_stages,
+        recompute_us=(tuple(none),) * problem.num_stages,
+        offload_share=tuple(map(tuple, shares)),
+        ranks=tuple(tuple(Step(action, 0.0, 0, 0) for action in row) for row in made.order),
+        copies=tuple(tuple(Copy(action, 0.0, 0, 0, after) for action, after in row) for row in made.copies),
+        hosted=tuple(Hosted(stage, sequence, 0, 0) for stage, sequence in sorted(made.hosted)),
+        messages=Messages(*[(tuple(none),) * (problem.num_stages - 1)] * 2),
+        static_bytes=(0,) * problem.num_ranks,
+        cap_bytes=problem.cap_bytes,
+        predicted=Prediction.none(problem.num_ranks),
+        forward_only=problem.forward_only,
+    )
+
+
+def _types(made: Decisions) -> Iterator[str]:
+    """Entries that are not of the types that a plan is made of."""
+    for chunk in made.chunks:
+        if not (isinstance(chunk, Chunk) and all(isinstance(part, Segment) for part in chunk.segments)):
+            yield f"{chunk!r} is not a Chunk of Segments"
+    copied = ((action, after or action) for row in made.copies for action, after in row)
+    for action in chain(*made.order, *copied):
+        if not (isinstance(action, Action) and type(action.op) is Op and type(action.stage) is type(action.chunk) is int):
+            yield f"{action!r} is not an Action of an Op and two of Python's own whole numbers"
+
+
+def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
+    """Tables that do not fit the problem, the recompute apart."""
+    stages, chunks, ranks = problem.num_stages, len(made.chunks), problem.num_ranks
+    for name, table in (("order", made.order), ("copies", made.copies or ((),) * ranks)):
+        if len(table) != ranks:
+            yield f"{name} has {len(table)} rows for {ranks} ranks"
+    shares = made.offload or ([[0.0] * chunks] * stages)
+    if len(shares) != stages or any(len(row) != chunks for row in shares):
+        sizes = sorted({len(row) for row in shares})
+        yield f"offload has {len(shares)} rows of {sizes} entries; expected {stages} rows of {chunks}"
+    known = costs.recompute_levels
+    if not made.levels or not set(made.levels) <= set(known):
+        yield f"levels of recompute are {list(made.levels)}; the costs know {', '.join(known)}"
+    if made.token_multiple is not None and made.token_multiple < 1:
+        yield f"token_multiple is {made.token_multiple}; it is at least 1"
+
+
+def _is_known(made: Decisions, problem: Problem) -> bool:
+    """Whether every chunk is of the batch, and every action of the pipeline and the chunks; some may be missing or doubled."""
+    lengths, stages, chunks = problem.lengths, problem.num_stages, len(made.chunks)
+    ops = _EVALUATION if problem.forward_only else _TRAINING
+    if not made.chunks or not all(chunk.segments for chunk in made.chunks):
+        return False
+    return all(
+        0 <= sequence < len(lengths) and 0 <= start < end <= lengths[sequence]
+        for chunk in made.chunks
+        for sequence, start, end in chunk.segments
+    ) and all(op in ops and 0 <= stage < stages and 0 <= c < chunks for row in made.order for op, stage, c in row)
+
+
+def _out_of_order(chunks: Sequence[Chunk]) -> Iterator[Violation]:
+    """Slices that do not stand behind the slice before them: planners number chunks in the order of their forwards."""
+    for c, chunk in enumerate(chunks):
+        sequence, start, _ = chunk.segments[0]
+        before = chunks[c - 1].segments[0] if c else None
+        if start and (before is None or (before.sequence, before.end) != (sequence, start)):
+            yield _fault(f"chunk {c} goes on with sequence {sequence} at token {start}, where chunk {c - 1} does not end")
+
+
+def _recomputes(plan: Plan) -> Iterator[Violation]:
+    """Recompute is a number of layers in decisions: an action of its own has no costs."""
+    for rank, steps in enumerate(plan.ranks):
+        for position, step in enumerate(steps):
+            if step.action.op is Op.R:
+                reason = "a planner says what recomputes by its layers; an action of its own has no costs"
+                yield Violation(rank, position, step.action, reason)
+
+
+def _fault(reason: str) -> Violation:
+    return Violation(None, None, None, reason)
