@@ -90,6 +90,9 @@ def _refused(error: Exception) -> int:
     if isinstance(error, OSError):
         tell_error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
         return 2
+    if isinstance(error, ImportError):
+        tell_error(f"{error}; `{PROGRAM} doctor` says what is missing here")
+        return 2
     what = " ".join(f"{type(error).__name__}: {error}".split())
     tell_error("; ".join([f"unforeseen {what}", *getattr(error, "__notes__", ()), _REPORT]))
     return _UNFORESEEN

@@ -17,6 +17,7 @@ MOST_BYTES = 1 << 60
 """On one stage, of a batch that is one chunk. Sums of many such sizes stay below what 64 bits hold."""
 MOST_US = 1e18
 """Of all passes of a batch on one stage: thirty thousand years."""
+_CHECK = "look at the lengths, the token multiple and the costs"
 
 
 def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1) -> None:
@@ -44,11 +45,13 @@ def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1)
             with np.errstate(over="raise", invalid="raise"):
                 times_us, sizes = sum(_times_us(stage, work, costs)), sum(_bytes(stage, work, costs))
         except (FloatingPointError, OverflowError) as error:
-            raise PlanError(f"the times or bytes {by}, are not what a plan can hold ({error})") from None
+            raise PlanError(f"the times or bytes {by}, are not what a plan can hold ({error}); {_CHECK}") from None
         if not times_us <= MOST_US:
-            raise PlanError(f"the passes {by}, take {times_us:.3g} us; a plan holds {MOST_US:.3g} us")
+            raise PlanError(f"the passes {by}, take {times_us:.3g} us; a plan holds {MOST_US:.3g} us: {_CHECK}")
         if sizes > MOST_BYTES:
-            raise PlanError(f"the activations and weights {by}, take {sizes:.3g} bytes; a plan holds {MOST_BYTES:.3g}")
+            raise PlanError(
+                f"the activations and weights {by}, take {sizes:.3g} bytes; a plan holds {MOST_BYTES:.3g}: {_CHECK}"
+            )
 
 
 def _as_one_chunk(tokens: int, pairs: int) -> ChunkWork:

@@ -200,7 +200,7 @@ def _recompute_times(plan: Plan) -> Iterator[str]:
         for c, time_us in enumerate(times):
             most_us = took_us.get((stage, c), math.inf)
             if time_us > 0 and time_us > most_us * (1 + NOISE):
-                yield f"stage {stage} recomputes chunk {c} in {time_us} us of a backward that takes {most_us} us"
+                yield f"stage {stage} recomputes chunk {c} in {time_us} us, a part of an action that takes {most_us} us"
 
 
 def _step_fault(step: AnyStep) -> str:

@@ -1,10 +1,15 @@
 """Flags about planning and experts that do not go together are refused by name."""
 
+import argparse
+
 import pytest
 from megatron_flags import arguments
 
 from megatron_epp.mcore.args import ArgumentError, prepare_epp_args
+from megatron_epp.mcore.parser import add_epp_args
 from megatron_epp.schedule import EppError
+
+FLAGS = add_epp_args(argparse.ArgumentParser())._actions
 
 
 @pytest.mark.parametrize(
@@ -25,6 +30,24 @@ from megatron_epp.schedule import EppError
 def test_what_cannot_be_is_refused(given, says):
     with pytest.raises(ArgumentError, match=says):
         prepare_epp_args(arguments(*given))
+
+
+@pytest.mark.parametrize("flag", [action for action in FLAGS if action.type in (int, float)], ids=lambda one: one.dest)
+def test_no_flag_takes_what_is_no_finite_number(flag):
+    """Nor one below zero, or so large that it means none."""
+    values = ["nan", "inf", "-1", "1e300"] if flag.type is float else ["-1", "0", "9" * 30]
+    offload = ["--epp-offload"] if flag.dest == "epp_host_memory_gb" else []
+    traced = ["--epp-report-dir", "reports"] if flag.dest == "epp_trace" else []
+    for value in values:
+        with pytest.raises(ArgumentError, match=f"{flag.option_strings[0]} is .*; it must be"):
+            prepare_epp_args(arguments(*offload, *traced, f"{flag.option_strings[0]}={value}"))
+
+
+@pytest.mark.parametrize("flag", ["--epp-recompute", "--epp-loss-block-tokens"])
+@pytest.mark.parametrize("value", ["²", "-1", "nan", "9" * 5000])
+def test_a_number_or_auto_is_nothing_else(flag, value):
+    with pytest.raises(ArgumentError, match=f"{flag} is .*; it must be auto or a number"):
+        prepare_epp_args(arguments(f"{flag}={value}"))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ FLAGS = {
     "recompute": (["--recompute", "9" * 5000], "give auto or a number of layers, up to 10,000"),
     "power of two": (["--recompute", "²"], "give auto or a number of layers"),
     "layers of a stage": (["--layers-per-stage", "9" * 5000 + ",1"], "2 whole numbers (one for each of --stages)"),
-    "tokens": (["--lengths", "2147483647", "--token-multiple", "2147483647", "--hidden", "2147483616"], "a plan holds"),
+    "tokens": (["--lengths", "2147483647", "--token-multiple", "2147483647", "--hidden", "2147483616"], "a plan can hold"),
     "surrogate": (["--lengths", "a\udcff"], "there is no such file"),
     "escape": (["--lengths", "\x1b[31m"], r"\x1b[31m"),
 }  # fmt: skip

@@ -64,3 +64,8 @@ def test_sums_in_another_order_are_no_fault():
 def test_a_plan_whose_times_are_changed_by_hand_no_longer_takes_what_it_says():
     slow = tuple(tuple(step._replace(time_us=2 * step.time_us) for step in row) for row in SOUND.ranks)
     assert any("predicted.makespan_us" in fault for fault in faults(replace(SOUND, ranks=slow)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_of_a_lower_bound_no_more_is_held_than_that_it_is_not_above_the_makespan(share):
+    assert check(saying(lower_bound_us=share * SOUND.predicted.makespan_us)) == []

@@ -56,6 +56,14 @@ WRONG_TABLES = [
     ({"messages": Messages(((0.0, 0.0),), ((0.0, -1.0),))}, "messages.gradient_us of stage 0, chunk 1 is -1.0 us"),
     ({"placement": (0, 2)}, "placement puts stage 1 on rank 2; there are 2 ranks"),
     ({"placement": ()}, "placement is empty"),
+    ({"lengths": ()}, "lengths is empty: a plan needs at least one sequence"),
+    ({"chunks": ()}, "chunks is empty: a plan needs at least one chunk"),
+    ({"num_layers": (4, -1)}, "num_layers of stage 1 is -1; it is at least 0"),
+    ({"static_bytes": (-5, 0)}, "static_bytes of rank 0 is -5"),
+    ({"cap_bytes": (9, -1)}, "cap_bytes of rank 1 is -1"),
+    ({"host_cap_bytes": (9, -1)}, "host_cap_bytes of rank 1 is -1"),
+    ({"recompute_us": ((0.0, 20.1), (0.0, 0.0))}, "stage 0 recomputes chunk 1 in 20.1 us, a part of an action that takes 20.0 us"),
+    ({"recompute_us": ((1e12, 0.0), (0.0, 0.0))}, "stage 0 recomputes chunk 0 in 1000000000000.0 us"),
     ({"lengths": (2, 0)}, "sequence 1 has 0 tokens"),
     ({"token_multiple": 0}, "token_multiple is 0"),
     (
@@ -80,3 +88,31 @@ def test_step_costs_are_not_negative():
     assert only_fault(with_step(two_by_two(), "1B0", time_us=-1.0)) == "rank 1 position 1 1B0: takes -1.0 us"
     assert "1B0: takes nan us" in only_fault(with_step(two_by_two(), "1B0", time_us=float("nan")))
     assert "allocates -1 and frees 0 bytes" in only_fault(with_step(two_by_two(), "0F0", alloc_bytes=-1))
+
+
+def test_recompute_takes_up_to_all_of_a_backward_and_may_take_no_time():
+    layers = ((Recompute(1), Recompute(1)), (NO_RECOMPUTE,) * 2)
+    for times_us in ((20.0, 0.0), (0.0, 0.0)):
+        assert check(replace(two_by_two(), recompute=layers, recompute_us=(times_us, (0.0, 0.0)))) == []
+
+
+def test_recompute_ahead_of_its_backward_is_held_against_the_action_that_runs_it():
+    plan = make_plan(["0F0 0R0 0B0"], whole(4))
+    assert check(replace(plan, recompute=((Recompute(1),),), recompute_us=((10.0,),))) == []
+    late = replace(plan, recompute=((Recompute(1),),), recompute_us=((15.0,),))
+    assert only_fault(late) == "stage 0 recomputes chunk 0 in 15.0 us, a part of an action that takes 10.0 us"
+
+
+def test_only_the_last_slice_of_a_sequence_ends_off_the_multiple():
+    """Its slices end at 6, 9 and 11."""
+    assert check(replace(hybrid(), token_multiple=3)) == []
+    reason = "which is no multiple of 2 (token_multiple); only the last slice of a sequence may"
+    assert only_fault(replace(hybrid(), token_multiple=2)) == f"chunk 1 ends a slice of sequence 0 at token 9, {reason}"
+
+
+def test_a_plan_without_times_and_bytes_is_sound_and_one_of_other_layers_too():
+    """What steps take and stages have is the planner's word: `check` sees that it is consistent, not that it is true."""
+    plan = two_by_two()
+    idle = tuple(tuple(step._replace(time_us=0.0, alloc_bytes=0, free_bytes=0) for step in row) for row in plan.ranks)
+    assert check(replace(plan, ranks=idle)) == []
+    assert check(replace(plan, num_layers=(99, 99))) == []
