@@ -105,7 +105,7 @@ def cannot_run(planner: str) -> str:
 def outline(made: Decisions, problem: Problem, costs: Costs) -> Plan:
     """The plan of decisions before anything is known of its times and bytes, which are all zero."""
     none = [0.0] * len(made.chunks)
-    shares = made.offload or [none] * problem.num_stages
+    shares, no_time = made.offload or [none] * problem.num_stages, (tuple(none),) * (problem.num_stages - 1)
     return Plan(
         lengths=problem.lengths,
         chunks=tuple(made.chunks),
@@ -117,7 +117,7 @@ def outline(made: Decisions, problem: Problem, costs: Costs) -> Plan:
         ranks=tuple(tuple(Step(action, 0.0, 0, 0) for action in row) for row in made.order),
         copies=tuple(tuple(Copy(action, 0.0, 0, 0, after) for action, after in row) for row in made.copies),
         hosted=tuple(Hosted(stage, sequence, 0, 0) for stage, sequence in sorted(made.hosted)),
-        messages=Messages(*[(tuple(none),) * (problem.num_stages - 1)] * 2),
+        messages=Messages(no_time, no_time),
         static_bytes=(0,) * problem.num_ranks,
         cap_bytes=problem.cap_bytes,
         predicted=Prediction.none(problem.num_ranks),

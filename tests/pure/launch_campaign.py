@@ -1,4 +1,4 @@
-"""Plans random batches and lets an independent machine run each: ``python tests/pure/launch_campaign.py 2500``."""
+"""Plans random batches and lets an independent machine run each: ``python tests/pure/launch_campaign.py 2500 [first seed]``."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def late_receives(rows: Rows) -> list[list[Action]]:
     return late
 
 
-def main(count: int) -> int:
-    """Judge seeds until so many plans are judged; how many faults there were."""
-    kinds, slower, faults, seed = Counter[str](), list[float](), 0, 0
+def main(count: int, seed: int = 0) -> int:
+    """Judge seeds, from `seed` on, until so many plans are judged; how many faults there were."""
+    kinds, slower, faults = Counter[str](), list[float](), 0
     while kinds["plans"] < count:
         found = judge(seed)
         kinds += found.kinds
@@ -91,4 +91,4 @@ def main(count: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main(int(sys.argv[1]))))
+    sys.exit(bool(main(*map(int, sys.argv[1:]))))
