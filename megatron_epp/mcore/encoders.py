@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_epp.cli_types import count
 from megatron_epp.data.token_record import Tokenizer, digest_of
 from megatron_epp.schedule.errors import EppError
 
@@ -110,7 +111,7 @@ _TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
     "--tokenizer-model": {"metavar": "NAME|FILE", "help": "of a Hugging Face model, or its file or folder"},
     "--vocab-file": {"metavar": "FILE", "help": "of GPT2BPETokenizer and its kin"},
     "--merge-file": {"metavar": "FILE", "help": "of GPT2BPETokenizer and its kin"},
-    "--vocab-size": {"metavar": "N", "type": int, "help": "of NullTokenizer, whose text is ids, and TikTokenizer"},
+    "--vocab-size": {"metavar": "N", "type": count, "help": "of NullTokenizer, whose text is ids, and TikTokenizer"},
     "--tiktoken-pattern": {"metavar": "NAME", "help": "of TikTokenizer"},
     "--tokenizer-special-tokens": {"metavar": "TOKEN", "nargs": "+", "dest": "special_tokens", "help": "to add to it"},
     "--tokenizer-hf-no-include-special-tokens": {

@@ -92,7 +92,6 @@ value = 5
         ("nothing", "returned None; a planner returns `Decisions`"),
         ("text", "returned 'a plan'; a planner returns `Decisions`"),
         ("two", "TypeError: two() takes 2 positional arguments but 3 were given"),
-        ("halves", "returned decisions that make no plan"),
         ("value", "is 5, which is no function"),
         ("absent", "has no attribute 'absent'; give module:function"),
     ],
@@ -104,6 +103,16 @@ def test_a_planner_of_a_users_own_that_fails_is_named_with_where(tmp_path, monke
     message = error_line(capsys, ["plan", *BATCH, "--planner", f"given_planners:{name}"])
     assert f"--epp-planner given_planners:{name}" in message
     assert words.replace("PLACE", path) in message
+
+
+def test_decisions_of_a_users_planner_that_make_no_plan_are_reported(tmp_path, monkeypatch, capsys):
+    written(tmp_path / "given_planners.py", PLANNERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "given_planners", raising=False)
+    assert exit_code(["plan", *BATCH, "--planner", "given_planners:halves"]) == 2
+    error = capsys.readouterr().err
+    assert "planner 'given_planners:halves' made a plan that cannot run" in error
+    assert "order has 0 rows for 2 ranks" in error
 
 
 @pytest.mark.parametrize(("text", "words"), [("def (", "SyntaxError"), ("1 / 0", "ZeroDivisionError")])
