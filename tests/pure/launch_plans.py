@@ -29,39 +29,35 @@ def random_plans(seed: int) -> tuple[Plan, ...]:
     stages = 1 if LAYERS % (ranks * stages) else stages
     placement = Placement(rng.choice(["v", "looped"]) if stages > 1 else "looped", ranks, stages)
     costs = costs_of(placement.num_stages) if LAYERS % ranks == 0 else costs_of_uneven(ranks)
-    longest = rng.choice([16384, 65536, 262144])
-    replicas = rng.choice([2, 3]) if rng.random() < 0.15 else 1
-    problems = [
-        Problem(
-            tuple(
-                min(longest, int(rng.lognormvariate(7.2, rng.choice([1.3, 2.5]))) + 8) for _ in range(rng.choice([4, 8, 16]))
-            ),
-            placement.rank_of,
-            (UNLIMITED_BYTES,) * ranks,
-        )
-        for _ in range(replicas)
-    ]
-    if rng.random() < 0.1:
-        problems = [replace(problem, forward_only=True) for problem in problems]
+    is_long = rng.random() < 0.12  # then keys and values go to the host
+    replicas = rng.choice([2, 3]) if rng.random() < 0.15 and not is_long else 1
+    lengths = [_lengths(rng, is_long) for _ in range(replicas)]
+    forward_only = rng.random() < 0.1
+    problems = [Problem(each, placement.rank_of, (UNLIMITED_BYTES,) * ranks, forward_only=forward_only) for each in lengths]
     options = Options(
         split_weight=rng.random() < 0.4,
-        offload=rng.random() < 0.4,
-        slices=rng.choice([1, 3, 8]) if rng.random() < 0.5 else None,
+        offload=is_long or rng.random() < 0.4,
+        slices=16 if is_long else rng.choice([None, 1, 3, 8]),
         planner=rng.choice(["1f1b", "seq1f1b", "1f1b-packed"]) if stages == replicas == 1 and rng.random() < 0.1 else "greedy",
     )
     try:
         made = _planned(problems, costs, options)
-        if rng.random() < 0.6:  # a cap between what is held throughout and the peak: recompute, copies, caches at the host
+        if is_long or rng.random() < 0.6:  # a cap between what is held throughout and the peak: recompute, copies
             static, peak = (
                 max(max(row) for row in rows)
                 for rows in zip(*((p.static_bytes, p.predicted.peak_bytes) for p in made), strict=True)
             )
-            cap = static + int((peak - static) * rng.choice([0.08, 0.2, 0.5, 0.8]))
+            cap = static + int((peak - static) * (0.1 if is_long else rng.choice([0.2, 0.5, 0.8])))
             problems = [replace(problem, cap_bytes=(cap,) * ranks) for problem in problems]
             made = _planned(problems, costs, options)
     except InfeasibleError:
         return ()
     return made
+
+
+def _lengths(rng: random.Random, is_long: bool) -> tuple[int, ...]:
+    short = tuple(min(65536, int(rng.lognormvariate(7.2, 1.3)) + 8) for _ in range(rng.choice([4, 8, 12])))
+    return (1_000_000, *short[:3]) if is_long else short
 
 
 @cache
