@@ -62,7 +62,10 @@ WRONG_TABLES = [
     ({"static_bytes": (-5, 0)}, "static_bytes of rank 0 is -5"),
     ({"cap_bytes": (9, -1)}, "cap_bytes of rank 1 is -1"),
     ({"host_cap_bytes": (9, -1)}, "host_cap_bytes of rank 1 is -1"),
-    ({"recompute_us": ((0.0, 20.1), (0.0, 0.0))}, "stage 0 recomputes chunk 1 in 20.1 us, a part of an action that takes 20.0 us"),
+    (
+        {"recompute_us": ((0.0, 20.1), (0.0, 0.0))},
+        "stage 0 recomputes chunk 1 in 20.1 us, a part of an action that takes 20.0 us",
+    ),
     ({"recompute_us": ((1e12, 0.0), (0.0, 0.0))}, "stage 0 recomputes chunk 0 in 1000000000000.0 us"),
     ({"lengths": (2, 0)}, "sequence 1 has 0 tokens"),
     ({"token_multiple": 0}, "token_multiple is 0"),
