@@ -1,4 +1,4 @@
-"""What the command line prints: no character of a file's reaches the terminal that a terminal would obey."""
+"""Output of the command line: control characters in the text of files are printed as escapes, so no terminal obeys them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_epp.report.table import clip, printable
 
 PROGRAM = "megatron-epp"
 _WIDEST = 2000
-"""Characters of a line of an error."""
+"""Characters after which a line of an error is cut."""
 
 
 def say(text: str = "", end: str = "\n", *, flush: bool = False) -> None:

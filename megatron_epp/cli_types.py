@@ -18,7 +18,7 @@ MOST = (1 << 31) - 1
 MOST_STAGES = 4096
 MOST_DEVICES = 1 << 20
 MOST_SEQUENCES = 1 << 24
-"""Of a batch."""
+"""Largest number of sequences in a batch."""
 MOST_SEED = (1 << 32) - 1
 MOST_AMOUNT = 1e9
 """Largest size in GB, time in seconds or scale."""

@@ -30,11 +30,11 @@ FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 """Where shipped files are: inside an installed package, or beside the package in a checkout."""
 _VOCABULARY_MULTIPLE = 128
 MOST_SIZE = (1 << 31) - 1
-"""Of a width, a vocabulary, a number of heads, experts or devices."""
+"""Largest width, vocabulary, or number of heads, experts or devices."""
 MOST_GB = 1e9
-"""Memory of a device, in 2^30 bytes."""
+"""Largest memory of a device, in 2^30 bytes."""
 MOST_RATE = 1e30
-"""Per second."""
+"""Largest rate, per second."""
 DEVICES_PER_NODE = 8
 """Where a cluster file does not say it."""
 

@@ -1,4 +1,4 @@
-"""YAML of others, read within limits: aliases that repeat without end, or contain themselves, are refused."""
+"""YAML files, read within limits: aliases that repeat without end, or contain themselves, are refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron_epp.schedule import EppError
 from megatron_epp.schedule.reading import MOST_VALUES, check_nested, naming, read_text
 
 MOST_YAML_BYTES = 1 << 20
-"""Size of a file: settings are small, and reading YAML is slow."""
+"""Largest size of a file: settings are small, and reading YAML is slow."""
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """What a YAML text stands for.
+    """Read the value of a YAML text.
 
     Args:
         text: of one document.

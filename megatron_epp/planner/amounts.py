@@ -11,12 +11,12 @@ from megatron_epp.cost.work import ChunkWork, causal_pairs
 from megatron_epp.schedule import NO_RECOMPUTE, PlanError
 
 MOST_TOKENS = 1 << 40
-"""Of a batch, after padding."""
+"""Most tokens of a batch, after padding."""
 MOST_PAIRS = 1 << 62
 MOST_BYTES = 1 << 60
-"""On one stage, of a batch that is one chunk. Sums of many such sizes stay below what 64 bits hold."""
+"""Most bytes of a batch on one stage, as one chunk. Sums of many such sizes stay below what 64 bits hold."""
 MOST_US = 1e18
-"""Of all passes of a batch on one stage: thirty thousand years."""
+"""Longest time of all passes of a batch on one stage: thirty thousand years."""
 _CHECK = "look at the lengths, the token multiple and the costs"
 
 

@@ -33,7 +33,7 @@ def format_us(time_us: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of others on one line: characters that would move a terminal's cursor, or that cannot be encoded, as escapes."""
+    """Text from a file on one line: characters that would move a terminal's cursor, or that cannot be encoded, as escapes."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)

@@ -1,4 +1,4 @@
-"""Files that others wrote, read within limits, so that a bad one ends in a line that names it and what is wrong.
+"""Reading of files that others wrote, within limits, so that a bad one ends in a line that names it and what is wrong.
 
 Every reader of JSON and YAML in this package goes through these functions: sizes, depths and numbers are bounded in one place.
 """
@@ -15,15 +15,17 @@ from typing import Any, NoReturn
 from megatron_epp.schedule.errors import EppError
 
 MOST_BYTES = 1 << 28
-"""Size of a file that is read as a whole."""
+"""Largest size of a file that is read as a whole."""
 MOST_DEPTH = 100
-"""Lists and objects inside each other."""
+"""Most lists and objects inside each other."""
 MOST_VALUES = 20_000
-"""Values of a YAML file, those that aliases repeat counted each time."""
+"""Most values of a YAML file, those that aliases repeat counted each time."""
 MOST_NUMBER = 1e24
+"""Largest number: of microseconds, bytes, or rates of them."""
 MOST_WHOLE = (1 << 63) - 1
+"""Largest whole number: what 64 bits hold."""
 MOST_LAYERS = 10_000
-"""Layers of a model."""
+"""Most layers of a model."""
 
 _CONTAINERS = frozenset({dict, list, tuple, set})
 _SHORT = reprlib.Repr(maxlevel=3, maxstring=60, maxother=60, maxlong=40)
@@ -63,7 +65,7 @@ def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str
 
 
 def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
-    """What a JSON text stands for.
+    """Read the value of a JSON text.
 
     Args:
         text: of the document.

@@ -284,6 +284,7 @@ NO_EOD = Encoder(encode=lambda raw: np.frombuffer(raw, np.uint8), vocab_size=256
     ("lines", "options", "says"),
     [
         ([{"text": "ok"}, '{"text": "cut'], {}, r"in\.jsonl:2 is not JSON: "),
+        ([{"text": "ok"}, "[" * 200_000 + "]" * 200_000], {}, r"in\.jsonl:2 has lists or objects nested deeper than 100"),
         ([{"text": "ok"}, {"txt": "ok"}], {}, r"in\.jsonl:2 has no text under 'text'; name the key with --json-key"),
         ([{"text": "ok"}, '["text"]'], {}, r"in\.jsonl:2 has no text under 'text'"),
         ([{"text": 5}], {}, r"in\.jsonl:1 has no text under 'text'"),

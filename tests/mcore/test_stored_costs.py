@@ -98,6 +98,12 @@ def test_times_of_another_device_are_measured_again(resumed, monkeypatch, caplog
     ("text", "reason"),
     [
         ('{"half a fi', "not a cost profile"),
+        ("[" * 200_000 + "]" * 200_000, "nested deeper than 100"),
+        (
+            HERE.to_json().replace('"name"', '"measured_with": ' + "[" * 200 + "]" * 200 + ', "name"', 1),
+            "nested deeper than 100",
+        ),
+        (HERE.to_json().replace('"kv_heads": ', '"kv_heads": 1' + "0" * 400, 1), "is not a whole number from 1"),
         (HERE.to_json(), "--tensor-model-parallel-size was not told and is 1"),
         (HERE.to_json().replace("{", '{"measured_with": null,', 1), "--tensor-model-parallel-size was not told and is 1"),
     ],

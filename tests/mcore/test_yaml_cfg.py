@@ -79,6 +79,8 @@ def test_keys_that_do_nothing_are_named_and_those_that_ask_for_nothing_are_not(p
         ({"num_layers": [1, 2]}, "--num-layers takes one value"),
         ({"megatron": {"num_layers": 2}}, "such files are for `megatron-epp train -c"),
         ([1, 2], "holds no names with values"),
+        ({"language_model": 5}, "`language_model:` holds 5; it must hold names with values"),
+        ({"model_parallel": {1: 5}}, "1 stands where a name should"),
     ],
 )
 def test_a_mistake_is_told_in_a_line(parser, write, settings, words):

@@ -155,7 +155,7 @@ def test_a_profiles_name_is_printed_as_escapes(tmp_path, capsys):
 
 
 @pytest.fixture
-def foreseen_by_nobody(monkeypatch):
+def unforeseen(monkeypatch):
     """An error in the middle of a command that reads costs."""
 
     def broken(name):
@@ -165,7 +165,7 @@ def foreseen_by_nobody(monkeypatch):
     monkeypatch.setattr(cli_inputs, "load_costs", broken)
 
 
-def test_an_unforeseen_error_is_one_line_with_the_file_at_hand(foreseen_by_nobody, capsys):
+def test_an_unforeseen_error_is_one_line_with_the_file_at_hand(unforeseen, capsys):
     assert exit_code(["plan", *BATCH, "--costs", "given.json"]) == 70
     out, err = capsys.readouterr()
     assert out == ""
@@ -175,7 +175,7 @@ def test_an_unforeseen_error_is_one_line_with_the_file_at_hand(foreseen_by_nobod
 
 
 @pytest.mark.parametrize("argv", [["--debug", "plan"], ["plan", "--debug"]])
-def test_its_traceback_is_there_where_it_is_asked_for(foreseen_by_nobody, capsys, argv):
+def test_its_traceback_is_there_where_it_is_asked_for(unforeseen, capsys, argv):
     assert exit_code([*argv, *BATCH, "--costs", "given.json"]) == 70
     err = capsys.readouterr().err
     assert err.startswith("Traceback (most recent call last):\n")

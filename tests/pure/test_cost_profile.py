@@ -196,6 +196,12 @@ def test_a_weight_gradient_measured_above_its_backward_is_held_below_it():
     assert head.weight.per_token_us == head.backward.per_token_us
 
 
+def test_a_line_is_held_below_the_one_that_it_is_a_part_of_in_every_coefficient():
+    part, whole = Line(3.0, 0.5, 2.0), Line(1.0, 1.0, 1.0)
+    assert part.within(whole) == Line(1.0, 0.5, 1.0)
+    assert part.within(part) == part
+
+
 def test_a_measured_link_takes_the_place_of_the_formula():
     points = measured_points() | {"message": [Point(n, 0, 100 + 0.25 * n) for n in (1000, 100000)]}
     profile = fit_profile(points, SHAPE, CPU, "here", {})
