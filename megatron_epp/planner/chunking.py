@@ -12,6 +12,9 @@ from megatron_epp.planner.packing import Bucket, Item, pack
 from megatron_epp.planner.problem import Problem
 from megatron_epp.schedule import Chunk, Segment
 
+MOST_CHUNKS = 1024
+"""No grain aims at more chunks than that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grain:
@@ -36,12 +39,16 @@ class Chunker:
             stage sets the pace, so its time is the one that should not vary from chunk to chunk.
         token_cap: most tokens of a chunk, a multiple of the padding.
         total_us: time of the whole batch.
+        is_even: slices are of equal length where those of equal time would exceed the token cap. Else all take as little time
+            as the first may with as many tokens: many times as many slices where the cap is far below the longest sequence, for
+            a token takes the longer the more there are before it.
     """
 
     problem: Problem
     line: Line
     token_cap: int
     total_us: float
+    is_even: bool = False
 
     @staticmethod
     def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Chunker:
@@ -59,6 +66,25 @@ class Chunker:
         most = round_up(max(tokens, 1), multiple) if chunk_tokens is None else chunk_tokens // multiple * multiple
         return Chunker(problem, line, most, line.time_us(tokens, pairs))
 
+    @property
+    def shapes(self) -> tuple[Chunker, ...]:
+        """This, and where the token cap binds the one with even slices, or that alone where this would ask for too many."""
+        if max(self.problem.lengths) <= self.token_cap:
+            return (self,)
+        even = replace(self, is_even=True)
+        return (self, even) if self._equal_slices <= MOST_CHUNKS else (even,)
+
+    @property
+    def coarsest(self) -> float:
+        """Chunks in all below which the token cap alone says how long even slices are; 0 for others."""
+        longest = max(self.problem.lengths)
+        return self.total_us / self.slice_us(longest - self.token_cap, longest) if self.is_even else 0.0
+
+    @property
+    def _equal_slices(self) -> int:
+        """Slices of the longest sequence that all take as long as the first may under the token cap."""
+        return math.ceil(self.sequence_us(max(self.problem.lengths)) / self.sequence_us(self.token_cap) - 1e-9)
+
     def grain(self, *, slices: int | None = None, chunks: float = 0.0) -> Grain:
         """The grain with a number of slices of the longest sequence, or with about so many chunks in all.
 
@@ -68,8 +94,8 @@ class Chunker:
         longest_us = self.sequence_us(longest)
         if slices is None:
             slices = math.ceil(longest_us * chunks / self.total_us - 1e-9)
-        if longest > self.token_cap:
-            slices = max(slices, math.ceil(longest_us / self.sequence_us(self.token_cap) - 1e-9))
+        if longest > self.token_cap and not self.is_even:
+            slices = max(slices, self._equal_slices)
         slices = max(1, min(slices, -(-longest // self.problem.token_multiple)))
         return Grain(slices, longest_us / slices if slices > 1 or not chunks else max(longest_us, self.total_us / chunks))
 
@@ -90,16 +116,25 @@ class Chunker:
     def mesh(self, slices: int) -> list[int]:
         """Ends of the slices of the longest sequence: equal times, so later slices are shorter.
 
-        All but the last are multiples of the padding; no slice exceeds the token cap.
+        All but the last are multiples of the padding; no slice exceeds the token cap. With `is_even` there are slices of equal
+        length first, as many as leave none of that time above the cap.
         """
         longest, multiple = max(self.problem.lengths), self.problem.token_multiple
-        whole_us = self.sequence_us(longest)
+        whole_us, time_us = self.sequence_us(longest), self.sequence_us(longest) / slices
         ends: list[int] = []
         before = 0
+        if self.is_even:
+            even = round_up(-(-longest // -(-longest // self.token_cap)), multiple)
+            while before + even < longest and self.slice_us(before, before + self.token_cap) < time_us:
+                before += even
+                ends.append(before)
+            slices = max(1, math.ceil(self.slice_us(before, longest) / time_us - 1e-9))
+        start_us = self.sequence_us(before)
         for number in range(1, slices + 1):
             end = longest
             if number < slices:
-                end = (self._prefix(whole_us * number / slices) + multiple // 2) // multiple * multiple
+                part_us = start_us + (whole_us - start_us) * number / slices
+                end = (self._prefix(part_us) + multiple // 2) // multiple * multiple
             if number < slices and end >= longest:
                 continue
             while end - before > self.token_cap:

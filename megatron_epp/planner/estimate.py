@@ -48,7 +48,7 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
 
 def _few(problem: Problem, costs: Costs, options: Options) -> Trials:
     validate(problem, costs, options)
-    chunker = Chunker.of(problem, costs, options.chunk_tokens)
+    chunker = Chunker.of(problem, costs, options.chunk_tokens).shapes[0]
     grains = [chunker.grain(chunks=count * problem.num_ranks) for count in CHUNKS_PER_RANK]
     if options.slices is not None:
         grains = [chunker.grain(slices=options.slices)]

@@ -29,16 +29,16 @@ from megatron_epp.planner.offload import Offload, fit_offload
 from megatron_epp.planner.order import Order, Schedule
 from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
 from megatron_epp.planner.search import (
-    CHUNKS_PER_STAGE,
     FAR,
     FIRST,
     HALF,
     HOSTED_PER_STAGE,
     LEAST,
     LISTED,
-    MOST_CHUNKS,
     PATIENCE,
     SECOND,
+    first_grain,
+    grain_counts,
     splits,
 )
 from megatron_epp.planner.tables import Tables, tabulate
@@ -77,7 +77,7 @@ def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) ->
 
     def planned(asked: Problem) -> tuple[Plan, ...]:
         room = [replace(problem, cap_bytes=asked.cap_bytes, message_bytes=asked.message_bytes) for problem in problems]
-        return _Joint(tuple(room), costs, options).plans()
+        return _Joint(tuple(room), costs, options, _shapes(room, costs, options)).plans()
 
     plans = planned_with_room(problems[0], planned)
     if faults := check_matched(plans):
@@ -113,24 +113,34 @@ class _Best:
     hosted: tuple[Pairs, ...]
 
 
+def _shapes(problems: Sequence[Problem], costs: Costs, options: Options) -> list[tuple[Chunker, ...]]:
+    """The chunkers of all replicas, and where the token cap binds in one and leaves a choice, the other ones."""
+    found = [Chunker.of(problem, costs, options.chunk_tokens).shapes for problem in problems]
+    return list(dict.fromkeys(tuple(shapes[at] for shapes in found) for at in (0, -1)))
+
+
 class _Joint:
     """The search for a grain and an order, over all replicas at once."""
 
-    def __init__(self, problems: tuple[Problem, ...], costs: Costs, options: Options) -> None:
+    def __init__(
+        self, problems: tuple[Problem, ...], costs: Costs, options: Options, shapes: Sequence[tuple[Chunker, ...]]
+    ) -> None:
         self.problems, self.costs, self.options = problems, costs, options
-        self.chunkers = [Chunker.of(problem, costs, options.chunk_tokens) for problem in problems]
+        self.shapes, self.chunkers = shapes, shapes[0]
         known = options.levels(costs)
         self.levels = ALIKE if set(ALIKE) <= set(known) else WHOLE
         self.best: _Best | None = None
         self.least_cap = self.least_host = 0
 
     def plans(self) -> tuple[Plan, ...]:
-        self.search()
-        if self.options.offload and self.options.recompute == "auto" and math.isfinite(self.costs.host_us(1)):
-            if not self.problems[0].forward_only:
-                self._search_copies()
-            elif self.best is None:
-                self._search_hosted()
+        for chunkers in self.shapes:
+            self.chunkers = chunkers
+            self.search()
+            if self.options.offload and self.options.recompute == "auto" and math.isfinite(self.costs.host_us(1)):
+                if not self.problems[0].forward_only:
+                    self._search_copies()
+                elif self.best is None:
+                    self._search_hosted()
         return tuple(self._finished())
 
     def _schedules(self) -> tuple[Sequence[Schedule | Listing], ...]:
@@ -140,15 +150,17 @@ class _Joint:
     def search(self) -> None:
         """Try grains and schedules, without copies."""
         first, second, least = self._schedules()
-        walks, coarser = self._walks()
+        (walks, coarser), before = self._walks(), self.best
         for walk in walks:
             worse = 0
             for grain in walk:
                 worse = 0 if self._try(self._aligned(grain), first) else worse + 1
                 if worse == PATIENCE:
                     break
-        if self.best is not None:
+        if self.best is not None and self.best is not before:
             self._try(self.best.aligned, second)
+        if any(chunker.is_even for chunker in self.chunkers):
+            self._try(self._aligned({"slices": 1}), (*first, *second))
         for grain in () if self.best is not None else (*(grain for walk in walks for grain in walk), *coarser):
             if self._try(self._aligned(grain), (*second, *least)) and grain in coarser:
                 break
@@ -156,7 +168,7 @@ class _Joint:
     def _search_copies(self) -> None:
         """Try offload with the chunks and orders that would be best if memory did not matter, and with the best so far."""
         roomy = [replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks) for problem in self.problems]
-        (free := _Joint(tuple(roomy), self.costs, self.options)).search()
+        (free := _Joint(tuple(roomy), self.costs, self.options, [self.chunkers])).search()
         so_far = math.inf if self.best is None else self.best.makespan_us
         if free.best is None or free.best.makespan_us >= WORTH * so_far:
             return
@@ -250,8 +262,9 @@ class _Joint:
         slices, ranks = self.options.slices, self.problems[0].num_ranks
         if slices is not None:
             return [[{"slices": slices}]], [{"slices": fewer} for fewer in range(slices - 1, 0, -1)]
-        counts: list[_Grain] = [{"chunks": ranks * share} for share in CHUNKS_PER_STAGE if ranks * share <= MOST_CHUNKS]
-        start = min(CHUNKS_PER_STAGE.index(12), len(counts) - 1)
+        found = grain_counts(ranks, min(chunker.coarsest for chunker in self.chunkers))
+        counts: list[_Grain] = [{"chunks": count} for count in found]
+        start = first_grain(found, ranks)
         return [counts[start:], counts[:start][::-1]], [{"chunks": fewer} for fewer in range(ranks - 1, 0, -1)] or counts[:1]
 
     def _aligned(self, grain: _Grain, even: bool = False) -> Aligned | None:

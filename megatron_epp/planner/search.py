@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import permutations
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
-from megatron_epp.planner.chunking import Chunker, round_up, whole_sequences
+from megatron_epp.planner.chunking import MOST_CHUNKS, Chunker, round_up, whole_sequences
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.improve import improve
 from megatron_epp.planner.listing import Listing
@@ -27,8 +28,8 @@ Planner = Callable[[Problem, Costs, Options], Decisions]
 
 CHUNKS_PER_STAGE = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Grains the search may try: total work cut into that many chunks per stage. Coarser leaves bubbles, finer costs overhead."""
-MOST_CHUNKS = 1024
-"""No grain aims at more chunks than that."""
+MIDDLING = 12
+"""The one that the search begins with."""
 HOSTED_PER_STAGE = (3, 6, 12, 24, 48)
 """Of these, those that are tried with keys and values at the host."""
 FIRST: tuple[Schedule, ...] = (Stairs(late=True, slope=2), Stairs(late=False, slope=2))
@@ -72,21 +73,11 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
 
 def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> list[Decisions]:
     """What `greedy` finishes, and takes the fastest of: one or several. Raises what it raises."""
-    chunker = Chunker.of(problem, costs, options.chunk_tokens)
+    chunker, *others = Chunker.of(problem, costs, options.chunk_tokens).shapes
     trials = Trials(problem, costs, options)
-    if options.slices is not None:
-        search_stairs(trials, chunker.table(chunker.grain(slices=options.slices)))
-    else:
-        search_grain(trials, chunker, warm)
-        if trials.best is None:
-            search_unsliced(trials)
-    found = [] if trials.best is None else [trials.best]
-    if options.offload and options.recompute == "auto" and math.isfinite(costs.host_us(1)):
-        if not problem.forward_only:
-            search_copies(trials, chunker)
-        elif trials.best is None:
-            search_hosted(trials, chunker)
-        found += [] if trials.best is None or trials.best in found else [trials.best]
+    found = search_shape(trials, chunker, warm)
+    for other in others:
+        found += [one for one in search_shape(trials, other) if one not in found]
     if options.slices is None and max(problem.lengths) <= chunker.token_cap and problem.is_straight:
         plain = Trials(problem, costs, options)
         plain.best_us = trials.best_us
@@ -95,6 +86,25 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
         found += [] if plain.best is None else [plain.best]
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
     return found or [trials.result()]
+
+
+def search_shape(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> list[Decisions]:
+    """Search the tables of a chunker, without copies and with them. The best of both, where there is any."""
+    options, problem = trials.options, trials.problem
+    if options.slices is not None:
+        search_stairs(trials, chunker.table(chunker.grain(slices=options.slices)))
+    else:
+        search_grain(trials, chunker, warm)
+        if trials.best is None:
+            search_unsliced(trials)
+    found = [] if trials.best is None else [trials.best]
+    if options.offload and options.recompute == "auto" and math.isfinite(trials.costs.host_us(1)):
+        if not problem.forward_only:
+            search_copies(trials, chunker)
+        elif trials.best is None:
+            search_hosted(trials, chunker)
+        found += [] if trials.best is None or trials.best in found else [trials.best]
+    return found
 
 
 def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Decisions:
@@ -182,11 +192,11 @@ def search_grain(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> 
         The best table and the next finer ones.
     """
     problem = trials.problem
-    counts = [count for share in CHUNKS_PER_STAGE if (count := problem.num_ranks * share) <= MOST_CHUNKS]
+    counts = grain_counts(problem.num_ranks, chunker.coarsest)
     first: Sequence[Schedule | Listing] = FIRST if problem.is_straight else LISTED[:1]
     second: Sequence[Schedule | Listing] = (*SECOND, HALF) if problem.is_straight else LISTED[1:]
     hint = warm.recall(problem) if warm is not None else None
-    start = counts.index(hint) if hint in counts else min(CHUNKS_PER_STAGE.index(12), len(counts) - 1)
+    start = counts.index(hint) if hint in counts else first_grain(counts, problem.num_ranks)
     patience = 1 if hint in counts else PATIENCE
     tables: dict[float, tuple[Chunk, ...]] = {}
     for walk in (counts[start:], counts[start - 1 :: -1] if start else []):
@@ -198,6 +208,8 @@ def search_grain(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> 
                 break
     if trials.best is not None:
         trials.better(trials.best.chunks, second)
+    if chunker.is_even:
+        trials.better(chunker.table(chunker.grain(slices=1)), (*first, *second), close=0.0)
     for count in counts if trials.best is None else ():
         tables[count] = chunker.table(chunker.grain(chunks=count))
         trials.better(tables[count], LEAST if problem.is_straight else (Listing(0),))
@@ -213,6 +225,17 @@ def search_grain(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> 
     if warm is not None:
         warm.remember(problem, counts[at])
     return [tables.get(count) or chunker.table(chunker.grain(chunks=count)) for count in counts[at : at + 3]]
+
+
+def grain_counts(num_ranks: int, coarsest: float) -> list[float]:
+    """Chunks in all to aim at, rising. Of those below which only the token cap counts (`Chunker.coarsest`) there is one."""
+    counts = [count for share in CHUNKS_PER_STAGE if (count := num_ranks * share) <= MOST_CHUNKS]
+    return counts[max(0, bisect_left(counts, coarsest) - 1) :]
+
+
+def first_grain(counts: Sequence[float], num_ranks: int) -> int:
+    """Where among them the search begins."""
+    return min(bisect_left(counts, MIDDLING * num_ranks), len(counts) - 1)
 
 
 def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from planner_cases import pipeline, problem, web_lengths
 
 from megatron_epp.cost import causal_pairs
-from megatron_epp.planner.chunking import Chunker
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.chunking import MOST_CHUNKS, Chunker
 from megatron_epp.planner.packing import Item, pack
 from megatron_epp.schedule import Chunk
 
@@ -67,11 +70,48 @@ def test_a_last_slice_that_rounding_made_too_long_is_cut_again():
     assert slices_of(cut.table(cut.grain(chunks=1)), 0) == [(0, 30), (30, 50), (50, 80), (80, 81)]
 
 
+def test_a_cap_asks_for_as_many_slices_more_as_it_has_to_and_leaves_the_others_of_equal_time():
+    cut = chunker((262_144,), chunk_tokens=8192)
+    (even,) = (shape for shape in cut.shapes if shape.is_even)
+    assert len(even.mesh(1)) == 32  # of equal length
+    for slices in (48, 64, 128):
+        cuts = list(pairwise([0, *even.mesh(slices)]))
+        long = [end - start for start, end in cuts if end - start == 8192]
+        times = [even.slice_us(start, end) for start, end in cuts]
+        assert len(cuts) <= 32 + slices
+        assert max(times[: len(long)]) < even.sequence_us(262_144) / slices
+        assert max(times[len(long) :]) == pytest.approx(min(times[len(long) :]), rel=2e-3)  # to the nearest token
+        assert [end - start for start, end in cuts] == sorted((end - start for start, end in cuts), reverse=True)
+
+
+def test_even_slices_are_as_long_as_each_other_whatever_the_cap_leaves_over():
+    (even,) = (shape for shape in chunker((10_000,), chunk_tokens=4096, multiple=16).shapes if shape.is_even)
+    assert even.mesh(1) == [3344, 6688, 10_000]
+
+
+@pytest.mark.parametrize(("tokens", "cap", "shapes"), [(9000, None, 1), (9000, 9000, 1), (9000, 3000, 2), (262_144, 1000, 1)])
+def test_slices_that_all_take_as_little_as_the_first_under_the_cap_are_tried_unless_they_are_too_many(tokens, cap, shapes):
+    found = chunker((tokens,), chunk_tokens=cap).shapes
+    assert [shape.is_even for shape in found] == [False, True][-shapes:] if cap and cap < tokens else [False]
+    assert all(len(shape.mesh(shape.grain(chunks=48).slices)) <= MOST_CHUNKS for shape in found)
+
+
+@pytest.mark.parametrize(("tokens", "cap"), [(1 << 20, 8192), (1 << 18, 1000), (1 << 17, 1024), (30_000, 4096)])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_under_a_cap_plans_are_no_slower_than_slices_of_one_size(tokens: int, cap: int, stages: int):
+    asked, costs = problem((tokens,), stages), pipeline(stages, 2)
+    made, fixed = (plan(asked, costs, Options(planner=name, chunk_tokens=cap)) for name in ("greedy", "seq1f1b"))
+    assert max(map(made.padded_tokens, range(len(made.chunks)))) <= cap
+    assert len(made.chunks) <= len(fixed.chunks) + 128 * stages
+    assert made.predicted.makespan_us <= fixed.predicted.makespan_us * (1 if tokens < 1 << 20 else 0.995)
+
+
+@pytest.mark.parametrize("is_even", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("multiple", "cap"), [(1, None), (128, 8192), (8, 1000), (1, 50)])
-def test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap(seed: int, multiple: int, cap: int | None):
+def test_every_token_is_in_one_chunk_and_every_chunk_under_its_cap(seed: int, multiple: int, cap: int | None, is_even: bool):
     lengths = web_lengths(40, seed, longest=20000)
-    cut = chunker(lengths, multiple=multiple, chunk_tokens=cap)
+    cut = replace(chunker(lengths, multiple=multiple, chunk_tokens=cap), is_even=is_even)
     for chunks in (cut.table(cut.grain(chunks=3 + 5 * seed)), cut.table(cut.grain(slices=1 + seed))):
         found = sorted(segment for chunk in chunks for segment in chunk.segments)
         for sequence, length in enumerate(lengths):

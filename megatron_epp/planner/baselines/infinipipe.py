@@ -39,7 +39,7 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
     """
     own_recompute_only(options)
     contest = Contest(problem, costs, options)
-    chunker = Chunker.of(problem, costs, options.chunk_tokens)
+    chunker = Chunker.of(problem, costs, options.chunk_tokens).shapes[0]
     seen: set[tuple[Chunk, ...]] = set()
     worse = 0
     for slices in SLICES if options.slices is None else (options.slices,):
