@@ -6,7 +6,9 @@ python collectives_worker.py FOLDER; prints by training and rank the groups in u
 import json
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -44,18 +46,22 @@ def found(folder):
 
 
 def note_collectives(folder):
-    """From when a session is attached, the group of every collective; at the end of each step all so far are written."""
+    """The groups of all collectives of steps, written at the end of each.
+
+    torch is as it was between steps: the functions of a script are looked at before the first, with what they use of torch.
+    """
     import torch.distributed as dist
     from megatron.training import training
 
     from megatron_epp.mcore import communicators, session
 
-    seen = []
+    step = training.train_step
+    by_folder = defaultdict(list)  # a process trains several times
 
     def ranks(group):
-        return dist.get_process_group_ranks(group or dist.group.WORLD)
+        return dist.get_process_group_ranks(group)
 
-    def noting(name, function):
+    def noting(seen, name, function):
         def collective(*args, **named):
             group = named.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
             seen.append((name, group or dist.group.WORLD))
@@ -63,18 +69,10 @@ def note_collectives(folder):
 
         return collective
 
-    for name in NAMES:
-        setattr(dist, name, noting(name, getattr(dist, name)))
-    attach, step = session.Session.attach, training.train_step
-
-    def attached(self, *args):
-        is_first = not self.stages
-        attach(self, *args)
-        if is_first:
-            seen.clear()
-
     def train_step(*args, **named):
-        answer = step(*args, **named)
+        seen = by_folder[session.current().args.epp_report_dir]
+        with mock.patch.multiple(dist, **{name: noting(seen, name, getattr(dist, name)) for name in NAMES}):
+            answer = step(*args, **named)
         ours = session.current()
         in_use = communicators.groups_in_use(ours.args)
         held = [*(getattr(ours.links, name) for name in type(ours.links).__slots__), *vars(ours).values()]
@@ -87,7 +85,7 @@ def note_collectives(folder):
         path.write_text(json.dumps(record))
         return answer
 
-    session.Session.attach, training.train_step = attached, train_step
+    training.train_step = train_step
 
 
 if __name__ == "__main__":
