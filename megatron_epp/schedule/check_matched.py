@@ -2,8 +2,9 @@
 
 Every forward and backward of a layer with experts exchanges tokens with the other replicas, and so does every recompute. So at
 every step all of them must be in the same kind of action on the same stage, and recompute the same layers in it. Weight
-gradients, copies, and keys and values at the host exchange nothing and may differ. But they change when messages are received
-among the exchanges, and where replicas differ in that they may wait for each other: `launches` looks for it.
+gradients, copies, and keys and values at the host exchange nothing and may differ. But weight gradients and times change when
+messages are received among the exchanges, and where replicas differ in that they may wait for each other: `launches` looks for
+it.
 """
 
 from __future__ import annotations

@@ -42,6 +42,16 @@ class Graph:
                 return track % self.num_ranks, number - numbers.start
         raise IndexError(f"step {number} of a plan of {len(self.steps)}")
 
+    def without_copies(self) -> Graph:
+        """The graph of compute and messages alone, with the same numbers."""
+        count = self.tracks[self.num_ranks - 1].stop
+        if count == len(self.steps):
+            return self
+        steps = self.steps[:count]
+        index = {step.action: number for number, step in enumerate(steps)}
+        needs = [[(need, message_us) for need, message_us in links if need < count] for links in self.needs[:count]]
+        return Graph(steps, self.tracks[: self.num_ranks], self.num_ranks, (), index, needs)
+
 
 def receiver(plan: Plan, action: Action) -> int | None:
     """The stage on another rank that gets the result of an action as a message; None when none does."""

@@ -30,6 +30,9 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     ahead of it on its stream. The reduction of a stage's gradients stands behind the last of them and behind the reductions of
     all later stages. Stages on one rank exchange no messages.
 
+    That order is of a simulation without copies. Replicas that share experts have equal compute times and copies of their own,
+    so they all have one order of forwards, backwards and messages.
+
     The result cannot hang, whatever times actions and messages really take. Each rank's row is its part of one order, in which
     everything stands behind what it needs and both sides of a message stand together. So the first event of that order which
     has not ended can always run, even where each launch waits for the end of all earlier launches of its rank. That is
@@ -51,10 +54,11 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
 
 def issue_order(plan: Plan, graph: Graph, played: Playback) -> tuple[tuple[Action, ...], ...]:
     """Rows of a plan that played to its end, see `lower`."""
-    places = [0] * len(graph.steps)
-    for place, number in enumerate(played.order):
+    alone = played if (compute := graph.without_copies()) is graph else play(compute)
+    places = [0] * len(compute.steps)
+    for place, number in enumerate(alone.order):
         places[number] = place
-    ends = list(zip(played.end_us, places, [1] * len(places), strict=True))
+    ends = list(zip(alone.end_us, places, [1] * len(places), strict=True))
     posted = _messages(plan, graph, ends)
     for rank, entry in _reductions(plan, graph, ends):
         posted[rank].append(entry)
@@ -65,7 +69,7 @@ def issue_order(plan: Plan, graph: Graph, played: Playback) -> tuple[tuple[Actio
         due = sorted(posted[rank])
         at, last = 0, len(due)
         for place, number in enumerate(numbers):
-            start = played.start_us[number], places[number], 0
+            start = alone.start_us[number], places[number], 0
             while at < last and due[at][0] < start:
                 row.append(due[at][2])
                 at += 1
