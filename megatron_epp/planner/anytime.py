@@ -14,7 +14,7 @@ from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.improve import improve
 from megatron_epp.planner.message_room import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.search import candidates, fastest, finished, splits
+from megatron_epp.planner.search import Candidates, candidates, fastest, finished, splits
 from megatron_epp.planner.solved import Solved, canonical, relabelled
 from megatron_epp.planner.warm import Warm
 from megatron_epp.schedule import Plan
@@ -44,10 +44,11 @@ def start_of(problem: Problem, costs: Costs, options: Options, warm: Warm | None
     """What there would be without a budget, of one search. Raises what `greedy` raises."""
     found = candidates(problem, costs, options, warm)
     unasked = replace(options, budget_ms=None, split_weight=False)
-    whole = fastest([finished(one, problem, costs, unasked) for one in found], problem, costs)
+    whole = finished(found, problem, costs, unasked)
     if not splits(problem, costs, options):
         return Known(whole, whole)
-    return Known(whole, fastest([finished(one, problem, costs, _unimproved(options)) for one in found], problem, costs))
+    unimproved = replace(options, steps=0, budget_ms=0)  # local search knows whole backwards only
+    return Known(whole, finished(found, problem, costs, unimproved))
 
 
 def improved(
@@ -70,12 +71,8 @@ def completed(whole: Decisions, best: Decisions, problem: Problem, costs: Costs,
     """What is known with better whole backwards: their weight gradients are split off too. Never slower than before."""
     if not splits(problem, costs, options):
         return Known(whole, whole)
-    return Known(whole, fastest([finished(whole, problem, costs, _unimproved(options)), best], problem, costs))
-
-
-def _unimproved(options: Options) -> Options:
-    """Without local search, which knows whole backwards only."""
-    return replace(options, steps=0, budget_ms=0)
+    split = finished(Candidates([whole], []), problem, costs, replace(options, steps=0, budget_ms=0))
+    return Known(whole, fastest([split, best], problem, costs))
 
 
 class Anytime:

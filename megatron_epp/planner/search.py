@@ -7,9 +7,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import permutations
+from typing import NamedTuple
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunking import MOST_CHUNKS, Chunker, round_up, whole_sequences
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.improve import improve
@@ -18,7 +20,7 @@ from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.offload import timed
 from megatron_epp.planner.order import Schedule, Stairs, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, require_straight, require_whole, validate
-from megatron_epp.planner.trials import WORTH, Trials
+from megatron_epp.planner.trials import CLOSE, WORTH, Trials
 from megatron_epp.planner.unsliced import plainly, tables_with_whole
 from megatron_epp.planner.warm import Warm
 from megatron_epp.planner.weight import weights_apart
@@ -67,12 +69,23 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
     Raises:
         InfeasibleError: no grain fits the memory caps.
     """
-    found = candidates(problem, costs, options, warm)
-    return fastest([finished(one, problem, costs, options) for one in found], problem, costs)
+    return finished(candidates(problem, costs, options, warm), problem, costs, options)
 
 
-def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> list[Decisions]:
-    """What `greedy` finishes, and takes the fastest of: one or several. Raises what it raises."""
+class Candidates(NamedTuple):
+    """Decisions with whole backwards that fit the caps.
+
+    Attributes:
+        best: the fastest of each kind; at least one.
+        near: others that are hardly slower, one of which may be the fastest with weight gradients split off.
+    """
+
+    best: list[Decisions]
+    near: list[Decisions]
+
+
+def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> Candidates:
+    """Search for what `greedy` finishes. Raises what it raises."""
     chunker, *others = Chunker.of(problem, costs, options.chunk_tokens).shapes
     trials = Trials(problem, costs, options)
     found = search_shape(trials, chunker, warm)
@@ -85,7 +98,7 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
             plain.better(whole, (elastic_1f1b,), close=0.0)
         found += [] if plain.best is None else [plain.best]
         trials.least_cap = min(filter(None, (trials.least_cap, plain.least_cap)), default=0)
-    return found or [trials.result()]
+    return Candidates(found or [trials.result()], trials.near)
 
 
 def search_shape(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> list[Decisions]:
@@ -238,13 +251,26 @@ def first_grain(counts: Sequence[float], num_ranks: int) -> int:
     return min(bisect_left(counts, MIDDLING * num_ranks), len(counts) - 1)
 
 
-def finished(made: Decisions, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Local search; then weight gradients split off where that is asked for, the costs tell them apart and it is faster."""
-    tables = made.tables(problem, costs)
-    made = improve(made, tables, problem, options)
+def finished(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """Local search; then weight gradients split off where that is asked for, the costs tell them apart and it is faster.
+
+    The search knows whole backwards only, and the order that is fastest with these need not be so with weight gradients of
+    their own. So those of what it began with, and of the candidates near it, are split off too.
+    """
+    better = [improve(one, one.tables(problem, costs), problem, options) for one in found.best]
     if not splits(problem, costs, options):
-        return made
-    return replace(made, order=weights_apart(made.order, tables, made.beside, problem.cap_bytes))
+        return fastest(better, problem, costs)
+    others = [one for one in (*found.best, *found.near) if one not in better]
+    best, best_us = better[0], math.inf
+    for one in (*better, *others):
+        tables = one.tables(problem, costs)
+        enough_us = lower_bound_us(tables, one.chunks, problem, options) * (1 + CLOSE)
+        if best_us <= enough_us:
+            continue
+        split = replace(one, order=weights_apart(one.order, tables, one.beside, problem.cap_bytes, enough_us))
+        if (took_us := predicted_us(split, problem, costs)) < best_us:
+            best, best_us = split, took_us
+    return best
 
 
 def splits(problem: Problem, costs: Costs, options: Options) -> bool:
@@ -267,7 +293,7 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
     refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
     trials = Trials(problem, costs, options)
     search_stairs(trials, chunks)
-    return finished(trials.result(), problem, costs, options)
+    return finished(Candidates([trials.result()], trials.near), problem, costs, options)
 
 
 def baseline(schedule: Schedule) -> Planner:

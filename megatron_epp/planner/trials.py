@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.assemble import Decisions
@@ -27,6 +29,8 @@ CLEARLY = 0.99
 
 CLOSE = 0.005
 """What is not worth another try, as a share of the makespan."""
+NEAR = 4
+"""Candidates without copies that are kept, the fastest."""
 WORTH = 0.985
 """Offload is tried where it could bring the makespan to this share of the best so far."""
 
@@ -39,6 +43,7 @@ class Trials:
         self.levels = options.levels(costs)
         self.best: Decisions | None = None
         self.best_us = math.inf
+        self._near: list[tuple[float, Decisions]] = []
         self.schedule: Schedule | Listing | None = None
         self.least_cap = self.least_host = 0
         self.seen: set[tuple[tuple[Chunk, ...], Schedule | Listing]] = set()
@@ -70,11 +75,18 @@ class Trials:
             before = self.least_cap or math.inf
             self.least_cap = int(min(before, fit.needed_bytes))
             return self.best is None and fit.needed_bytes < CLEARLY * before
-        took_us = makespan_us(codes, tables, fit.layers)
+        took_us, made = makespan_us(codes, tables, fit.layers), Decisions(chunks, order, fit.layers, self.levels)
+        insort(self._near, (took_us, made), key=itemgetter(0))
+        del self._near[NEAR:]
         if took_us >= self.best_us:
             return False
-        self.best, self.best_us, self.schedule = Decisions(chunks, order, fit.layers, self.levels), took_us, schedule
+        self.best, self.best_us, self.schedule = made, took_us, schedule
         return True
+
+    @property
+    def near(self) -> list[Decisions]:
+        """The fastest without copies, the best among them, fastest first."""
+        return [made for _, made in self._near]
 
     def better_with_copies(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule | Listing]) -> bool:
         """Try a table with offload; True when it is faster than all before.

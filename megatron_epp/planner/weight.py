@@ -39,11 +39,26 @@ def split_weights(
     return _Filler(order, tables, layers, _room(order, tables, layers, caps, away)).run()
 
 
-def weights_apart(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Order:
-    """The order with weight gradients split off where that is faster, beside what is copied, if anything is."""
-    split = split_beside(order, tables, made, caps) if made.copies else split_weights(order, tables, made.layers, caps)
-    before, after = (play(one, tables, made.layers, timed(made, tables)).makespan_us for one in (order, split or order))
-    return split if split is not None and after < before else order
+def weights_apart(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], enough_us: float = 0.0) -> Order:
+    """The order with weight gradients split off where that is faster, beside what is copied, if anything is.
+
+    They wait as the caps let them, and where that takes longer than `enough_us`, within the peaks of whole backwards: then they
+    run sooner, which may be faster.
+    """
+    copies = timed(made, tables)
+
+    def time_us(tried: Order) -> float:
+        return play(tried, tables, made.layers, copies).makespan_us
+
+    best, best_us = order, time_us(order)
+    own = tuple(map(min, caps, peaks(order, tables, made)))
+    for aims in dict.fromkeys((caps, own)):
+        split = split_beside(order, tables, made, aims) if made.copies else split_weights(order, tables, made.layers, aims)
+        if split is not None and (took_us := time_us(split)) < best_us:
+            best, best_us = split, took_us
+        if best_us <= enough_us:
+            break
+    return best
 
 
 def split_beside(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Order | None:
@@ -66,11 +81,14 @@ def split_beside(order: Order, tables: Tables, made: Offload, caps: tuple[int, .
 
 def fits_beside(order: Order, tables: Tables, made: Offload, caps: Sequence[int]) -> bool:
     """Whether an order keeps every rank under its cap, beside what is copied if anything is."""
+    return all(peak <= cap for peak, cap in zip(peaks(order, tables, made), caps, strict=True))
+
+
+def peaks(order: Order, tables: Tables, made: Offload) -> list[int]:
+    """The most bytes that each rank holds, beside what is copied if anything is."""
     if made.copies:
-        peaks = peaks_beside(order, tables, made, play(order, tables, made.layers, timed(made, tables)))
-    else:
-        peaks = [int(held.max()) for held in held_bytes(order, tables, made.layers)]
-    return all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
+        return peaks_beside(order, tables, made, play(order, tables, made.layers, timed(made, tables)))
+    return [int(held.max()) for held in held_bytes(order, tables, made.layers)]
 
 
 def _room(

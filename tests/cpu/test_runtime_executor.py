@@ -107,7 +107,8 @@ def test_a_hanging_action_is_named():
 
     def on_expiry(message):
         messages.append(message)
-        expired.set()
+        if "action 0F1 " in message:  # on a busy machine others may take longer than the limit too
+            expired.set()
 
     class Hanging(FaultyStage):
         @staticmethod
