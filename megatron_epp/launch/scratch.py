@@ -10,7 +10,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
-from multiprocessing import util
+from multiprocessing import current_process
 from pathlib import Path
 
 FOLDER_VARIABLE = "EPP_LAUNCHER_FOLDER"
@@ -54,11 +54,9 @@ def keep_sockets_in_folder() -> None:
     if not os.path.isdir(folder) or len(os.fsencode(folder)) > _MOST_BYTES:
         del os.environ[FOLDER_VARIABLE]
         return
-    before, tempfile.tempdir = tempfile.tempdir, folder
-    try:
-        util.get_temp_dir()  # is made now, and kept
-    finally:
-        tempfile.tempdir = before
+    # As `multiprocessing.util.get_temp_dir` keeps it, without its removal at exit: the launcher removes all, perhaps before.
+    config = current_process()._config  # type: ignore[attr-defined]
+    config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=folder)
 
 
 def _prefix() -> str:

@@ -48,8 +48,9 @@ def has_ended(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def python(program, **variables):
-    return subprocess.Popen([sys.executable, "-c", program], env=os.environ | variables, stdout=subprocess.PIPE, text=True)
+def python(program, stderr=None, **variables):
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", program]
+    return subprocess.Popen(command, env=os.environ | variables, stdout=pipe, stderr=stderr, text=True)
 
 
 @pytest.mark.parametrize("state", ["runs", "is stopped"])
@@ -160,3 +161,14 @@ def test_sockets_are_in_the_launchers_folder_where_their_paths_are_short_enough(
 def test_without_a_launcher_nothing_is_made(folder):
     keep_sockets_in_folder()
     assert list(folder.iterdir()) == []
+
+
+def test_a_process_that_outlives_its_launcher_ends_without_complaint_about_the_folder(folder):
+    program = (
+        "import os, shutil; from megatron_epp.launch.scratch import *; keep_sockets_in_folder();"
+        "from multiprocessing.connection import Listener; Listener(family='AF_UNIX');"
+        "shutil.rmtree(os.environ['EPP_LAUNCHER_FOLDER'])"
+    )
+    (usable := folder / "usable").mkdir()
+    process = python(program, stderr=subprocess.PIPE, **{FOLDER_VARIABLE: str(usable)})
+    assert process.communicate(timeout=LIMIT_S)[1] == ""
