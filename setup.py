@@ -39,5 +39,5 @@ setup(
         "fast": FAST,
         "dev": ["pytest", "pytest-xdist", "hypothesis", "setuptools>=77", *VIZ, *MILP, *FAST, *LINT],
     },
-    entry_points={"console_scripts": ["megatron-epp = megatron_epp.cli:main"]},
+    entry_points={"console_scripts": ["megatron-epp = megatron_epp.cli.main:main"]},
 )

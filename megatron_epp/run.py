@@ -2,7 +2,7 @@
 
 torchrun ... -m megatron_epp.run /path/to/Megatron-LM/pretrain_gpt.py <its flags> --epp
 
-With `--epp`, functions of the script that plans replace must be Megatron's own (`mcore.stock_functions`).
+With `--epp`, functions of the script that plans replace must be Megatron's own (`mcore.patches.stock_functions`).
 """
 
 import runpy
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from megatron_epp.mcore import entry
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.plan.errors import EppError
 
 
 def main() -> None:

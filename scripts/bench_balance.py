@@ -22,10 +22,10 @@ from typing import Any
 
 from planner_suite import Case
 
-from megatron_epp import sequence_lengths
+from megatron_epp.data import sequence_lengths
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.balance import Division, by_count, divide, sequence_work
-from megatron_epp.planner.estimate import estimate_us
+from megatron_epp.planner.search.estimate import estimate_us
+from megatron_epp.planner.service.replica_balance import Division, by_count, divide, sequence_work
 
 CONTEXT, STAGES, MODEL, CAP_GB = 131072, 4, "llama3-8b", 80
 KINDS = ("wikipedia", "code", "chat")

@@ -30,8 +30,8 @@ from gpu_report import markdown
 from gpu_runs import Launched, Launches, OutOfMemory, Settings, Sizes, versions
 
 from megatron_epp.launch.machine import machine
+from megatron_epp.plan import Op
 from megatron_epp.report.measured import Measured
-from megatron_epp.schedule import Op
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs" / "bench_gpu"
@@ -184,7 +184,7 @@ def measure(bench: Bench, parts: Sequence[str]) -> dict[str, Part]:
 
 def profile(path: Path, reduced: bool) -> None:
     """Have `megatron-epp profile` write a cost profile of this machine."""
-    command = [sys.executable, "-m", "megatron_epp.cli", "profile", "-o", str(path)]
+    command = [sys.executable, "-m", "megatron_epp.cli.main", "profile", "-o", str(path)]
     command += ["--model", "tiny-gpt", "--tokens", "64,128", "--prefixes", "0,128"] if reduced else ["--model", "llama3-8b"]
     subprocess.run(command, check=True, cwd=ROOT)
 

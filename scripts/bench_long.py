@@ -19,9 +19,9 @@ from planner_report import table
 
 from megatron_epp.cost import PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
+from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.report.facts import host_peak_bytes
-from megatron_epp.schedule import InfeasibleError, Plan
 
 FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_long"
 GIB, K = 1 << 30, 1 << 10

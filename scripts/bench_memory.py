@@ -27,8 +27,8 @@ from planner_report import table
 from planner_suite import Case, sampled_cases
 
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.schedule import InfeasibleError, Plan
 
 
 @dataclass(frozen=True)

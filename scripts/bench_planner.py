@@ -28,9 +28,9 @@ from planner_suite import OURS, RIVALS, Case, all_cases, row, sampled_cases
 
 from megatron_epp.cost import H100, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.data.sequence_lengths import wikipedia
+from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.schedule import InfeasibleError
-from megatron_epp.sequence_lengths import wikipedia
 
 FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_planner"
 TIE = 0.005

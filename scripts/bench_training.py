@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from random_documents import write_documents
 
+from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, pipeline_size, tiny_gpt, train
-from megatron_epp.sequence_lengths import wikipedia
 
 FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_training"
 

@@ -26,12 +26,12 @@ from typing import Any
 from truth_error import Comparison, compare
 from truth_report import markdown
 
-from megatron_epp.cli_quickstart import corpus
+from megatron_epp.cli.quickstart import corpus
 from megatron_epp.cost import PipelineCosts, Profile, work_of
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, tiny_gpt, train
+from megatron_epp.plan import Messages, Op, Plan, Step, load, simulate
 from megatron_epp.report.measured import Measured
-from megatron_epp.schedule import Messages, Op, Plan, Step, load, simulate
 
 FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_truth"
 COSTS = "epp_costs.json"
@@ -181,7 +181,7 @@ def bench(folder: Path, ranks: int, iterations: int, cap_share: float, data_path
     )
     after = PipelineCosts.from_json((folder / "after" / COSTS).read_text())
     profile = folder / "profile.json"
-    command = [sys.executable, "-m", "megatron_epp.cli", "profile", "--model", "tiny-gpt", "-o", str(profile)]
+    command = [sys.executable, "-m", "megatron_epp.cli.main", "profile", "--model", "tiny-gpt", "-o", str(profile)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"OMP_NUM_THREADS": "1"} | os.environ)
     parts = Profile.from_json(profile.read_text())
     return {

@@ -2,7 +2,7 @@
 
 A line for each function and constant that the forward step, the dataset provider and the choice of embedding ranks reach in the
 script, with the releases that have it. For a new release of Megatron, look at what changed in those that are unknown; where the
-difference changes nothing that plans replace, add them to `SCRIPTS` in `megatron_epp/mcore/fingerprints.py`.
+difference changes nothing that plans replace, add them to `SCRIPTS` in `megatron_epp/mcore/patches/fingerprints.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import argparse
 import ast
 from pathlib import Path
 
-from megatron_epp.mcore.fingerprints import SCRIPTS
-from megatron_epp.mcore.source import digest, fingerprint
-from megatron_epp.mcore.stock_functions import ROLES
+from megatron_epp.mcore.patches.fingerprints import SCRIPTS
+from megatron_epp.mcore.patches.source import digest, fingerprint
+from megatron_epp.mcore.patches.stock_functions import ROLES
 
 
 def fingerprints_of(text: str) -> dict[str, str]:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from random_documents import write_documents
 
-from megatron_epp.cli_progress import progress
+from megatron_epp.cli.progress import progress
 from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.runs import Run, RunError, tiny_gpt, train
+from megatron_epp.plan import Plan, load
 from megatron_epp.report.measured import Measured
-from megatron_epp.schedule import Plan, load
 
 Settings = dict[str, Any]
 

@@ -128,8 +128,8 @@ def _what(args: argparse.Namespace) -> tuple[dict[str, Case], Setting]:
 
 
 def _lengths(source: str) -> tuple[int, ...]:
-    from megatron_epp.cli_lengths import lengths_of
-    from megatron_epp.schedule import EppError
+    from megatron_epp.cli.lengths import lengths_of
+    from megatron_epp.plan import EppError
 
     try:
         return lengths_of(argparse.Namespace(lengths=source, context=None, batch_size=None))

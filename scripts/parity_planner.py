@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megatron_epp.planner import background
-from megatron_epp.planner.worker import Worker
+from megatron_epp.planner.service import background
+from megatron_epp.planner.service.worker import Worker
 
 _numbers = itertools.count()
 
@@ -20,7 +20,7 @@ def share_planner() -> None:
 
 
 class _SharedWorker:
-    """Stands in for `planner.worker.Worker`: what it makes lives in a process that stays for the next."""
+    """Stands in for `planner.service.worker.Worker`: what it makes lives in a process that stays for the next."""
 
     def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any) -> None:
         self._number = next(_numbers)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.schedule import Op, Plan
-from megatron_epp.schedule.serialize import digest
+from megatron_epp.plan import Op, Plan
+from megatron_epp.plan.serialize import digest
 
 Tensors = dict[str, Tensor]
 
@@ -71,7 +71,7 @@ def train(flags: Sequence[str]) -> None:
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import global_vars
 
-    from megatron_epp.mcore import gpt
+    from megatron_epp.mcore.model import gpt
 
     sys.argv = [sys.argv[0], *flags]
     gpt.pretrain()
@@ -88,7 +88,7 @@ def recording(run: Run, checkpoint: Path | None = None) -> Iterator[None]:
     from megatron.core import mpu
     from megatron.training import training
 
-    from megatron_epp.mcore import schedule
+    from megatron_epp.mcore.training import forward_backward as schedule
 
     step, evaluation, executor = training.train_step, training.evaluate, schedule.Executor
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, InfeasibleError, PlanError
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.baselines.chunkflow import budgets, recompute_all_but_last, uniform_chunks
 from megatron_epp.planner.baselines.contest import uniform_layers
@@ -19,13 +20,12 @@ from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.baselines.rows import chunk_sizes, context_tokens, pack_whole
 from megatron_epp.planner.baselines.seq1f1b import fixed_size_chunks
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunking import whole_sequences
+from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.evaluate import Layers, makespan_us
-from megatron_epp.planner.memory import peaks_bytes
-from megatron_epp.planner.order import Order, elastic_1f1b, slice_groups
+from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.orders.warm_up import Order, elastic_1f1b, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.schedule import Chunk, InfeasibleError, PlanError
 
 FIXED = ("seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
 """Planners that a run fixes a setting for. Those that plan every batch are not among them."""

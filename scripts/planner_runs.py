@@ -11,10 +11,10 @@ import numpy as np
 from planner_fixed import FIXED, fixed_run
 from planner_suite import ALL_LEVERS, DRAWS, OURS, SEQUENCES, Case, facts, where_the_time_goes
 
-from megatron_epp import sequence_lengths
+from megatron_epp.data import sequence_lengths
+from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.schedule import InfeasibleError, Plan
 
 BATCHES = 4
 LONGEST = {"wikipedia": sequence_lengths.WIKIPEDIA[-1][1], "equal": 8192}

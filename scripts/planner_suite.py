@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp import sequence_lengths
 from megatron_epp.cost import ModelShape, PipelineCosts, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
+from megatron_epp.data import sequence_lengths
+from megatron_epp.plan import InfeasibleError, Op, Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import InfeasibleError, Op, Plan
 
 SEQUENCES = {"wikipedia": 512, "code": 128, "chat": 128, "equal": 64, "whale": 501}
 """Per batch: about half a million to a few million tokens."""

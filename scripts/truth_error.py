@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_epp.plan.action import COMPUTE_OPS, Action, Op
+from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Event, Measured
-from megatron_epp.schedule.action import COMPUTE_OPS, Action, Op
-from megatron_epp.schedule.errors import PlanError
-from megatron_epp.schedule.plan import Plan
-from megatron_epp.schedule.simulate import simulate
 
 RECOMPUTING = "B with recompute"
 """A backward of which layers run their forward again; other kinds are named as their op."""

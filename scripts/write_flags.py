@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_epp import cli
-from megatron_epp.mcore.args import _CONFLICTS
-from megatron_epp.mcore.data_flags import _IDLE, _IMPLIED, _Flag
-from megatron_epp.mcore.parser import add_epp_args
+from megatron_epp.cli import main as cli
+from megatron_epp.mcore.arguments.consequences import _CONFLICTS
+from megatron_epp.mcore.arguments.data_flags import _IDLE, _IMPLIED, _Flag
+from megatron_epp.mcore.arguments.parser import add_epp_args
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """\

@@ -2,9 +2,9 @@
 
 from megatron_epp.cost import H100, Costs, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.plan import Action, Chunk, Op, Segment, check, save, simulate, to_grid
 from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Decisions, Options, Problem, plan
 from megatron_epp.report.gantt import save_gantt
-from megatron_epp.schedule import Action, Chunk, Op, Segment, check, save, simulate, to_grid
 
 
 def gpipe(problem: Problem, costs: Costs, options: Options) -> Decisions:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_epp.advice.judge import Refusal
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
-from megatron_epp.schedule import EppError
+from megatron_epp.plan import EppError
 
 
 def candidates(question: Question) -> tuple[list[Layout], list[Refusal]]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
 from megatron_epp.cost.analytic import MICROSECONDS
+from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.balance import Share, by_count, divide, sequence_work
-from megatron_epp.planner.estimate import about_us, rough_plan
-from megatron_epp.planner.matched import plan_matched
+from megatron_epp.planner.search.estimate import about_us, rough_plan
+from megatron_epp.planner.search.lockstep import plan_matched
+from megatron_epp.planner.service.replica_balance import Share, by_count, divide, sequence_work
 from megatron_epp.report.facts import busy_us
-from megatron_epp.schedule import InfeasibleError, Plan
 
 PLAIN = (("1f1b-padded", 1), *(("1f1b-packed", rows) for rows in (1, 2, 4, 8)))
 """Megatron's own 1F1B: planners, and how many contexts long a microbatch may be."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from megatron_epp.cost.spread import layout_flag
-from megatron_epp.schedule.placement import Placement
+from megatron_epp.cost.balance import layout_flag
+from megatron_epp.plan.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, order=True)

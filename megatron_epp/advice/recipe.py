@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
-from megatron_epp.schedule import is_unlimited
+from megatron_epp.plan import is_unlimited
 
 _SIZES = (
     "tensor_model_parallel_size",

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_epp.advice.judge import Entry, Refusal, gib
 from megatron_epp.advice.reasons import CLOSE, why_slower
 from megatron_epp.advice.search import TIE, WORTH, Advice
+from megatron_epp.plan import is_unlimited
 from megatron_epp.report.table import format_us, table
-from megatron_epp.schedule import is_unlimited
 
 _WIDTH = 128
 _LINES = 6

@@ -10,8 +10,8 @@ from megatron_epp.advice.judge import Entry, Plain, Refusal, exactly, gib, misfi
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
 from megatron_epp.cost.library import even_layers
-from megatron_epp.planner.balance import Share
-from megatron_epp.schedule import InfeasibleError
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.planner.service.replica_balance import Share
 
 VARIED = 6
 """Layouts whose variants are judged: those with the best rough plans."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.cost.line import Level, Line
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Part, Profile
-from megatron_epp.cost.shape import ModelShape
-from megatron_epp.cost.stage import PipelineCosts
-from megatron_epp.schedule import EppError
+from megatron_epp.plan import EppError
 
 MICROSECONDS = 1e6
 

@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_epp.cost.line import Line
-from megatron_epp.schedule import EppError
-from megatron_epp.schedule.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, number, shown, whole
+from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, number, shown, whole
 
 _LEAST = dict.fromkeys(("kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1)
 """Smallest value of a whole number, by the field's name; 0 of all others."""

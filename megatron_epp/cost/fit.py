@@ -10,8 +10,8 @@ import numpy as np
 
 from megatron_epp.cost.analytic import MICROSECONDS, Rates, analytic_profile
 from megatron_epp.cost.line import Line
+from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Profile
-from megatron_epp.cost.shape import ModelShape
 
 
 class Point(NamedTuple):
@@ -71,7 +71,7 @@ def fit_profile(
     Memory is by formula, and so are the link, the host copy and what ranks that share a layer exchange, where not measured.
 
     Args:
-        points: by kind, as `megatron_epp.runtime.profiling.measure` names them, and ``message``.
+        points: by kind, as `megatron_epp.runtime.tools.profiling.measure` names them, and ``message``.
         shape: of the model.
         rates: for the formulas.
         name: of the profile.

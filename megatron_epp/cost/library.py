@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost.analytic import CPU, H100, Rates
+from megatron_epp.cost.balance import spread_layers
 from megatron_epp.cost.head import AUTO, loss_block_tokens
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import FORM as PROFILE
 from megatron_epp.cost.profile import Profile
-from megatron_epp.cost.shape import ModelShape
-from megatron_epp.cost.spread import spread_layers
-from megatron_epp.cost.stage import PipelineCosts
 from megatron_epp.cost.work import pairs_per_token
 from megatron_epp.cost.yaml_file import read_yaml
-from megatron_epp.schedule import EppError
-from megatron_epp.schedule.reading import MOST_LAYERS, naming, number, read_text, shown
+from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import MOST_LAYERS, naming, number, read_text, shown
 
 RATES = {"h100": H100, "cpu": CPU}
 """Rates by name: what a cluster file starts from."""

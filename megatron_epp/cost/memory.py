@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from megatron_epp.schedule import LEVELS
+from megatron_epp.plan import LEVELS
 
 if TYPE_CHECKING:
-    from megatron_epp.cost.stage import PipelineCosts
+    from megatron_epp.cost.model import PipelineCosts
 
 LAYERS = "layers that keep everything"
 LEVEL_ITEMS = {name: f"layers that recompute ({name})" for name in LEVELS}

@@ -21,9 +21,9 @@ from megatron_epp.cost.fields import build, check_part
 from megatron_epp.cost.host_link import divide
 from megatron_epp.cost.line import NO_TIME, Level, Line
 from megatron_epp.cost.memory import Static
-from megatron_epp.cost.stage import PipelineCosts, StageCosts
+from megatron_epp.cost.model import PipelineCosts, StageCosts
 from megatron_epp.cost.text import Form
-from megatron_epp.schedule import EppError
+from megatron_epp.plan import EppError
 
 _FP32_BYTES = 4
 FORM = Form("profile", "megatron-epp/profile", 1)

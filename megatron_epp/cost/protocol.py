@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megatron_epp.cost.hosting import Hosting
+from megatron_epp.cost.kv_offload import Hosting
 from megatron_epp.cost.line import Line, TimeColumn
 from megatron_epp.cost.work import ChunkWork, IntColumn, LayerPeak
-from megatron_epp.schedule import Recompute
+from megatron_epp.plan import Recompute
 
 
 class Costs(Protocol):

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_epp.schedule import EppError
-from megatron_epp.schedule.reading import parse_json, shown
+from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import parse_json, shown
 
 if TYPE_CHECKING:
+    from megatron_epp.cost.model import PipelineCosts
     from megatron_epp.cost.profile import Profile
-    from megatron_epp.cost.stage import PipelineCosts
 
 
 class Form(NamedTuple):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.schedule import Chunk
-from megatron_epp.schedule.chunk import slice_neighbours
+from megatron_epp.plan import Chunk
+from megatron_epp.plan.chunk import slice_neighbours
 
 IntColumn = NDArray[np.int64]
 BoolColumn = NDArray[np.bool_]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.schedule import EppError
-from megatron_epp.schedule.reading import MOST_VALUES, check_nested, naming, read_text
+from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import MOST_VALUES, check_nested, naming, read_text
 
 MOST_YAML_BYTES = 1 << 20
 """Largest size of a file: settings are small, and reading YAML is slow."""

@@ -1,0 +1,1 @@
+"""Sequences, batches, and the order in which runs take them. Needs numpy, not Megatron."""

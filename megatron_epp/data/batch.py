@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megatron_epp.schedule.chunk import Chunk, Segment
-from megatron_epp.schedule.plan import Plan
+from megatron_epp.plan.chunk import Chunk, Segment
+from megatron_epp.plan.plan import Plan
 
 PADDING_TOKEN = 0
 

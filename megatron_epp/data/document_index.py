@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.plan.errors import EppError
 
 REMAKE = "make it again with `megatron-epp prepare` or Megatron's preprocess_data.py"
 _HEADER = struct.Struct("<9sQBQQ")

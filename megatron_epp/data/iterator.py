@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.data.ahead import Ahead
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
-from megatron_epp.planner.background import PackedPlan, PackedPlans
-from megatron_epp.planner.balance import by_count
-from megatron_epp.schedule import EppError, Plan
-from megatron_epp.schedule.serialize import unpack
+from megatron_epp.plan import EppError, Plan
+from megatron_epp.plan.serialize import unpack
+from megatron_epp.planner.service.background import PackedPlan, PackedPlans
+from megatron_epp.planner.service.replica_balance import by_count
 
 MakePlan = Callable[[tuple[int, ...]], PackedPlans]
 """From the lengths of a whole global batch to the plans for the shares of some replicas."""

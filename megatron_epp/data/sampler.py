@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.plan.errors import EppError
 
 
 def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
@@ -29,7 +29,7 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
     The global order is epoch 0, epoch 1, ... one after the other, each a permutation of all sequences, and every iteration
     takes the next `global_batch_size` of it, across an epoch's end where need be. So the whole state is `consumed_samples`, the
     number of sequences taken so far over all replicas, and a run resumes exactly from it, under any data-parallel size. How a
-    batch is divided over replicas is decided elsewhere and is no part of the state (`planner.balance`).
+    batch is divided over replicas is decided elsewhere and is no part of the state (`planner.service.replica_balance`).
 
     Args:
         num_sequences: in the dataset.

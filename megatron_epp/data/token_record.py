@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.plan.errors import EppError
 
 SUFFIX = ".tokenizer.json"
 """Behind the prefix of the pair."""

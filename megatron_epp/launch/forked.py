@@ -1,4 +1,4 @@
-"""Short trainings on processors, whose ranks are forked from one process that has imported Megatron: see `mcore.forking`."""
+"""Short trainings on CPUs whose ranks are forked from one process that has imported Megatron (`mcore.training.forking`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 from megatron_epp.launch.meet import usable_port
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.plan.errors import EppError
 
 _PATIENCE_S = 60.0
 """For a process that is told to end, and ends others first."""
@@ -30,7 +30,7 @@ class Forks:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
         self._connection, theirs = Pipe()
-        program = f"from megatron_epp.mcore.forking import serve; serve({theirs.fileno()})"
+        program = f"from megatron_epp.mcore.training.forking import serve; serve({theirs.fileno()})"
         path = os.pathsep.join(part for part in sys.path if part)
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", program],

@@ -13,7 +13,7 @@ import time
 from megatron_epp.launch.gather import PROOF_S, Gathering, listening
 from megatron_epp.launch.handshake import Hello, hello, new_nonce, read_answer, read_greeting, receive_line
 from megatron_epp.launch.meet_token import TOKEN_REMEDY, shared_token
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.plan.errors import EppError
 
 WAIT_S = 300
 _PAUSE_S = 0.5

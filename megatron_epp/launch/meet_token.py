@@ -8,7 +8,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.plan.errors import EppError
 
 TOKEN_VARIABLE = "EPP_MEET_TOKEN"
 """Given by who starts the nodes; scripts/train.sbatch makes one for every job."""

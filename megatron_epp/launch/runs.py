@@ -17,8 +17,8 @@ from megatron_epp.launch.command import OURS
 from megatron_epp.launch.forked import Forks
 from megatron_epp.launch.machine import count_gpus
 from megatron_epp.launch.meet import usable_port
-from megatron_epp.schedule.errors import EppError
-from megatron_epp.schedule.reading import naming, parse_json, read_text
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import naming, parse_json, read_text
 
 _LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 _REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Error|Exception)\b.*)$", re.MULTILINE)

@@ -11,8 +11,8 @@ from typing import Any
 from megatron_epp.cost.library import FOLDERS, locate
 from megatron_epp.cost.yaml_file import parse_yaml, read_yaml
 from megatron_epp.launch.nearest import nearest
-from megatron_epp.schedule import EppError
-from megatron_epp.schedule.reading import shown
+from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import shown
 
 SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
 """What a file may hold: other files; the kind of machine it is meant for; Megatron's flags; ours; how to start."""

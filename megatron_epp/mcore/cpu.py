@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_epp.mcore.patching import Patch
+from megatron_epp.mcore.patches.patching import Patch
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")

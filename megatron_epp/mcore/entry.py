@@ -8,8 +8,9 @@ import traceback
 from collections.abc import Iterator
 
 from megatron_epp.launch import lifetime, scratch
-from megatron_epp.mcore import compat, cpu, dataset_helpers, helpers, install, patching, plain_torch
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.mcore import cpu
+from megatron_epp.mcore.patches import compat, dataset_helpers, helpers, install, patching, plain_torch
+from megatron_epp.plan.errors import EppError
 
 
 def prepare() -> None:

@@ -10,7 +10,7 @@ def main() -> None:
     """Train with the flags of this process's command line."""
     with entry.errors_in_one_line():
         entry.prepare()
-        from megatron_epp.mcore import gpt
+        from megatron_epp.mcore.model import gpt
 
         gpt.pretrain()
 

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_epp.cost import Costs
-from megatron_epp.planner.anytime import Anytime
+from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError
+from megatron_epp.plan.reading import shown
 from megatron_epp.planner.assemble import Decisions, build_plan
 from megatron_epp.planner.baselines import BASELINES
-from megatron_epp.planner.message_room import planned_with_room
+from megatron_epp.planner.exact.refine import milp
+from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.refine import milp
-from megatron_epp.planner.search import PLANNERS as OUR_PLANNERS
-from megatron_epp.planner.search import Planner, for_table, greedy
-from megatron_epp.schedule import UNLIMITED_BYTES, EppError, Plan, PlanError
-from megatron_epp.schedule.reading import shown
+from megatron_epp.planner.search.budget import Anytime
+from megatron_epp.planner.search.greedy import PLANNERS as OUR_PLANNERS
+from megatron_epp.planner.search.greedy import Planner, for_table, greedy
 
 __all__ = ["PLANNERS", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "for_table", "plan"]
 

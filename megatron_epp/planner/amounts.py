@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_epp.cost import Costs
 from megatron_epp.cost.work import ChunkWork, causal_pairs
-from megatron_epp.schedule import NO_RECOMPUTE, PlanError
+from megatron_epp.plan import NO_RECOMPUTE, PlanError
 
 MOST_TOKENS = 1 << 40
 """Most tokens of a batch, after padding."""

@@ -7,19 +7,19 @@ from itertools import starmap
 from operator import add, sub
 
 from megatron_epp.cost import Costs
+from megatron_epp.plan import Action, Chunk, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
+from megatron_epp.plan.check import examine, report
+from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, recompute_times
-from megatron_epp.planner.hosting import SHARING, Pairs, hosted_entries, with_hosted
-from megatron_epp.planner.memory import levels
-from megatron_epp.planner.message_room import MessageRoomError
+from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, hosted_entries, with_hosted
+from megatron_epp.planner.memory.messages import MessageRoomError
+from megatron_epp.planner.memory.offload import Offload
+from megatron_epp.planner.memory.recompute import levels
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
-from megatron_epp.planner.offload import Offload
-from megatron_epp.planner.order import CopyOrder, Order
+from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import WHOLE, Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.schedule import Action, Chunk, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
-from megatron_epp.schedule.check import examine, report
-from megatron_epp.schedule.messages import message_peaks
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.planner.order import slice_groups
+from megatron_epp.plan import Chunk
+from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, Times
-from megatron_epp.schedule import Chunk
 
 
 def lower_bound_us(

@@ -9,12 +9,12 @@ from itertools import accumulate, chain
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.planner.inner import timing
-from megatron_epp.planner.inner.columns import Codes, code_of, decode, encode
-from megatron_epp.planner.inner.compiled import Floats, Integers, floats, integers, numbers
-from megatron_epp.planner.order import Order
+from megatron_epp.plan import Action, Op, PlanError
+from megatron_epp.planner.kernels import timing
+from megatron_epp.planner.kernels.columns import Codes, code_of, decode, encode
+from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers, numbers
+from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
-from megatron_epp.schedule import Action, Op, PlanError
 
 Layers = Sizes
 """Recompute ``[stage][chunk]``: steps taken on the tables' ladders, which are layers where whole layers are the only level."""
@@ -69,7 +69,7 @@ def split_off(order: Order) -> set[tuple[int, int]]:
 
 def moved_bytes(tables: Tables, layers: Layers, stage: int, c: int, share: float) -> int:
     """What an offload of a share of a chunk's kept bytes moves, and at least the input of a layer: to split one tensor takes
-    room that another has made by leaving whole (see `runtime.offload.choose`).
+    room that another has made by leaving whole (see `runtime.offload.activations.choose`).
     """
     return moved_of(tables.kept_bytes(stage, c, layers[stage][c]), tables.layer_input[stage][c], share)
 

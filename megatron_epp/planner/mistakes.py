@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_epp.cost import Costs
-from megatron_epp.planner.evaluate import Layers
-from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.tables import Tables
-from megatron_epp.schedule import (
+from megatron_epp.plan import (
     NO_RECOMPUTE,
     Action,
     Chunk,
@@ -32,8 +29,11 @@ from megatron_epp.schedule import (
     Violation,
     report,
 )
-from megatron_epp.schedule.check_actions import check_presence
-from megatron_epp.schedule.check_tables import check_hosted, check_tokens
+from megatron_epp.plan.check.actions import check_presence
+from megatron_epp.plan.check.tables import check_hosted, check_tokens
+from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.tables import Tables
 
 if TYPE_CHECKING:
     from megatron_epp.planner.assemble import Decisions

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_epp.cost import Costs
+from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError
 from megatron_epp.planner.amounts import check_amounts
-from megatron_epp.schedule import UNLIMITED_BYTES, InfeasibleError, PlanError
 
 WHOLE = ("whole",)
 """The level of recompute that all costs know and all planners use."""

@@ -12,13 +12,13 @@ import numpy as np
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.line import TimeColumn
 from megatron_epp.cost.work import IntColumn
-from megatron_epp.planner.inner import climb
-from megatron_epp.planner.inner.columns import Columns, columns_of
-from megatron_epp.planner.inner.compiled import plain
-from megatron_epp.planner.ladder import ABSENT, Rung, ladder, recompute_of, taken_by
-from megatron_epp.planner.message_room import message_room
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
+from megatron_epp.planner.kernels import climb
+from megatron_epp.planner.kernels.columns import Columns, columns_of
+from megatron_epp.planner.kernels.compiled import plain
+from megatron_epp.planner.memory.ladder import ABSENT, Rung, ladder, recompute_of, taken_by
+from megatron_epp.planner.memory.messages import message_room
 from megatron_epp.planner.problem import WHOLE, Problem
-from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Recompute
 
 Times = list[list[float]]
 Sizes = list[list[int]]
@@ -125,7 +125,7 @@ class Tables:
     def at_ends(self, stage: int, chunk: int, apart: bool) -> tuple[int, int]:
         """Where whole layers are the only level: the most that a backward holds at the layer that it comes to first, where a
         layer that recomputes adds `saved`, above what is live when it starts; and at the one that it comes to last, of the
-        chunk and what it makes, whatever was recomputed. See `inner.memory.risen`.
+        chunk and what it makes, whatever was recomputed. See `kernels.memory.risen`.
         """
         first, passed = -self.backward_head[stage][chunk], self.backward_passed[stage][chunk]
         layers, surge = self.num_layers[stage], self.backward_surge[stage][chunk]

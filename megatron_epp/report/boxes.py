@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron_epp.plan.action import COMPUTE_OPS, COPY_OPS, Action
+from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.serialize import digest
+from megatron_epp.plan.simulate import Timeline
 from megatron_epp.report.measured import Measured
-from megatron_epp.schedule.action import COMPUTE_OPS, COPY_OPS, Action
-from megatron_epp.schedule.errors import PlanError
-from megatron_epp.schedule.plan import Plan
-from megatron_epp.schedule.serialize import digest
-from megatron_epp.schedule.simulate import Timeline
 
 COMPUTE, COPY, LINK = "compute", "copy", "link"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.report import facts
 from megatron_epp.report.boxes import COMPUTE, measured_boxes, planned_boxes
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.table import format_bytes, format_cap, format_us, table
-from megatron_epp.schedule.plan import Plan
-from megatron_epp.schedule.simulate import simulate
 
 
 def comparison(plans: Sequence[tuple[str, Plan | None]]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_epp.schedule.action import Action, Op
-from megatron_epp.schedule.hosted import host_peaks
-from megatron_epp.schedule.plan import Plan
-from megatron_epp.schedule.recompute import NO_RECOMPUTE, Recompute
-from megatron_epp.schedule.simulate import Timeline, simulate
+from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.kv_offload import host_peaks
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.recompute import NO_RECOMPUTE, Recompute
+from megatron_epp.plan.simulate import Timeline, simulate
 
 
 def busy_us(plan: Plan, rank: int) -> float:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.report.boxes import measured_boxes, planned_boxes
 from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, label_time, lane_inches, matplotlib_classes, operations
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.palette import Shades, tint
 from megatron_epp.report.table import byte_unit, format_cap, format_us, printable
-from megatron_epp.schedule.plan import Plan
-from megatron_epp.schedule.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_epp.schedule.action import COMPUTE_OPS, Action
-from megatron_epp.schedule.errors import EppError, PlanError
-from megatron_epp.schedule.reading import naming, number, parse_json, read_text, shown
+from megatron_epp.plan.action import COMPUTE_OPS, Action
+from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown
 
 SCHEMA = "megatron-epp/measured"
 VERSION = 1

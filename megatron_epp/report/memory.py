@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
+from megatron_epp.plan.account import Account, Moment
+from megatron_epp.plan.plan import is_unlimited
 from megatron_epp.report.facts import host_peak_bytes
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, table
-from megatron_epp.schedule.account import Account, Moment
-from megatron_epp.schedule.plan import is_unlimited
 
 _COLUMNS = 8
 """Ranks side by side."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_epp.plan.account import Account
 from megatron_epp.report.lanes import matplotlib_classes
 from megatron_epp.report.table import byte_unit, format_cap
-from megatron_epp.schedule.account import Account
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

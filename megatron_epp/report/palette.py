@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_epp.schedule.action import Action, Op
-from megatron_epp.schedule.plan import Plan
+from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.plan import Plan
 
 COLOURS = {Op.F: "#0072B2", Op.B: "#D55E00", Op.W: "#009E73", Op.R: "#CC79A7", Op.O: "#56B4E9", Op.L: "#F0E442"}
 OP_NAMES = {Op.F: "forward", Op.B: "backward", Op.W: "weight gradient", Op.R: "recompute", Op.O: "offload", Op.L: "load"}

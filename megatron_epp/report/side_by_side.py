@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.report import facts
 from megatron_epp.report.boxes import planned_boxes
 from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, label_time, matplotlib_classes, operations
 from megatron_epp.report.palette import Shades
 from megatron_epp.report.table import format_bytes, format_us
-from megatron_epp.schedule.errors import PlanError
-from megatron_epp.schedule.plan import Plan
-from megatron_epp.schedule.simulate import simulate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

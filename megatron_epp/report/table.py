@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_epp.schedule.plan import is_unlimited
+from megatron_epp.plan.plan import is_unlimited
 
 _BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megatron_epp.plan.chunk import Chunk
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.serialize import digest
+from megatron_epp.plan.text import to_grid
 from megatron_epp.report import facts
 from megatron_epp.report.table import byte_unit, clip, format_bytes, format_cap, format_us, printable, table
-from megatron_epp.schedule.chunk import Chunk
-from megatron_epp.schedule.plan import Plan
-from megatron_epp.schedule.serialize import digest
-from megatron_epp.schedule.text import to_grid
 
 _KINDS = ("split", "hybrid", "batched")
 UNEVEN = 1.1

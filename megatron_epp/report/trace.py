@@ -12,12 +12,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.plan.action import COMPUTE_OPS, COPY_OPS, Op
+from megatron_epp.plan.deps import deps
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.report.boxes import COMPUTE, COPY, LINK, Box, measured_boxes, planned_boxes
 from megatron_epp.report.measured import Measured
-from megatron_epp.schedule.action import COMPUTE_OPS, COPY_OPS, Op
-from megatron_epp.schedule.deps import deps
-from megatron_epp.schedule.plan import Plan
-from megatron_epp.schedule.simulate import Timeline, simulate
 
 Event = dict[str, Any]
 

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_epp.runtime.hold import Attended
-from megatron_epp.runtime.relay import KVRelay
-from megatron_epp.runtime.segments import SegmentTable
-from megatron_epp.runtime.slice_view import SliceView
-from megatron_epp.schedule import NO_RECOMPUTE, Plan, Recompute, Segment
+from megatron_epp.plan import NO_RECOMPUTE, Plan, Recompute, Segment
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.autograd.hold import Attended
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_epp.runtime.context import ChunkContext
 
 if TYPE_CHECKING:
+    from megatron_epp.runtime.autograd.saved import Owner
     from megatron_epp.runtime.executor import Mover, Stage
-    from megatron_epp.runtime.saved import Owner
 
 
 class DrainedStage:

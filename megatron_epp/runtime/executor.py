@@ -14,21 +14,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime.boundary import Arrival
+from megatron_epp.plan import Action, EppError, Op, Plan
+from megatron_epp.plan.text import to_grid
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.autograd.boundary import Arrival
+from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.drain import DrainedOffload, DrainedStage, blank
-from megatron_epp.runtime.host import HostMemory
-from megatron_epp.runtime.links import Links, Receive
-from megatron_epp.runtime.offload import Timed
+from megatron_epp.runtime.links.links import Links, Receive
+from megatron_epp.runtime.offload.activations import Timed
+from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.out_of_memory import SHORTAGES, Shortage, ShortagePolicy
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
-from megatron_epp.runtime.relay import KVRelay
-from megatron_epp.runtime.saved import Owner
-from megatron_epp.runtime.shortage import SHORTAGES, Shortage, ShortagePolicy
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
-from megatron_epp.schedule import Action, EppError, Op, Plan
-from megatron_epp.schedule.text import to_grid
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Stage(Protocol):
 
 
 class Mover(Protocol):
-    """Offload as the executor needs it; `runtime.offload.Offload` says what each part does. `owner` is a stage and a chunk."""
+    """Offload as the executor needs it; see `runtime.offload.activations.Offload`. `owner` is a stage and a chunk."""
 
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]: ...
     def out(self, owner: Owner, share: float, timed: Timed) -> None: ...

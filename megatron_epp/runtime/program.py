@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_epp.plan import Action, Plan
+from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.context import ChunkLayout, chunk_layouts
-from megatron_epp.schedule import Action, Plan
-from megatron_epp.schedule.lowering import lower
 
 
 @dataclass(frozen=True, slots=True)

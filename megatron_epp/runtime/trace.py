@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_epp.schedule import Action
+from megatron_epp.plan import Action
 
 
 @dataclass(slots=True)

@@ -3,8 +3,8 @@
 import torch
 from torch.nn import functional
 
-from megatron_epp.runtime.block_loss import Head, block_losses
-from megatron_epp.runtime.loss_kernels import LossKernel
+from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss.kernels import LossKernel
 
 ENTRIES, WIDTH = 26, 6
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_epp.runtime.host import HostMemory
+from megatron_epp.runtime.offload.host import HostMemory
 
 
 class _Recording(TorchFunctionMode):

@@ -3,9 +3,9 @@
 import torch
 from block_loss_runs import losses_and_gradients, problem
 
-from megatron_epp.runtime import block_loss
-from megatron_epp.runtime.block_loss import Head, block_losses
-from megatron_epp.runtime.loss_kernels import LIGER, Case, errors
+from megatron_epp.runtime.loss import blocks as block_loss
+from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss.kernels import LIGER, Case, errors
 
 ENTRIES = (1000, 40000)
 """Of which the kernel takes one block of columns, and two."""

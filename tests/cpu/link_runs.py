@@ -6,8 +6,8 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.groups import Groups
-from megatron_epp.runtime.links import Links
+from megatron_epp.runtime.links.groups import Groups
+from megatron_epp.runtime.links.links import Links
 
 
 def cross_talk(rank, links):

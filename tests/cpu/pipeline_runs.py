@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from plain_stage import PlainStage, batch_of, build_part
 
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.host import HostMemory
-from megatron_epp.runtime.offload import Offload
-from megatron_epp.runtime.saved import SavedTensors
+from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.host import HostMemory
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.runtime.attention import chunk_attention
-from megatron_epp.runtime.relay import KVRelay
-from megatron_epp.runtime.weights import Linear, WeightGradients
-from megatron_epp.schedule import Segment
+from megatron_epp.plan import Segment
+from megatron_epp.runtime.attention.core import chunk_attention
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
 
 VOCAB, HIDDEN, QUERY_HEADS, KV_HEADS, CHANNELS, LONGEST = 29, 16, 4, 2, 4, 128
 SCALE = CHANNELS**-0.5

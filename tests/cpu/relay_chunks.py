@@ -8,10 +8,10 @@ from dense_attention import dense_attention
 from synthetic_sequences import plan_of
 from torch.utils.checkpoint import checkpoint
 
-from megatron_epp.runtime.attention import chunk_attention
+from megatron_epp.plan.size_class import size_class
+from megatron_epp.runtime.attention.core import chunk_attention
+from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.context import ChunkContext, chunk_layouts
-from megatron_epp.runtime.relay import KVRelay
-from megatron_epp.schedule.size_class import size_class
 
 QUERY_HEADS, KV_HEADS, CHANNELS, SCALE = 4, 2, 4, 0.4
 RECOMPUTE = {

@@ -4,22 +4,9 @@ from dataclasses import replace
 
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.plan import Chunk, Copy, Hosted, Messages, Op, Plan, Prediction, Recompute, Segment, Step, check, from_grid
+from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
-from megatron_epp.schedule import (
-    Chunk,
-    Copy,
-    Hosted,
-    Messages,
-    Op,
-    Plan,
-    Prediction,
-    Recompute,
-    Segment,
-    Step,
-    check,
-    from_grid,
-)
-from megatron_epp.schedule.hosted import slices_of
 
 
 def planned(lengths, num_layers, token_multiple=1, forward_only=False, placement=None, **options):

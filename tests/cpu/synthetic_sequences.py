@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_epp.schedule import NO_RECOMPUTE, Chunk, Messages, Plan, Prediction, Segment
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Messages, Plan, Prediction, Segment
 
 
 class MemoryDataset:

@@ -9,7 +9,7 @@ import torch
 from synthetic_sequences import MemoryDataset, plan_of
 
 from megatron_epp.data.batch import ChunkArrays, GlobalBatch
-from megatron_epp.schedule import Segment
+from megatron_epp.plan import Segment
 
 LENGTHS = (50, 3, 1, 7)
 INDICES = (6, 2, 4, 0)  # of the batch's sequences in the dataset

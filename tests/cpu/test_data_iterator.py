@@ -10,9 +10,9 @@ from synthetic_sequences import MemoryDataset, plan_of
 
 from megatron_epp.data.iterator import DisagreementError, PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
-from megatron_epp.planner.background import PackedPlan
-from megatron_epp.schedule import EppError, InfeasibleError
-from megatron_epp.schedule.serialize import pack
+from megatron_epp.plan import EppError, InfeasibleError
+from megatron_epp.plan.serialize import pack
+from megatron_epp.planner.service.background import PackedPlan
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.data.sampler import GlobalBatchSampler, epoch_order
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.plan.errors import EppError
 
 
 def global_batches(count, num_sequences, batch_size, **options):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from megatron_epp.cli import main
+from megatron_epp.cli.main import main
 from megatron_epp.cost import CPU, ModelShape, Profile
 from megatron_epp.cost.fit import fit_profile
-from megatron_epp.runtime.link_probe import measure_link
-from megatron_epp.runtime.profiling import Grid, measure
-from megatron_epp.schedule.serialize import load
+from megatron_epp.plan.serialize import load
+from megatron_epp.runtime.links.probe import measure_link
+from megatron_epp.runtime.tools.profiling import Grid, measure
 
 SHAPE = ModelShape(
     num_layers=2,

@@ -6,13 +6,13 @@ from itertools import pairwise
 import pytest
 from runtime_plans import offloading, planned, two_ranks, v_shape
 
-from megatron_epp.cli import main
+from megatron_epp.cli.main import main
+from megatron_epp.plan import Action, EppError, Op
+from megatron_epp.plan.deps import deps
+from megatron_epp.plan.serialize import digest, save
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Measured
-from megatron_epp.runtime.rehearsal import rehearse
-from megatron_epp.schedule import Action, EppError, Op
-from megatron_epp.schedule.deps import deps
-from megatron_epp.schedule.serialize import digest, save
-from megatron_epp.schedule.simulate import simulate
+from megatron_epp.runtime.tools.emulate import rehearse
 
 
 def assert_follows(rehearsed, plan):

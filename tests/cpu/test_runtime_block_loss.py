@@ -8,8 +8,8 @@ from rank_processes import Ranks
 from torch.nn import functional
 
 from megatron_epp.cost.head import loss_workspace_bytes
-from megatron_epp.runtime.block_loss import Head, block_losses
-from megatron_epp.runtime.saved import SavedTensors
+from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.runtime.loss.blocks import Head, block_losses
 
 TOKENS = 11
 

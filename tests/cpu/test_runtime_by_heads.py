@@ -8,11 +8,11 @@ from allocations import peak_bytes_of
 from relay_chunks import RECOMPUTE, ChunkedLayer
 from test_runtime_hosted import CASES, hosts, run
 
-from megatron_epp.runtime.kernels import EXACT, by_heads
-from megatron_epp.runtime.relay import KVRelay
-from megatron_epp.runtime.segments import SegmentTable
-from megatron_epp.runtime.slice_view import SliceView
-from megatron_epp.schedule import Chunk, Segment, fresh
+from megatron_epp.plan import Chunk, Segment, fresh
+from megatron_epp.runtime.attention.kernels import EXACT, by_heads
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.slice_view import SliceView
 
 
 def layer_of(case, kv_heads, layers=2):

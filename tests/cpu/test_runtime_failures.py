@@ -5,8 +5,8 @@ from failing_runs import fail, hang, run_with_fault
 from rank_processes import run_until_exit
 from runtime_plans import SLICED_THEN_WHOLE, by_hand, planned, two_ranks
 
+from megatron_epp.plan import to_grid
 from megatron_epp.runtime.watchdog import EXIT_CODE
-from megatron_epp.schedule import to_grid
 
 LIMIT_S = 4
 

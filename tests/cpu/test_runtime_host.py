@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime_plans import hosting, offloading, planned
 
-from megatron_epp.runtime.host import HostMemory, HostMemoryError, Region
-from megatron_epp.schedule import EppError, Op, simulate
-from megatron_epp.schedule.hosted import HOST_UNIT_BYTES, host_peaks, hosted_changes, in_units, slices_of
-from megatron_epp.schedule.lowering import lower
+from megatron_epp.plan import EppError, Op, simulate
+from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, hosted_changes, in_units, slices_of
+from megatron_epp.plan.lowering import lower
+from megatron_epp.runtime.offload.host import HostMemory, HostMemoryError, Region
 
 CPU = torch.device("cpu")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -8,12 +8,12 @@ from pipeline_runs import run_plan
 from relay_chunks import CHANNELS, KV_HEADS, RECOMPUTE, ChunkedLayer, slices
 from runtime_plans import by_hand, hosting, offloading, one_rank, one_rank_split, one_rank_two_stages
 
+from megatron_epp.plan.kv_offload import head_parts
+from megatron_epp.plan.size_class import size_class
+from megatron_epp.runtime.attention.double_buffer import LookAhead
+from megatron_epp.runtime.attention.slice_view import RelayError
 from megatron_epp.runtime.executor import Executor, RunError
-from megatron_epp.runtime.host import HostMemory
-from megatron_epp.runtime.look_ahead import LookAhead
-from megatron_epp.runtime.slice_view import RelayError
-from megatron_epp.schedule.hosted import head_parts
-from megatron_epp.schedule.size_class import size_class
+from megatron_epp.runtime.offload.host import HostMemory
 
 CPU = torch.device("cpu")
 LAYERS = 3

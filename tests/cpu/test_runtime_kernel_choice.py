@@ -10,8 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_epp.runtime import kernels
-from megatron_epp.runtime.kernels import (
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.attention import kernels
+from megatron_epp.runtime.attention.kernels import (
     EXACT,
     FLASH_ATTN,
     PREFERENCES,
@@ -22,7 +23,6 @@ from megatron_epp.runtime.kernels import (
     flash,
     transformer_engine,
 )
-from megatron_epp.schedule import EppError
 
 ON_GPU = Case("cuda", torch.bfloat16, 128, 8, 2)
 FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN, TORCH_FLASH)

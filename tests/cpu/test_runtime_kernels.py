@@ -4,9 +4,9 @@ import pytest
 import torch
 from dense_attention import dense_attention, relative_difference
 
-from megatron_epp.runtime.kernels import EXACT
-from megatron_epp.runtime.segments import SegmentTable
-from megatron_epp.schedule import Chunk, Segment
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.runtime.attention.kernels import EXACT
+from megatron_epp.runtime.attention.segments import SegmentTable
 
 SCALE = 0.3
 CHUNKS = {

@@ -9,9 +9,9 @@ from link_runs import both_ways, cross_talk, each_way, groups, made, meet, strid
 from rank_processes import Ranks
 from runtime_plans import looped, planned, v_shape
 
-from megatron_epp.runtime import links
-from megatron_epp.runtime.links import ways
-from megatron_epp.schedule import EppError, Op, simulate
+from megatron_epp.plan import EppError, Op, simulate
+from megatron_epp.runtime.links import links
+from megatron_epp.runtime.links.links import ways
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,10 @@ from package_index import release
 from torch.nn import functional
 
 from megatron_epp.cost.head import loss_workspace_bytes
-from megatron_epp.runtime import block_loss, loss_kernels
-from megatron_epp.runtime.block_loss import Head, block_losses
-from megatron_epp.runtime.loss_kernels import LIGER, Case
+from megatron_epp.runtime.loss import blocks as block_loss
+from megatron_epp.runtime.loss import kernels as loss_kernels
+from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss.kernels import LIGER, Case
 
 ON_GPU = Case("cuda", torch.bfloat16, 1000)
 WEIGHTS = {"masked": [0.0, 1.0], "of any size": [0.3, 0.0, -1.7, 2.9, 1.0]}

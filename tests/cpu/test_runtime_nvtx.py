@@ -14,7 +14,7 @@ RUN = """
 import torch
 torch.cuda.is_initialized = lambda: True  # ranges are for programs that use a GPU
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.schedule import Action, Op
+from megatron_epp.plan import Action, Op
 recorder = Recorder(enabled=False)
 with recorder.action(Action(Op.F, 0, 1)):
     print("inside", flush=True)

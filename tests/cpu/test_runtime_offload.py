@@ -7,10 +7,10 @@ from late_host import LateHost
 from pipeline_runs import run_plan
 from runtime_plans import offloading, one_rank, one_rank_split, one_rank_two_stages
 
-from megatron_epp.runtime.host import HostMemory
-from megatron_epp.runtime.offload import Offload, choose
-from megatron_epp.runtime.saved import SavedTensors, Storage
-from megatron_epp.schedule import EppError
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.autograd.saved import SavedTensors, Storage
+from megatron_epp.runtime.offload.activations import Offload, choose
+from megatron_epp.runtime.offload.host import HostMemory
 
 KIB = 1024
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from runtime_plans import (
     v_shape_split,
 )
 
-from megatron_epp.schedule import Op
+from megatron_epp.plan import Op
 
 LAYERS = 2  # of each stage
 BATCHES = {

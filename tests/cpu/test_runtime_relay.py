@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, RECOMPUTE, ChunkedLayer, slices
 
-from megatron_epp.runtime.attention import chunk_attention
+from megatron_epp.plan.size_class import size_class
+from megatron_epp.runtime.attention.core import chunk_attention
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.slice_view import RelayError, SliceView
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import chunk_layouts
-from megatron_epp.runtime.relay import KVRelay
-from megatron_epp.runtime.saved import SavedTensors
-from megatron_epp.runtime.slice_view import RelayError, SliceView
-from megatron_epp.schedule.size_class import size_class
 
 CASES = {
     "split": ((23,), slices(0, 0, 9, 16, 22, 23), 1),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_epp.runtime.saved import SavedTensors
+from megatron_epp.runtime.autograd.saved import SavedTensors
 
 KIB = 1024
 

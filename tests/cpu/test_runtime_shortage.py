@@ -21,10 +21,10 @@ from runtime_plans import (
 )
 from shortage_runs import run_short, try_twice
 
+from megatron_epp.plan import Action, Op, PlanError, simulate
 from megatron_epp.runtime.drain import blank
-from megatron_epp.runtime.host import HostMemoryError
-from megatron_epp.runtime.shortage import LEAST_SHARE, ShortagePolicy, Usage
-from megatron_epp.schedule import Action, Op, PlanError, simulate
+from megatron_epp.runtime.offload.host import HostMemoryError
+from megatron_epp.runtime.out_of_memory import LEAST_SHARE, ShortagePolicy, Usage
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ import torch
 from plain_stage import PlainStage, batch_of, build_part
 from runtime_plans import offloading, one_rank
 
+from megatron_epp.plan import Action, Op, digest
 from megatron_epp.report.measured import Event, Measured
 from megatron_epp.report.trace import trace
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.host import HostMemory
-from megatron_epp.runtime.offload import Offload
-from megatron_epp.runtime.saved import SavedTensors
+from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.schedule import Action, Op, digest
 
 
 def run(recorder):

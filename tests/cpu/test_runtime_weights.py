@@ -7,9 +7,9 @@ import torch
 from plain_stage import linear
 from torch import nn
 
-from megatron_epp.runtime.saved import SavedTensors
-from megatron_epp.runtime.weights import WeightGradients
-from megatron_epp.schedule import EppError
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.runtime.autograd.weights import WeightGradients
 
 TOKENS, WIDTH = 7, 5
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from dense_attention import relative_difference
 from relay_chunks import CHANNELS, QUERY_HEADS, ChunkedLayer
 
-from megatron_epp.runtime.ulysses import to_heads, to_tokens
+from megatron_epp.runtime.attention.context_parallel import to_heads, to_tokens
 
 
 def there_and_back(rank, links, num_heads):

@@ -5,12 +5,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron_epp.runtime.attention import chunk_attention
+from megatron_epp.runtime.attention.core import chunk_attention
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.host import HostMemory
-from megatron_epp.runtime.offload import Offload
-from megatron_epp.runtime.relay import KVRelay
-from megatron_epp.runtime.saved import SavedTensors
+from megatron_epp.runtime.offload.activations import Offload
+from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
 
 DEVICE = torch.device("cuda")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron_epp.runtime import kernels
-from megatron_epp.runtime.kernels import by_heads
-from megatron_epp.runtime.segments import SegmentTable
-from megatron_epp.schedule import Chunk, Segment
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.runtime.attention import kernels
+from megatron_epp.runtime.attention.kernels import by_heads
+from megatron_epp.runtime.attention.segments import SegmentTable
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

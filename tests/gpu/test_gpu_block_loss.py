@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from megatron_epp.cost.head import loss_workspace_bytes
-from megatron_epp.runtime import block_loss
-from megatron_epp.runtime.block_loss import Head, block_losses
-from megatron_epp.runtime.loss_kernels import LIGER, Case, explain
+from megatron_epp.runtime.loss import blocks as block_loss
+from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss.kernels import LIGER, Case, explain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

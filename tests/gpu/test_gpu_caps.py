@@ -13,7 +13,7 @@ MOST_GB = 1 << 20
 
 
 def test_a_cap_above_the_device_is_lowered_to_what_torch_can_have():
-    from megatron_epp.mcore.caps import cap_bytes  # imports Megatron
+    from megatron_epp.mcore.training.caps import cap_bytes  # imports Megatron
 
     kept, gone = (torch.ones(1 << 28, dtype=torch.uint8, device="cuda") for _ in range(2))
     del gone  # torch keeps its memory

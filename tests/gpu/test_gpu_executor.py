@@ -5,7 +5,7 @@ import torch
 from gpu_stage import DEVICE, apart, run
 from runtime_plans import by_hand, hosting, offloading
 
-from megatron_epp.runtime.host import HostMemory
+from megatron_epp.runtime.offload.host import HostMemory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

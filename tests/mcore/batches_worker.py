@@ -39,7 +39,7 @@ def main(folder: Path, names: list[str]) -> None:
     from random_documents import write_documents
 
     load_megatron()
-    from megatron_epp.mcore import schedule
+    from megatron_epp.mcore.training import forward_backward as schedule
 
     schedule.Executor = of_batches(schedule.Executor)
     common = [*common_flags(1, CONTEXT, 8, validates=False), "--num-layers", "8"]
@@ -66,10 +66,10 @@ def of_batches(executor):
     import numpy as np
 
     from megatron_epp.data.batch import GlobalBatch
-    from megatron_epp.mcore import session as sessions
-    from megatron_epp.mcore.costs import pipeline_costs
-    from megatron_epp.runtime.offload import Offload
-    from megatron_epp.runtime.saved import SavedTensors
+    from megatron_epp.mcore.costs.sources import pipeline_costs
+    from megatron_epp.mcore.training import session as sessions
+    from megatron_epp.runtime.autograd.saved import SavedTensors
+    from megatron_epp.runtime.offload.activations import Offload
 
     class RandomText:
         def __init__(self, lengths):
@@ -124,12 +124,12 @@ def of_batches(executor):
 def plans(args, costs, session):
     """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
     from megatron_epp import planner
-    from megatron_epp.mcore.session import options_of, problem_of
+    from megatron_epp.mcore.training.session import options_of, problem_of
+    from megatron_epp.plan import LEVELS, InfeasibleError
+    from megatron_epp.plan.kv_offload import slices_in
     from megatron_epp.planner import UNLIMITED_BYTES
     from megatron_epp.planner.assemble import build_plan
     from megatron_epp.planner.tables import tabulate
-    from megatron_epp.schedule import LEVELS, InfeasibleError
-    from megatron_epp.schedule.hosted import slices_in
 
     draw = random.Random(7)
     placement = session.placement.rank_of
@@ -169,7 +169,7 @@ def plans(args, costs, session):
 
 def with_copies(order, most, draw):
     """Copies of some chunks, back behind one of the actions between their forward and their backward."""
-    from megatron_epp.schedule import Action, Op
+    from megatron_epp.plan import Action, Op
 
     stages = 1 + max(action.stage for row in order for action in row)
     chunks = 1 + max(action.chunk for row in order for action in row)

@@ -53,7 +53,7 @@ def note_collectives(folder):
     import torch.distributed as dist
     from megatron.training import training
 
-    from megatron_epp.mcore import communicators, session
+    from megatron_epp.mcore.training import communicators, session
 
     step = training.train_step
     by_folder = defaultdict(list)  # a process trains several times

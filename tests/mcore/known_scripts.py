@@ -11,7 +11,7 @@ fingerprints_of = runpy.run_path(str(REPOSITORY / "scripts" / "fingerprint_scrip
 
 _ADD = """
 import json
-from megatron_epp.mcore.fingerprints import SCRIPTS
+from megatron_epp.mcore.patches.fingerprints import SCRIPTS
 
 for name, found in json.loads({known!r}).items():
     SCRIPTS[name] = SCRIPTS.get(name, {{}}) | {{found: "tests"}}

@@ -23,7 +23,7 @@ def main():
     with entry.errors_in_one_line():
         entry.prepare()
         from megatron_epp.data.batch import GlobalBatch
-        from megatron_epp.mcore import gpt
+        from megatron_epp.mcore.model import gpt
 
         rows = []
         GlobalBatch.chunk_of = recording(GlobalBatch.chunk_of, rows)

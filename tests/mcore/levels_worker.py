@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from megatron_epp.schedule import Copy, Hosted, Op, Recompute
-from megatron_epp.schedule.hosted import slices_of
+from megatron_epp.plan import Copy, Hosted, Op, Recompute
+from megatron_epp.plan.kv_offload import slices_of
 
 LEVELS = {
     "whole": Recompute(whole=8),
@@ -68,7 +68,7 @@ def main(folder: Path, names: list[str]) -> None:
     load_megatron()
     import local_hybrid  # it imports Megatron, which has to be prepared
 
-    from megatron_epp.mcore import schedule
+    from megatron_epp.mcore.training import forward_backward as schedule
 
     local_hybrid.use_torch_norms()
     schedule.Executor = by_levels(schedule.Executor)
@@ -95,10 +95,10 @@ def by_levels(executor):
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from megatron_epp.mcore import session as sessions
-    from megatron_epp.runtime.host import HostMemory
-    from megatron_epp.runtime.offload import Offload
-    from megatron_epp.runtime.saved import SavedTensors
+    from megatron_epp.mcore.training import session as sessions
+    from megatron_epp.runtime.autograd.saved import SavedTensors
+    from megatron_epp.runtime.offload.activations import Offload
+    from megatron_epp.runtime.offload.host import HostMemory
 
     calls = counted_calls()
 
@@ -151,7 +151,7 @@ def by_levels(executor):
 
 def counted_calls():
     """A list that grows by one with every call of attention's kernel."""
-    from megatron_epp.runtime import attention
+    from megatron_epp.runtime.attention import core as attention
 
     calls: list[int] = []
     choose = attention.kernels.choose

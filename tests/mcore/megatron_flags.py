@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron_epp.mcore.parser import add_epp_args
+from megatron_epp.mcore.arguments.parser import add_epp_args
 
 MEGATRON = {
     "account_for_embedding_in_pipeline_split": False,

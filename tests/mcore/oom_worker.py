@@ -46,8 +46,8 @@ def out_of_memory(really: bool, limits_s: dict[str, float]) -> Iterator[None]:
     """
     import torch
 
-    from megatron_epp.mcore import session
-    from megatron_epp.mcore.stage import MegatronStage
+    from megatron_epp.mcore.model.stage import MegatronStage
+    from megatron_epp.mcore.training import session
 
     backward = MegatronStage.backward
     count = 0

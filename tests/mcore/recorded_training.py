@@ -36,7 +36,7 @@ def main():
         entry.prepare()
         from megatron.training import training
 
-        from megatron_epp.mcore import gpt
+        from megatron_epp.mcore.model import gpt
 
         steps, digests = {}, []
         training.train_step = record(training.train_step, steps, digests)

@@ -15,8 +15,8 @@ def known() -> dict[str, object]:
     import megatron.training  # the patched file applies our patches
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_epp.mcore import compat, fingerprints, install, patching
-    from megatron_epp.mcore.schedule import forward_backward_elastic
+    from megatron_epp.mcore.patches import compat, fingerprints, install, patching
+    from megatron_epp.mcore.training.forward_backward import forward_backward_elastic
 
     stock = inspect.signature(schedules.forward_backward_pipelining_without_interleaving)
     applied = set(patching.applied())

@@ -16,7 +16,7 @@ def main() -> None:
     entry.prepare()
     from megatron.training import training
 
-    from megatron_epp.mcore import gpt
+    from megatron_epp.mcore.model import gpt
 
     step, seen, count = training.train_step, [], 0
 

@@ -11,7 +11,7 @@ import pytest
 from batches_worker import BATCHES, RUNS
 from forked import launch
 
-from megatron_epp.schedule import LEVELS
+from megatron_epp.plan import LEVELS
 
 SCALARS_BYTES = 64
 """Of the loss, which no cost per token has."""

@@ -14,8 +14,8 @@ import bench_gpu  # noqa: E402
 import gpu_runs  # noqa: E402
 
 from megatron_epp.launch.runs import RunError  # noqa: E402
+from megatron_epp.plan import Action  # noqa: E402
 from megatron_epp.report.measured import Event, Measured  # noqa: E402
-from megatron_epp.schedule import Action  # noqa: E402
 
 
 @pytest.fixture(scope="module")

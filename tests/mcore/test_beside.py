@@ -12,7 +12,7 @@ import torch
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
-from megatron_epp.mcore import costs as costs_of_runs
+from megatron_epp.mcore.costs import sources as costs_of_runs
 
 SHAPE = ModelShape(num_layers=3, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 COSTS = analytic_costs(SHAPE, CPU, [1, 1, 1])

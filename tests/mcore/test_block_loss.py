@@ -13,10 +13,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.mcore import block_loss as module
-from megatron_epp.mcore.block_loss import BlockLoss, FusedLoss, block_loss
-from megatron_epp.mcore.costs import _by_blocks
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.costs.sources import _by_blocks
+from megatron_epp.mcore.model import block_loss as module
+from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss, block_loss
+from megatron_epp.plan import EppError
 
 
 class Group:

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.cli_inputs import cap_of
+from megatron_epp.cli.inputs import cap_of
 from megatron_epp.cost import H100
 from megatron_epp.cost.library import Cluster
 from megatron_epp.cost.memory import SETUP_MARGIN_BYTES, room_bytes
-from megatron_epp.mcore import caps
-from megatron_epp.schedule import UNLIMITED_BYTES
+from megatron_epp.mcore.training import caps
+from megatron_epp.plan import UNLIMITED_BYTES
 
 GIB = 1 << 30
 

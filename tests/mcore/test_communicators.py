@@ -11,10 +11,10 @@ import torch
 from forked import launch
 from torch import distributed as dist
 
-from megatron_epp.mcore import communicators
-from megatron_epp.mcore.communicators import link_ctas, link_options, link_settings
-from megatron_epp.runtime.links import most_links
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.training import communicators
+from megatron_epp.mcore.training.communicators import link_ctas, link_options, link_settings
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.links.links import most_links
 
 SMS = (132, 114, 108, 80, 46)
 """Of H100 SXM and PCIe, A100, V100, and a smaller one."""

@@ -3,7 +3,7 @@
 import pytest
 from megatron_flags import arguments
 
-from megatron_epp.mcore.args import ArgumentError, prepare_epp_args, token_multiple
+from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args, token_multiple
 
 
 @pytest.mark.parametrize(("tensor", "context", "needed"), [(1, 3, 3), (2, 8, 16), (8, 2, 16)])

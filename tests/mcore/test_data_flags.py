@@ -10,13 +10,13 @@ from megatron_flags import arguments
 from synthetic_documents import write_pair
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore import data_flags, flags
-from megatron_epp.mcore.args import prepare_epp_args
-from megatron_epp.mcore.document_dataset import DocumentDataset
-from megatron_epp.mcore.errors import ArgumentError
-from megatron_epp.mcore.resumed import check_order
-from megatron_epp.schedule import Segment
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.mcore.arguments import data_flags, flags
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+from megatron_epp.mcore.arguments.errors import ArgumentError
+from megatron_epp.mcore.data.document_dataset import DocumentDataset
+from megatron_epp.mcore.training.resumed import check_order
+from megatron_epp.plan import Segment
+from megatron_epp.plan.errors import EppError
 
 FLAGS = (*data_flags._IMPLIED, *data_flags._IDLE, data_flags._EOD)
 

@@ -5,14 +5,14 @@ import os
 import subprocess
 import sys
 
-from megatron_epp.mcore import compat, fingerprints
+from megatron_epp.mcore.patches import compat, fingerprints
 
 
 def doctor(path=None):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     if path is not None:
         environment["PYTHONPATH"] = f"{path}:{environment.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "megatron_epp.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "megatron_epp.cli.main", "doctor", "--json"]
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180)
     findings = json.loads(finished.stdout)
     return finished.returncode, {finding["subject"]: finding for finding in findings}

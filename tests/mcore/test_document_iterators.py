@@ -13,13 +13,13 @@ from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.data.iterator import PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
-from megatron_epp.mcore.document_dataset import DocumentDataset, concatenate, weighted
-from megatron_epp.mcore.documents import build_document_iterators, build_splits
-from megatron_epp.mcore.encoders import identity_of_run
+from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
+from megatron_epp.mcore.data.documents import build_document_iterators, build_splits
+from megatron_epp.mcore.data.encoders import identity_of_run
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.serialize import pack
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
-from megatron_epp.planner.background import PackedPlan
-from megatron_epp.schedule.errors import EppError
-from megatron_epp.schedule.serialize import pack
+from megatron_epp.planner.service.background import PackedPlan
 
 DOCUMENTS = documents_of(long_tailed_lengths(60, longest=2000))
 

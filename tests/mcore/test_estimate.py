@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from megatron_epp.cli import main
+from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.mcore import fingerprints
-from megatron_epp.mcore.estimate import estimate
+from megatron_epp.mcore.costs.estimate import estimate
+from megatron_epp.mcore.patches import fingerprints
 
 
 @pytest.mark.parametrize(("model", "stages"), [("llama3-8b", 4), ("llama3-70b", 8), ("mixtral-8x7b", 4)])

@@ -8,7 +8,7 @@ import pytest
 from forked import launch
 
 from megatron_epp.launch.forked import Forks
-from megatron_epp.schedule import EppError
+from megatron_epp.plan import EppError
 
 
 def script(folder, text):

@@ -15,12 +15,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import global_vars
 
-from megatron_epp.mcore import install
-from megatron_epp.mcore.core_attention import RelayAttention
-from megatron_epp.mcore.layer_spec import relayed
-from megatron_epp.mcore.parser import add_epp_args
-from megatron_epp.mcore.schedule import forward_backward_elastic
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.model.core_attention import RelayAttention
+from megatron_epp.mcore.model.layer_spec import relayed
+from megatron_epp.mcore.patches import install
+from megatron_epp.mcore.training.forward_backward import forward_backward_elastic
+from megatron_epp.plan import EppError
 
 
 def core_attention(spec):

@@ -10,10 +10,10 @@ import torch
 from engine_stand_in import FusedStandInParallelLinear, StandInLinear
 from torch import nn
 
-from megatron_epp.mcore import linear
-from megatron_epp.mcore.stage import MegatronStage
-from megatron_epp.runtime.saved import SavedTensors
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.model import linear
+from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.autograd.saved import SavedTensors
 
 
 class OtherLinear(nn.Linear):

@@ -16,8 +16,8 @@ from forked import launch
 from memory_cases import BLOCKS, CAPPED, FREE, ITERATIONS, LENGTHS, OFFLOADED, PIPELINES, TOKENS_SHARED, VOCABULARY
 from synthetic_documents import documents_of, write_pair
 
-from megatron_epp.schedule import Plan
-from megatron_epp.schedule.serialize import load
+from megatron_epp.plan import Plan
+from megatron_epp.plan.serialize import load
 
 SCALARS_BYTES = 64
 """Of the loss, which no cost per token has."""

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from megatron_epp.mcore import compat, patching
-from megatron_epp.mcore.patching import Patch
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.mcore.patches import compat, patching
+from megatron_epp.mcore.patches.patching import Patch
+from megatron_epp.plan.errors import EppError
 
 LIBRARY = """
 def greet(name):
@@ -168,7 +168,9 @@ def test_the_supported_range_is_0_17_to_0_19(version: str, supported: bool) -> N
 
 def test_all_our_patches_apply_twice_and_revert_to_megatrons_own_objects() -> None:
     code = """
-from megatron_epp.mcore import cpu, entry, fingerprints, patching
+from megatron_epp.mcore import cpu, entry
+from megatron_epp.mcore.patches import fingerprints
+from megatron_epp.mcore.patches import patching
 cpu.activate()
 import megatron.training
 from megatron.training import arguments, training

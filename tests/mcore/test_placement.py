@@ -10,8 +10,8 @@ import pytest
 from forked import launch
 from megatron.core.transformer.enums import LayerType
 
-from megatron_epp.mcore.model_chunks import PlacedLayout, layers_of_stages
-from megatron_epp.schedule.placement import Placement
+from megatron_epp.mcore.model.model_chunks import PlacedLayout, layers_of_stages
+from megatron_epp.plan.placement import Placement
 
 WORKER = Path(__file__).with_name("placement_worker.py")
 ITERATIONS = 5

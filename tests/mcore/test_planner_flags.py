@@ -5,9 +5,9 @@ import argparse
 import pytest
 from megatron_flags import arguments
 
-from megatron_epp.mcore.args import ArgumentError, prepare_epp_args
-from megatron_epp.mcore.parser import add_epp_args
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
+from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.plan import EppError
 
 FLAGS = add_epp_args(argparse.ArgumentParser())._actions
 

@@ -11,7 +11,7 @@ from forked import launch
 from planners_worker import ITERATIONS, PLANNERS
 from synthetic_documents import documents_of, write_pair
 
-from megatron_epp.schedule.serialize import load
+from megatron_epp.plan.serialize import load
 
 WORKER = Path(__file__).with_name("planners_worker.py")
 LENGTHS = (180, 12, 60, 33, 7, 90, 25, 140)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from megatron_epp.mcore import plain_torch
+from megatron_epp.mcore.patches import plain_torch
 
 
 @pytest.mark.parametrize("asked", [True, False])

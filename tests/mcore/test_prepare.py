@@ -14,12 +14,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 from megatron_epp.data.token_record import load_record
-from megatron_epp.mcore import prepare as prepare_module
-from megatron_epp.mcore.document_dataset import DocumentDataset, DocumentFile
-from megatron_epp.mcore.encoders import BYTES, Encoder, identity_of_run, megatron_encoder
-from megatron_epp.mcore.prepare import add_arguments, histogram, prepare, run
-from megatron_epp.mcore.token_check import check_tokens
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.mcore.data import prepare as prepare_module
+from megatron_epp.mcore.data.document_dataset import DocumentDataset, DocumentFile
+from megatron_epp.mcore.data.encoders import BYTES, Encoder, identity_of_run, megatron_encoder
+from megatron_epp.mcore.data.prepare import add_arguments, histogram, prepare, run
+from megatron_epp.mcore.data.token_check import check_tokens
+from megatron_epp.plan.errors import EppError
 
 PAIR = ["corpus.bin", "corpus.idx", "corpus.tokenizer.json"]
 # In sorted order of path: with what must not matter (hidden, nested, spaces) and what must survive (any byte, CRLF, no newline)

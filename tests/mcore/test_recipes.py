@@ -14,13 +14,13 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
 from megatron_epp.advice.recipe import recipe_text
-from megatron_epp.cli_train import checked_argv
+from megatron_epp.cli.train import checked_argv
 from megatron_epp.cost.library import load_cluster, load_flags
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.settings import SettingsError, load_settings
-from megatron_epp.mcore import flags
-from megatron_epp.mcore.prepare import add_arguments, prepare
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.arguments import flags
+from megatron_epp.mcore.data.prepare import add_arguments, prepare
+from megatron_epp.plan import EppError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
@@ -160,7 +160,7 @@ MISTAKES = (
 
 
 def test_a_users_mistake_ends_in_one_line_without_a_traceback():
-    command = [sys.executable, "-m", "megatron_epp.cli", "train", "-c", "recipes/tiny-cpu", "--dry-run"]
+    command = [sys.executable, "-m", "megatron_epp.cli.main", "train", "-c", "recipes/tiny-cpu", "--dry-run"]
     for mistake, words in MISTAKES:
         done = subprocess.run([*command, mistake], capture_output=True, text=True, check=False)
         assert done.returncode == 2
@@ -173,7 +173,7 @@ def test_a_dry_run_shows_no_secret(monkeypatch):
     monkeypatch.setenv("EPP_TEST_SOURCE", "hunter2")
     monkeypatch.delenv("HF_TOKEN", raising=False)
     secrets = "launch.environment={HF_TOKEN: hunter3, EPP_TEST_API_KEY: '${EPP_TEST_SOURCE}', EPP_TEST_PLAIN: a}"
-    command = [sys.executable, "-m", "megatron_epp.cli", "train", "-c", "recipes/tiny-cpu", "--dry-run", secrets]
+    command = [sys.executable, "-m", "megatron_epp.cli.main", "train", "-c", "recipes/tiny-cpu", "--dry-run", secrets]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "hunter" not in done.stdout + done.stderr
     assert {"export HF_TOKEN='***'", "export EPP_TEST_PLAIN=a"} < set(done.stdout.splitlines())

@@ -7,12 +7,12 @@ import re
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_epp.mcore import args as epp_args
-from megatron_epp.mcore import install
-from megatron_epp.mcore.adopt import adopting, check_adopted
-from megatron_epp.mcore.args import ArgumentError, prepare_epp_args
-from megatron_epp.mcore.parser import add_epp_args
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.arguments import consequences as epp_args
+from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
+from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.model.adopt import adopting, check_adopted
+from megatron_epp.mcore.patches import install
+from megatron_epp.plan import EppError
 
 MODEL = ["--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4", "--attention-dropout", "0", "--epp"]
 

@@ -10,7 +10,7 @@ import pytest
 from launch import REPOSITORY, run
 from releases import OTHER_RELEASES, release
 
-from megatron_epp.mcore import compat
+from megatron_epp.mcore.patches import compat
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
 WORKER = Path(__file__).with_name("release_worker.py")

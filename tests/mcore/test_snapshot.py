@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_epp.mcore import snapshot
-from megatron_epp.mcore.snapshot import Snapshot
+from megatron_epp.mcore.training import snapshot
+from megatron_epp.mcore.training.snapshot import Snapshot
 
 
 class Wrapped(torch.nn.Module):

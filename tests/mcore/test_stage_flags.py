@@ -3,7 +3,7 @@
 import pytest
 from megatron_flags import arguments
 
-from megatron_epp.mcore.args import ArgumentError, prepare_epp_args
+from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
 
 PER_STAGE = "num_layers_per_virtual_pipeline_stage"
 PER_RANK = "num_virtual_stages_per_pipeline_rank"

@@ -15,10 +15,12 @@ import pytest
 from known_scripts import USER_SCRIPT, fingerprints_of, known_as_megatrons
 from launch import TINY, launch
 
-from megatron_epp.mcore import elastic, fingerprints, gpt, install, script_call, stock_functions
-from megatron_epp.mcore.source import fingerprint
-from megatron_epp.mcore.stock_functions import EMBEDDING_RANKS, FORWARD_STEP, PROVIDER, changes_of, require_stock
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.model import gpt
+from megatron_epp.mcore.patches import fingerprints, install, script_call, stock_functions
+from megatron_epp.mcore.patches.source import fingerprint
+from megatron_epp.mcore.patches.stock_functions import EMBEDDING_RANKS, FORWARD_STEP, PROVIDER, changes_of, require_stock
+from megatron_epp.mcore.training import elastic
+from megatron_epp.plan import EppError
 
 COUNT = itertools.count()
 TEXT = USER_SCRIPT.read_text()

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
-from megatron_epp.mcore import costs as costs_of_runs
-from megatron_epp.mcore import stored_costs
-from megatron_epp.mcore.probe import Link
-from megatron_epp.schedule import EppError
+from megatron_epp.mcore.costs import sources as costs_of_runs
+from megatron_epp.mcore.costs import stored as stored_costs
+from megatron_epp.mcore.costs.probe import Link
+from megatron_epp.plan import EppError
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 HERE = analytic_costs(SHAPE, CPU, [2, 2])

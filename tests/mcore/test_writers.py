@@ -6,19 +6,21 @@ from argparse import Namespace
 import pytest
 from megatron.training import global_vars
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs, spread
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
-from megatron_epp.mcore import session, writers
-from megatron_epp.mcore.report import IterationReport
+from megatron_epp.mcore.training import loggers as writers
+from megatron_epp.mcore.training import session
+from megatron_epp.mcore.training.report import IterationReport
+from megatron_epp.plan import EppError, InfeasibleError
+from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.account import account_of
-from megatron_epp.planner.background import BackgroundPlanner
-from megatron_epp.planner.worker import WorkerError
+from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.service.background import BackgroundPlanner
+from megatron_epp.planner.service.worker import WorkerError
 from megatron_epp.report.memory import main_items
-from megatron_epp.runtime.shortage import Shortage
+from megatron_epp.runtime.out_of_memory import Shortage
 from megatron_epp.runtime.watchdog import Watchdog
-from megatron_epp.schedule import EppError, InfeasibleError
-from megatron_epp.schedule.serialize import unpack
 
 LINE = {
     "iteration": 7,

@@ -12,8 +12,8 @@ from launch import TINY
 from megatron.core.transformer import TransformerConfig
 from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
-from megatron_epp.mcore import flags, yaml_cfg
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.mcore.arguments import flags, yaml_cfg
+from megatron_epp.plan.errors import EppError
 
 FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
 MODEL = [flag for flag in TINY if flag != "--mock-data"]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from report_plans import measured_run, sliced_plan
 
-from megatron_epp.cli import main
+from megatron_epp.cli.main import main
 from megatron_epp.cost import CPU, ModelShape, analytic_profile
-from megatron_epp.schedule.serialize import to_json
+from megatron_epp.plan.serialize import to_json
 
 PLAN = sliced_plan()
 PROFILE = analytic_profile(

@@ -12,8 +12,9 @@ from statistics import fmean
 from launch_plans import random_plans
 from queue_machine import makespan_us, stuck_together
 
-from megatron_epp.schedule import Action, Op, check, check_matched, lower, to_grid, to_json
-from megatron_epp.schedule.launches import blocked
+from megatron_epp.plan import Action, Op, check, lower, to_grid, to_json
+from megatron_epp.plan.check import lockstep as check_matched
+from megatron_epp.plan.check.launches import blocked
 
 MACHINES = ((1, 0.0), (1, 0.1), (8, 0.1), (32, 0.0))
 """Hardware queues, and how likely a host waits for its device before a launch."""

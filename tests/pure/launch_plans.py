@@ -9,10 +9,10 @@ from functools import cache
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.memory import on_device
+from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
+from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.matched import plan_matched
-from megatron_epp.schedule import UNLIMITED_BYTES, InfeasibleError, Plan
-from megatron_epp.schedule.placement import Placement
+from megatron_epp.planner.search.lockstep import plan_matched
 
 LAYERS = 32
 

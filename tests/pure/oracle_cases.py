@@ -10,13 +10,13 @@ from dataclasses import replace
 from planner_cases import problem
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static
+from megatron_epp.plan import Action, Chunk, Op, PlanError, Segment
+from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.planner import Decisions, Options, Problem
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.memory import peaks_bytes
-from megatron_epp.planner.order import Order
+from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
-from megatron_epp.schedule import Action, Chunk, Op, PlanError, Segment
-from megatron_epp.schedule.chunk import slice_neighbours
 
 
 def tiny_case(seed: int) -> tuple[tuple[Chunk, ...], Problem, PipelineCosts]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.chunk import Chunk, Segment
+from megatron_epp.plan.plan import Copy, Messages, Plan, Prediction, Step
+from megatron_epp.plan.recompute import Recompute
+from megatron_epp.plan.serialize import digest
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Event, Measured
-from megatron_epp.schedule.action import Action, Op
-from megatron_epp.schedule.chunk import Chunk, Segment
-from megatron_epp.schedule.plan import Copy, Messages, Plan, Prediction, Step
-from megatron_epp.schedule.recompute import Recompute
-from megatron_epp.schedule.serialize import digest
-from megatron_epp.schedule.simulate import simulate
 
 LAYERS = 4
 

@@ -11,21 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_epp.schedule import (
-    NO_RECOMPUTE,
-    Action,
-    Chunk,
-    Copy,
-    Messages,
-    Op,
-    Plan,
-    Prediction,
-    Segment,
-    Step,
-    check,
-    from_grid,
-)
-from megatron_epp.schedule.chunk import slice_neighbours
+from megatron_epp.plan import NO_RECOMPUTE, Action, Chunk, Copy, Messages, Op, Plan, Prediction, Segment, Step, check, from_grid
+from megatron_epp.plan.chunk import slice_neighbours
 
 BIG = 10**9
 TIMES = {Op.F: 10.0, Op.B: 20.0, Op.W: 10.0, Op.R: 10.0, Op.O: 5.0, Op.L: 5.0}

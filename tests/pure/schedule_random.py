@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from schedule_plans import plan_of
 
-from megatron_epp.schedule import Action, Chunk, Op, Plan, Segment, Step, deps
-from megatron_epp.schedule.action import COPY_OPS
+from megatron_epp.plan import Action, Chunk, Op, Plan, Segment, Step, deps
+from megatron_epp.plan.action import COPY_OPS
 
 
 @st.composite

@@ -10,11 +10,11 @@ from planner_cases import problem
 
 from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, on_device
 from megatron_epp.cost import memory as item
+from megatron_epp.plan import InfeasibleError, Op, Plan, Prediction, Step, check, lower
+from megatron_epp.plan.account import Account
+from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.account import account_of
-from megatron_epp.schedule import InfeasibleError, Op, Plan, Prediction, Step, check, lower
-from megatron_epp.schedule.account import Account
-from megatron_epp.schedule.messages import message_peaks
+from megatron_epp.planner.memory.account import account_of
 
 SEEDS = range(12)
 

@@ -12,14 +12,14 @@ from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import NothingFitsError, advise
-from megatron_epp.cli import main
+from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, analytic_profile
 from megatron_epp.cost.library import Cluster, load_cluster, shape_of
 from megatron_epp.launch.command import Launch, world_of
 from megatron_epp.launch.settings import load_settings
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, plan
-from megatron_epp.schedule import InfeasibleError
-from megatron_epp.schedule.check import check
 
 MODEL = {
     "num_layers": 8,

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
 
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.anytime import FIRST_STEPS, Anytime, improved
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.search import greedy
-from megatron_epp.planner.trials import Trials
-from megatron_epp.planner.warm import Warm
-from megatron_epp.schedule import InfeasibleError
-from megatron_epp.schedule.check import check
+from megatron_epp.planner.search.budget import FIRST_STEPS, Anytime, improved
+from megatron_epp.planner.search.greedy import greedy
+from megatron_epp.planner.search.trials import Trials
+from megatron_epp.planner.search.warm import Warm
 
 LENGTHS = (9000, 8000, 3000, 2500)
 GIVEN, COSTS = problem(LENGTHS, 3, 9 * GIB), pipeline(3, 2)
@@ -30,7 +30,7 @@ def ticking(step_s: float):
 
 def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps of every run of the local search from here on."""
-    from megatron_epp.planner import anytime
+    from megatron_epp.planner.search import budget as anytime
 
     runs: list[int] = []
     improve = anytime.improve

@@ -7,10 +7,11 @@ import sys
 import pytest
 from bad_files import PLAN, SOUND, error_line, exit_code, signed, spoiled, written
 
-from megatron_epp import cli, cli_inputs
-from megatron_epp.cli_types import MOST
-from megatron_epp.schedule import EppError
-from megatron_epp.schedule.reading import check_nested, naming
+from megatron_epp.cli import inputs as cli_inputs
+from megatron_epp.cli import main as cli
+from megatron_epp.cli.types import MOST
+from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import check_nested, naming
 
 BATCH = ["--lengths", "300,200", "--stages", "2"]
 FLAGS = {
@@ -63,7 +64,7 @@ def test_drawn_batches_are_as_many_as_there_are(capsys):
 
 
 def test_text_on_stdin_that_is_none_is_refused():
-    command = [sys.executable, "-m", "megatron_epp.cli", "plan", "--lengths", "-"]
+    command = [sys.executable, "-m", "megatron_epp.cli.main", "plan", "--lengths", "-"]
     strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(command, input=b"12 \xff", env=strict, capture_output=True, check=False)
     assert done.returncode == 2
@@ -200,7 +201,7 @@ def test_an_interrupted_command_ends_with_130_and_without_a_traceback(monkeypatc
 def piped(tmp_path, shell, **options):
     """A command that checks a plan with a fault, in a shell line with its output somewhere."""
     path = written(tmp_path / "plan.json", spoiled("plan", "predicted", "makespan_us", to=1.0))
-    command = f"{sys.executable} -m megatron_epp.cli check {path} {shell}"
+    command = f"{sys.executable} -m megatron_epp.cli.main check {path} {shell}"
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, **options)
 
 
@@ -222,7 +223,7 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path):
 
 def test_what_a_terminals_encoding_lacks_is_escaped(tmp_path):
     path = written(tmp_path / "plan.json", signed(SOUND["plan"] | {"planner": "größe"}))
-    command = f"PYTHONUTF8=0 PYTHONIOENCODING=ascii {sys.executable} -m megatron_epp.cli show {path} --width 60"
+    command = f"PYTHONUTF8=0 PYTHONIOENCODING=ascii {sys.executable} -m megatron_epp.cli.main show {path} --width 60"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert r"planner gr\xf6\xdfe" in done.stdout

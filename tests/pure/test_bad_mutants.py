@@ -8,7 +8,7 @@ import pytest
 from bad_files import SOUND, exit_code, signed, written
 
 from megatron_epp.launch.settings import load_settings
-from megatron_epp.schedule import EppError
+from megatron_epp.plan import EppError
 
 MUTANTS = 60
 """Of every kind of file."""

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.background import BackgroundPlanner
-from megatron_epp.planner.balance import Division, _Exchange, by_count, divide, longest_first, teams_of
-from megatron_epp.planner.estimate import estimate_us
-from megatron_epp.schedule import InfeasibleError, PlanError
-from megatron_epp.schedule.serialize import unpack
+from megatron_epp.planner.search.estimate import estimate_us
+from megatron_epp.planner.service.background import BackgroundPlanner
+from megatron_epp.planner.service.replica_balance import Division, _Exchange, by_count, divide, longest_first, teams_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from planner_cases import GIB, pipeline, problem
 
+from megatron_epp.plan import NO_RECOMPUTE, Op, Plan
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.baselines.chunkflow import recompute_all_but_last, uniform_chunks
-from megatron_epp.schedule import NO_RECOMPUTE, Op, Plan
 
 COSTS = pipeline(1)
 STAGE = COSTS.stages[0]

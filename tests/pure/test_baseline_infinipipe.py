@@ -9,17 +9,17 @@ import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.plan import Action, Chunk, Op, Segment
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.baselines.contest import Contest, peaks_bytes
-from megatron_epp.planner.baselines.infinipipe import Grouping
-from megatron_epp.planner.baselines.infinipipe_checkpoints import diagonal_checkpoints
-from megatron_epp.planner.baselines.infinipipe_chunks import algorithm_1
+from megatron_epp.planner.baselines.infinipipe.checkpoints import diagonal_checkpoints
+from megatron_epp.planner.baselines.infinipipe.chunks import algorithm_1
+from megatron_epp.planner.baselines.infinipipe.search import Grouping
 from megatron_epp.planner.baselines.order import seq1f1b_order
-from megatron_epp.planner.chunking import Chunker
+from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.order import slice_groups
+from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.schedule import Action, Chunk, Op, Segment
 
 UNBALANCED = (4, 4, 3, 2, 1, 1, 1, 1)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
 
+from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.baselines.rows import chunk_sizes
-from megatron_epp.schedule import InfeasibleError, Plan, PlanError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

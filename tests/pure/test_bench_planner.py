@@ -21,7 +21,7 @@ from planner_runs import BATCHES, RunCase  # noqa: E402
 from planner_suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, Case, all_cases, sampled_cases  # noqa: E402
 
 from megatron_epp import planner  # noqa: E402
-from megatron_epp.planner.oracle import oracle  # noqa: E402
+from megatron_epp.planner.exact.oracle import oracle  # noqa: E402
 
 
 @pytest.fixture(scope="module")

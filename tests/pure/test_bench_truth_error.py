@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from report_plans import measured_run, sliced_plan
 
+from megatron_epp.plan import NO_RECOMPUTE, Recompute
+from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.plan import Messages
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Measured
-from megatron_epp.schedule import NO_RECOMPUTE, Recompute
-from megatron_epp.schedule.errors import PlanError
-from megatron_epp.schedule.plan import Messages
-from megatron_epp.schedule.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

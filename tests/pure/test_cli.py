@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 from report_plans import measured_run
 
-from megatron_epp.cli import main
-from megatron_epp.cli_inputs import add_problem, costs_of
+from megatron_epp.cli.inputs import add_problem, costs_of
+from megatron_epp.cli.main import main
+from megatron_epp.plan.check import check
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.serialize import digest, load, save
+from megatron_epp.plan.text import from_grid
 from megatron_epp.planner import PLANNERS
-from megatron_epp.schedule.check import check
-from megatron_epp.schedule.lowering import lower
-from megatron_epp.schedule.serialize import digest, load, save
-from megatron_epp.schedule.text import from_grid
 
 MODEL = shlex.split(
     "--stages 2 --layers 4 --hidden 128 --ffn 512 --heads 4 --kv-heads 2 --vocab 512 --bytes-per-value 4 --rates cpu"
@@ -270,13 +270,13 @@ def test_every_command_explains_itself(capsys, command):
 
 
 def test_the_command_line_loads_neither_torch_nor_megatron_nor_matplotlib():
-    code = "import sys, megatron_epp.cli; print([m for m in ('torch', 'megatron', 'matplotlib') if m in sys.modules])"
+    code = "import sys, megatron_epp.cli.main; print([m for m in ('torch', 'megatron', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_a_reader_that_stops_early_is_no_error(plan_file):
-    command = f"{sys.executable} -m megatron_epp.cli show {plan_file} --all | true"
+    command = f"{sys.executable} -m megatron_epp.cli.main show {plan_file} --all | true"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], env=buffered, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

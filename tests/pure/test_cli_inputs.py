@@ -6,13 +6,13 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_epp import cli_progress
-from megatron_epp.cli import main
+from megatron_epp.cli import progress as cli_progress
+from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, analytic_profile, on_device, work_of
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
+from megatron_epp.plan import Op
+from megatron_epp.plan.serialize import load
 from megatron_epp.planner import UNLIMITED_BYTES
-from megatron_epp.schedule import Op
-from megatron_epp.schedule.serialize import load
 
 SMALL = ["--model", "tiny-gpt", "--cluster", "this-machine", "--pipeline-size", "2"]
 

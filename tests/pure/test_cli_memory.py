@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from megatron_epp.cli import main
-from megatron_epp.planner.limits import Limit, Reach
-from megatron_epp.schedule.serialize import load
+from megatron_epp.cli.main import main
+from megatron_epp.plan.serialize import load
+from megatron_epp.planner.search.limits import Limit, Reach
 
 MODEL = shlex.split("--stages 2 --layers 4 --hidden 256 --ffn 1024 --heads 4 --kv-heads 2 --vocab 512 --slices 3 --no-megatron")
 BATCH = ["--lengths", "8192,700,300", *MODEL]
@@ -79,7 +79,7 @@ def test_what_was_not_looked_further_for_says_or_more(report, monkeypatch):
         cap, made = self.cap()
         return Reach(Limit(4096, 128), Limit(None, 1), Limit(48), cap, made)
 
-    monkeypatch.setattr("megatron_epp.planner.limits.Limits.reach", reach)
+    monkeypatch.setattr("megatron_epp.planner.search.limits.Limits.reach", reach)
     text = report("--memory-gb", "0.2")
     assert row_of(text, "longest sequence, alone") == ["4,096", "tokens"]
     assert row_of(text, "longest sequence, beside the others of the batch") == ["none", "fits"]
@@ -96,7 +96,7 @@ def test_a_picture_is_drawn(report, tmp_path):
 
 
 def test_without_megatron_one_line_says_so(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron_epp.mcore.estimate", None)
+    monkeypatch.setitem(sys.modules, "megatron_epp.mcore.costs.estimate", None)
     assert main(["memory", *BATCH[:-1], "--quick"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("Megatron's own estimate: Megatron is not installed here")
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp import cli
+from megatron_epp.cli import main as cli
 from megatron_epp.cost import H100, Line, PipelineCosts, Profile, analytic_profile
 from megatron_epp.cost.head import AUTO, BLOCK_BYTES, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.schedule.serialize import load
+from megatron_epp.plan.serialize import load
 
 FLAGS = load_flags("llama3-8b")
 WHOLE = shape_of(FLAGS | {"epp_loss_block_tokens": 0})

@@ -18,7 +18,7 @@ from megatron_epp.cost.library import (
     shape_of,
     shipped,
 )
-from megatron_epp.schedule import EppError
+from megatron_epp.plan import EppError
 
 
 @pytest.mark.parametrize(

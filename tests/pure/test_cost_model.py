@@ -21,7 +21,7 @@ from megatron_epp.cost import (
     causal_pairs,
     work_of,
 )
-from megatron_epp.schedule import Chunk, EppError, Recompute, Segment
+from megatron_epp.plan import Chunk, EppError, Recompute, Segment
 
 LENGTHS = (10, 3, 4)
 SPLIT = Chunk((Segment(0, 0, 6),))

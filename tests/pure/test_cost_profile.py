@@ -22,7 +22,7 @@ from megatron_epp.cost import (
 )
 from megatron_epp.cost.fit import Point, fit_line, fit_profile
 from megatron_epp.cost.library import load_cluster
-from megatron_epp.schedule import Chunk, EppError, Segment
+from megatron_epp.plan import Chunk, EppError, Segment
 
 SHAPE = ModelShape(num_layers=6, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
 WORK = work_of([Chunk((Segment(0, 0, 100),)), Chunk((Segment(0, 100, 150),))], [150])

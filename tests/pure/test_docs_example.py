@@ -10,10 +10,10 @@ import pytest
 
 from megatron_epp.cost import H100, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.plan import Op, PlanError, check, load, simulate
+from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.background import BackgroundPlanner
-from megatron_epp.schedule import Op, PlanError, check, load, simulate
-from megatron_epp.schedule.serialize import unpack
+from megatron_epp.planner.service.background import BackgroundPlanner
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 EXAMPLE = DOCS / "examples" / "my_schedule.py"
@@ -75,6 +75,6 @@ def test_a_name_that_leads_nowhere_is_refused(name):
 
 def test_the_command_line_takes_it():
     paths = os.pathsep.join([str(EXAMPLE.parent), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "megatron_epp.cli", "plan", "--lengths", "9000,700", "--planner", NAME]
+    command = [sys.executable, "-m", "megatron_epp.cli.main", "plan", "--lengths", "9000,700", "--planner", NAME]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True)
     assert f"planner {NAME}" in done.stdout

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.plan import Action, check, load, report
+from megatron_epp.plan.plan import Hosted
+from megatron_epp.plan.serialize import to_json
 from megatron_epp.report.text import summary
-from megatron_epp.schedule import Action, check, load, report
-from megatron_epp.schedule.plan import Hosted
-from megatron_epp.schedule.serialize import to_json
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "reading-a-plan.md").read_text()

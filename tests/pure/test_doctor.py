@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from megatron_epp import cli_doctor
-from megatron_epp.cli_doctor import OK, PROBLEM, WARNING, Finding
+from megatron_epp.cli import doctor as cli_doctor
+from megatron_epp.cli.doctor import OK, PROBLEM, WARNING, Finding
 
 
 class FakeCuda:

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_epp.launch import runs
 from megatron_epp.launch.runs import reason_in
-from megatron_epp.schedule import EppError
+from megatron_epp.plan import EppError
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.launch.settings import load_settings
-from megatron_epp.schedule import EppError
+from megatron_epp.plan import EppError
 
 
 @pytest.fixture

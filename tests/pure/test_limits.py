@@ -8,9 +8,9 @@ import pytest
 from planner_cases import GIB, pipeline, problem
 
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.limits import BATCHES, Limit, Limits
-from megatron_epp.schedule import InfeasibleError, PlanError
+from megatron_epp.planner.search.limits import BATCHES, Limit, Limits
 
 COSTS = pipeline(2, 1)
 BATCH = (20000, 3000, 500)

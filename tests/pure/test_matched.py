@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, simulate
+from megatron_epp.plan.check import lockstep as check_matched
+from megatron_epp.plan.kv_offload import host_peaks, slices_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.account import account_of
-from megatron_epp.planner.alignment import align
-from megatron_epp.planner.chunking import Chunker
-from megatron_epp.planner.matched import plan_matched
-from megatron_epp.planner.order import slice_groups
-from megatron_epp.schedule import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_matched, simulate
-from megatron_epp.schedule.hosted import host_peaks, slices_of
+from megatron_epp.planner.chunks.align import align
+from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.orders.warm_up import slice_groups
+from megatron_epp.planner.search.lockstep import plan_matched
 
 SHAPE = ModelShape(
     num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512, num_experts=8, experts_per_token=2

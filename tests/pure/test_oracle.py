@@ -10,15 +10,15 @@ import pytest
 from oracle_cases import Changes, best_by_force, tiny_case, with_levers
 from planner_cases import GIB, pipeline, problem
 
+from megatron_epp.plan import InfeasibleError, Op, PlanError
+from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.memory import least_peaks, peaks_bytes
-from megatron_epp.planner.oracle import oracle
-from megatron_epp.planner.order import elastic_1f1b
-from megatron_epp.planner.search import greedy
+from megatron_epp.planner.exact.oracle import oracle
+from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
+from megatron_epp.planner.orders.warm_up import elastic_1f1b
+from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import InfeasibleError, Op, PlanError
-from megatron_epp.schedule.check import check
 
 pytest.importorskip("scipy", reason="the oracle needs scipy: pip install 'megatron-epp[milp]'")
 

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from megatron_epp.planner.inner.compiled import SWITCH, is_compiled
+from megatron_epp.planner.kernels.compiled import SWITCH, is_compiled
 
 PLANNING = """
 from dataclasses import replace
 from planner_cases import GIB, pipeline, problem, web_lengths
 from megatron_epp.planner import Options, plan
-from megatron_epp.schedule import digest
-from megatron_epp.planner.inner.compiled import is_compiled
+from megatron_epp.plan import digest
+from megatron_epp.planner.kernels.compiled import is_compiled
 
 print(is_compiled())
 for lengths, stages, options in [

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from planner_cases import pipeline, problem
 
-from megatron_epp.cli import main
+from megatron_epp.cli.main import main
 from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.plan import InfeasibleError, Op, Plan
+from megatron_epp.plan.check import check
+from megatron_epp.plan.serialize import load
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.matched import plan_matched
+from megatron_epp.planner.search.lockstep import plan_matched
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import InfeasibleError, Op, Plan
-from megatron_epp.schedule.check import check
-from megatron_epp.schedule.serialize import load
 
 LAYERS = ("first", "last", "middle", "several", "all but one")
 

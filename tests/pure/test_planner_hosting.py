@@ -15,19 +15,19 @@ from test_account import random_costs
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, work_of
 from megatron_epp.cost import memory as item
+from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
+from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.planner import Options, for_table, plan
-from megatron_epp.planner.account import account_of
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.hosting import hosted_entries, with_hosted
-from megatron_epp.planner.improve import improve
-from megatron_epp.planner.order import elastic_1f1b
+from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.kv_offload import hosted_entries, with_hosted
+from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.problem import WHOLE
-from megatron_epp.planner.search import predicted_us
+from megatron_epp.planner.search.greedy import predicted_us
+from megatron_epp.planner.search.local import improve
+from megatron_epp.planner.search.trials import Trials
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.planner.trials import Trials
 from megatron_epp.report.text import summary
-from megatron_epp.schedule import Chunk, InfeasibleError, Segment, check, digest, simulate
-from megatron_epp.schedule.hosted import HOST_UNIT_BYTES, host_peaks, slices_in
 
 ON = Options(offload=True)
 FIXED = Options(slices=24)

@@ -12,13 +12,13 @@ import pytest
 from planner_cases import pipeline, problem
 
 from megatron_epp.cost import Costs
+from megatron_epp.plan import Action, Chunk, Op, Plan, PlanError, Segment, check
+from megatron_epp.plan.serialize import digest
 from megatron_epp.planner import PLANNERS, Decisions, Options, Problem, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.inner.columns import encode
+from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import Action, Chunk, Op, Plan, PlanError, Segment, check
-from megatron_epp.schedule.serialize import digest
 
 COSTS = pipeline(2)
 BATCH = problem((900, 70, 300), 2)

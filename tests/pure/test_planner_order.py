@@ -6,11 +6,11 @@ import pytest
 from planner_cases import problem
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
+from megatron_epp.plan import Action, Chunk, Op, PlanError, Segment
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.order import elastic_1f1b
+from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import Action, Chunk, Op, PlanError, Segment
 
 UNEQUAL = (4, 4, 3, 2, 1, 1, 1, 1)
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
 
+from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
+from megatron_epp.plan.check import check
+from megatron_epp.plan.serialize import digest
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
 from megatron_epp.planner.evaluate import makespan_us
-from megatron_epp.planner.search import baseline
+from megatron_epp.planner.search.greedy import baseline
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import Action, Chunk, InfeasibleError, Op, PlanError
-from megatron_epp.schedule.check import check
-from megatron_epp.schedule.serialize import digest
-from megatron_epp.schedule.simulate import simulate
 
 BATCH = (60000, *web_lengths(40, seed=2))
 
@@ -44,7 +44,7 @@ def test_the_prediction_is_the_simulators(options: Options, cap: int):
 def test_equal_problems_give_equal_plans_whatever_the_hash_seed():
     program = (
         "from planner_cases import pipeline, problem; from megatron_epp.planner import plan; "
-        "from megatron_epp.schedule.serialize import digest; "
+        "from megatron_epp.plan.serialize import digest; "
         f"print(digest(plan(problem({BATCH!r}, 4, {25 * GIB}, token_multiple=8), pipeline(4))))"
     )
     here = str(Path(__file__).parent)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from planner_cases import named_cap_bytes, pipeline, problem
 
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.plan import InfeasibleError, Plan, Recompute
+from megatron_epp.plan.check import check, report
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import InfeasibleError, Plan, Recompute
-from megatron_epp.schedule.check import check, report
 
 pipelines = functools.cache(pipeline)
 

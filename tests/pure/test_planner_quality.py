@@ -9,16 +9,19 @@ from itertools import pairwise
 import pytest
 from planner_cases import GIB, pipeline, problem, web_lengths
 
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, evaluate, for_table, memory, offload, plan, trials
+from megatron_epp.plan import Op, Plan
+from megatron_epp.plan.check import check
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, evaluate, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import play
-from megatron_epp.planner.inner.columns import encode
-from megatron_epp.planner.offload import peaks_beside, timed
-from megatron_epp.planner.search import FIRST, greedy, predicted_us
+from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.memory import offload
+from megatron_epp.planner.memory import recompute as memory
+from megatron_epp.planner.memory.offload import peaks_beside, timed
+from megatron_epp.planner.search import trials
+from megatron_epp.planner.search.greedy import FIRST, greedy, predicted_us
 from megatron_epp.planner.tables import tabulate
-from megatron_epp.schedule import Op, Plan
-from megatron_epp.schedule.check import check
 
 WEB = web_lengths(200, seed=3)
 WHALE = (131072, *web_lengths(120, seed=4, longest=2000))

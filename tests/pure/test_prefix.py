@@ -8,10 +8,10 @@ import pytest
 from megatron_epp.cost import H100, analytic_profile, on_device, work_of
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.cost.prefix import prefix_bytes
-from megatron_epp.planner.hosting import without_caches
-from megatron_epp.schedule import Chunk, Segment, fresh
-from megatron_epp.schedule.fresh import MOST_BYTES, fresh_bytes, heads_at_once
-from megatron_epp.schedule.hosted import head_parts
+from megatron_epp.plan import Chunk, Segment, fresh
+from megatron_epp.plan.fresh import MOST_BYTES, fresh_bytes, heads_at_once
+from megatron_epp.plan.kv_offload import head_parts
+from megatron_epp.planner.memory.kv_offload import without_caches
 
 MILLION, SLICE = 1 << 20, 1 << 16
 SLICES = [Chunk((Segment(0, start, start + SLICE),)) for start in range(0, MILLION, SLICE)]

@@ -29,7 +29,7 @@ def imported(package, path=None):
     return found.split(), heavy.split()
 
 
-@pytest.mark.parametrize("package", ["schedule", "cost", "planner", "report", "advice", "cli"])
+@pytest.mark.parametrize("package", ["plan", "cost", "planner", "report", "advice", "cli"])
 def test_a_pure_package_imports_no_torch(package):
     found, heavy = imported(f"megatron_epp.{package}")
     assert f"megatron_epp.{package}" in found

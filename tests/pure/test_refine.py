@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from planner_cases import pipeline, problem
 
+from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.refine import MOST_CHUNKS, Refiner, refine
-from megatron_epp.planner.search import greedy
-from megatron_epp.planner.solved import canonical, relabelled
-from megatron_epp.schedule import InfeasibleError, PlanError
-from megatron_epp.schedule.check import check
+from megatron_epp.planner.exact.refine import MOST_CHUNKS, Refiner, refine
+from megatron_epp.planner.search.greedy import greedy
+from megatron_epp.planner.search.solved import canonical, relabelled
 
 pytest.importorskip("scipy", reason="the solver needs scipy: pip install 'megatron-epp[milp]'")
 

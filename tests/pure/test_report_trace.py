@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.trace import save_trace, trace
-from megatron_epp.schedule.simulate import simulate
 
 
 def events(made, phase):

@@ -19,7 +19,7 @@ from schedule_plans import (
 )
 from schedule_random import sound_plans
 
-from megatron_epp.schedule import Action, Op, PlanError, check, simulate
+from megatron_epp.plan import Action, Op, PlanError, check, simulate
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -6,7 +6,7 @@ from hypothesis import given
 from schedule_plans import faults, make_plan, offload, one_f_one_b, only_fault, sliced, two_by_two, whole, with_step
 from schedule_random import sound_plans
 
-from megatron_epp.schedule import check, simulate
+from megatron_epp.plan import check, simulate
 
 
 def test_memory_above_the_cap():

@@ -9,7 +9,7 @@ from report_plans import predicted
 from schedule_plans import EXAMPLES, faults, offload, only_fault
 from schedule_random import sound_plans
 
-from megatron_epp.schedule import Prediction, check, from_json, simulate, to_json
+from megatron_epp.plan import Prediction, check, from_json, simulate, to_json
 
 SOUND = predicted(offload())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from schedule_plans import EXAMPLES
 
-from megatron_epp.schedule import digest, lower, simulate, to_grid
+from megatron_epp.plan import digest, lower, simulate, to_grid
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from schedule_plans import make_plan, offload, whole
 from schedule_random import sound_plans
 
-from megatron_epp.schedule import Action, Op, lower, simulate
+from megatron_epp.plan import Action, Op, lower, simulate
 
 COPIES = (Op.O, Op.FREE, Op.L)
 

@@ -12,8 +12,9 @@ from queue_machine import stuck, stuck_together
 from schedule_plans import EXAMPLES, looped, make_plan, one_f_one_b, whole
 from schedule_random import sound_plans
 
-from megatron_epp.schedule import Action, Op, check, check_matched, lower, to_grid, to_json
-from megatron_epp.schedule.launches import blocked, check_launches
+from megatron_epp.plan import Action, Op, check, lower, to_grid, to_json
+from megatron_epp.plan.check import lockstep as check_matched
+from megatron_epp.plan.check.launches import blocked, check_launches
 
 COMMUNICATION = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.REDUCE)
 COPIES = (Op.O, Op.L, Op.FREE)
@@ -106,7 +107,7 @@ def test_a_message_without_its_other_side_is_named():
 
 
 def test_check_refuses_a_plan_whose_rows_hang(monkeypatch):
-    checking = sys.modules["megatron_epp.schedule.check"]
+    checking = sys.modules["megatron_epp.plan.check"]
     monkeypatch.setattr(checking, "issue_order", lambda plan, *_: late_receives(lower(plan)))
     assert "can hang" in str(check(one_f_one_b())[0])
 

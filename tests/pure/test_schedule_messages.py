@@ -8,11 +8,11 @@ from launch_plans import costs_of
 from schedule_plans import one_f_one_b, v_shape
 from schedule_random import sound_plans
 
+from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Op, check, lower, simulate
+from megatron_epp.plan.messages import message_peaks
+from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.message_room import message_room
-from megatron_epp.schedule import UNLIMITED_BYTES, InfeasibleError, Op, check, lower, simulate
-from megatron_epp.schedule.messages import message_peaks
-from megatron_epp.schedule.placement import Placement
+from megatron_epp.planner.memory.messages import message_room
 
 
 def sized(made, *sizes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_epp.schedule.placement import Placement, neighbours_apart
+from megatron_epp.plan.placement import Placement, neighbours_apart
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from schedule_plans import make_plan, two_by_two, whole, with_rows, with_step
 from schedule_random import sound_plans
 
-from megatron_epp.schedule import check, report
+from megatron_epp.plan import check, report
 
 
 def test_the_report_puts_an_arrow_under_the_fault():

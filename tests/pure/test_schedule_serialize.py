@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from schedule_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
 from schedule_random import sound_plans
 
-from megatron_epp.schedule import Hosted, PlanError, Prediction, digest, from_json, load, save, to_json
-from megatron_epp.schedule.serialize import pack, unpack
+from megatron_epp.plan import Hosted, PlanError, Prediction, digest, from_json, load, save, to_json
+from megatron_epp.plan.serialize import pack, unpack
 
 numbers = st.floats(0, 1e12, allow_nan=False)
 

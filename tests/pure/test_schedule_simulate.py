@@ -21,7 +21,7 @@ from schedule_plans import (
 )
 from schedule_random import sound_plans
 
-from megatron_epp.schedule import Action, Op, PlanError, simulate
+from megatron_epp.plan import Action, Op, PlanError, simulate
 
 
 def times(plan):

@@ -5,7 +5,7 @@ from hypothesis import given
 from schedule_plans import offload, one_f_one_b
 from schedule_random import sound_plans
 
-from megatron_epp.schedule import Action, Op, PlanError, from_grid, lower, to_grid
+from megatron_epp.plan import Action, Op, PlanError, from_grid, lower, to_grid
 
 
 def test_the_grid_has_a_line_per_rank():

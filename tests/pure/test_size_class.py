@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.schedule.size_class import STEPS, size_class, size_classes
+from megatron_epp.plan.size_class import STEPS, size_class, size_classes
 
 COUNTS = st.integers(0, 1 << 30)
 

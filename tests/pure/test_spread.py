@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from megatron_epp.cost import H100, PipelineCosts, analytic_profile
+from megatron_epp.cost.balance import WORTH, advice, layout_flag, spread_layers, spreads
 from megatron_epp.cost.library import balanced_layers, load_flags, shape_of
-from megatron_epp.cost.spread import WORTH, advice, layout_flag, spread_layers, spreads
 
 SHORT, LONG = (2048,) * 64, (1 << 20,)
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)

@@ -16,7 +16,7 @@ from megatron_epp.data.token_record import (
     digest_of,
     load_record,
 )
-from megatron_epp.schedule.errors import EppError
+from megatron_epp.plan.errors import EppError
 
 LLAMA = Tokenizer("HuggingFaceTokenizer", "meta-llama/Meta-Llama-3-8B", 128256, 128001, "00c0ffee00c0ffee")
 GPT2 = Tokenizer("GPT2BPETokenizer", "gpt2-vocab.json", 50257, 50256, "0ddba110ddba110")

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from worker_tasks import adder, misbehaving, sleeper
 
-from megatron_epp.planner.worker import Worker, WorkerError
-from megatron_epp.schedule import InfeasibleError
+from megatron_epp.plan import InfeasibleError
+from megatron_epp.planner.service.worker import Worker, WorkerError
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_an_error_of_a_closed_worker_can_be_collected_as_garbage():
     program = """
 import gc
 from worker_tasks import adder
-from megatron_epp.planner.worker import Worker, WorkerError
+from megatron_epp.planner.service.worker import Worker, WorkerError
 
 worker = Worker(adder, 0)
 worker.close()
@@ -90,7 +90,7 @@ gc.collect()
 def test_it_ends_when_the_process_that_made_it_is_killed():
     """In the middle of a call, and with no chance to say goodbye."""
     program = (
-        "import os, signal; from worker_tasks import sleeper; from megatron_epp.planner.worker import Worker;"
+        "import os, signal; from worker_tasks import sleeper; from megatron_epp.planner.service.worker import Worker;"
         "worker = Worker(sleeper); worker.send(600); print(worker._process.pid, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -5,7 +5,7 @@ import sys
 import time
 from functools import partial
 
-from megatron_epp.schedule import InfeasibleError
+from megatron_epp.plan import InfeasibleError
 
 
 def adder(start):

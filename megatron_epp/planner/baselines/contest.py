@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, PlanError
 from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.evaluate import Layers, makespan_us
-from megatron_epp.planner.memory import peaks_bytes
-from megatron_epp.planner.order import Order
+from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem, require_straight
+from megatron_epp.planner.search.trials import infeasible
 from megatron_epp.planner.tables import Tables, tabulate
-from megatron_epp.planner.trials import infeasible
-from megatron_epp.schedule import Chunk, PlanError
 
 MOST_CHUNKS = 1024
 """No baseline tries a chunk table that is longer."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_epp.planner.order import Order
-from megatron_epp.schedule import Action, Op
+from megatron_epp.plan import Action, Op
+from megatron_epp.planner.orders.warm_up import Order
 
 
 def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only: bool = False) -> Order:

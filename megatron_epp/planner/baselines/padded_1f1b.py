@@ -7,7 +7,7 @@ from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.baselines.contest import Contest
 from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.baselines.rows import context_tokens
-from megatron_epp.planner.chunking import whole_sequences
+from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.problem import Options, Problem, require_whole
 
 

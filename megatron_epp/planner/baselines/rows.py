@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from megatron_epp.plan import Chunk, InfeasibleError, Segment
 from megatron_epp.planner.baselines.contest import MOST_CHUNKS
-from megatron_epp.planner.chunking import round_up
+from megatron_epp.planner.chunks.chunker import round_up
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.schedule import Chunk, InfeasibleError, Segment
 
 
 def context_tokens(problem: Problem, options: Options) -> int:

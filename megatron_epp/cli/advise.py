@@ -1,0 +1,196 @@
+"""The command that advises on parallel sizes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.advice.candidates import check_devices
+from megatron_epp.advice.judge import Entry
+from megatron_epp.advice.layout import Layout
+from megatron_epp.advice.question import Question
+from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
+from megatron_epp.advice.report import as_json, as_text
+from megatron_epp.advice.search import advise
+from megatron_epp.cli.inputs import add_offload, add_split_weight, cap_of
+from megatron_epp.cli.lengths import SOURCES, add_documents, limited, read_lengths
+from megatron_epp.cli.model import add_shape, flags_of
+from megatron_epp.cli.output import say
+from megatron_epp.cli.progress import progress
+from megatron_epp.cli.types import count, devices, output, positive_number, seed, sequences
+from megatron_epp.cost import Profile
+from megatron_epp.cost.library import find, load_cluster, load_costs, load_flags, shipped
+from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import naming, shown, whole
+from megatron_epp.planner import Options
+
+EXAMPLE = """\
+example: Llama 3 8B on 64 H100, documents like Wikipedia's, a recipe for `megatron-epp train`
+  megatron-epp advise --model llama3-8b --cluster h100x8 --devices 64 --lengths wikipedia --context 131072 -o recipe.yaml
+the lengths of your own documents, with tensor parallelism left at 2
+  megatron-epp advise --model llama3-8b --cluster a100x8 --devices 16 --lengths documents.idx --tensor-parallel 2
+"""
+_BATCH = 512
+_FREE = ("num_layers", "loss_block_tokens")
+"""What a pipeline may have otherwise than the model that was measured."""
+_SAMPLE = 65536
+"""Lengths that stand for a distribution that has no end."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--devices", type=devices, required=True, metavar="N", help="to use, in all")
+    machine.add_argument(
+        "--cluster",
+        default="h100x8",
+        metavar="NAME|FILE",
+        help=f"YAML of a machine's rates, memory and devices per node; shipped: {', '.join(shipped('clusters'))} "
+        "(default: %(default)s)",
+    )
+    machine.add_argument(
+        "--memory-cap-gb",
+        "--memory-gb",
+        "--epp-memory-cap-gb",
+        type=positive_number,
+        metavar="GB",
+        help=f"what one device may hold, in 2^30 bytes (default: {100 * DEVICE_SHARE:.0f}%% of the cluster's device memory)",
+    )
+    batch = parser.add_argument_group("batch", "drawn from the lengths")
+    batch.add_argument("--lengths", required=True, metavar="FILE|N,N,...|NAME", help=SOURCES)
+    batch.add_argument(
+        "--context",
+        "--seq-length",
+        type=count,
+        metavar="N",
+        help="the most tokens of a sequence, and one as long must fit (default: the longest length)",
+    )
+    add_documents(batch)
+    batch.add_argument(
+        "--global-batch-size", type=sequences, default=_BATCH, metavar="N", help="sequences of a batch (default: %(default)s)"
+    )
+    batch.add_argument("--seed", type=seed, default=0, metavar="S", help="of the draw (default: 0)")
+    add_shape(parser.add_argument_group("model", "(default: an 8B model)"))
+    _add_fixed(parser)
+    plans = parser.add_argument_group("plans", "as training would make them")
+    plans.add_argument(
+        "--costs",
+        action="append",
+        metavar="FILE",
+        help="a profile of this model that `megatron-epp profile` wrote, in place of formulas; only its tensor-, context- and "
+        "expert-parallel sizes are searched then, so repeat it for more of them (default: formulas)",
+    )
+    add_offload(plans)
+    add_split_weight(plans)
+    out = parser.add_argument_group("output")
+    out.add_argument("--show", type=count, default=5, metavar="N", help="layouts in the table (default: %(default)s)")
+    out.add_argument("--all", action="store_true", help="say of every layout why it loses, not only of the nearest")
+    out.add_argument("--json", action="store_true", help="print everything as JSON")
+    out.add_argument(
+        "-o",
+        "--output",
+        type=output,
+        metavar="FILE",
+        help="write the best as a recipe for `megatron-epp train -c` (default: do not)",
+    )
+
+
+def _add_fixed(parser: argparse.ArgumentParser) -> None:
+    fixed = parser.add_argument_group("sizes", "searched where they are not given")
+    for names, what in (
+        (("--tensor-parallel", "--tensor-model-parallel-size"), "ranks that share a layer"),
+        (("--context-parallel", "--context-parallel-size"), "ranks that share the tokens"),
+        (("--pipeline-parallel", "--pipeline-size", "--pipeline-model-parallel-size"), "ranks that share the layers"),
+        (("--virtual-stages", "--num-virtual-stages-per-pipeline-rank"), "stages on each rank"),
+        (("--expert-parallel", "--expert-model-parallel-size"), "ranks that share the experts"),
+    ):
+        fixed.add_argument(*names, type=count, metavar="N", help=f"{what} (default: searched)")
+    parser.set_defaults(sequence_parallel=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, print, and write the recipe."""
+    question = _question(args)
+    check_devices(question)
+    where = [""]
+    with progress("advising", lambda: where[0]):
+        advice = advise(question, lambda so_far: where.__setitem__(0, so_far))
+    best: Entry = advice.best[0]
+    if args.json:
+        settings: dict[str, Any] = {
+            "megatron": megatron_settings(question, best.layout),
+            "epp": epp_settings(question, best.layout),
+        }
+        say(json.dumps(as_json(advice) | {"settings": settings}, indent=1))
+    else:
+        say(as_text(advice, args.show, args.all))
+        say("\nFlags of the best:\n" + textwrap.indent(flags_text(question, best.layout), "  "))
+    if args.output:
+        model = args.model if _is_as_shipped(args.model, question) else None
+        text = recipe_text(question, best.layout, model, f"--lengths {args.lengths}")
+        Path(args.output).write_text(text, encoding="utf-8")
+    return 0
+
+
+def _is_as_shipped(model: str | None, question: Question) -> bool:
+    """The model's flags are those of a shipped file."""
+    if model not in shipped("models") or Path(model).is_file():
+        return False
+    return without_sizes(load_flags(model)) == without_sizes(question.flags)
+
+
+def _question(args: argparse.Namespace) -> Question:
+    cluster = load_cluster(args.cluster)
+    lengths = read_lengths(args.lengths, max(_SAMPLE, args.global_batch_size), args.seed)
+    context = args.context or max(lengths)
+    names = {"tensor": "tensor_parallel", "context": "context_parallel", "pipeline": "pipeline_parallel"}
+    names |= {"virtual": "virtual_stages", "expert": "expert_parallel"}
+    flags = flags_of(args)
+    if flags.get("num_experts") is None and (args.expert_parallel or 1) > 1:
+        raise EppError(f"--expert-parallel {args.expert_parallel} is for a model with --experts: leave it out")
+    asked = Question(
+        flags=flags,
+        cluster=cluster,
+        devices=args.devices,
+        cap_bytes=cap_of(args.memory_cap_gb, cluster),
+        lengths=_drawn(limited(lengths, args), args.global_batch_size, args.seed),
+        context=context,
+        fixed={name: value for name, dest in names.items() if (value := getattr(args, dest)) is not None},
+        documents=args.documents,
+        options=Options(context=context, offload=args.offload == "on", split_weight=args.split_weight),
+    )
+    measured, files = {}, {}
+    for name in args.costs or ():
+        sizes, profile = _measured(name, asked)
+        measured[sizes], files[sizes] = profile, str(find("profiles", name))
+    return replace(asked, measured=measured, costs_files=files)
+
+
+def _measured(name: str, question: Question) -> tuple[tuple[int, int, int], Profile]:
+    """A profile, with its tensor-, context- and expert-parallel sizes. Raises `EppError`: it is of another model, or none."""
+    profile = load_costs(name)
+    shape = profile.origin.get("shape") if isinstance(profile, Profile) else None
+    if not isinstance(profile, Profile) or not isinstance(shape, dict):
+        raise EppError(f"--costs {name} does not say of which model it is: measure one with `megatron-epp profile`")
+    with naming(f"--costs {name}: origin.shape"):
+        tensor, context, expert = (whole(shape.get(f"{kind}_parallel", 1), 1) for kind in ("tensor", "context", "expert"))
+    wanted = asdict(question.shape(Layout(tensor, context, 1, 1, expert)))
+    for key, value in shape.items():
+        if key not in _FREE and value != wanted.get(key, value):
+            raise EppError(
+                f"--costs {name} was measured with {key} {shown(value)}, and the model here has {wanted[key]}: measure it, or "
+                "give the model that was measured"
+            )
+    return (tensor, context, expert), profile
+
+
+def _drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
+    """A batch, each length as often as any other before one is drawn again."""
+    order = np.random.RandomState(seed).permutation(len(lengths)).tolist()
+    return tuple(lengths[order[at % len(order)]] for at in range(size))

@@ -1,0 +1,96 @@
+"""The command that sets planners side by side, over one batch or several."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_epp.cli.inputs import costs_of, options_of, problem_of
+from megatron_epp.cli.lengths import batches_of
+from megatron_epp.cli.progress import progress
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.plan import Plan
+from megatron_epp.planner import PLANNERS, Problem, plan
+from megatron_epp.report.compare import comparison
+from megatron_epp.report.facts import recompute_share
+from megatron_epp.report.side_by_side import side_by_side
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one planner made of one batch. refusal: why there is no plan."""
+
+    planner: str
+    plan: Plan | None
+    refusal: str
+    planning_ms: float
+
+
+def compare(args: argparse.Namespace) -> str:
+    """The table of all batches and planners, as text or with ``--json`` as JSON; with ``--output`` a picture of one batch's.
+
+    Raises:
+        EppError: the arguments make no sense, or matplotlib is missing.
+    """
+    batches = batches_of(args)
+    if args.output and len(batches) > 1:
+        raise EppError(f"-o draws the plans of one batch, there are {len(batches)}: give --lengths once")
+    costs = costs_of(args, [length for _, lengths in batches for length in lengths])
+    names = list(dict.fromkeys(args.planner or sorted(PLANNERS)))
+    total, tables = len(names) * len(batches), []
+    made: list[Entry] = []
+    with progress("planning", lambda: f"{len(made)} of {total} plans"):
+        for _, lengths in batches:
+            for name in names:
+                made.append(_entry(args, problem_of(args, lengths), costs, name))
+    if args.output:
+        side_by_side([(one.planner, one.plan) for one in made if one.plan is not None]).savefig(args.output)
+    for number, (name, lengths) in enumerate(batches):
+        tables.append((name, lengths, made[number * len(names) : (number + 1) * len(names)]))
+    if args.json:
+        return json.dumps([_row(*table, entry) for table in tables for entry in table[2]], indent=1)
+    return "\n\n".join(_text(*table, titled=len(tables) > 1) for table in tables)
+
+
+def _entry(args: argparse.Namespace, problem: Problem, costs: PipelineCosts, name: str) -> Entry:
+    start_s = time.process_time()
+    try:
+        made, refusal = plan(problem, costs, options_of(args, name)), ""
+    except EppError as error:
+        made, refusal = None, str(error)
+    return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3)
+
+
+def _text(batch: str, lengths: tuple[int, ...], entries: list[Entry], titled: bool) -> str:
+    lines = [f"{batch}: {len(lengths):,} sequences of up to {max(lengths):,} tokens"] if titled else []
+    lines.append(comparison([(entry.planner, entry.plan) for entry in entries]))
+    lines += [f"{entry.planner}: no plan. {entry.refusal}" for entry in entries if entry.plan is None]
+    return "\n".join(lines)
+
+
+def _row(batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entry) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "batch": batch,
+        "sequences": len(lengths),
+        "tokens": sum(lengths),
+        "planner": entry.planner,
+        "planning_ms": entry.planning_ms,
+    }
+    if entry.plan is None:
+        return row | {"refusal": entry.refusal}
+    predicted = entry.plan.predicted
+    best_us = min(e.plan.predicted.makespan_us for e in entries if e.plan is not None)
+    return row | {
+        "makespan_us": predicted.makespan_us,
+        "makespan_over_best": predicted.makespan_us / best_us,
+        "lower_bound_us": predicted.lower_bound_us,
+        "bubble_fraction": predicted.bubble_fraction,
+        "peak_bytes": list(predicted.peak_bytes),
+        "cap_bytes": list(entry.plan.cap_bytes),
+        "recompute_share": recompute_share(entry.plan),
+        "chunks": len(entry.plan.chunks),
+    }

@@ -1,0 +1,331 @@
+"""The command that looks at this machine and says, line by line, what is there, what is missing and what to do.
+
+Nothing is imported before it is looked at: doctor itself runs where torch or Megatron is missing or broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_epp.cli.output import say
+from megatron_epp.cli.progress import progress
+from megatron_epp.cost.library import load_costs
+from megatron_epp.cost.profile import Profile
+from megatron_epp.launch import allocator
+from megatron_epp.launch.machine import cpu_name, version_of
+from megatron_epp.mcore.patches import compat
+from megatron_epp.plan.errors import EppError
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+
+_CHANNELS = (64, 128, 256)
+"""Of a head, that people use."""
+
+_ENTRIES = 128256
+"""Of a vocabulary."""
+
+EXAMPLE = """\
+example: in a job script, before anything is started
+  megatron-epp doctor --profile profile.json || exit 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        subject: what was looked at.
+        status: ``ok``; ``warning``: training runs, but slower or with less than it could have; ``problem``: it cannot run.
+        found: what is there.
+        todo: what to do about it; empty where nothing is.
+    """
+
+    subject: str
+    status: str
+    found: str
+    todo: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Library:
+    """A Python package that may be there.
+
+    Attributes:
+        name: for people.
+        module: that shows that it is there.
+        distributions: names it is installed under.
+        versions: that are known to work.
+        install: the command.
+        status: of its absence.
+        use: what it is for.
+    """
+
+    name: str
+    module: str
+    distributions: tuple[str, ...]
+    versions: str
+    install: str
+    status: str
+    use: str
+
+
+_TORCH = _Library("torch", "torch", ("torch",), ">=2.6", 'pip install "torch>=2.6"', PROBLEM, "everything that trains")
+_GPU_LIBRARIES = (
+    _Library(
+        "Transformer Engine",
+        "transformer_engine",
+        ("transformer-engine", "transformer_engine"),
+        ">=2",
+        "pip install 'megatron-epp[te]', or train with --transformer-impl local",
+        WARNING,
+        "Megatron's default layers and cuDNN's attention",
+    ),
+    _Library(
+        "flash-attn",
+        "flash_attn",
+        ("flash-attn", "flash_attn"),
+        ">=2.7",
+        "pip install flash-attn --no-build-isolation (torch's own FlashAttention serves without it)",
+        OK,
+        "attention",
+    ),
+    _Library(
+        "Liger",
+        "liger_kernel",
+        ("liger-kernel", "liger_kernel"),
+        ">=0.6.3",
+        "pip install 'megatron-epp[liger]' (plain torch serves without it)",
+        OK,
+        "losses by blocks of tokens",
+    ),
+    _Library(
+        "NVIDIA Apex",
+        "amp_C",  # one of its extensions: a package called apex may be something else
+        ("apex",),
+        ">=0",
+        "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation . in a checkout of github.com/NVIDIA/apex",
+        WARNING,
+        "fused Adam and --gradient-accumulation-fusion",
+    ),
+)
+_NUMBA = _Library(
+    "numba", "numba", ("numba",), ">=0.60", "pip install 'megatron-epp[fast]'", WARNING, "the planner's inner loops, compiled"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument(
+        "--profile", metavar="FILE", help="also say whether this cost profile is one of this machine (default: none)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, print, and return 1 if something prevents training, else 0."""
+    with progress("looking at this machine"):
+        findings = list(look(args.profile))
+    say(json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else text(findings))
+    return int(any(finding.status == PROBLEM for finding in findings))
+
+
+def text(findings: list[Finding]) -> str:
+    """A line per finding, with what to do below it, and a summary."""
+    width = max(len(finding.subject) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:<8} {finding.subject:<{width}}  {finding.found}")
+        if finding.todo:
+            lines.append(f"{'':<8} {'':<{width}}  -> {finding.todo}")
+    counts = {status: sum(finding.status == status for finding in findings) for status in (PROBLEM, WARNING)}
+    verdict = "training cannot run here" if counts[PROBLEM] else "training can run here"
+    return "\n".join([*lines, "", f"{verdict}: {counts[PROBLEM]} problem(s), {counts[WARNING]} warning(s)"])
+
+
+def look(profile: str | None = None) -> Iterator[Finding]:
+    """All findings, in the order in which they build on each other.
+
+    Args:
+        profile: a file of costs, or a shipped profile's name.
+    """
+    yield _python()
+    yield _library(_TORCH)
+    torch = _import("torch")
+    has_gpu = torch is not None and torch.cuda.is_available()
+    if torch is not None:
+        yield from _gpu(torch, has_gpu)
+    for library in _GPU_LIBRARIES:
+        yield _library(library) if has_gpu else _unneeded(library)
+    yield _library(_NUMBA)
+    yield from _guarded("megatron-core", _megatron)
+    if torch is not None:
+        yield from _guarded("attention", lambda: _attention(torch, has_gpu))
+        yield from _guarded("loss by blocks", lambda: _loss_by_blocks(torch, has_gpu))
+    yield from _environment(os.environ, has_gpu)
+    if profile is not None:
+        yield from _guarded("profile", lambda: _profile(profile, torch, has_gpu))
+
+
+def _guarded(subject: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of a part; where a library breaks while it is looked at, that is the finding."""
+    try:
+        yield from part()
+    except Exception as error:  # whatever a broken installation raises
+        yield Finding(subject, PROBLEM, f"{type(error).__name__}: {error}", "install it again")
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError):
+        return None
+
+
+def _version(distributions: tuple[str, ...]) -> str | None:
+    return next(filter(None, map(version_of, distributions)), None)
+
+
+def _python() -> Finding:
+    return Finding(
+        "Python", OK, f"{platform.python_version()} ({sys.executable})"
+    )  # an older one cannot even read this package
+
+
+def _library(library: _Library) -> Finding:
+    version = _version(library.distributions)
+    if importlib.util.find_spec(library.module) is None:
+        return Finding(library.name, library.status, f"not found; it is for {library.use}", library.install)
+    if version is None:
+        return Finding(library.name, OK, "found, of an unknown version")
+    if not compat.matches(version, library.versions):
+        return Finding(library.name, library.status, f"{version}, outside {library.versions}", library.install)
+    return Finding(library.name, OK, f"{version} ({library.versions})")
+
+
+def _unneeded(library: _Library) -> Finding:
+    found = _version(library.distributions) or "not found"
+    return Finding(library.name, OK, f"{found}; it needs a GPU to be of use")
+
+
+def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
+    cuda = torch.version.cuda
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    yield Finding("CUDA", OK, cuda or "not in this build of torch")
+    yield Finding("NCCL", OK, ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in this build of torch")
+    if not has_gpu:
+        todo = ""
+        if cuda is None and os.path.exists("/proc/driver/nvidia/version"):
+            todo = "this machine has an NVIDIA driver, but torch was built without CUDA: install a CUDA build of torch"
+        yield Finding("GPU", WARNING, "none: Megatron runs on the CPU with gloo, for development", todo)
+        return
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        memory = f"{device.total_memory / 2**30:.0f} GiB, compute capability {device.major}.{device.minor}"
+        yield Finding(f"GPU {index}", OK, f"{device.name}, {memory}")
+
+
+def _megatron() -> Iterator[Finding]:
+    try:
+        version = compat.check_megatron()
+    except EppError as error:
+        yield Finding("megatron-core", PROBLEM, str(error), f'pip install "megatron-core[training]=={compat.RECOMMENDED}"')
+        return
+    yield Finding("megatron-core", OK, f"{version} ({compat.SUPPORTED})")
+    if importlib.util.find_spec("megatron.training") is None:
+        todo = f'pip install "megatron-core[training]=={compat.RECOMMENDED}", or put a clone of Megatron-LM on PYTHONPATH'
+        yield Finding("megatron.training", PROBLEM, "not found", todo)
+        return
+    from megatron_epp.mcore.patches import inspection
+
+    fits = inspection.fits()
+    for fit in fits:
+        if not fit.fits:
+            todo = (
+                "--epp-allow-unknown-megatron tries it all the same"
+                if fit.needed
+                else "compare losses with --epp-schedule stock"
+            )
+            yield Finding(
+                "patch" if fit.needed else "Megatron's code",
+                PROBLEM if fit.needed else WARNING,
+                f"{fit.target}: {fit.what}",
+                todo,
+            )
+    good = [fit for fit in fits if fit.fits]
+    yield Finding(
+        "patches", OK, f"{sum(fit.needed for fit in good)} fit; {sum(not fit.needed for fit in good)} functions are as tested"
+    )
+
+
+def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
+    from megatron_epp.runtime.attention import kernels
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        channels_by: dict[tuple[kernels.Kernel, tuple[str, ...]], list[str]] = {}
+        for channels in _CHANNELS:
+            kernel, obstacles = kernels.explain(kernels.Case("cuda" if has_gpu else "cpu", dtype, channels, 8, 8))
+            assert kernel is not None  # exact attention serves every case
+            channels_by.setdefault((kernel, tuple(obstacles)), []).append(str(channels))
+        for (kernel, passed_over), channels_of in channels_by.items():
+            slow = has_gpu and kernel is kernels.EXACT and dtype is not torch.float32
+            found = f"{kernel.name} ({', '.join(channels_of)} channels; whole, packed and sliced sequences alike)"
+            found += f"; not {'; '.join(passed_over)}" if passed_over else ""
+            todo = "install one of the kernels that were passed over" if slow else ""
+            yield Finding(f"attention in {str(dtype).removeprefix('torch.')}", WARNING if slow else OK, found, todo)
+
+
+def _loss_by_blocks(torch: Any, has_gpu: bool) -> Iterator[Finding]:
+    from megatron_epp.runtime.loss import kernels as loss_kernels
+
+    cases: dict[str, list[str]] = {}
+    for name, dtype, is_shared in (
+        ("bf16", torch.bfloat16, False),
+        ("bf16 with tensor parallelism", torch.bfloat16, True),
+        ("fp16", torch.float16, False),
+        ("fp32", torch.float32, False),
+    ):
+        case = loss_kernels.Case("cuda" if has_gpu else "cpu", dtype, _ENTRIES, is_shared)
+        kernel, obstacle = loss_kernels.explain(case)
+        cases.setdefault(f"plain torch, not {obstacle}" if kernel is None else kernel.name, []).append(name)
+    yield Finding("loss by blocks", OK, "; ".join(f"in {', '.join(names)}: {found}" for found, names in cases.items()))
+
+
+def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
+    version = _version(_TORCH.distributions) or "0.0"
+    name, found = allocator.setting(environment, version) or (allocator.variables(version)[0], "not set")
+    if not has_gpu or allocator.segments_expand(environment, version):
+        yield Finding(name, OK, found)
+    else:
+        name, why = allocator.variables(version)[0], "chunks differ in size, and fixed segments leave gaps"
+        yield Finding(name, WARNING, found, f"export {name}={allocator.EXPANDABLE}: {why}")
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections == "1" or not has_gpu:
+        yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", OK, connections or "not set")
+    else:
+        todo = "export CUDA_DEVICE_MAX_CONNECTIONS=1: Megatron asks for it with tensor or context parallelism before Blackwell"
+        yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", WARNING, connections or "not set", todo)
+
+
+def _profile(name: str, torch: Any, has_gpu: bool) -> Iterator[Finding]:
+    try:
+        costs = load_costs(name)
+    except (EppError, OSError) as error:
+        yield Finding("profile", PROBLEM, f"{name}: {error}", "megatron-epp profile -o FILE")
+        return
+    if not isinstance(costs, Profile):
+        yield Finding("profile", OK, f"{name}: costs of a whole pipeline of {len(costs.stages)} stages")
+        return
+    source, machine = (str(costs.origin.get(key, "unknown")) for key in ("source", "machine"))
+    here = torch.cuda.get_device_name(0) if has_gpu else cpu_name()
+    fits = source == "measured" and machine == here
+    todo = "" if fits else "measure here: megatron-epp profile -o FILE"
+    yield Finding("profile", OK if fits else WARNING, f"{name}: {source}, of {machine}; this machine is {here}", todo)

@@ -1,0 +1,164 @@
+"""Lengths of batches from the command line: numbers, text files, or Megatron's index files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from megatron_epp.cli.types import MOST_SEQUENCES, count, sequences
+from megatron_epp.data import sequence_lengths
+from megatron_epp.data.document_index import document_tokens
+from megatron_epp.data.sequences import LONG_DOCUMENTS, sequences_of
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import MOST_BYTES, naming, read_text, shown
+
+LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
+"""Lengths to draw where there is no file."""
+_DRAWN = 512
+SOURCES = (
+    "tokens of every document: a file with one number per line (commas and spaces will do), a Megatron .idx file, - for "
+    f"stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those"
+)
+"""What `read_lengths` takes, as help says it."""
+
+
+def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
+    """Add the flags that name the batch, or with `several` the batches."""
+    batch = parser.add_argument_group("batches" if several else "batch")
+    repeat = "; repeat it for more batches" if several else ""
+    batch.add_argument(
+        "--lengths",
+        "--lengths-file",
+        action="append" if several else "store",
+        required=True,
+        metavar="FILE|N,N,...",
+        help=f"{SOURCES} ({_DRAWN} without --batch-size){repeat}",
+    )
+    batch.add_argument(
+        "--context", "--seq-length", type=count, metavar="N", help="the most tokens of a sequence (default: the longest length)"
+    )
+    add_documents(batch)
+    batch.add_argument(
+        "--batch-size",
+        type=sequences,
+        metavar="N",
+        help="a batch is this many sequences, from the file's first on"
+        + (", --batches times" if several else "")
+        + " (default: all)",
+    )
+    if several:
+        batch.add_argument(
+            "--batches", type=count, default=1, metavar="K", help="batches per file with --batch-size (default: 1)"
+        )
+    batch.add_argument("--forward-only", action="store_true", help="plan an evaluation, without backward")
+
+
+def add_documents(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that says what becomes of lengths beyond ``--context``."""
+    group.add_argument(
+        "--documents",
+        "--epp-documents",
+        choices=list(LONG_DOCUMENTS),
+        default="split",
+        help="what becomes of longer ones, as in training: several sequences, or one that is cut off (default: split)",
+    )
+
+
+def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:
+    """The one batch. Raises `EppError`."""
+    return limited(read_lengths(args.lengths, args.batch_size), args)[: args.batch_size]
+
+
+def batches_of(args: argparse.Namespace) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and lengths of every batch. Raises `EppError`."""
+    batches = []
+    for source in args.lengths:
+        size = args.batch_size
+        lengths = limited(read_lengths(source, size and size * args.batches), args)
+        if size is None:
+            batches.append((source, lengths))
+            continue
+        for number in range(min(args.batches, -(-len(lengths) // size))):
+            part = lengths[number * size : (number + 1) * size]
+            batches.append((f"{source}[{number * size}:{number * size + len(part)}]", part))
+    return batches
+
+
+def read_lengths(source: str, count: int | None = None, seed: int = 0) -> tuple[int, ...]:
+    """Lengths that ``--lengths`` names.
+
+    Args:
+        source: a file, - for stdin, numbers, or a name in `LIKE`; a file of that name wins.
+        count: of lengths to draw where it is a name; None for a batch of common size.
+        seed: of the draw.
+
+    Raises:
+        EppError: it is none of these, or holds no lengths.
+    """
+    if source in LIKE and not Path(source).is_file():
+        return tuple(LIKE[source](min(count or _DRAWN, MOST_SEQUENCES), seed).tolist())
+    if re.fullmatch(r"[\d,\s]+", source):
+        with naming(f"--lengths {shown(source)}"):
+            return _numbers(source)
+    if source == "-":
+        with naming("--lengths -"):
+            return _numbers(_stdin())
+    path = Path(source)
+    if path.is_dir():
+        raise EppError(
+            f"--lengths {source} is a folder: give a file of lengths, or an .idx that `megatron-epp prepare` makes of it"
+        )
+    if not path.is_file():
+        wrong = next(word for word in source.replace(",", " ").split() if not _is_count(word))
+        raise EppError(
+            f"--lengths {source}: there is no such file, and {shown(wrong)} is not a number of tokens, nor one of "
+            f"{', '.join(LIKE)}"
+        )
+    if path.suffix == ".idx":
+        return _index(path)
+    with naming(f"--lengths {source}"):
+        return _numbers(read_text(path))
+
+
+def _stdin() -> str:
+    text = sys.stdin.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise EppError(f"more than {MOST_BYTES:,} characters, the most that are read")
+    return text
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = text.replace(",", " ").split()
+    if wrong := next((word for word in words if not _is_count(word)), None):
+        raise EppError(f"{shown(wrong)} is not a number of tokens (a whole number, 1 to 2,147,483,647)")
+    if not words:
+        raise EppError("no lengths")
+    return tuple(map(int, words))
+
+
+def _index(path: Path) -> tuple[int, ...]:
+    """Positions that each document of a Megatron index trains: its tokens but one. Those of fewer than two are left out."""
+    try:
+        positions = document_tokens(str(path)) - 1
+    except EppError as error:
+        raise EppError(f"--lengths {error}") from None
+    lengths = tuple(positions[positions > 0].tolist())
+    if not lengths:
+        raise EppError(f"--lengths {path}: no document of two tokens or more")
+    return lengths
+
+
+def limited(lengths: tuple[int, ...], args: argparse.Namespace) -> tuple[int, ...]:
+    """Lengths of the sequences that training makes of documents so long, by ``--context`` and ``--documents``."""
+    if args.context is None:
+        return lengths
+    found = sequences_of(np.asarray(lengths, dtype=np.int64) + 1, args.context, args.documents)
+    return tuple(found.lengths.tolist())
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) < 11 and 0 < int(text) < 2**31

@@ -1,0 +1,175 @@
+"""The command that says what memory a batch takes, of what, when and where, and how far memory reaches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import warnings
+from argparse import Namespace
+from dataclasses import asdict, replace
+from typing import Any
+
+from megatron_epp.cli.inputs import add_planner, add_problem, costs_of, options_of, problem_of
+from megatron_epp.cli.model import flags_of
+from megatron_epp.cli.output import say
+from megatron_epp.cli.progress import progress
+from megatron_epp.cli.types import count, picture
+from megatron_epp.plan.account import Account
+from megatron_epp.plan.errors import InfeasibleError
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.search.limits import Limit, Limits, Reach
+from megatron_epp.report.memory import curves, figures, peak_lines, peak_table
+from megatron_epp.report.memory_picture import save_memory_picture
+from megatron_epp.report.table import format_bytes, format_us, table
+from megatron_epp.report.text import headline
+
+EXAMPLE = """\
+example: before anything is launched, what a batch takes on 8 GPUs of 80 GB, and what else would fit
+  megatron-epp memory --lengths 131072,9000,800,350,120 --model llama3-8b --cluster h100x8 --stages 8 -o memory.png
+"""
+
+_BESIDE_CURVE = 20
+"""Characters."""
+_NO_MEGATRON = "Megatron's own estimate: Megatron is not installed here"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_problem(parser)
+    add_planner(parser)
+    parser.add_argument(
+        "-o", "--output", type=picture, metavar="FILE", help="also draw it over time: .png, .svg or .pdf (default: do not)"
+    )
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="do not look for what else would fit")
+    parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron's own estimate")
+    parser.add_argument("--width", type=count, default=100, metavar="N", help="characters of a curve's line (%(default)s)")
+
+
+def run(args: Namespace) -> int:
+    """Plan, take the plan apart, look for limits, print. Raises `EppError`."""
+    problem, options = problem_of(args), options_of(args, args.planner)
+    costs = costs_of(args, problem.lengths)
+    refusal, made = "", None
+    try:
+        with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
+            made = plan(problem, costs, options)
+    except InfeasibleError as error:
+        refusal = str(error)
+    reaches = {} if args.quick and made is not None else _reaches(args, problem, options)
+    if made is None:
+        made = min((reach.cap_plan for reach in reaches.values()), key=lambda one: max(one.cap_bytes))
+    account = account_of(made, costs)
+    megatron = None if args.no_megatron else _megatrons(args, problem)
+    if args.output:
+        save_memory_picture(account, args.output)
+    if args.json:
+        say(json.dumps(_figures(account, refusal, reaches, megatron), indent=1))
+    else:
+        say(_text(args, account, refusal, reaches, megatron))
+    return 0
+
+
+def _reaches(args: Namespace, problem: Problem, options: Options) -> dict[str, Reach]:
+    choices = {"without offload": replace(options, offload=False)} | ({"with offload": options} if options.offload else {})
+    uncut = Namespace(**vars(args) | {"context": None})
+    tried: list[str] = []
+    with progress("looking for what fits", lambda: f"{tried[-1]}, {len(tried)} plans" if tried else ""):
+        return {
+            name: Limits(problem, lambda longest: costs_of(uncut, problem.lengths, longest), chosen, tried.append).reach()
+            for name, chosen in choices.items()
+        }
+
+
+def _megatrons(args: Namespace, problem: Problem) -> dict[str, Any] | str:
+    """Megatron's own estimate, or why there is none."""
+    if args.costs is not None and args.model is None:
+        return "Megatron's own estimate: a cost profile does not tell the model; name it with --model"
+    try:
+        with progress("asking Megatron's own estimator"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from megatron_epp.mcore.costs.estimate import estimate
+    except ImportError:
+        return _NO_MEGATRON
+    found: dict[str, Any] = estimate(flags_of(args), args.stages, args.data_parallel, problem.lengths)
+    return found
+
+
+def _text(
+    args: Namespace, account: Account, refusal: str, reaches: dict[str, Reach], megatron: dict[str, Any] | str | None
+) -> str:
+    blocks = [headline(account.timeline.plan)]
+    if refusal:
+        blocks = [[refusal.splitlines()[0], "What follows is of the smallest cap with which the batch fits."], *blocks]
+    blocks += [peak_table(account), list(peak_lines(account)), curves(account, max(8, args.width - _BESIDE_CURVE))]
+    if reaches:
+        blocks.append(_reach_table(reaches))
+    if isinstance(megatron, str):
+        blocks.append([megatron])
+    elif megatron is not None:
+        blocks.append(_megatron_lines(account, megatron))
+    return "\n\n".join("\n".join(lines) for lines in blocks)
+
+
+def _reach_table(reaches: dict[str, Reach]) -> list[str]:
+    found = list(reaches.values())
+    rows = []
+    if found[0].alone is not None:
+        rows += [
+            ["longest sequence, alone", *(_largest(reach.alone, "tokens") for reach in found)],
+            ["longest sequence, beside the others of the batch", *(_largest(reach.beside, "tokens") for reach in found)],
+            ["most sequences of such lengths", *(_largest(reach.batch, "sequences") for reach in found)],
+        ]
+    rows.append(["smallest cap for this batch (--memory-gb)", *(_gigabytes(reach.cap) for reach in found)])
+    rows.append(["  makespan with it", *(format_us(reach.cap_plan.predicted.makespan_us) for reach in found)])
+    lines = table(("what fits", *reaches), rows)
+    if found[0].alone is None:
+        lines.append("Without a cap (--memory-gb, or a --cluster with memory) nothing is too long.")
+    return lines
+
+
+def _largest(limit: Limit | None, of_what: str) -> str:
+    if limit is None or limit.value is None:
+        return "none fits"
+    return f"{limit.value:,} {of_what}" if limit.step else f"{limit.value:,} {of_what} or more"
+
+
+def _gigabytes(limit: Limit) -> str:
+    assert limit.value is not None  # some cap always does
+    return f"{math.ceil(limit.value / 2**30 * 1e4) / 1e4:.4f}"
+
+
+def _megatron_lines(account: Account, megatron: dict[str, Any]) -> list[str]:
+    peak = account.peak(0)
+    static = account.timeline.plan.static_bytes[0]
+    rows = [
+        ["weights, gradients, optimizer", format_bytes(megatron["state_bytes"]), format_bytes(static)],
+        ["all that comes with a batch", format_bytes(megatron["activation_bytes"]), format_bytes(peak.num_bytes - static)],
+    ]
+    return [
+        *table(("of rank 0", "Megatron's estimate", "this plan"), rows),
+        f"Megatron's is of {megatron['microbatches']:,} microbatches of {megatron['tokens']:,} tokens each in its own 1F1B, "
+        "without recompute of whole layers.",
+        "It knows no slices, packing, caches of keys and values, or caps. The plan's static bytes have room for passes.",
+    ]
+
+
+def _figures(
+    account: Account, refusal: str, reaches: dict[str, Reach], megatron: dict[str, Any] | str | None
+) -> dict[str, Any]:
+    def limit(one: Limit | None) -> dict[str, Any] | None:
+        return None if one is None else asdict(one)
+
+    limits = {
+        name: {
+            "longest_sequence_alone": limit(reach.alone),
+            "longest_sequence_beside": limit(reach.beside),
+            "largest_batch": limit(reach.batch),
+            "smallest_cap_bytes": limit(reach.cap),
+            "smallest_cap_makespan_us": reach.cap_plan.predicted.makespan_us,
+        }
+        for name, reach in reaches.items()
+    }
+    return {"refusal": refusal, "ranks": figures(account), "limits": limits, "megatron": megatron}

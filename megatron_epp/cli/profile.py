@@ -1,0 +1,112 @@
+"""The command that measures this machine and writes a cost profile."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import os
+import platform
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cli.model import add_model, flags_of, of_model
+from megatron_epp.cli.output import say
+from megatron_epp.cli.progress import progress
+from megatron_epp.cli.types import output, whole
+from megatron_epp.cost.analytic import analytic_profile
+from megatron_epp.cost.fit import fit_profile
+from megatron_epp.cost.library import RATES, load_cluster, shape_of
+from megatron_epp.cost.profile import Profile
+from megatron_epp.launch.machine import cpu_name, version_of
+from megatron_epp.plan.errors import EppError
+from megatron_epp.report.table import table
+
+EXAMPLE = """\
+example: the model of the quickstart, here, then a plan with what was measured
+  megatron-epp profile --model tiny-gpt -o profile.json
+  megatron-epp plan --lengths 1200,88,4096 --costs profile.json --pipeline-size 2
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    add_model(parser.add_argument_group("model", "a layer, the embedding and the head are measured (default: an 8B model)"))
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="where to measure (default: a GPU if there is one)")
+    parser.add_argument(
+        "--tokens", type=_numbers, metavar="N,N,...", help="tokens of chunks and slices to measure (default: by device)"
+    )
+    parser.add_argument(
+        "--prefixes", type=_numbers, metavar="N,N,...", help="tokens before a slice to measure, from 0 (default: by device)"
+    )
+    parser.add_argument(
+        "--by-formula",
+        metavar="CLUSTER",
+        help="do not measure: write what the formulas give for this machine, marked as such (default: measure)",
+    )
+    parser.add_argument("-o", "--output", type=output, metavar="FILE", required=True, help="write the profile as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, fit, write, and print the residuals. Raises `EppError`."""
+    profile = _measured(args) if args.by_formula is None else _by_formula(args)
+    Path(args.output).write_text(profile.to_json() + "\n", encoding="utf-8")
+    say(f"{profile.name}, {profile.origin['source']} ({profile.origin['machine']})")
+    if residuals := profile.origin.get("residuals"):
+        rows = [[kind, str(r["points"]), f"{r['median']:.1%}", f"{r['worst']:.1%}"] for kind, r in residuals.items()]
+        say("\n".join(["", *table(("kind", "points", "median error of the fit", "worst"), rows)]))
+    return 0
+
+
+def _by_formula(args: argparse.Namespace) -> Profile:
+    with of_model(args):
+        shape = shape_of(flags_of(args))
+    cluster = load_cluster(args.by_formula)
+    origin = {
+        "source": "analytic: by formula from the model's shape and the machine's rates, nothing was measured",
+        "machine": cluster.name,
+        "rates": {name: None if value == math.inf else value for name, value in asdict(cluster.rates).items()},
+        "shape": asdict(shape),
+    }
+    return replace(analytic_profile(shape, cluster.rates), origin=origin)
+
+
+def _measured(args: argparse.Namespace) -> Profile:
+    try:
+        import torch
+
+        from megatron_epp.runtime.links.probe import measure_link
+        from megatron_epp.runtime.tools.profiling import Grid, measure
+    except ImportError as error:
+        raise EppError(f"profile needs torch: {error}") from error
+    with of_model(args):
+        shape = shape_of(flags_of(args))
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise EppError("--device cuda: torch finds no GPU here; `megatron-epp doctor` says more")
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    usual = Grid.of(device)
+    grid = Grid(args.tokens or usual.tokens, usual.prefixes if args.prefixes is None else args.prefixes)
+    now = ["starting"]
+    with progress("profiling", lambda: now[0]):
+        points = measure(shape, device, grid, lambda kind: now.append(now.pop() and kind))
+        if device.type == "cpu" or torch.cuda.device_count() > 1:
+            now[0] = "message"
+            points["message"] = measure_link(gpus=device.type == "cuda")
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    origin: dict[str, Any] = {
+        "source": "measured",
+        "machine": gpu or cpu_name(),
+        "threads": None if gpu else torch.get_num_threads(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {name: version_of(name) for name in ("torch", "megatron-epp")},
+        "shape": asdict(shape),
+    }
+    rates = RATES["h100" if gpu else "cpu"]
+    return fit_profile(points, shape, rates, f"measured:{gpu or 'cpu'}", origin)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(whole, text.split(",")))

@@ -1,0 +1,119 @@
+"""`megatron-epp train`: YAML settings to a training run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import shlex
+import warnings
+from collections.abc import Iterator
+
+from megatron_epp.cli.output import say, tell
+from megatron_epp.cli.progress import progress
+from megatron_epp.cost.library import find
+from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
+from megatron_epp.launch.environment import environment_to_set, exports
+from megatron_epp.launch.flags import argv_of
+from megatron_epp.launch.machine import count_gpus
+from megatron_epp.launch.meet import meet
+from megatron_epp.launch.meet_token import TOKEN_VARIABLE
+from megatron_epp.launch.settings import Settings, SettingsError, load_settings
+from megatron_epp.plan.reading import naming
+
+EXAMPLE = """\
+example: two iterations of a tiny model on two CPU processes
+  megatron-epp train -c recipes/tiny-cpu train_iters=2 data_path=documents
+see what would run, without running it
+  megatron-epp train -c recipes/llama3-8b-128k epp.memory_cap_gb=70 --dry-run
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "-c",
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="a YAML file, or the name of a shipped one such as recipes/llama3-8b-128k; repeat it for more, the last wins",
+    )
+    add(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="settings over those of the files: lr=1e-4, megatron.save=runs/a, epp.placement=v, launch.nodes=2; null unsets",
+    )
+    add("--dry-run", action="store_true", help="check the settings and print the command; start nothing, write nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, print, save, and become torchrun."""
+    settings = load_settings(args.config, args.overrides)
+    with naming(f"-c {', '.join(args.config)}"):
+        launch = Launch.of(settings)
+        processes = launch.processes_per_node or _processes(settings, launch)
+    with progress("reading Megatron's flags"), naming(f"-c {', '.join(args.config)}"):
+        argv = checked_argv(settings, launch.nodes * processes, wants_files=not args.dry_run)
+    command, environment = command_of(launch, argv, processes), environment_to_set(launch.environment)
+    say("\n".join([*exports(launch.environment, masked=True), shlex.join(command)]), flush=True)
+    if args.dry_run:
+        return 0
+    folder = folder_of(launch, settings.get("megatron") or {})
+    if launch.node_rank == 0:
+        save_run(folder, settings, command, launch.environment)
+        tell(f"settings, command and versions are in {folder}")
+    if launch.nodes > 1:
+        tell(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s")
+        meet(launch.nodes, launch.node_rank, launch.master_addr, launch.master_port, launch.wait_seconds)
+    os.environ.pop(TOKEN_VARIABLE, None)  # all that had to know it do
+    os.execvpe(command[0], command, {**os.environ, **environment})
+    return 0
+
+
+def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list[str]:
+    """The flags of a run of so many processes, looked at as the training script will; with its files where they are wanted.
+
+    Raises:
+        EppError: a key, a value, or several of them together are refused.
+    """
+    if (cluster := settings.get("cluster")) is not None:
+        find("clusters", str(cluster))
+    with _quietly():
+        from megatron_epp.mcore.arguments import flags
+
+        parser = flags.megatron_parser()
+        argv = argv_of(settings, flags.flags_of(parser))
+        parsed = flags.check(parser, argv)
+        flags.check_run(parsed, world_size)
+        if wants_files:
+            flags.check_files(parsed)
+    return argv
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what Megatron's imports say about packages that are not installed: the run itself will say it."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _processes(settings: Settings, launch: Launch) -> int:
+    """One for each GPU of this node; without any, what one replica needs."""
+    if found := count_gpus():
+        return found
+    needed = world_of(settings.get("megatron") or {})
+    if needed % launch.nodes:
+        raise SettingsError(
+            f"one replica has {needed} ranks, which do not divide over {launch.nodes} nodes without GPUs: set "
+            "launch.processes_per_node"
+        )
+    return needed // launch.nodes

@@ -1,0 +1,104 @@
+"""How evenly stages share the work, and how many layers each should have so that none makes the others wait."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_epp.cost.model import PipelineCosts, StageCosts
+from megatron_epp.cost.work import causal_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Layers of every stage.
+
+    Attributes:
+        layers: of every stage, first to last.
+        excess: by how much the busiest stage's time exceeds the mean: of every iteration the others wait so long.
+    """
+
+    layers: tuple[int, ...]
+    excess: float
+
+
+WORTH = 0.05
+"""Of the mean: what other layers must save the busiest stage to be spoken of."""
+
+
+def layout_flag(layers: Sequence[int]) -> str:
+    """As Megatron's ``--pipeline-model-parallel-layout`` takes them, with embedding and loss: ``Et*7|t*8|t*7L``."""
+    stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
+    return f"E{'|'.join(stages)}L"
+
+
+def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int) -> tuple[int, ...]:
+    """Layers of each stage such that the busiest stage's time is least. Every stage has one at least.
+
+    Each layer goes to the stage that has least to do, the latest among equals, where fewest chunks are held at a time.
+
+    Args:
+        layer_us: time of a layer.
+        extra_us: of each stage, besides its layers.
+        num_layers: no fewer than stages.
+    """
+    layers = [1] * len(extra_us)
+    least = [(extra + layer_us, -stage) for stage, extra in enumerate(extra_us)]
+    heapq.heapify(least)
+    for _ in range(num_layers - len(layers)):
+        time_us, back = least[0]
+        heapq.heapreplace(least, (time_us + layer_us, back))
+        layers[-back] += 1
+    return tuple(layers)
+
+
+def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Spread]:
+    """The layers as they are and as they should be, where every rank has one stage and all layers are alike.
+
+    Args:
+        costs: of the stages.
+        lengths: tokens of sequences like those to come.
+    """
+    tokens, pairs = sum(lengths), sum(causal_pairs(0, length) for length in lengths)
+
+    def times_us(stage: StageCosts) -> tuple[float, float]:
+        """A layer's, and what comes on top of all layers; without the fixed part of a pass."""
+        lines = (stage.forward + stage.backward, stage.extra_forward + stage.extra_backward)
+        layer_us, extra_us = (line.per_token_us * tokens + line.per_pair_us * pairs for line in lines)
+        return layer_us, extra_us
+
+    each = [times_us(stage) for stage in costs.stages]
+    num_layers, extra_us = sum(costs.num_layers), [extra for _, extra in each]
+    layer_us = sum(layer * count for (layer, _), count in zip(each, costs.num_layers, strict=True)) / max(num_layers, 1)
+    mean_us = (layer_us * num_layers + sum(extra_us)) / len(each)
+
+    def spread(layers: tuple[int, ...]) -> Spread:
+        busiest_us = max(count * layer_us + extra for count, extra in zip(layers, extra_us, strict=True))
+        return Spread(layers, busiest_us / mean_us - 1 if mean_us else 0.0)
+
+    return spread(costs.num_layers), spread(spread_layers(layer_us, extra_us, num_layers))
+
+
+def advice(costs: PipelineCosts, placement: Sequence[int], lengths: Sequence[int], flag: str | None = None) -> str | None:
+    """A sentence where other layers would save the busiest stage `WORTH`; None elsewhere.
+
+    Nothing is said where ranks have several stages, or stages are to be without layers.
+
+    Args:
+        costs: of the stages.
+        placement: the rank of every stage.
+        lengths: tokens of sequences like those to come.
+        flag: that would set them so; Megatron's if None.
+    """
+    if len(set(placement)) < len(placement) or sum(costs.num_layers) < len(placement) or not lengths:
+        return None
+    own, best = spreads(costs, lengths)
+    if own.excess - best.excess < WORTH:
+        return None
+    flag = flag or f"--pipeline-model-parallel-layout '{layout_flag(best.layers)}'"
+    layers = ", ".join(map(str, own.layers))
+    return (
+        f"stages of {layers} layers: the busiest takes {own.excess:.0%} longer than the mean, and the others wait for it; "
+        f"{flag} would make it {best.excess:.0%}, for sequences like these"
+    )

@@ -1,0 +1,87 @@
+"""What it takes to have keys and values of sliced sequences at the host, and to bring them past attention piece by piece.
+
+A *piece* is a group of heads of one layer. While attention runs on one, the next arrives; in backward its gradient comes and
+goes besides. What attention hides costs nothing; of what is longer, the rest counts, and so do a pass's first piece, ahead of
+which nothing runs that could hide it, and its last on the way out. The device has keys and values of the piece that runs and
+of the next, and in backward the gradient of one as well. What attention's backward makes before it is added to that counts with
+the layer, see `cost.prefix`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_epp.cost.work import ChunkWork, IntColumn
+from megatron_epp.plan.kv_offload import head_parts
+from megatron_epp.plan.size_class import size_classes
+
+if TYPE_CHECKING:
+    from megatron_epp.cost.line import TimeColumn
+    from megatron_epp.cost.model import PipelineCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """Of one stage, as columns with one entry per chunk; 0 where a chunk holds no slice.
+
+    Attributes:
+        forward_us, backward_us: on top of a pass.
+        again_us: on top of a layer that runs attention again.
+        forward_bytes, backward_bytes: on the device while a pass runs, in the place of the caches.
+        cache_bytes, gradient_bytes: at the host, of the whole sequence.
+    """
+
+    forward_us: TimeColumn
+    backward_us: TimeColumn
+    again_us: TimeColumn
+    forward_bytes: IntColumn
+    backward_bytes: IntColumn
+    cache_bytes: IntColumn
+    gradient_bytes: IntColumn
+
+
+def hosting(costs: PipelineCosts, stage: int, work: ChunkWork, sharing: float = 1.0) -> Hosting:
+    """What hosting takes of a stage.
+
+    Args:
+        costs: of the pipeline, with a link to the host.
+        stage: number of the stage.
+        work: of the chunks.
+        sharing: as many times slower is the link, because its rank uses it otherwise too. Other ranks that share it have slices
+            of the same sequence to stream at the same times.
+    """
+    own = costs.stages[stage]
+    parts = head_parts(own.kv_heads)
+    pieces, kv = own.num_layers * parts, own.kv_bytes_per_token / parts
+    gradient = own.kv_gradient_per_token(work) / parts
+    rows, before, upto = size_classes(work.cache_tokens), work.prefix_tokens, work.prefix_tokens + work.tokens
+    has_earlier, has_later = np.where(work.first, 0, 1), np.where(work.last, 0, 1)
+
+    def copy_us(per_token: float | TimeColumn, tokens: IntColumn) -> TimeColumn:
+        """Of a piece, one way: keys and values, or their gradients, are two copies."""
+        return sharing * costs.host_turns * (2 * costs.host_latency_us + costs.host_us_per_byte * per_token * tokens)
+
+    def beyond(streamed_us: TimeColumn, per_pair_us: float, layers: int) -> TimeColumn:
+        return np.where(work.sliced, np.maximum(streamed_us - layers * per_pair_us * work.pairs, 0.0), 0.0)
+
+    in_us, out_us = has_earlier * copy_us(kv, before), copy_us(kv, work.tokens)
+    back_us = copy_us(kv, upto) + has_later * copy_us(gradient, upto)
+    sums_us = has_earlier * copy_us(gradient, before)  # on their way out
+    device = 1.0 + costs.fragmentation_share
+    return Hosting(
+        forward_us=beyond(pieces * (in_us + out_us), own.forward.per_pair_us, own.num_layers) + work.sliced * (in_us + out_us),
+        backward_us=beyond(pieces * (back_us + sums_us), own.backward.per_pair_us, own.num_layers)
+        + work.sliced * (back_us + sums_us),
+        again_us=beyond(parts * in_us, own.forward.per_pair_us, 1),
+        forward_bytes=_whole(work.sliced * 2 * kv * rows * device),
+        backward_bytes=_whole(work.sliced * (2 * kv + gradient) * rows * device),
+        cache_bytes=_whole(work.sliced * pieces * kv * rows),
+        gradient_bytes=_whole(work.sliced * pieces * gradient * rows),
+    )
+
+
+def _whole(amount: TimeColumn) -> IntColumn:
+    return np.ceil(amount).astype(np.int64)

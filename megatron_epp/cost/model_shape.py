@@ -1,0 +1,231 @@
+"""Shape of a GPT: what is counted from it, per layer and token, on one rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_epp.plan.errors import EppError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Shape of a GPT and how one layer is spread over ranks.
+
+    Attributes:
+        num_layers: of the whole model.
+        hidden_size: width of the residual stream.
+        ffn_hidden_size: width inside the MLP; of one expert where there are experts.
+        num_attention_heads: query heads.
+        num_query_groups: key and value heads; None means as many as query heads.
+        kv_channels: width of a head; None means hidden_size / num_attention_heads.
+        vocab_size: after padding.
+        gated_mlp: two input projections (SwiGLU) instead of one.
+        num_experts: MLPs a router chooses from; None means one, without a router.
+        experts_per_token: how many of them a token passes (top-k). Experts are taken to be loaded evenly.
+        bytes_per_value: of activations and messages (2 for bf16, 4 for fp32).
+        tensor_parallel: ranks that share the heads, the MLP and the vocabulary.
+        sequence_parallel: those ranks also share the tokens between the layers' matrix products.
+        context_parallel: ranks that share the tokens (the heads, inside attention).
+        expert_parallel: ranks that share the experts.
+        loss_block_tokens: of a block of the loss; 0 where all logits of a chunk are there at once.
+
+    Raises:
+        EppError: the heads cannot be shared evenly.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    vocab_size: int
+    gated_mlp: bool = True
+    num_experts: int | None = None
+    experts_per_token: int = 1
+    bytes_per_value: int = 2
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    loss_block_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.ranks:
+            raise EppError(
+                f"{self.num_attention_heads} attention heads cannot be shared evenly by {self.tensor_parallel} tensor-parallel "
+                f"x {self.context_parallel} context-parallel ranks: change --tensor-parallel or --context-parallel"
+            )
+
+    @property
+    def query_width(self) -> int:
+        return self.num_attention_heads * (self.kv_channels or self.hidden_size // self.num_attention_heads)
+
+    @property
+    def kv_width(self) -> int:
+        """Of the keys, and again of the values."""
+        groups = self.num_query_groups or self.num_attention_heads
+        return groups * (self.kv_channels or self.hidden_size // self.num_attention_heads)
+
+    @property
+    def ranks(self) -> int:
+        """That share the work of one layer on one chunk."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
+    def kv_heads_per_tensor_rank(self) -> int:
+        return max(1, (self.num_query_groups or self.num_attention_heads) // self.tensor_parallel)
+
+    @property
+    def kv_copies(self) -> int:
+        """Context-parallel ranks that hold the same keys and values: a rank has whole heads, so too few are repeated."""
+        return math.lcm(self.kv_heads_per_tensor_rank, self.context_parallel) // self.kv_heads_per_tensor_rank
+
+    @property
+    def kv_heads_on_rank(self) -> int:
+        """Heads of keys and values that a rank has inside attention."""
+        return self.kv_heads_per_tensor_rank * self.kv_copies // self.context_parallel
+
+    @property
+    def queries_per_key(self) -> int:
+        """Query heads that share a head of keys and values on a rank."""
+        return max(1, self.num_attention_heads // (self.ranks * self.kv_heads_on_rank))
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one MLP, or one expert."""
+        return (3 if self.gated_mlp else 2) * self.hidden_size * self.ffn_hidden_size
+
+    @property
+    def attention_parameters(self) -> int:
+        return self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
+
+    @property
+    def layer_parameters(self) -> int:
+        """All of a layer's, of every expert."""
+        router = 0 if self.num_experts is None else self.hidden_size * self.num_experts
+        return self.attention_parameters + router + (self.num_experts or 1) * self.mlp_parameters
+
+    @property
+    def parameters_per_token(self) -> int:
+        """Those of a layer that a token meets."""
+        if self.num_experts is None:
+            return self.layer_parameters
+        router = self.hidden_size * self.num_experts
+        return self.attention_parameters + router + self.experts_per_token * self.mlp_parameters
+
+    @property
+    def layer_parameters_on_rank(self) -> float:
+        """Those that one rank holds of a layer."""
+        experts = 0 if self.num_experts is None else self.num_experts * self.mlp_parameters
+        return (self.layer_parameters - experts) / self.tensor_parallel + self.expert_parameters_on_rank
+
+    @property
+    def expert_parameters_on_rank(self) -> float:
+        """Of these, the experts'."""
+        if self.num_experts is None:
+            return 0.0
+        return self.num_experts * self.mlp_parameters / (self.expert_parallel * self.tensor_parallel)
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Of the embedding, and again of the output layer where it is not tied."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def largest_layer_weight(self) -> float:
+        """Parameters of the largest weight matrix of a layer on one rank: into the MLP or an expert, or into attention."""
+        into_mlp = self.hidden_size * self.ffn_hidden_size * (2 if self.gated_mlp else 1)
+        into_attention = self.hidden_size * (self.query_width + 2 * self.kv_width)
+        return max(into_mlp, into_attention) / self.tensor_parallel
+
+    @property
+    def hidden_bytes_per_token(self) -> float:
+        """The residual stream of one token on one rank."""
+        shared = self.tensor_parallel if self.sequence_parallel else 1
+        return self.hidden_size * self.bytes_per_value / (shared * self.context_parallel)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return 2 * self.kv_width * self.kv_copies * self.bytes_per_value / self.ranks
+
+    @property
+    def inner_bytes_per_token(self) -> float:
+        """Queries, keys, values and attention's output, and what enters and leaves the MLP's nonlinearity."""
+        mlp = (3 if self.gated_mlp else 2) * self.ffn_hidden_size * self.experts_per_token
+        return (2 * self.query_width + 2 * self.kv_width + mlp) * self.bytes_per_value / self.ranks
+
+    @property
+    def attention_result_bytes_per_token(self) -> float:
+        """What core attention's backward needs of its forward beside queries, keys and values: its output and one fp32 number
+        per head (log-sum-exp).
+        """
+        return (self.query_width * self.bytes_per_value + 4 * self.num_attention_heads) / self.ranks
+
+    @property
+    def mlp_bytes_per_token(self) -> float:
+        """Kept by the MLP, or by the experts a token passes: what enters and leaves the nonlinearity, and routed copies."""
+        width = (3 if self.gated_mlp else 2) * self.ffn_hidden_size * self.experts_per_token
+        return width * self.bytes_per_value / self.ranks + self.routed_bytes_per_token
+
+    @property
+    def mlp_parameters_per_token(self) -> int:
+        """Of the MLP, or the router and the experts a token passes."""
+        return self.parameters_per_token - self.attention_parameters
+
+    @property
+    def routed_bytes_per_token(self) -> float:
+        """A token's copies as its experts take them in, and as they give them back."""
+        if self.num_experts is None:
+            return 0.0
+        return 2 * self.experts_per_token * self.hidden_size * self.bytes_per_value / self.ranks
+
+    @property
+    def layer_bytes_per_token(self) -> float:
+        """Kept by a layer: four of residual width (input and output of either norm), the inner ones, routed copies, and one
+        fp32 number per head (log-sum-exp). Under context parallelism attention's output is kept twice, by heads and by tokens,
+        and keys and values as often as they are repeated.
+        """
+        repeated = 2 * self.kv_width * (self.kv_copies - 1) + (self.query_width if self.context_parallel > 1 else 0)
+        inside = self.inner_bytes_per_token + (4 * self.num_attention_heads + repeated * self.bytes_per_value) / self.ranks
+        return 4 * self.hidden_bytes_per_token + inside + self.routed_bytes_per_token
+
+    @property
+    def attended_bytes_per_token(self) -> float:
+        """Of `layer_bytes_per_token`, what is there when attention's backward has run: not the MLP's, nor its norm's input and
+        output.
+        """
+        return self.layer_bytes_per_token - self.mlp_bytes_per_token - 2 * self.hidden_bytes_per_token
+
+    @property
+    def weight_bytes_per_token(self) -> float:
+        """What the weight gradients of a layer need: the input and the output gradient of every linear layer. Four are of
+        residual width (in and out of attention and of the MLP), the others of the inner widths.
+        """
+        return 4 * self.hidden_bytes_per_token + self.inner_bytes_per_token + self.routed_bytes_per_token
+
+    @property
+    def mlp_exchanged_bytes_per_token(self) -> float:
+        """What of `exchanged_bytes_per_token` is for the MLP or the experts."""
+        tensor, expert = (1 - 1 / n for n in (self.tensor_parallel, self.expert_parallel))
+        residual = self.hidden_size * self.bytes_per_value / self.context_parallel
+        return 2 * tensor * residual + expert * self.routed_bytes_per_token
+
+    @property
+    def tensor_exchanged_bytes_per_token(self) -> float:
+        """What of `exchanged_bytes_per_token` goes between tensor-parallel ranks."""
+        return 4 * (1 - 1 / self.tensor_parallel) * self.hidden_size * self.bytes_per_value / self.context_parallel
+
+    @property
+    def exchanged_bytes_per_token(self) -> float:
+        """What a rank sends in a layer's forward, and again in its backward, to those that share the layer.
+
+        Tensor parallelism: attention and the MLP each reduce the residual stream (as reduce-scatter and all-gather, or both
+        in one). Context parallelism: queries, keys, values and the output go to the ranks of their heads. Expert parallelism:
+        a token's copies go to their experts and back.
+        """
+        tensor, context = (1 - 1 / n for n in (self.tensor_parallel, self.context_parallel))
+        residual = self.hidden_size * self.bytes_per_value / self.context_parallel
+        heads = (2 * self.query_width + 2 * self.kv_width * self.kv_copies) * self.bytes_per_value / self.ranks
+        return 2 * tensor * residual + context * heads + self.mlp_exchanged_bytes_per_token

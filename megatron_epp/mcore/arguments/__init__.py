@@ -1,0 +1,1 @@
+"""The `--epp-*` flags, and what Megatron's flags allow beside them."""

@@ -1,0 +1,161 @@
+"""Megatron's `--yaml-cfg FILE` beside `--epp`: what the file says counts as flags do, and flags given beside it win.
+
+Megatron itself puts the file in the place of all flags. In releases 0.17 to 0.19 no file can satisfy it: it looks for
+``account_for_embedding_in_pipeline_split`` beside the sections, its model is made of what is in them, and it refuses the key in
+both places. So here the file gives defaults to the parser, and Megatron then reads and checks a command line as always.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.launch.flags import EPP_PREFIX
+from megatron_epp.launch.nearest import nearest
+from megatron_epp.launch.settings import read_settings
+from megatron_epp.mcore.arguments.errors import ArgumentError
+from megatron_epp.plan.reading import shown
+
+logger = logging.getLogger(__name__)
+
+_NESTED = ("language_model", "model_parallel")
+"""Sections of fields of Megatron's `TransformerConfig`, most of which are flags of the same name."""
+_FLAG_OF_FIELD = {
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "fp8_param": "fp8_param_gather",
+}
+"""Fields whose flag has another name, in some release at least."""
+_ACTIVATIONS = {"swiglu": "swiglu", "squaredrelu": "squared_relu", "gelu": None}
+"""Values of the field ``activation_func``, and the switch of each."""
+
+type Extra = Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
+
+
+def reading_yaml(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
+    """Megatron's `parse_args`, for which ``--yaml-cfg`` beside ``--epp`` is a file of defaults."""
+
+    def parse_args(extra_args_provider: Extra = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
+        path = _path_beside_epp(sys.argv[1:])
+        if path is None:
+            return original(extra_args_provider, ignore_unknown_args)
+
+        def with_defaults(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            take_defaults(parser, path)
+            return parser
+
+        return original(with_defaults, ignore_unknown_args)
+
+    return parse_args
+
+
+def take_defaults(parser: argparse.ArgumentParser, path: str) -> None:
+    """Give a parser the values of a file as defaults, and keep its ``--yaml-cfg`` from Megatron (as ``epp_yaml_cfg``).
+
+    Raises:
+        ArgumentError: a value does not go with its flag.
+        EppError: the file cannot be read.
+    """
+    body = _flat(read_settings(Path(path)), path)
+    by_name = {option.removeprefix("--").replace("-", "_"): a for a in parser._actions for option in a.option_strings}
+    by_name |= {action.dest: action for action in parser._actions}
+    _translate(body, by_name)
+    unused = {}
+    for key, value in body.items():
+        action = by_name.get(key)
+        if action is None:
+            unused[key] = value
+        elif value is not None and value != action.default:
+            parser.set_defaults(**_default(parser, action, key, value, path))
+    _warn(unused, by_name, path)
+    parser._option_string_actions["--yaml-cfg"].dest = "epp_yaml_cfg"
+    parser.set_defaults(yaml_cfg=None)
+
+
+def _path_beside_epp(argv: Sequence[str]) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--yaml-cfg")
+    parser.add_argument("--epp", action="store_true")
+    given, _ = parser.parse_known_args(list(argv))
+    return given.yaml_cfg if given.epp else None
+
+
+def _flat(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """Keys of the sections beside those that are in none."""
+    if "megatron" in body:
+        raise ArgumentError(f"--yaml-cfg {path} has a section `megatron:`; such files are for `megatron-epp train -c {path}`")
+    flat = {key: value for key, value in body.items() if key not in (*_NESTED, "epp") or not isinstance(value, dict)}
+    for section in _NESTED:
+        inner = body.get(section) or {}
+        if not isinstance(inner, dict):
+            raise ArgumentError(f"--yaml-cfg {path}: `{section}:` holds {shown(inner)}; it must hold names with values")
+        flat |= inner
+    if (body.get("language_model") or {}).get("num_query_groups") is not None:  # the model's field needs no switch
+        flat["group_query_attention"] = True
+    if isinstance(ours := body.get("epp"), dict):
+        flat |= {EPP_PREFIX + key: value for key, value in ours.items()}
+    return flat
+
+
+def _translate(body: dict[str, Any], by_name: dict[str, argparse.Action]) -> None:
+    """Put flags in the place of the fields that are none."""
+    for field, flag in _FLAG_OF_FIELD.items():
+        if field in body and field not in by_name:
+            body.setdefault(flag, body.pop(field))
+    if (activation := body.get("activation_func")) in _ACTIVATIONS:
+        del body["activation_func"]
+        if (switch := _ACTIVATIONS[activation]) is not None:
+            body[switch] = True
+        if activation == "swiglu":
+            body.pop("gated_linear_unit", None)
+    for name in ("init_method", "embedding_init_method"):
+        if body.get(name) == "xavier_uniform":
+            del body[name]
+            body["init_method_xavier_uniform"] = True
+    if body.get("persist_layer_norm") is not None:
+        body["no_persist_layer_norm"] = not body.pop("persist_layer_norm")
+
+
+def _default(parser: argparse.ArgumentParser, action: argparse.Action, key: str, value: Any, path: str) -> dict[str, Any]:
+    """A value as the flag's own type and choices make it, by the flag's name in the namespace."""
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{path}: {key} is {value!r}; {action.option_strings[0]} is a switch: give true or false")
+        if key == action.dest:
+            return {key: value}
+        return {action.dest: action.const} if value else {}
+    if isinstance(value, bool) and {"on", "off"} <= set(action.choices or ()):  # as YAML reads these words
+        value = "on" if value else "off"
+    several = action.nargs in ("*", "+") or isinstance(action.nargs, int)
+    words = value.split() if several and isinstance(value, str) else value if isinstance(value, list) else [value]
+    needed = action.nargs if isinstance(action.nargs, int) else None
+    if isinstance(value, bool | dict) or (not several and len(words) != 1) or len(words) != (needed or len(words)):
+        raise ArgumentError(
+            f"{path}: {key} is {value!r}; {action.option_strings[0]} takes {f'{needed} values' if needed else 'one value'}"
+        )
+    try:
+        return {action.dest: parser._get_values(action, [str(word) for word in words])}
+    except argparse.ArgumentError as error:
+        raise ArgumentError(f"{path}: {error}") from None
+
+
+def _warn(unused: dict[str, Any], by_name: dict[str, argparse.Action], path: str) -> None:
+    """Say once which keys did nothing, but for those that ask for nothing: nulls, and fields at the value they have anyway."""
+    from megatron.core.transformer import TransformerConfig
+
+    usual = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    left = [key for key, value in unused.items() if value is not None and usual.get(key, ...) != value]
+    if left and os.environ.get("RANK", "0") == "0":
+        told = ", ".join(f"{key}{f' ({hint[2:]})' if (hint := nearest(key, by_name)) else ''}" for key in left)
+        logger.warning("--yaml-cfg %s: these are no flags of this Megatron, and do nothing: %s", path, told)

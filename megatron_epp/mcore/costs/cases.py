@@ -1,0 +1,67 @@
+"""Which chunks are timed on a stage, so that its lines hold for the batches that will come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_epp.cost import causal_pairs
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.runtime.attention.slice_view import SliceView
+
+MULTIPLE = 64
+"""Of all numbers of tokens, or a multiple of it that the ranks that share them can divide."""
+LONGEST_CONTEXT = 8192
+"""That is measured where nothing else is said; what is longer is left to the line."""
+
+_TOKENS = (128, 512, 1024, 2048)
+_PACKED = _SLICES = (128, 512, 1024)
+_PREFIX_SHARES = (0.25, 0.5, 0.75)
+"""Of the context: what lies before a slice."""
+_SEGMENTS = 8
+_SHORTEST_CONTEXT = 1024
+
+
+class Case(NamedTuple):
+    """One sequence, a slice behind a prefix, or several sequences of one length."""
+
+    tokens: int
+    segments: int = 1
+    prefix: int = 0
+
+    @property
+    def pairs(self) -> int:
+        return self.segments * causal_pairs(self.prefix, self.prefix + self.tokens // self.segments)
+
+    def chunk(self, sequence: int) -> Chunk:
+        each = self.tokens // self.segments
+        return Chunk(tuple(Segment(sequence + i, self.prefix, self.prefix + each) for i in range(self.segments)))
+
+    def view(self, sequence: int) -> SliceView | None:
+        """As the last slice of a sequence."""
+        length = self.prefix + self.tokens
+        return SliceView(sequence, self.prefix, length, length, length) if self.prefix else None
+
+
+def cases_of(
+    context: int, multiple: int = MULTIPLE, factor: int = 1, most_tokens: int = 1 << 30, longest: int = LONGEST_CONTEXT
+) -> tuple[Case, ...]:
+    """What to time.
+
+    Args:
+        context: tokens of the longest sequence.
+        multiple: of all numbers of tokens.
+        factor: on the tokens of every case.
+        most_tokens: that the device has room for.
+        longest: context that is measured; what is longer is left to the line.
+    """
+    context = min(max(context, _SHORTEST_CONTEXT), longest) // multiple * multiple
+
+    def sizes(tokens: Sequence[int], limit: int) -> list[int]:
+        return sorted({max(1, min(factor * n, limit, most_tokens) // multiple) * multiple for n in tokens})
+
+    whole = (Case(tokens) for tokens in sizes(_TOKENS, context))
+    packed = (Case(tokens, _SEGMENTS) for tokens in sizes(_PACKED, context))
+    prefixes = [int(share * context) // multiple * multiple for share in _PREFIX_SHARES]
+    slices = (Case(tokens, prefix=prefix) for prefix in prefixes for tokens in sizes(_SLICES, context - prefix))
+    return (*whole, *packed, *slices)

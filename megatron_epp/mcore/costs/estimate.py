@@ -1,0 +1,70 @@
+"""Megatron's own estimate of memory, from the flags of a model, to be set beside a plan's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.training import theoretical_memory_usage as megatrons
+
+from megatron_epp.cost.library import shape_of
+from megatron_epp.mcore.patches import compat, fingerprints, patching
+
+logger = logging.getLogger(__name__)
+
+
+class _Flags(SimpleNamespace):
+    """Megatron's arguments as far as its estimator asks: those that nobody set are None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def estimate(flags: dict[str, Any], stages: int, data_parallel: int, lengths: Sequence[int]) -> dict[str, Any]:
+    """What Megatron says its first pipeline rank takes, in its own schedule, which pads every sequence to the longest.
+
+    Args:
+        flags: Megatron's flags of the model, with underscores.
+        stages: of the pipeline.
+        data_parallel: replicas that share the optimizer's state.
+        lengths: tokens of every sequence.
+    """
+    if strange := patching.unknown(fingerprints.SHOWN):
+        release, names = compat.installed_version(), ", ".join(strange)
+        logger.warning("megatron-core %s estimates memory in another way than the releases known here: %s", release, names)
+    shape, tokens = shape_of(flags), max(lengths)
+    tensor, context, expert = shape.tensor_parallel, shape.context_parallel, shape.expert_parallel
+    args = _Flags(
+        **flags
+        | {
+            "num_layers": shape.num_layers,
+            "kv_channels": shape.kv_channels,
+            "ffn_hidden_size": flags.get("ffn_hidden_size") or shape.ffn_hidden_size,
+            "moe_ffn_hidden_size": shape.ffn_hidden_size,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_layer_freq": 1,
+            "padded_vocab_size": shape.vocab_size,
+            "seq_length": -(-tokens // context),
+            "micro_batch_size": 1,
+            "pipeline_model_parallel_size": stages,
+            "tensor_model_parallel_size": tensor,
+            "expert_tensor_parallel_size": tensor,
+            "expert_model_parallel_size": expert,
+            "data_parallel_size": data_parallel,
+            "world_size": stages * tensor * context * data_parallel,
+            "use_distributed_optimizer": data_parallel > 1,
+            "virtual_pipeline_model_parallel_size": None,
+        }
+    )
+    with_shared_tokens, without = megatrons.compute_activation_memory, megatrons.compute_activation_memory_without_sp
+    activations = with_shared_tokens if shape.sequence_parallel else without  # as Megatron chooses
+    return {
+        "state_bytes": int(megatrons.compute_weight_and_optimizer_memory(args)),
+        "activation_bytes": int(activations(args, len(lengths))),
+        "microbatches": len(lengths),
+        "tokens": tokens,
+    }

@@ -1,0 +1,221 @@
+"""What a chunk's bytes are on a rank's own stage, counted by what autograd keeps of small ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from megatron_epp.cost import Level, Line, StageCosts
+from megatron_epp.mcore.costs.probe import backward, by_place, forward
+from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.plan import Chunk, Recompute, Segment
+from megatron_epp.plan.kv_sums import MOST_ROUNDED
+from megatron_epp.plan.size_class import size_class
+from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.runtime.autograd.weights import WeightGradients
+
+_TOKENS = 256
+
+
+def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
+    """Bytes per token that a chunk keeps: of a layer, from one layer more that recomputes, at every level whose time is known;
+    of all else; and of the head. What a layer holds at the most while its backward runs, and when its attention has made the
+    gradient of keys and values; those themselves, and their gradient.
+
+    Where layers recompute a stage keeps a little more (rotary angles, as an input of what runs again); that counts as the
+    stage's own whether they do or not, so that a plan promises too much rather than too little. Where weight gradients are
+    apart: what a backward keeps for them, too; of which the stage's extras have none where their weight takes its gradient in
+    the backward.
+    """
+    layers = stage.num_layers
+    if stage.weights is not None:
+        for_layers, for_all = _kept_for_weights(stage, stage.weights)
+        costs = replace(
+            costs,
+            weight_bytes_per_token=for_layers / max(1, layers),
+            extra_weight_bytes_per_token=for_all - for_layers,
+            extra_weight=costs.extra_weight if for_all > for_layers else Line(),
+        )
+    least = message_bytes(stage)
+    costs = replace(costs, recomputed_layer_bytes_per_token=least)
+    base = _held(stage, Recompute(whole=layers))
+    if layers == 0:
+        return replace(costs, extra_bytes_per_token=base.kept, head_bytes_per_token=0.0)
+    alike = len({type(layer) for layer in stage.decoder.layers}) == 1  # not so a hybrid model's attention and MLP layers
+
+    def at(known: Level, level: str) -> Level:
+        """What a layer of a level keeps, by what more is kept than where all recompute whole, and the most it holds."""
+        found = _held(stage, _with(level, 1, whole=layers - 1) if alike else _with(level, layers))
+        kept = least + (found.kept - base.kept) / (1 if alike else layers)
+        return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + found.surge if alike else None)
+
+    plain = at(Level(Line(), 0.0), "")
+    costs = replace(
+        costs,
+        layer_bytes_per_token=plain.bytes_per_token,
+        full_bytes_per_token=plain.full_bytes_per_token,
+        linear=costs.linear and at(costs.linear, "linear"),
+        mlp=costs.mlp and at(costs.mlp, "mlp"),
+        extra_bytes_per_token=max(0.0, base.kept - layers * least),
+        head_bytes_per_token=base.head,
+    )
+    splits = stage.weights is not None
+    if splits and alike:
+        surge = _held(stage, _with("", 1, whole=layers - 1), keep_weights=True).surge
+        costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + surge)
+    kv, gradient, left = _of_slices(stage)
+    _, wider, _ = _of_slices(stage, num_slices=MOST_ROUNDED + 1)
+    costs = replace(
+        costs,
+        kv_bytes_per_token=kv,
+        kv_gradient_bytes_per_token=gradient,
+        many_kv_gradient_bytes_per_token=wider,
+    )
+    if alike and gradient:
+        costs = replace(costs, attended_bytes_per_token=least + left + kv)
+    if splits and alike and gradient:
+        costs = replace(costs, apart_attended_bytes_per_token=least + _of_slices(stage, keep_weights=True)[2] + kv)
+    return costs
+
+
+def _with(level: str, count: int, whole: int = 0) -> Recompute:
+    """So many layers of a level, behind those that recompute whole; no level for layers that keep everything."""
+    return Recompute(whole)._replace(**{level: count} if level else {})
+
+
+class Held(NamedTuple):
+    """Bytes per token.
+
+    Attributes:
+        kept: from forward to backward.
+        head: of these, what goes before the backward reaches the layers.
+        surge: what there is more at the most, above what was there then, while the last layer's backward runs.
+    """
+
+    kept: float
+    head: float
+    surge: float
+
+
+def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
+    meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
+    with meter, _LastLayer(stage, meter) as last:
+        _, output, context = forward(stage, chunk, recompute=recompute)
+        kept = meter.live_bytes
+        backward(stage, output, context, keep_weights)
+    if keep_weights:
+        stage.weight(0)
+    sizes = kept, kept - last.begin_bytes, last.peak_bytes - last.begin_bytes
+    return Held(*(size / chunk.num_tokens for size in sizes))
+
+
+class _LastLayer:
+    """Looks at a meter while the backward of a stage's last layer runs, which is the first to do so.
+
+    Attributes:
+        runs: it runs now.
+        begin_bytes: live when the gradient of the layer's output is there.
+        peak_bytes: the most until that of its input is.
+    """
+
+    def __init__(self, stage: MegatronStage, meter: SavedTensors) -> None:
+        self.runs = False
+        self.begin_bytes = self.peak_bytes = 0
+        self._layers, self._meter = stage.decoder.layers, meter
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> _LastLayer:
+        for layer in self._layers[-1:]:
+            self._hooks.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._hooks.append(layer.register_forward_hook(self._leave))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        (args[0] if args else kwargs["hidden_states"]).register_hook(self._end)
+
+    def _leave(self, _: torch.nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        (output if isinstance(output, Tensor) else output[0]).register_hook(self._begin)
+
+    def _begin(self, _: Tensor) -> None:
+        self.runs = True
+        self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
+
+    def _end(self, _: Tensor) -> None:
+        self.runs = False
+        self.peak_bytes = self._meter.peak_bytes
+
+
+def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2) -> tuple[float, float, float]:
+    """Two slices of a sequence, of which the last runs backward and meets the gradient of keys and values in its last layer.
+
+    Args:
+        stage: runs them.
+        keep_weights: the backward keeps what weight gradients need.
+        num_slices: that the sequence is taken to have.
+
+    Returns:
+        bytes per token of a layer's keys and values, of their gradient, and of what is there of the last layer, at the most and
+        above what was there when it came, when the gradient is, which does not count.
+    """
+    (segment,) = bytes_chunk(stage).segments
+    tokens, relay, left_bytes = segment.end, stage.relay, [0]
+
+    def cached() -> int:
+        """Bytes of the relay. That they have grown in a backward is seen while what attention kept is still there."""
+        if last.runs and relay.num_bytes > cache_bytes:
+            left_bytes.append(meter.live_bytes - last.begin_bytes)
+        return relay.num_bytes
+
+    cache_bytes, runs = 0, []
+    meter = SavedTensors(stage.parameters, cached)
+    with meter, _LastLayer(stage, meter) as last:
+        for start in (0, tokens):
+            view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
+            chunk = Chunk((Segment(0, start, start + tokens),))
+            _, *run = forward(stage, chunk, view, Recompute(whole=stage.num_layers))
+            runs.append(run)
+        cache_bytes = relay.num_bytes
+        backward(stage, *runs.pop(), keep_weights)
+        gradient_bytes, most = relay.num_bytes - cache_bytes, max(left_bytes[1:], default=0)
+        if keep_weights:
+            stage.weight(0)
+        backward(stage, *runs.pop())
+    of_layer = stage.num_layers * 2 * tokens
+    return cache_bytes / of_layer * 2 * tokens / size_class(2 * tokens), gradient_bytes / of_layer, most / tokens
+
+
+def message_bytes(stage: MegatronStage) -> float:
+    """Per token, which is what a layer is given."""
+    shape, dtype, _ = stage.message(_TOKENS * stage.token_multiple)
+    return math.prod(shape) * dtype.itemsize / (_TOKENS * stage.token_multiple)
+
+
+def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
+    """Bytes per token that a backward keeps for the weight gradients of the layers, and for all."""
+    meter = SavedTensors(stage.parameters)
+    chunk = bytes_chunk(stage)
+    with meter:
+        _, output, context = forward(stage, chunk)
+        backward(stage, output, context, keep_weights=True)
+        everything = meter.live_bytes
+        inside, outside = by_place(stage, weights.pop(0))
+        for kept in outside:
+            kept.run()
+        layers = meter.live_bytes
+        for kept in inside:
+            kept.run()
+    return layers / chunk.num_tokens, everything / chunk.num_tokens
+
+
+def bytes_chunk(stage: MegatronStage) -> Chunk:
+    return Chunk((Segment(0, 0, math.lcm(_TOKENS, stage.token_multiple)),))

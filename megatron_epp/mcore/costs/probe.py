@@ -1,0 +1,102 @@
+"""Small measurements on a rank's own stage: what a chunk makes autograd keep, and how long its messages take."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_epp.cost.fit import Point, fit_line
+from megatron_epp.data.batch import ChunkArrays
+from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
+from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.autograd.boundary import Arrival
+from megatron_epp.runtime.autograd.weights import Kept, PutOff
+from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.links.links import Links
+
+_VOCABULARY = 32
+"""Tokens that every model has."""
+_LINK_TOKENS = (64, 1024)
+_LINK_REPEATS = 12
+
+
+class Link(NamedTuple):
+    """What messages take.
+
+    Attributes:
+        latency_us, us_per_byte: on their way.
+        host_us: of the thread that computes, at either end. On a GPU, whose host runs ahead, this is nothing.
+    """
+
+    latency_us: float = 0.0
+    us_per_byte: float = 0.0
+    host_us: float = 0.0
+
+
+def measure_link(stage: MegatronStage, links: Links, rank: int) -> Link:
+    """Of a message between the first two ranks: half a round trip, the fastest of some.
+
+    Every rank of the pipeline may call this; those after the second return zeros at once.
+    """
+    if rank > 1 or len(links.ranks) < 2:
+        return Link()
+    points, host_us = [], []
+    for tokens in _LINK_TOKENS:
+        shape, dtype, device = stage.message(tokens)
+        payload, best_us = torch.zeros(shape, dtype=dtype, device=device), math.inf
+        for _ in range(_LINK_REPEATS):
+            start_us, start_cpu_s = _now_us(), time.thread_time()
+            if rank == 0:
+                links.send(payload, 1, gradient=False)
+            receive = links.post_receive(shape, dtype, device, peer=1 - rank, gradient=rank == 0)
+            own_s = time.thread_time() - start_cpu_s
+            receive.wait()
+            start_cpu_s = time.thread_time()
+            if rank == 1:
+                links.send(payload, 0, gradient=True)
+            host_us.append((own_s + time.thread_time() - start_cpu_s) * 1e6 / 2)
+            links.finish_sends()
+            best_us = min(best_us, (_now_us() - start_us) / 2)
+        points.append(Point(payload.nbytes, 0, best_us))
+    line = fit_line(points, pairs=False).line
+    return Link(line.fixed_us, line.per_token_us, 0.0 if torch.cuda.is_initialized() else statistics.median(host_us))
+
+
+def _arrays(tokens: int) -> ChunkArrays:
+    """Of many different tokens, so that a router spreads them; positions are all the first, for learned ones may be few."""
+    ids = torch.arange(tokens) % _VOCABULARY
+    return ChunkArrays(ids, ids.clone(), torch.ones(tokens), torch.zeros_like(ids))
+
+
+def forward(
+    stage: MegatronStage, chunk: Chunk, view: SliceView | None = None, recompute: Recompute = NO_RECOMPUTE
+) -> tuple[Tensor | None, Tensor, ChunkContext]:
+    tokens = chunk.num_tokens
+    stage.begin(lambda _: _arrays(tokens))
+    shape, dtype, device = stage.message(tokens)
+    hidden = None if stage.is_first else Arrival().enter(torch.randn(shape, dtype=dtype, device=device))
+    context = ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute)
+    return hidden, stage.forward(context, hidden), context
+
+
+def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_weights: bool = False) -> None:
+    stage.backward(context, output, None if stage.is_last else torch.ones_like(output), keep_weights)
+
+
+def by_place(stage: MegatronStage, kept: list[Kept | PutOff]) -> tuple[list[Kept | PutOff], list[Kept | PutOff]]:
+    """Weight gradients of the layers, and the others."""
+    inside = {id(weight) for weight in stage.decoder.layers.parameters()}
+    return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]
+
+
+def _now_us() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() * 1e6

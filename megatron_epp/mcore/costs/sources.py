@@ -1,0 +1,251 @@
+"""Costs of the model at hand: the model itself for memory; for time formulas, a profile, or on request a measurement."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageCosts, Static, analytic_profile, on_device
+from megatron_epp.cost.library import shape_of
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE
+from megatron_epp.mcore.costs import stored as stored_costs
+from megatron_epp.mcore.costs.host_probe import measure_host_link, measure_offloadable_share
+from megatron_epp.mcore.costs.memory_probe import measure_bytes, message_bytes
+from megatron_epp.mcore.costs.probe import Link, measure_link
+from megatron_epp.mcore.costs.timing import measure_times
+from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.mcore.training.snapshot import Snapshot
+from megatron_epp.plan.kv_sums import MOST_ROUNDED, in_fp32
+from megatron_epp.plan.placement import neighbours_apart
+from megatron_epp.runtime.links.links import Links
+
+logger = logging.getLogger(__name__)
+
+
+def pipeline_costs(
+    args: argparse.Namespace,
+    stages: Mapping[int, MegatronStage],
+    links: Links,
+    placement: Sequence[int],
+    note: Callable[[str], None] = lambda step: None,
+) -> PipelineCosts:
+    """Costs of the whole pipeline, the same on every rank of the run: replicas divide batches by them.
+
+    Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run, and
+    are those of the run's precision whatever that of a profile. Times vary, so they are formulas, or those of the profile that
+    `--epp-costs` names, unless `--epp-costs measure` asks otherwise; then they are kept with the checkpoints, and a resumed run
+    whose stages are the same plans as the interrupted one did. A file with costs of a whole pipeline is taken as it is but for
+    heads, by which the run splits, and for what gradients of keys and values are added up in, so one of another precision is
+    refused.
+
+    Args:
+        args: Megatron's arguments.
+        stages: this rank's, by number.
+        links: of this pipeline.
+        placement: the rank of every stage.
+        note: called with what is to be done next, as it goes on.
+    """
+    note("reading --epp-costs")
+    given = stored_costs.named(args)
+    token_bytes = message_bytes(next(iter(stages.values())))
+    if isinstance(given, PipelineCosts):
+        share = given.fragmentation_share if args.epp_fragmentation_share is None else args.epp_fragmentation_share
+        given = stored_costs.checked(given, args.epp_costs, len(placement), token_bytes)
+        split = tuple(replace(stage, **_heads(args), **_sums(args, stage)) for stage in given.stages)
+        return replace(given, stages=split, fragmentation_share=share)
+    profile = given or analytic_profile(model_shape(args), H100 if torch.cuda.is_initialized() else CPU)
+    layers = _by_stage({number: stage.num_layers for number, stage in stages.items()}, links)
+    base = _with_bytes(profile.costs(layers, replicas=args.data_parallel_size), token_bytes)
+    with _undisturbed(stages.values()):
+        note("measuring bytes")
+        found = _with_largest_workspaces(
+            {number: _measured_bytes(args, stage, base.stages[number]) for number, stage in stages.items()}
+        )
+        base = replace(base, stages=_by_stage(found, links))  # ranks that share a stage must time the same cases
+        if args.epp_costs == "measure":
+            costs = stored_costs.kept_times(args, base) or _with_measured_times(args, base, stages, links, placement, note)
+        else:
+            costs = _with_link(base, Link(base.message_latency_us, base.message_us_per_byte), placement)
+        if args.epp_offload == "on":
+            note("measuring what can go to the host")
+            costs = replace(costs, **_slowest(gathered(_host_link(args, costs, base, stages), links)))
+    note("exchanging costs")
+    costs = stored_costs.of_first(partial(_beside, args, costs))
+    stored_costs.keep(args, costs)
+    return costs
+
+
+def _with_measured_times(
+    args: argparse.Namespace,
+    base: PipelineCosts,
+    stages: Mapping[int, MegatronStage],
+    links: Links,
+    placement: Sequence[int],
+    note: Callable[[str], None],
+) -> PipelineCosts:
+    times = {}
+    for number, stage in stages.items():
+        note(f"measuring times of stage {number}")
+        times[number] = measure_times(stage, base.stages[number], args.seq_length)
+    note("measuring messages")
+    link = measure_link(next(iter(stages.values())), links, links.position)
+    measured = replace(base, stages=_by_stage(times, links), name="measured")
+    return _with_link(measured, gathered(link, links)[0], placement)
+
+
+def _host_link(
+    args: argparse.Namespace, costs: PipelineCosts, base: PipelineCosts, stages: Mapping[int, MegatronStage]
+) -> dict[str, float]:
+    """What `--epp-offload` asks: the link to the host, measured where asked for or not known, and what can leave.
+
+    Args:
+        args: Megatron's arguments.
+        costs: with the link that an earlier run has measured, if it has.
+        base: with that of the profile.
+        stages: this rank's.
+    """
+    found = {"host_latency_us": costs.host_latency_us, "host_us_per_byte": costs.host_us_per_byte}
+    was_measured = costs.host_us_per_byte != base.host_us_per_byte
+    if math.isinf(costs.host_us_per_byte) or (args.epp_costs == "measure" and not was_measured):
+        _, _, device = next(iter(stages.values())).message(1)
+        found = dict(zip(found, measure_host_link(device), strict=True))
+    return found | {"offloadable_share": min(map(measure_offloadable_share, stages.values()))}
+
+
+def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One link for all ranks."""
+    return {name: (min if name == "offloadable_share" else max)(host[name] for host in hosts) for name in hosts[0]}
+
+
+def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
+    base = replace(base, workspace_bytes=0) if stage.block_loss is None else _by_blocks(base, stage.block_loss.workspace_bytes)
+    return replace(measure_bytes(stage, base), static=_static(args, stage), **_heads(args))
+
+
+def _heads(args: argparse.Namespace) -> dict[str, int]:
+    """What a rank has of them inside attention: what a run makes at once of a prefix's gradients goes by it."""
+    shape = model_shape(args)
+    return {"kv_heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
+
+
+def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, float]:
+    """What gradients of a layer's keys and values take in the run, per token, of sequences with few and with many slices."""
+    kept = costs.kv_bytes_per_token
+    wide = kept * torch.float32.itemsize / model_shape(args).bytes_per_value
+    few, many = (wide if in_fp32(args.epp_fp32_kv_gradients, count) else kept for count in (MOST_ROUNDED, MOST_ROUNDED + 1))
+    return {"kv_gradient_bytes_per_token": few, "many_kv_gradient_bytes_per_token": many}
+
+
+def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCosts]:
+    """With the most that each stage takes on any rank of the job: plans are for all replicas, and where the loss's kernel is
+    missing, or fails, one takes more. A collective call of all ranks.
+    """
+    everyone: list[dict[int, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, {number: costs.workspace_bytes for number, costs in mine.items()})
+    return {
+        number: replace(costs, workspace_bytes=max(each[number] for each in everyone if number in each))
+        for number, costs in mine.items()
+    }
+
+
+def model_shape(args: argparse.Namespace) -> ModelShape:
+    """The model's shape from Megatron's arguments. How the loss is computed is up to the last stage."""
+    return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": 0})
+
+
+def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
+    """Of a last stage that computes its loss by blocks: one more product in the backward, which takes as long as the one for
+    the weight's gradient, and none that could be put off. Times of a profile that is by blocks already stay as they are.
+    """
+    again = costs.extra_backward + costs.extra_weight
+    return replace(costs, extra_backward=again, extra_weight=Line(), workspace_bytes=workspace_bytes)
+
+
+def _with_link(costs: PipelineCosts, link: Link, placement: Sequence[int]) -> PipelineCosts:
+    """With what messages take, and the host's time for one to or from every neighbour, in either pass."""
+    stages = []
+    for stage, neighbours in zip(costs.stages, neighbours_apart(placement), strict=True):
+        handling = Line(link.host_us * neighbours)
+        forward, backward = stage.extra_forward + handling, stage.extra_backward + handling
+        stages.append(replace(stage, extra_forward=forward, extra_backward=backward))
+    return replace(costs, stages=tuple(stages), message_latency_us=link.latency_us, message_us_per_byte=link.us_per_byte)
+
+
+def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
+    """Of a profile, with messages as they are."""
+    if not math.isclose(costs.hidden_bytes_per_token, token_bytes) and dist.get_rank() == 0:
+        logger.warning(
+            "profile %s has %s: bytes are measured on the model, but times are the profile's (or --epp-costs measure)",
+            costs.name,
+            stored_costs.other_bytes(costs, token_bytes),
+        )
+    return replace(costs, hidden_bytes_per_token=token_bytes)
+
+
+def _by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:
+    """One value per stage of the pipeline, from those of every rank's stages."""
+    everyone = {number: value for values in gathered(mine, links) for number, value in values.items()}
+    return tuple(everyone[number] for number in sorted(everyone))
+
+
+def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgetter(0)) -> list[T]:
+    """One value per pipeline rank, in pipeline order: of the ranks that share its layers the first's, or what is chosen."""
+    everyone: list[tuple[int, int, T] | None] = [None] * dist.get_world_size(links.control)
+    dist.all_gather_object(everyone, (links.position, dist.get_rank(), mine), group=links.control)
+    found: dict[int, list[T]] = {}
+    for position, _, value in sorted((e for e in everyone if e is not None), key=lambda e: e[:2]):
+        found.setdefault(position, []).append(value)
+    return [choose(found[i]) for i in range(len(links.ranks))]
+
+
+def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
+    """Weights, their gradients' buffers and Adam's state of this rank; what the distributed optimizer shards is divided."""
+    low_precision = args.bf16 or args.fp16
+    weight, gradient = (2 if low_precision else 4), (4 if args.accumulate_allreduce_grads_in_fp32 or not low_precision else 2)
+    sharded, optimizer, count = 12 if low_precision else 8, 0.0, 0
+    for parameter in stage.model.parameters():
+        is_shared = getattr(parameter, "allreduce", True)  # not so where expert-parallel ranks have experts of their own
+        holders = (
+            args.data_parallel_size * args.context_parallel_size if is_shared else mpu.get_expert_data_parallel_world_size()
+        )
+        count += parameter.numel()
+        optimizer += parameter.numel() * sharded / (holders if args.use_distributed_optimizer else 1)
+    buffers = _largest_gradient_bytes(args, stage) if torch.cuda.is_initialized() else 0
+    return Static(weights=count * weight, gradients=count * gradient, optimizer=int(optimizer), buffers=buffers)
+
+
+def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
+    """The largest gradient that autograd makes before it is added to its buffer. Fused layers make none."""
+    inside = {id(weight) for weight in stage.decoder.parameters()} if args.gradient_accumulation_fusion else set()
+    return max((weight.nbytes for weight in stage.model.parameters() if id(weight) not in inside), default=0)
+
+
+def _beside(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
+    """With what there is beside what autograd keeps. On a CPU nothing else is measured, so nothing else is planned."""
+    share = args.epp_fragmentation_share
+    if torch.cuda.is_initialized():
+        return on_device(costs, FRAGMENTATION_SHARE if share is None else share)
+    return costs if share is None else replace(costs, fragmentation_share=share)
+
+
+@contextmanager
+def _undisturbed(stages: Iterable[MegatronStage]) -> Iterator[None]:
+    """Leave random states, gradients, buffers and what routers have counted as they were."""
+    models = [stage.model for stage in stages]
+    before = Snapshot(models)
+    with torch.enable_grad(), ExitStack() as held:
+        for model in models:
+            if hasattr(model, "no_sync"):
+                held.enter_context(model.no_sync())
+        yield
+    before.restore()

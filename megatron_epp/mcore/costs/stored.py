@@ -1,0 +1,218 @@
+"""Costs that a file holds: the one that `--epp-costs` names, and times measured before, which are kept with the checkpoints.
+
+The first rank of the job looks, reads and decides for all: a folder may be there on its machine only, or come late to others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_epp.cost import PipelineCosts, StageCosts
+from megatron_epp.cost.library import find, load_costs
+from megatron_epp.cost.line import Level
+from megatron_epp.cost.profile import Profile
+from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import parse_json, read_text
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "epp_costs.json"
+
+_FLAGS = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "epp_placement",
+    "sequence_parallel",
+    "bf16",
+    "fp16",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "swiglu",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "transformer_impl",
+    "attention_backend",
+    "epp_loss_block_tokens",
+    "epp_split_weight_gradient",
+)
+"""What two runs must have in common, beside layers and messages, for times to hold in both. Replicas may be more or fewer.
+
+Times of a stage include what its messages to neighbours take, so it must lie on the same ranks too.
+"""
+
+_DEVICE = "device"
+"""What else they must have in common: its name, beside those of flags."""
+
+
+def of_first[T](make: Callable[[], T]) -> T:
+    """What the first rank of the job makes, or the error that it raises, on all ranks: replicas measure, or read files, for
+    themselves, and must go by the same figures. A collective call of all ranks.
+
+    Raises:
+        EppError: whatever the first rank has raised: the others wait for its answer, so none may be kept from them.
+    """
+    shared: list[T | EppError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            shared = [make()]
+        except EppError as error:
+            shared = [error]
+        except Exception as error:
+            shared = [EppError(f"the first rank of the job failed ({type(error).__name__}: {error})")]
+            shared[0].__cause__ = error  # stays on this rank
+    dist.broadcast_object_list(shared, src=0)
+    if isinstance(shared[0], EppError):
+        raise shared[0]
+    return shared[0]  # type: ignore[return-value]
+
+
+def named(args: argparse.Namespace) -> Profile | PipelineCosts | None:
+    """What the file holds that `--epp-costs` names, by its path or as a shipped profile. A collective call of all ranks.
+
+    Raises:
+        EppError: there is no such file, or it is neither a profile nor costs of a pipeline.
+    """
+    if args.epp_costs in ("analytic", "measure"):
+        return None
+    return of_first(lambda: _read(args.epp_costs))
+
+
+def _read(name: str) -> Profile | PipelineCosts:
+    try:
+        path = find("profiles", name)
+    except EppError as error:
+        raise EppError(f"--epp-costs {name}: {error}. Or give analytic or measure") from error
+    return load_costs(str(path))
+
+
+def checked(costs: PipelineCosts, source: str, num_stages: int, token_bytes: float) -> PipelineCosts:
+    """The costs of a file that is taken as it is. Raises `EppError` where they are of another pipeline or precision."""
+    if len(costs.stages) != num_stages:
+        raise EppError(
+            f"{source} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}: give another file, or "
+            "measure (--epp-costs measure)"
+        )
+    if not math.isclose(costs.hidden_bytes_per_token, token_bytes):
+        raise EppError(f"{source} has {other_bytes(costs, token_bytes)}: measure again (--epp-costs measure)")
+    return costs
+
+
+def kept_times(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | None:
+    """The costs with the times that the run being resumed has measured; None where there are none that hold in this run, which
+    a warning says. A collective call of all ranks.
+
+    Args:
+        args: Megatron's arguments.
+        here: with the bytes of this run's stages.
+    """
+    kept = of_first(lambda: _fitting(args, here))
+    return None if kept is None else _with_times(here, kept)
+
+
+def keep(args: argparse.Namespace, costs: PipelineCosts) -> None:
+    """Write what was measured beside the checkpoints. Does nothing on other ranks than the first, or where none are saved."""
+    if args.epp_costs != "measure" or not args.save or dist.get_rank() != 0:
+        return
+    body = json.loads(costs.to_json()) | {"measured_with": _flags(args), "host_link": args.epp_offload == "on"}
+    os.makedirs(args.save, exist_ok=True)
+    unfinished = Path(args.save, f"{FILE_NAME}.tmp")
+    unfinished.write_text(json.dumps(body, sort_keys=True, indent=1, allow_nan=False))
+    unfinished.replace(Path(args.save, FILE_NAME))  # so that a run that ends here leaves a whole file
+
+
+def _flags(args: argparse.Namespace) -> dict[str, object]:
+    values = {name: getattr(args, name, None) for name in _FLAGS}
+    device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"
+    return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()} | {_DEVICE: device}
+
+
+def _fitting(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | None:
+    """The costs in the folder that is resumed from, if their times hold. Where no link to the host was measured, they have this
+    run's.
+    """
+    path = Path(args.load, FILE_NAME) if args.load else None
+    if path is None or not path.exists():
+        return None
+    try:
+        text = read_text(path)
+        kept = PipelineCosts.from_json(text)
+        body = parse_json(text, "the text")
+        then = body.get("measured_with")
+        obstacle = _obstacle(kept, here, then if isinstance(then, dict) else {}, _flags(args))
+    except (EppError, OSError, UnicodeDecodeError) as error:
+        obstacle = str(error)
+    if obstacle is not None:
+        logger.warning("%s: %s. Times are measured again, so plans may differ from those of the run before", path, obstacle)
+        return None
+    if body.get("host_link"):
+        return kept
+    return replace(kept, host_latency_us=here.host_latency_us, host_us_per_byte=here.host_us_per_byte)
+
+
+def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+    """Why times of one run do not hold in the other; None where they do."""
+    if kept.num_layers != here.num_layers:
+        return f"its stages have {list(kept.num_layers)} layers where this run's have {list(here.num_layers)}"
+    if not math.isclose(kept.hidden_bytes_per_token, here.hidden_bytes_per_token):
+        return f"it has {other_bytes(kept, here.hidden_bytes_per_token)}"
+    others = [
+        f"{'the device' if name == _DEVICE else '--' + name.replace('_', '-')} was {then.get(name, 'not told')} and is {value}"
+        for name, value in now.items()
+        if name not in then or then[name] != value
+    ]
+    return ", ".join(others) or None
+
+
+def _with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
+    """Bytes of the one and times of the other."""
+    return replace(
+        here,
+        name=kept.name,
+        stages=tuple(map(_stage_with_times, here.stages, kept.stages)),
+        message_latency_us=kept.message_latency_us,
+        message_us_per_byte=kept.message_us_per_byte,
+        host_latency_us=kept.host_latency_us,
+        host_us_per_byte=kept.host_us_per_byte,
+    )
+
+
+def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:
+    return replace(
+        now,
+        forward=then.forward,
+        backward=then.backward,
+        weight=then.weight,
+        extra_forward=then.extra_forward,
+        extra_backward=then.extra_backward,
+        extra_weight=then.extra_weight,
+        linear=_level_with_time(now.linear, then.linear),
+        mlp=_level_with_time(now.mlp, then.mlp),
+    )
+
+
+def _level_with_time(now: Level | None, then: Level | None) -> Level | None:
+    return None if now is None or then is None else replace(now, again=then.again)
+
+
+def other_bytes(costs: PipelineCosts, token_bytes: float) -> str:
+    """Whose messages differ from this run's, as a part of a sentence."""
+    return (
+        f"costs of messages of {costs.hidden_bytes_per_token:g} bytes per token where this run's take {token_bytes:g}, so they "
+        "are of another precision (--bf16, --fp16), --hidden-size or number of ranks that share a layer"
+    )

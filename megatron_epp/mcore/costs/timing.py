@@ -1,0 +1,261 @@
+"""How long chunks take on a rank's own stage, whole, packed and sliced, as lines of the cost model."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_epp.cost import Line, StageCosts
+from megatron_epp.cost.fit import Point, fit_line
+from megatron_epp.mcore.costs.cases import LONGEST_CONTEXT, MULTIPLE, Case, cases_of
+from megatron_epp.mcore.costs.probe import backward, by_place, forward
+from megatron_epp.mcore.model.core_attention import RelayAttention
+from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
+from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.autograd.weights import Kept
+from megatron_epp.runtime.context import ChunkContext
+
+_REPEATS = 8
+_LEVEL_REPEATS = 3
+_ALIVE = 4
+"""Cases between forward and backward."""
+_GPU_FACTOR = 2
+"""On tokens: small kernels cost on a GPU what larger ones do."""
+_GPU_LONGEST_CONTEXT = 131072
+
+
+def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> StageCosts:
+    """Fit the stage's lines to whole, packed and sliced sequences; what is not the layers' own goes to the stage's extras.
+
+    A kernel's time is not quite a line in tokens and pairs, so what is measured is what batches are made of: slices all
+    along a sequence of the context length. What a level of recompute runs again is what its backward takes longer; a layer that
+    recomputes whole runs its forward.
+
+    Args:
+        stage: to run.
+        costs: with the bytes that a token takes.
+        context: tokens of the longest sequence (--seq-length).
+    """
+    cases = cases_of(context, multiple_of(stage), *_limits(costs))
+    times = _medians(stage, cases)
+
+    def fit(pick: Callable[[Times], float], pairs: bool) -> Line:
+        points = [Point(c.tokens, c.pairs, max(0.0, pick(t))) for c, t in zip(cases, times, strict=True)]
+        return fit_line(points, pairs).line
+
+    layers = max(1, stage.num_layers)
+
+    def again(level: str) -> Line:
+        found = _medians(stage, cases, Recompute(**{level: stage.num_layers}), _LEVEL_REPEATS)
+        longer = [max(0.0, after.layers_backward - t.layers_backward) for after, t in zip(found, times, strict=True)]
+        return fit_line([Point(c.tokens, 0, us) for c, us in zip(cases, longer, strict=True)], False).line.scaled(1 / layers)
+
+    backward = fit(lambda t: t.layers_backward, True).scaled(1 / layers)
+    extra_backward = fit(lambda t: t.backward - t.layers_backward, False)
+    if stage.weights is not None:
+        costs = replace(
+            costs,
+            weight=fit(lambda t: t.layers_weight, False).scaled(1 / layers).within(backward),
+            extra_weight=fit(lambda t: t.weight - t.layers_weight, False).within(extra_backward),
+        )
+    return replace(
+        costs,
+        forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
+        backward=backward,
+        linear=None if costs.linear is None else replace(costs.linear, again=again("linear")),
+        mlp=None if costs.mlp is None else replace(costs.mlp, again=again("mlp")),
+        extra_forward=fit(lambda t: t.forward - t.layers_forward, False),
+        extra_backward=extra_backward,
+    )
+
+
+class Times(NamedTuple):
+    """Microseconds of a pass of the whole stage, and of its layers alone. Weight gradients are a part of the backward; their
+    own time is known only where they are apart.
+    """
+
+    forward: float
+    backward: float
+    layers_forward: float
+    layers_backward: float
+    weight: float
+    layers_weight: float
+
+
+def multiple_of(stage: MegatronStage) -> int:
+    """What tokens are a multiple of."""
+    return math.lcm(MULTIPLE, stage.token_multiple)
+
+
+def _limits(costs: StageCosts) -> tuple[int, int, int]:
+    """Of the device: the factor, the tokens that a tenth of its memory holds, and the longest context.
+
+    Not of its free memory: that differs from rank to rank, and ranks that share a layer must run the same.
+    """
+    if not torch.cuda.is_initialized():
+        return 1, 1 << 30, LONGEST_CONTEXT
+    per_token = (costs.num_layers + 1) * costs.layer_bytes_per_token + costs.extra_bytes_per_token + costs.head_bytes_per_token
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return _GPU_FACTOR, int(memory / 10 / per_token), _GPU_LONGEST_CONTEXT
+
+
+class _Clock:
+    """Notes when something happens, in microseconds.
+
+    Where the host computes alone that is processor time, so that other programs on this machine do not count. Ranks that share
+    a layer wait for each other, which takes none.
+    """
+
+    def __init__(self, stage: MegatronStage) -> None:
+        config = stage.config
+        shared = config.tensor_model_parallel_size * config.context_parallel_size * config.expert_model_parallel_size > 1
+        host_alone = not torch.cuda.is_initialized() and torch.get_num_threads() == 1 and not shared
+        self._now_s = time.thread_time if host_alone else time.perf_counter
+        self.times_us: dict[str, float] = {}
+
+    def note(self, name: str) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.times_us[name] = self._now_s() * 1e6
+
+
+@dataclass(slots=True)
+class _Alive:
+    """A case between its forward and its backward."""
+
+    context: ChunkContext
+    clock: _Clock
+    hidden: Tensor | None
+    output: Tensor | None
+
+
+def _medians(
+    stage: MegatronStage, cases: Sequence[Case], recompute: Recompute = NO_RECOMPUTE, repeats: int = _REPEATS
+) -> list[Times]:
+    """Of several rounds, so that drift of the machine's speed hits all cases alike; after one that warms up.
+
+    Every round has an order of its own, the same on all ranks: what ran before a case decides what it finds in the caches.
+    """
+    seen: list[list[Times]] = [[] for _ in cases]
+    for number in range(repeats + 1):
+        order = list(range(len(cases)))
+        Random(number).shuffle(order)
+        for at, took in zip(order, _round(stage, [cases[at] for at in order], recompute), strict=True):
+            seen[at].append(took)
+    return [Times(*map(statistics.median, zip(*some[1:], strict=True))) for some in seen]
+
+
+def _round(stage: MegatronStage, cases: Sequence[Case], recompute: Recompute) -> list[Times]:
+    """Time all cases once, with a few alive at a time as in a pipeline: so what backward needs is no longer in the caches, and
+    memory comes and goes as it does in training. The first few run once more ahead, so that they find memory too.
+    """
+    times: list[Times] = []
+    alive: deque[_Alive] = deque()
+    for number, case in enumerate([*cases[:_ALIVE], *cases]):
+        alive.append(_begin(stage, number, case, recompute))
+        if len(alive) > _ALIVE:
+            times.append(_end(stage, alive.popleft()))
+    return [*times, *(_end(stage, one) for one in alive)][_ALIVE:]
+
+
+def _begin(stage: MegatronStage, number: int, case: Case, recompute: Recompute) -> _Alive:
+    view = case.view(number)
+    if view is not None:
+        _fill(stage, view)
+    clock = _Clock(stage)
+    handles = _clock_layers(stage.decoder, clock.note)
+    try:
+        clock.note("forward")
+        hidden, output, context = forward(stage, case.chunk(number), view, recompute)
+        clock.note("forward end")
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _Alive(context, clock, hidden, output)
+
+
+def _end(stage: MegatronStage, one: _Alive) -> Times:
+    assert one.output is not None
+    one.clock.note("backward")
+    backward(stage, one.output, one.context, keep_weights=stage.weights is not None)
+    one.hidden = one.output = None  # takes time too
+    one.clock.note("backward end")
+    layers_weight, weight = (0.0, 0.0) if stage.weights is None else _time_weights(stage, stage.weights.pop(0), one.clock)
+    if one.context.view is not None:
+        for layer in _layers(stage):
+            stage.relay.release(layer, one.context.view)
+    clock = one.clock.times_us
+    block_start = clock.get("block gradient in", clock["backward"])
+    block_end = clock.get("block gradient out", clock["backward end"])
+    return Times(
+        forward=clock["forward end"] - clock["forward"],
+        backward=clock["backward end"] - clock["backward"] + weight,
+        layers_forward=clock["block out"] - clock["block in"],
+        layers_backward=block_end - block_start + layers_weight,
+        weight=weight,
+        layers_weight=layers_weight,
+    )
+
+
+def _time_weights(stage: MegatronStage, kept: list[Kept], clock: _Clock) -> tuple[float, float]:
+    """Time of the weight gradients of the layers, and of all."""
+    clock.note("weights")
+    for name, part in zip(("layers' weights end", "weights end"), by_place(stage, kept), strict=True):
+        while part:
+            part.pop(0).run()
+        clock.note(name)
+    times_us = clock.times_us
+    return times_us["layers' weights end"] - times_us["weights"], times_us["weights end"] - times_us["weights"]
+
+
+def _fill(stage: MegatronStage, view: SliceView) -> None:
+    """Put keys and values of what lies before a slice into the relay: those of a few tokens, over and over."""
+    head = min(multiple_of(stage), view.start)
+    first = replace(view, start=0, end=head)
+    with torch.no_grad():
+        forward(stage, Chunk((Segment(view.sequence, 0, head),)), first)
+        if head == view.start:
+            return
+        rest = replace(view, start=head, end=view.start)
+        for layer in _layers(stage):
+            none = torch.empty(0)
+            k, v = (
+                x.repeat(-(-rest.num_cached // head), 1, 1)[: rest.num_cached]
+                for x in stage.relay.keys_and_values(layer, first, none, none)
+            )
+            stage.relay.append(layer, rest, k, v)
+
+
+def _layers(stage: MegatronStage) -> list[int]:
+    """Numbers that the stage's layers have in the relay."""
+    return [part.layer_number for part in stage.decoder.modules() if isinstance(part, RelayAttention)]
+
+
+def _clock_layers(decoder: torch.nn.Module, note: Callable[[str], None]) -> list[torch.utils.hooks.RemovableHandle]:
+    """Note when the block of layers is entered and left, forward and backward."""
+
+    def entered(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        note("block in")
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        hidden = hidden if isinstance(hidden, Tensor) else getattr(decoder, "input_tensor", None)
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda _: note("block gradient out"))
+
+    def left(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Tensor) -> None:
+        note("block out")
+        output.register_hook(lambda _: note("block gradient in"))
+
+    return [
+        decoder.register_forward_pre_hook(entered, with_kwargs=True),
+        decoder.register_forward_hook(left, with_kwargs=True),
+    ]

@@ -1,0 +1,1 @@
+"""Documents in Megatron's ``.bin``/``.idx`` files: written, checked, and read as sequences."""

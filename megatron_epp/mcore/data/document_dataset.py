@@ -1,0 +1,189 @@
+"""Datasets in which a document is one sequence, or several, over Megatron's ``.bin``/``.idx`` files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.utils import log_single_rank
+
+from megatron_epp.data.batch import SequenceDataset
+from megatron_epp.data.sampler import epoch_order
+from megatron_epp.data.sequences import sequences_of
+from megatron_epp.data.token_record import check_ids
+from megatron_epp.mcore.data.indexed_file import open_documents
+from megatron_epp.plan.errors import EppError
+
+logger = logging.getLogger(__name__)
+
+
+class DocumentFile:
+    """One ``.bin``/``.idx`` pair, opened and checked once, from which several splits are taken.
+
+    Attributes:
+        prefix: as in ``--data-path``.
+        data: Megatron's indexed dataset.
+        num_tokens: of each document, int64.
+    """
+
+    def __init__(self, prefix: str, mmap: bool = True) -> None:
+        self.prefix = prefix
+        self.data: IndexedDataset
+        self.num_tokens: np.ndarray
+        self.data, self.num_tokens = open_documents(prefix, mmap)
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+
+class DocumentDataset:
+    """The documents ``[first, last)`` of one file, in file order, as sequences (`Sequences`). Implements `SequenceDataset`.
+
+    Documents of fewer than 2 tokens train nothing; they are skipped, counted and logged.
+
+    Args:
+        file: the opened pair, or its prefix.
+        context_limit: the most positions of a sequence (``--seq-length``).
+        first, last: document range; all by default.
+        name: of the split, for the log.
+        long_documents: what becomes of longer ones (``--epp-documents``): ``split`` or ``truncate``.
+        vocab_size: of the run's tokenizer; tokens read must be below it. None checks nothing.
+
+    Attributes:
+        lengths: int32, positions of each sequence.
+        num_skipped: documents.
+        num_long: documents of more than `context_limit` positions.
+        num_left_out: tokens that truncating leaves out.
+
+    Raises:
+        EppError: see `open_documents`; or no document has 2 tokens.
+    """
+
+    def __init__(
+        self,
+        file: DocumentFile | str,
+        context_limit: int,
+        first: int = 0,
+        last: int | None = None,
+        name: str = "train",
+        *,
+        long_documents: str = "split",
+        vocab_size: int | None = None,
+    ) -> None:
+        self.file = DocumentFile(file) if isinstance(file, str) else file
+        self._first, self._vocab_size = first, vocab_size
+        num_tokens = self.file.num_tokens[first:last]
+        self._sequences = sequences_of(num_tokens, context_limit, long_documents)
+        self.lengths = self._sequences.lengths
+        self.num_skipped = len(num_tokens) - len(self._sequences.documents)
+        self.num_long, self.num_left_out = self._sequences.num_long, self._sequences.num_left_out
+        if not len(self.lengths):
+            raise EppError(
+                f"all {len(num_tokens)} {name} documents of {self.file.prefix} have fewer than 2 tokens, so there is nothing to"
+                " predict; check how the file was made, or the --split"
+            )
+        self._tell(name, long_documents, int(num_tokens.sum(dtype=np.int64)))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Tokens ``[start, end)`` of the ``lengths[index] + 1`` of a sequence, in the file's integer type.
+
+        With a mapped file this is a view: nothing is read before it is used, or compared with the vocabulary's size.
+
+        Raises:
+            EppError: a token is not in the vocabulary.
+        """
+        end = int(self.lengths[index]) + 1 if end is None else end
+        document, before = self._sequences.place(index)
+        # A document's sentences lie one after the other in the file, so reading on past the first one is a read of them all.
+        sentence = int(self.file.data.document_indices[self._first + document])
+        found: np.ndarray = self.file.data.get(sentence, offset=before + start, length=end - start)
+        if self._vocab_size is not None:
+            check_ids(self.file.prefix, found, self._vocab_size)
+        return found
+
+    def _tell(self, name: str, long_documents: str, num_tokens: int) -> None:
+        """Log what the documents have become, and with a warning what is left out of them."""
+        limit, become = self._sequences.limit, "split" if long_documents == "split" else "truncated"
+        log_single_rank(
+            logger,
+            logging.INFO,
+            f"{name} {self.file.prefix}: {len(self._sequences.documents)} documents are {len(self)} sequences,"
+            f" {self.num_skipped} skipped (fewer than 2 tokens), {self.num_long} longer than --seq-length {limit} {become};"
+            f" positions min {self.lengths.min()}, median {int(np.median(self.lengths))}, max {self.lengths.max()},"
+            f" sum {self.lengths.sum(dtype=np.int64)}",
+        )
+        if self.num_left_out:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f"{name} {self.file.prefix}: --epp-documents truncate leaves out {self.num_left_out:,} of {num_tokens:,} tokens"
+                f" ({self.num_left_out / num_tokens:.1%}), what {self.num_long:,} documents have beyond --seq-length {limit:,};"
+                " --epp-documents split trains on all",
+            )
+
+
+class DocumentBlend:
+    """Sequences drawn from several datasets. Implements `SequenceDataset`.
+
+    Args:
+        sources: the datasets.
+        source_of: for each sequence of the blend, its dataset.
+        index_of: for each sequence of the blend, its index there.
+    """
+
+    def __init__(self, sources: Sequence[SequenceDataset], source_of: np.ndarray, index_of: np.ndarray) -> None:
+        self._sources = sources
+        self._source_of = source_of
+        self._index_of = index_of
+        self.lengths = np.empty(len(source_of), dtype=np.int32)
+        for number, source in enumerate(sources):
+            mine = source_of == number
+            self.lengths[mine] = source.lengths[index_of[mine]]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
+        return self._sources[self._source_of[index]].tokens(int(self._index_of[index]), start, end)
+
+
+def concatenate(sources: Sequence[SequenceDataset]) -> DocumentBlend:
+    """Every sequence of every source once, source after source (a ``--data-path`` of prefixes without weights)."""
+    source_of = np.repeat(np.arange(len(sources), dtype=np.int16), [len(source) for source in sources])
+    return DocumentBlend(sources, source_of, np.concatenate([np.arange(len(source)) for source in sources]))
+
+
+def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_samples: int, seed: int) -> DocumentBlend:
+    """A sequence of draws in which every source has its share at every point, to be taken in order and not shuffled again.
+
+    The order of the sources is Megatron's. Each source is shuffled by itself and starts over when it is used up, so small
+    sources repeat. A longer blend starts with the shorter one, so a run can be resumed with more iterations.
+
+    Args:
+        sources: the datasets.
+        weights: of sequences, not of tokens, as Megatron's are of samples; need not sum to 1.
+        num_samples: draws.
+        seed: of the shuffles.
+    """
+    # Here and not at the top: in a clone of Megatron-LM these helpers are compiled only when training starts.
+    from megatron.core.datasets import helpers
+
+    shares = np.asarray(weights, dtype=np.float64)
+    if np.any(shares < 0) or not 0 < shares.sum() < np.inf:
+        raise EppError(f"the weights {list(weights)} of --data-path must be finite, not negative, and not all 0")
+    source_of = np.zeros(num_samples, dtype=np.int16)
+    index_of = np.zeros(num_samples, dtype=np.int64)
+    helpers.build_blending_indices(source_of, index_of, shares / shares.sum(), len(sources), num_samples, False)
+    for number, source in enumerate(sources):
+        mine = source_of == number
+        num_epochs = -(-int(np.count_nonzero(mine)) // len(source))
+        order = [epoch_order(len(source), seed, epoch, number) for epoch in range(num_epochs)]
+        if order:
+            # The helper has counted each source's draws; draw number n of a source is entry n of its epochs.
+            index_of[mine] = np.concatenate(order)[index_of[mine]]
+    return DocumentBlend(sources, source_of, index_of)

@@ -1,0 +1,211 @@
+"""From Megatron's data flags to the iterators of global batches that its training loop pulls from.
+
+Made for ``--dataloader-type external``, with which Megatron hands the provider's objects through to the schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.utils import log_single_rank
+
+from megatron_epp.data.batch import SequenceDataset
+from megatron_epp.data.iterator import PlannedBatches, PlanSource
+from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
+from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset, DocumentFile, concatenate, weighted
+from megatron_epp.mcore.data.encoders import identity_of_run
+from megatron_epp.mcore.data.indexed_file import check_pair
+from megatron_epp.mcore.data.token_check import check_tokens
+from megatron_epp.plan.errors import EppError
+
+__all__ = ["DocumentBlend", "DocumentDataset", "DocumentFile", "build_document_iterators", "build_splits"]
+
+logger = logging.getLogger(__name__)
+
+Blend = tuple[list[str], list[float] | None]
+Shuffled = tuple[SequenceDataset, bool]
+
+SPLITS = ("train", "valid", "test")
+
+
+def build_document_iterators(
+    args: Namespace,
+    train_plans: PlanSource | None,
+    eval_plans: PlanSource | None,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_samples: Sequence[int],
+) -> tuple[PlannedBatches | None, PlannedBatches | None, PlannedBatches | None]:
+    """Iterators over the global batches of the train, validation and test documents, for this replica.
+
+    Every rank of the job builds the same ones; tokens are read only by ranks that ask a batch for its chunks.
+
+    Args:
+        args: Megatron's parsed arguments. Read are the data paths and ``--split``, ``--seq-length``, ``--epp-documents``,
+            ``--seed``, the batch sizes, ``--eval-iters``, ``--skip-train``, the tokenizer's flags, ``--eod-mask-loss``,
+            ``--no-mmap-bin-files``, ``--epp-lookahead``, and the consumed samples, from which training and validation go on
+            exactly.
+        train_plans, eval_plans: how this rank comes by plans for its replica's part of a batch; None for no plans.
+        num_samples: sequences that train, validation and test will draw, as Megatron gives them to its dataset providers.
+
+    Returns:
+        Train, validation and test iterator; None for a split that is not wanted, and for a test split without documents.
+
+    Raises:
+        EppError: unusable flags or files, tokens of another tokenizer than the run's, or no documents for training or for a
+            wanted validation.
+    """
+    tokenizer = identity_of_run(args)
+    splits = build_splits(args, num_samples, tokenizer)
+    consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
+    eod = _masked_end(tokenizer) if args.eod_mask_loss else None
+    iterators = []
+    for number, split in enumerate(splits):
+        if split is None:
+            iterators.append(None)
+            continue
+        dataset, shuffle = split
+        sampler = GlobalBatchSampler(
+            len(dataset),
+            getattr(args, "eval_global_batch_size", args.global_batch_size) if number else args.global_batch_size,
+            consumed[number],
+            args.seed,
+            shuffle,
+        )
+        plans = eval_plans if number else train_plans
+        depth = getattr(args, "epp_lookahead", 2)
+        iterators.append(PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size))
+    return tuple(iterators)
+
+
+def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer) -> list[Shuffled | None]:
+    """The train, validation and test datasets, each with whether it is to be shuffled every epoch.
+
+    Args:
+        args, num_samples: as above.
+        tokenizer: the run's, of which the tokens of all files must be.
+    """
+    blend, blend_per_split = _blends(args)
+    if blend_per_split is not None and args.split is not None:
+        log_single_rank(logger, logging.WARNING, f"--split {args.split} changes nothing: every split has data paths of its own")
+    files: dict[str, DocumentFile] = {}
+    shares = [(0.0, 1.0)] * 3 if blend is None else _split_shares(args.split)
+    wanted = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
+    splits: list[Shuffled | None] = []
+    for number, name in enumerate(SPLITS):
+        its_blend = blend if blend_per_split is None else blend_per_split[number]
+        split = None
+        if wanted[number] and its_blend is not None and shares[number] is not None:
+            open_part = functools.partial(_open_part, args, tokenizer, files, name, shares[number])
+            split = _build_split(its_blend, open_part, num_samples[number], args.seed)
+        if split is None and wanted[number] and name != "test":
+            remedy = f"give it a share in --split {args.split}" if blend else f"pass --{name}-data-path"
+            remedy += ", or pass --eval-iters 0" if name == "valid" else ""
+            raise EppError(f"the {name} split has no documents; {remedy}")
+        splits.append(split)
+    return splits
+
+
+def check_files_of(args: Namespace) -> None:
+    """Raise `EppError` where a data path leads to no files, or to tokens of another kind of tokenizer. No token is read."""
+    blend, blend_per_split = _blends(args)
+    for one in (blend, *(blend_per_split or ())):
+        for prefix in one[0] if one else ():
+            check_pair(prefix)
+            record = load_record(prefix)
+            if record is not None and args.tokenizer_type is not None:
+                check_kind(prefix, record, args.tokenizer_type, args.tokenizer_model)
+
+
+def _open_part(
+    args: Namespace,
+    tokenizer: Tokenizer,
+    files: dict[str, DocumentFile],
+    name: str,
+    share: tuple[float, float],
+    prefix: str,
+) -> DocumentDataset | None:
+    """A split's share of one file; None where it has no documents. Files are opened and checked once, and kept in `files`."""
+    if prefix not in files:
+        files[prefix] = DocumentFile(prefix, args.mmap_bin_files)
+        check_tokens(files[prefix], tokenizer, masks_eod=args.eod_mask_loss)
+    file = files[prefix]
+    # Rounded as Megatron rounds, so that splits join up without gap or overlap.
+    first, last = (round(edge * len(file)) for edge in share)
+    if first == last:
+        log_single_rank(logger, logging.WARNING, f"{name} {prefix}: --split {args.split} gives it no documents")
+        return None
+    return DocumentDataset(
+        file,
+        args.seq_length,
+        first,
+        last,
+        name,
+        long_documents=args.epp_documents,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def _build_split(
+    blend: Blend, open_part: Callable[[str], DocumentDataset | None], num_samples: int, seed: int
+) -> Shuffled | None:
+    prefixes, weights = blend
+    parts = [(open_part(prefix), weight) for prefix, weight in zip(prefixes, weights or [1.0] * len(prefixes), strict=True)]
+    sources = [source for source, _ in parts if source is not None]
+    if not sources:
+        return None
+    if len(sources) == 1:
+        return sources[0], True
+    if weights is None:
+        return concatenate(sources), True
+    return weighted(sources, [weight for source, weight in parts if source is not None], num_samples, seed), False
+
+
+def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
+    """One blend for all splits, or one each, from whichever of Megatron's data path flags were given."""
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    try:
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+    except (AssertionError, KeyError, ValueError, OSError) as error:
+        raise EppError(
+            f"the data paths cannot be read ({type(error).__name__}: {error}); give prefixes, or weight and prefix in turn"
+        ) from error
+    if blend_per_split is not None:
+        blend_per_split = [one if one and one[0] else None for one in blend_per_split]
+    if not (blend and blend[0]) and not (blend_per_split and any(blend_per_split)):
+        raise EppError(
+            "there are no documents to train on; pass --data-path with the prefix of a .bin/.idx pair"
+            " (`megatron-epp prepare` makes one from text files or JSONL)"
+        )
+    return blend, blend_per_split
+
+
+def _split_shares(split: str | None) -> list[tuple[float, float] | None]:
+    """``"969,30,1"`` to the start and end of each split as shares of a file; None for a split of size 0."""
+    if split is None:
+        raise EppError("--split is missing; pass for instance --split 99,1,0 (train, validation, test)")
+    try:
+        with np.errstate(invalid="ignore"):
+            vector = parse_and_normalize_split(split)
+    except (AssertionError, ValueError) as error:
+        raise EppError(f"--split {split} is not up to three shares like 99,1,0") from error
+    if not np.isfinite(vector).all():
+        raise EppError(f"--split {split} gives no split a share; pass for instance --split 99,1,0")
+    return convert_split_vector_to_split_matrix(vector)
+
+
+def _masked_end(tokenizer: Tokenizer) -> int:
+    """The token after which ``--eod-mask-loss`` takes no loss."""
+    if tokenizer.eod is None:
+        raise EppError(f"--eod-mask-loss: this run's tokenizer ({tokenizer}) has no end-of-document token; leave it out")
+    return tokenizer.eod

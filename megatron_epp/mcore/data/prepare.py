@@ -1,0 +1,233 @@
+"""Text to a Megatron ``.bin``/``.idx`` pair: the ``megatron-epp prepare`` command.
+
+Megatron is imported only when there is something to write, so that the flags can be listed without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_epp.cli.output import say
+from megatron_epp.data.token_record import SUFFIX, TokenRecord
+from megatron_epp.mcore.data.encoders import BYTES, Encoder, add_tokenizer_arguments, encoder_from
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import parse_json
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".txt", ".md", ".rst", ".py")
+_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_LOG_EVERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What `prepare` wrote.
+
+    Attributes:
+        prefix: of the pair.
+        lengths: int64, tokens of each document, with its end-of-document token.
+        num_empty: documents left out because they have no tokens.
+        num_unreadable: documents left out because they are not UTF-8 (byte-level tokens take any document).
+        record: of the tokens, as written beside the pair.
+    """
+
+    prefix: str
+    lengths: np.ndarray
+    num_empty: int
+    num_unreadable: int
+    record: TokenRecord
+
+    def __str__(self) -> str:
+        lengths = self.lengths
+        lines = [
+            f"{self.prefix}.bin, .idx: {len(lengths):,} documents, {lengths.sum():,} tokens of {self.record.tokenizer}"
+            f" (left out: {self.num_empty:,} empty, {self.num_unreadable:,} not UTF-8)",
+            f"tokens per document: min {lengths.min():,}, median {int(np.median(lengths)):,}, max {lengths.max():,}",
+            *histogram(lengths),
+            f"train on them with: --data-path {self.prefix} {self.record.flags}",
+        ]
+        return "\n".join(lines)
+
+
+def prepare(
+    inputs: Sequence[str | Path],
+    output_prefix: str | Path,
+    *,
+    encoder: Encoder = BYTES,
+    append_eod: bool = True,
+    suffixes: Sequence[str] = SUFFIXES,
+    json_key: str = "text",
+) -> Summary:
+    """Write the documents of `inputs` as ``output_prefix.bin`` and ``output_prefix.idx``, replacing what was there, and beside
+    them which tokenizer made them (`TokenRecord`).
+
+    All files are written under temporary names and renamed when complete: on any error, earlier files stay as they were.
+
+    Args:
+        inputs: folders (every file with one of `suffixes` below them is a document, in sorted order), JSONL files (every line
+            is an object whose `json_key` is a document), and other files (each one document).
+        encoder: how text becomes tokens.
+        append_eod: end every document with `encoder.eod`.
+
+    Raises:
+        EppError: nothing to read, a line that is not what it should be, or a file that cannot be read or written.
+    """
+    if append_eod and encoder.eod is None:
+        raise EppError("this tokenizer has no end-of-document token; pass --no-append-eod")
+    prefix = str(output_prefix)
+    files = [file for path in inputs for file in _files(Path(path), suffixes)]
+    if not files:
+        raise EppError(
+            f"no documents: no file ending in {', '.join(suffixes)} under {', '.join(map(str, inputs))}; see --suffixes"
+        )
+    try:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        return _write_and_rename(files, prefix, encoder, append_eod, json_key)
+    except OSError as error:
+        raise EppError(f"{error.filename or prefix}: {error.strerror or error}") from error
+
+
+def _write_and_rename(files: list[Path], prefix: str, encoder: Encoder, append_eod: bool, json_key: str) -> Summary:
+    partial = f"{prefix}.partial-{os.getpid()}"
+    try:
+        summary = _write(files, prefix, partial, encoder, append_eod, json_key)
+        summary.record.save(partial + SUFFIX)
+        # The old index goes first: whenever this is interrupted, there is no index rather than one of another .bin.
+        Path(f"{prefix}.idx").unlink(missing_ok=True)
+        for suffix in (".bin", SUFFIX, ".idx"):
+            os.replace(partial + suffix, prefix + suffix)
+    finally:
+        for suffix in (".bin", SUFFIX, ".idx"):
+            Path(partial + suffix).unlink(missing_ok=True)
+    return summary
+
+
+def _write(files: list[Path], prefix: str, partial: str, encoder: Encoder, append_eod: bool, json_key: str) -> Summary:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(encoder.vocab_size))
+    end = [encoder.eod] if append_eod else []
+    lengths: list[int] = []
+    num_empty = num_unreadable = max_token = 0
+    last_log = time.monotonic()
+    try:
+        for origin, raw in _documents(files, json_key):
+            try:
+                ids = encoder.encode(raw)
+            except UnicodeDecodeError as error:
+                logger.warning("left out %s: it is not UTF-8 (%s)", origin, error.reason)
+                num_unreadable += 1
+                continue
+            if len(ids) == 0:
+                num_empty += 1
+                continue
+            ids = np.concatenate((ids, end))
+            max_token = max(max_token, int(ids.max()))
+            if max_token >= encoder.vocab_size:
+                raise EppError(f"{origin} has token {max_token}, outside the tokenizer's vocabulary of {encoder.vocab_size}")
+            ids = ids.astype(builder.dtype)
+            builder.add_document(ids, [len(ids)])
+            lengths.append(len(ids))
+            if time.monotonic() - last_log > _LOG_EVERY_SECONDS:
+                last_log = time.monotonic()
+                logger.info("prepared %s documents, %s tokens; now at %s", f"{len(lengths):,}", f"{sum(lengths):,}", origin)
+        if not lengths:
+            raise EppError(f"no documents: all {num_empty + num_unreadable} in the input are empty or not UTF-8")
+        builder.finalize(f"{partial}.idx")
+    finally:
+        builder.data_file.close()
+    record = TokenRecord(encoder.tokenizer, encoder.flags, len(lengths), sum(lengths), max_token)
+    return Summary(prefix, np.asarray(lengths, dtype=np.int64), num_empty, num_unreadable, record)
+
+
+def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise EppError(f"--input {path} does not exist")
+    return sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+
+
+def _documents(files: list[Path], json_key: str) -> Iterator[tuple[str, bytes]]:
+    """Each document's origin and bytes."""
+    for file in files:
+        if file.suffix not in _JSONL_SUFFIXES:
+            yield str(file), file.read_bytes()
+            continue
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{file}:{number}", _text_of(f"{file}:{number}", line, json_key)
+
+
+def _text_of(origin: str, line: bytes, json_key: str) -> bytes:
+    record = parse_json(line, origin, with_nan=True)
+    text = record.get(json_key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise EppError(f"{origin} has no text under {json_key!r}; name the key with --json-key")
+    # JSON can hold half a surrogate pair, which has no UTF-8 form; byte-level tokens can carry it all the same.
+    return text.encode("utf-8", errors="surrogatepass")
+
+
+def histogram(lengths: np.ndarray, width: int = 40) -> list[str]:
+    """Lines with the number of documents, and their share of all tokens, in bins that grow fourfold.
+
+    Args:
+        lengths: tokens of each document, all positive.
+        width: characters of the longest bar.
+    """
+    bins = np.log2(lengths).astype(int) // 2
+    counts = np.bincount(bins)
+    tokens = np.bincount(bins, weights=lengths)
+    lines = [f"{'tokens':>23}  {'documents':>11}  of all tokens"]
+    for number in range(bins.min(), len(counts)):
+        bar = "#" * int(np.ceil(width * counts[number] / counts.max()))
+        share = tokens[number] / tokens.sum()
+        lines.append(f"{4**number:>10,} - {4 ** (number + 1) - 1:>10,}  {counts[number]:>11,}  {share:>12.1%}  {bar}".rstrip())
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
+    parser.add_argument("--input", nargs="+", required=True, help="folders (a document per file), JSONL files, or single files")
+    parser.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help=f"writes PREFIX.bin, PREFIX.idx for --data-path PREFIX, and PREFIX{SUFFIX}",
+    )
+    parser.add_argument(
+        "--suffixes", nargs="+", default=list(SUFFIXES), help=f"files to take from folders (default: {' '.join(SUFFIXES)})"
+    )
+    parser.add_argument("--json-key", default="text", help="where a JSONL line holds its document (%(default)s)")
+    parser.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents with a token")
+    add_tokenizer_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The ``megatron-epp prepare`` command: prepare, then print the summary."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron_epp").setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        # On import Megatron warns of missing GPU libraries, which play no part here.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        summary = prepare(
+            args.input,
+            args.output_prefix,
+            encoder=encoder_from(args),
+            append_eod=args.append_eod,
+            suffixes=args.suffixes,
+            json_key=args.json_key,
+        )
+    say(str(summary))
+    return 0

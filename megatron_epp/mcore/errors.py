@@ -1,7 +1,0 @@
-"""What is raised for flags."""
-
-from megatron_epp.schedule.errors import EppError
-
-
-class ArgumentError(EppError):
-    """Flags that do not go together. The message names them."""

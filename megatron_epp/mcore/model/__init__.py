@@ -1,0 +1,1 @@
+"""Megatron's models under plans: stages, attention, losses, recompute, and weight gradients of their own."""

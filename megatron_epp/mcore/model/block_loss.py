@@ -1,0 +1,238 @@
+"""A model's output layer and loss without the logits of a whole chunk: by blocks of tokens (`--epp-loss-block-tokens`), or by
+Megatron's kernel that fuses the two (`--cross-entropy-fusion-impl linear`).
+
+No release that is supported has that kernel; Megatron's development branch has it, for Blackwell, and forks may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_epp.cost.head import AUTO, loss_block_tokens, loss_workspace_bytes
+from megatron_epp.mcore.model.linear import weight_gradient
+from megatron_epp.mcore.patches.stock_functions import is_installed
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.loss.kernels import Case, explain
+
+logger = logging.getLogger(__name__)
+
+
+_OF_THE_LOSS = ("forward", "_postprocess", "compute_language_model_loss")
+"""Methods of Megatron's models that make the loss of the output layer's input."""
+
+
+class BlockLoss:
+    """Takes the place of a model's output layer and of its loss.
+
+    Megatron's models hand what the output layer returns to `compute_language_model_loss`. Here that is the layer's input: MuP's
+    factor on the logits, which comes in between, is then one on the input, and gives the same logits.
+
+    Args:
+        model: with an output layer, unwrapped.
+        block_tokens: of a block.
+    """
+
+    def __init__(self, model: Any, block_tokens: int) -> None:
+        self._model, self._layer, self.block_tokens = model, model.output_layer, block_tokens
+        self._weight: Tensor | None = None
+        device, entries = "cuda" if torch.cuda.is_initialized() else "cpu", self._layer.output_size_per_partition
+        shared = self._layer.tp_group.size() > 1
+        self.kernel, self.passed_over = explain(Case(device, model.config.params_dtype, entries, shared))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What there is only while a pass computes the loss."""
+        layer, value_bytes = self._layer, self._model.config.params_dtype.itemsize
+        return loss_workspace_bytes(
+            self.block_tokens,
+            layer.output_size_per_partition,
+            layer.input_size,
+            value_bytes,
+            fused_accumulation=layer.gradient_accumulation_fusion,
+            in_place=self.kernel is not None,
+        )
+
+    @contextmanager
+    def instead(self) -> Iterator[None]:
+        """While the model runs a chunk with labels."""
+        self._layer.forward, self._model.compute_language_model_loss = self._keep_weight, self._losses
+        try:
+            yield
+        finally:
+            del self._layer.forward, self._model.compute_language_model_loss
+            self._weight = None
+
+    def _keep_weight(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        output_cross_entropy_loss: bool = False,
+        labels: Tensor | None = None,
+    ) -> tuple[Tensor, None] | Tensor:
+        """Stands in for the output layer's `forward`. One that is fused with the loss is asked for that, with labels."""
+        self._weight = self._layer.weight if weight is None else weight
+        if output_cross_entropy_loss:
+            assert labels is not None
+            return self._losses(labels, input_)
+        return input_, None
+
+    def _losses(self, labels: Tensor, hidden: Tensor) -> Tensor:
+        """Stands in for `compute_language_model_loss`.
+
+        Args:
+            labels: ``[batch, tokens]``.
+            hidden: ``[tokens / shards, batch, hidden]``.
+
+        Returns:
+            ``[batch, tokens]``.
+        """
+        assert self._weight is not None  # the output layer ran
+        layer, group = self._layer, self._layer.tp_group
+        if layer.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(hidden, group=group)
+        head = Head(
+            self.block_tokens,
+            group if group.size() > 1 else None,
+            functools.partial(_rows, group if layer.sequence_parallel else None),
+            functools.partial(weight_gradient, self._weight, None, True) if layer.gradient_accumulation_fusion else None,
+        )
+        rows = labels.transpose(0, 1)
+        losses = block_losses(_rows(None, whole), hidden, self._weight, rows.reshape(-1), head)
+        return losses.view(rows.shape).transpose(0, 1).contiguous()
+
+
+class FusedLoss:
+    """Leaves a model's output layer and loss to Megatron's fused kernel.
+
+    Its backward has a few thousand entries' logits of every token at a time: less than a layer's own gradients, which plans
+    count. As by blocks it makes logits again, and gives the weight its gradient at once.
+    """
+
+    workspace_bytes = 0
+
+    def instead(self) -> AbstractContextManager[None]:
+        """While the model runs a chunk with labels: nothing else."""
+        return nullcontext()
+
+
+def block_loss(args: argparse.Namespace, model: torch.nn.Module) -> BlockLoss | FusedLoss | None:
+    """What computes a last stage's loss without all logits of a chunk, or None where they are there at once.
+
+    Raises:
+        EppError: a number of tokens was asked for and this model cannot have it, or only Megatron's fused kernel, which cannot
+            run here.
+    """
+    bare = unwrap_model(model)
+    if getattr(bare, "fuse_linear_cross_entropy", False):
+        return _fused_loss(args, bare)
+    block_tokens = block_tokens_of(args)
+    if block_tokens == 0:
+        return None
+    obstacle = _obstacle(bare)
+    if not obstacle:
+        return _told(BlockLoss(bare, block_tokens))
+    if args.epp_loss_block_tokens != AUTO:
+        raise EppError(f"--epp-loss-block-tokens {block_tokens} is not possible: {obstacle}; leave it out, or give 0")
+    logger.warning("the logits of a whole chunk are there at once (see --epp-loss-block-tokens): %s", obstacle)
+    return None
+
+
+def _fused_loss(args: argparse.Namespace, model: Any) -> BlockLoss | FusedLoss:
+    """Where Megatron's fused kernel is asked for: that, or blocks where they are asked for too or it cannot run."""
+    block_tokens = block_tokens_of(args, always=True)
+    wants_blocks = args.epp_loss_block_tokens != AUTO and block_tokens > 0
+    fused = "--epp-loss-block-tokens is given too" if wants_blocks else _fused_obstacle()
+    if not fused:
+        return FusedLoss()
+    by_blocks = _obstacle(model) if block_tokens else "--epp-loss-block-tokens is 0"
+    if by_blocks:
+        raise EppError(
+            f"--cross-entropy-fusion-impl linear is not possible: {fused}; nor are blocks of tokens in its place: {by_blocks}. "
+            "Leave one of the flags out"
+        )
+    logger.warning("--cross-entropy-fusion-impl linear: the loss goes by blocks of tokens in its place: %s", fused)
+    return _told(BlockLoss(model, block_tokens))
+
+
+def _fused_obstacle() -> str:
+    """Why Megatron's fused kernel cannot run here; empty if it can. Megatron itself knows."""
+    try:
+        from megatron.core.fusions.fused_linear_cross_entropy import Platform  # type: ignore[import-not-found]
+
+        Platform()
+    except Exception as error:  # an architecture it has no kernel for, no GPU, no CUTLASS: it raises what comes
+        return f"it cannot run here ({type(error).__name__}: {error})"
+    return ""
+
+
+def _told(loss: BlockLoss) -> BlockLoss:
+    """With a line in the log of the first replica."""
+    if not mpu.model_parallel_is_initialized() or mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
+        how = f"in plain torch, not {loss.passed_over}" if loss.kernel is None else f"by {loss.kernel.name}"
+        logger.info("loss by blocks of %d tokens: %s", loss.block_tokens, how)
+    return loss
+
+
+def block_tokens_of(args: argparse.Namespace, *, always: bool = False) -> int:
+    """Tokens of a block as the flags have it, the same on every rank; 0 for logits of a whole chunk at once.
+
+    Args:
+        always: where nobody says how many, have blocks of few tokens' logits too.
+    """
+    longest = sys.maxsize if always else max(args.seq_length, args.epp_chunk_tokens or 0) // args.context_parallel_size
+    return loss_block_tokens(args.epp_loss_block_tokens, args.padded_vocab_size // args.tensor_model_parallel_size, longest)
+
+
+def _obstacle(model: Any) -> str:
+    """Why a model's loss cannot go by blocks; empty if it can."""
+    layer = getattr(model, "output_layer", None)
+    if type(layer) not in _linear_types():
+        return f"the output layer is a {type(layer).__name__}"
+    if layer.bias is not None:
+        return "the output layer has a bias"
+    if layer.gather_output:
+        return "the output layer gathers its logits"
+    if model.config.enable_autocast:
+        return "autocast chooses the type of the logits"
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        return "ranks share the output layer's weight and gather it"
+    own = [name for name in _OF_THE_LOSS if not is_installed(getattr(type(model), name, None))]
+    if own:
+        return f"{type(model).__name__} has its own {', '.join(own)}"
+    return ""
+
+
+def _linear_types() -> tuple[type, ...]:
+    """Output layers that multiply and do nothing else to make logits."""
+    try:
+        from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
+    except ImportError:
+        return (ColumnParallelLinear,)
+    return ColumnParallelLinear, LinearCrossEntropyModule
+
+
+def _rows(gather_over: Any, x: Tensor) -> Tensor:
+    """``[tokens, 1, in]`` as ``[tokens, in]``, of all ranks that have a part of the tokens."""
+    if gather_over is not None:
+        x = gather_from_sequence_parallel_region(x, group=gather_over)
+    return x.reshape(-1, x.shape[-1])

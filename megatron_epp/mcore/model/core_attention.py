@@ -1,0 +1,91 @@
+"""Core attention for Megatron layers: what a layer spec puts in the place of the stock one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.attention.core import chunk_attention
+from megatron_epp.runtime.context import ChunkContext
+
+
+class ChunkParams(PackedSeqParams):
+    """Carries a chunk's context through Megatron's layers.
+
+    Megatron hands `packed_seq_params` untouched from the model's forward to core attention, and the closure of a recomputed
+    layer keeps it, so that the second forward sees the same chunk as the first. The format stays "sbhd": the branches for "thd"
+    are Megatron's own variable-length path, which knows no prefix.
+    """
+
+    def __init__(self, context: ChunkContext) -> None:
+        super().__init__(qkv_format="sbhd", max_seqlen_q=context.table.max_query, max_seqlen_kv=context.table.max_key)
+        self.context = context
+
+
+class RelayAttention(torch.nn.Module):
+    """Causal attention over the segments of a chunk, with earlier slices' keys and values from the relay.
+
+    Takes the place of `DotProductAttention` and of Transformer Engine's. It has no parameters. Under context parallelism heads
+    are exchanged for tokens (`runtime.attention.context_parallel`), whatever ``cp_comm_type`` says.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if attention_type != "self":
+            raise EppError(f"--epp runs self attention only; layer {layer_number} asks for {attention_type} attention")
+        self.config = config
+        self.layer_number = layer_number
+        channels = config.kv_channels
+        assert channels is not None
+        self.preference = config.attention_backend.name
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(channels)
+        group = getattr(pg_collection, "cp", None) or mpu.get_context_parallel_group()
+        self.context_group = group if dist.get_world_size(group) > 1 else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[tokens, 1, query_heads, channels]``, of the chunk's tokens those of this context-parallel rank.
+            key: ``[tokens, 1, kv_heads, channels]``.
+            value: as `key`.
+            packed_seq_params: a `ChunkParams`.
+
+        Returns:
+            ``[tokens, 1, query_heads * channels]``.
+        """
+        if not isinstance(packed_seq_params, ChunkParams):
+            raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")
+        context = packed_seq_params.context
+        rows = query[:, 0], key[:, 0], value[:, 0]
+        out = chunk_attention(*rows, context, self.layer_number, self.scale, self.context_group, self.preference)
+        return out.reshape(out.shape[0], 1, -1)

@@ -1,0 +1,117 @@
+"""A GPT for Megatron's training loop: its datasets, its forward step, its loss, and the call to `pretrain`."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import argument_utils, arguments, get_args, get_timers, training
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_epp.mcore.model.gpt_model import build_model
+from megatron_epp.mcore.model.loss import token_loss
+
+Batch = dict[str, torch.Tensor | None]
+
+
+def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Megatron's GPT datasets (train, valid, test): documents concatenated and cut every `--seq-length` tokens."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+
+    def wanted_here() -> bool:
+        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, wanted_here, config).build()
+
+
+build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank
+
+
+def read_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
+    """One micro-batch on this tensor-parallel rank; all values None on stages that need no tokens."""
+    args = get_args()
+    tokens = (args.micro_batch_size, args.seq_length)
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "tokens": (tokens, torch.int64),
+        "labels": (tokens, torch.int64),
+        "loss_mask": (tokens, torch.float32),
+        "attention_mask": ((args.micro_batch_size, 1, args.seq_length, args.seq_length), torch.bool),
+        "position_ids": (tokens, torch.int64),
+    }
+    batch: Batch = dict.fromkeys(layout)
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return batch
+    if not args.create_attention_mask_in_dataloader:
+        del layout["attention_mask"]
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None
+        loaded = next(data_iterator)
+        batch |= {name: loaded[name].cuda(non_blocking=True).to(dtype) for name, (_, dtype) in layout.items()}
+    else:
+        batch |= {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in layout.items()}
+    if mpu.get_tensor_model_parallel_world_size() > 1:
+        for name in layout:
+            source, group = mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
+            torch.distributed.broadcast(batch[name], source, group=group)
+    return batch
+
+
+def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """One forward of this stage; Megatron calls the returned loss function on the last stage."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(token_loss, batch["loss_mask"])
+
+
+def pretrain() -> None:
+    """Train the GPTModel, or with `--hybrid-layer-pattern` the HybridModel, that the command line describes.
+
+    It goes through `megatron.training.pretrain` as it is patched at this moment. Up to 0.17 Megatron parses the command line in
+    there; up to 0.18 it has the model built by a function, then by a config.
+    """
+    defaults = {"tokenizer_type": "GPT2BPETokenizer"}
+    kind = ModelType.encoder_or_decoder
+    if not hasattr(arguments, "parse_and_validate_args"):
+        training.pretrain(build_datasets, build_model, kind, forward_step, args_defaults=defaults)
+        return
+    args = arguments.parse_and_validate_args(args_defaults=defaults)
+    if not hasattr(argument_utils, "gpt_config_from_args"):
+        config = argument_utils.pretrain_cfg_container_from_args(args)
+        training.pretrain(config, build_datasets, build_model, kind, forward_step)
+        return
+    is_hybrid = args.hybrid_layer_pattern is not None
+    describe = argument_utils.hybrid_config_from_args if is_hybrid else argument_utils.gpt_config_from_args
+    config = argument_utils.pretrain_cfg_container_from_args(args, describe(args))
+    training.pretrain(config, build_datasets, kind, forward_step)

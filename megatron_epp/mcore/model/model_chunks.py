@@ -1,0 +1,112 @@
+"""Has Megatron build a rank's model chunks as the stages that a placement makes of them.
+
+Megatron takes chunk c of rank r for stage ``c * ranks + r``: that is the looped placement, and there is nothing to do. For any
+other one three things must follow the placement: the layers of a chunk and their numbers (a layout), what has the embedding and
+the output layer (an argument of the model's constructor), and where the two meet on one rank the weight that they may tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import weakref
+from typing import Any
+
+from megatron.core import mpu
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+from megatron_epp.mcore.arguments.consequences import placement_of
+from megatron_epp.plan.placement import Placement
+
+
+class PlacedLayout(PipelineParallelLayerLayout):
+    """What every chunk of every rank holds, by a placement.
+
+    Args:
+        stages: the names of every stage's layers: ``embedding``, ``decoder``, ``loss``.
+        placement: of the stages.
+    """
+
+    def __init__(self, stages: list[list[str]], placement: Placement) -> None:
+        super().__init__(stages, placement.num_ranks)
+        self._placement = placement
+        self._stages = [[LayerType[name] for name in names] for names in stages]
+        self.layout = [[self._stages[stage] for stage in placement.stages(rank)] for rank in range(placement.num_ranks)]
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Layers of all earlier stages."""
+        rank = mpu.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        stage = self._placement.stages(rank)[vp_stage or 0]
+        return sum(names.count(layer_type) for names in self._stages[:stage])
+
+
+def place(transformer: Any, args: argparse.Namespace) -> None:
+    """Share out a model's layers by the placement: its config gets a layout, and gives up what Megatron said for it.
+
+    Args:
+        transformer: Megatron's `TransformerConfig`, initialised.
+        args: Megatron's arguments.
+    """
+    placement = placement_of(args)
+    if placement.is_looped or isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):
+        return
+    layers = layers_of_stages(transformer, placement.num_ranks, placement.num_chunks)
+    stages = [["decoder"] * count for count in layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    transformer.pipeline_model_parallel_layout = PlacedLayout(stages, placement)
+    # The layout says it all, and Megatron lets it stand alone only.
+    transformer.num_layers_in_first_pipeline_stage = transformer.num_layers_in_last_pipeline_stage = None
+    transformer.account_for_embedding_in_pipeline_split = transformer.account_for_loss_in_pipeline_split = False
+
+
+def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[int]:
+    """Layers of every stage as Megatron's flags share them out over a looped pipeline.
+
+    Args:
+        transformer: Megatron's `TransformerConfig`.
+        num_ranks: pipeline ranks.
+        num_chunks: model chunks of each.
+    """
+    layout = transformer.pipeline_model_parallel_layout
+    places = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
+    if layout is not None:
+        return [layout.layout[rank][chunk].count(LayerType.decoder) for rank, chunk in places]
+    chunks = (lambda chunk: chunk) if num_chunks > 1 else (lambda _: None)
+    return [get_num_layers_to_build(transformer, chunks(chunk), rank) for rank, chunk in places]
+
+
+def ends(args: argparse.Namespace, vp_stage: int | None) -> dict[str, bool]:
+    """Which ends of the model a chunk of this rank has, as arguments of its constructor."""
+    placement = placement_of(args)
+    stage = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
+    return {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1}
+
+
+_first_stage: weakref.ref[Any] | None = None
+"""The model chunk with the embedding, once it is built."""
+
+
+def tie(model: Any, args: argparse.Namespace) -> None:
+    """Give a rank's last stage the first one's embedding weight in the place of a copy of its own, where the model ties them.
+
+    Megatron makes a copy wherever they are two model chunks, since they are on two ranks there. Its layers and its data
+    parallelism can share one: so they do without a pipeline. Call it with every model chunk as soon as it is built.
+    """
+    global _first_stage
+    if not (placement_of(args).ends_meet and model.share_embeddings_and_output_weights):
+        return
+    if model.pre_process:
+        _first_stage = weakref.ref(model)
+    if not model.post_process:
+        return
+    assert _first_stage is not None
+    first: Any = _first_stage()
+    first.shared_embedding_or_output_weight().zero_out_wgrad = True  # as where both ends are one chunk
+    model.output_layer.weight = None
+    model.shared_embedding_or_output_weight = first.shared_embedding_or_output_weight
+    # A checkpoint has the weight once, under the embedding's name.
+    model.tie_embeddings_and_output_weights_state_dict = lambda *_: None

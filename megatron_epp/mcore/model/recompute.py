@@ -1,0 +1,86 @@
+"""Layers that run parts of their forward again in backward, by the levels a chunk's plan names.
+
+One mechanism for all: Megatron's `checkpoint`, which restores random states, around as much of a layer as its level says. A
+layer of `linear` keeps what core attention made. A layer of `mlp` runs its MLP or experts again, with their norm and residual;
+and makes the output of its input norm again, where that norm is a module of its own. What is not in a layer (hybrid models have
+layers of attention alone and of an MLP alone) its level leaves out: a layer without attention recomputes whole at `linear`, and
+one without an MLP keeps all but the norm's output at `mlp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+
+from megatron_epp.mcore.model.core_attention import ChunkParams
+from megatron_epp.runtime.autograd.discard import Discarded
+from megatron_epp.runtime.autograd.hold import Attended
+
+
+def recompute_by_level(layers: Iterable[torch.nn.Module]) -> None:
+    """Have a stage's layers recompute what the chunk they are given says."""
+    for number, layer in enumerate(layers):
+        _Layer(number, layer)
+
+
+class _Layer:
+    """Stands before a layer's forward, and the forwards of its parts."""
+
+    def __init__(self, number: int, layer: Any) -> None:
+        self.number = number
+        self._run, self._run_mlp, self._run_norm = layer.forward, layer._forward_mlp, layer.input_layernorm.forward
+        self._in_parts = False
+        self._normed: Discarded | None = None
+        layer.forward = self._forward
+        if not isinstance(layer.mlp, IdentityOp):
+            layer._forward_mlp = self._forward_mlp
+        if not isinstance(layer.input_layernorm, IdentityOp):
+            layer.input_layernorm.forward = self._norm
+            layer.self_attention.register_forward_hook(self._attended)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        params = kwargs.get("packed_seq_params")
+        level = params.context.recompute.level(self.number) if isinstance(params, ChunkParams) else ""
+        if not level or not torch.is_grad_enabled():
+            return self._run(*args, **kwargs)
+        if level == "mlp":
+            self._in_parts = True
+            try:
+                return self._run(*args, **kwargs)
+            finally:
+                self._in_parts, self._normed = False, None
+        if level == "linear":
+            kwargs["packed_seq_params"] = ChunkParams(replace(params.context, attended=Attended()))
+        return _again(self._run, args, kwargs)
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
+        return _again(self._run_mlp, args, kwargs) if self._in_parts else self._run_mlp(*args, **kwargs)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        output = self._run_norm(x)
+        if self._in_parts and isinstance(output, Tensor):  # a fused norm returns the residual too
+            self._normed = Discarded(self._run_norm, x, output)
+        return output
+
+    def _attended(self, _: torch.nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
+        if self._normed is not None:
+            self._normed.until(output[0])
+            self._normed = None
+
+
+def _again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run once now and once in backward. Tensors among the arguments are kept as autograd keeps its own."""
+    names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+    others = {name: value for name, value in kwargs.items() if name not in names}
+    num_args = len(args)
+
+    def call(*values: Any) -> Any:  # holds no tensor: autograd does
+        return run(*values[:num_args], **others, **dict(zip(names, values[num_args:], strict=True)))
+
+    return checkpoint(call, False, *args, *(kwargs[name] for name in names))

@@ -1,0 +1,216 @@
+"""A Megatron model as a pipeline stage: how the executor runs forward and backward of a chunk on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from torch import Tensor
+
+from megatron_epp.data.batch import ChunkArrays
+from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss
+from megatron_epp.mcore.model.core_attention import ChunkParams
+from megatron_epp.mcore.model.experts import scale_router_losses
+from megatron_epp.mcore.model.loss import check_loss, summed_loss
+from megatron_epp.mcore.model.recompute import recompute_by_level
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.autograd.weights import WeightGradients
+from megatron_epp.runtime.context import ChunkContext
+
+
+def _nothing() -> None:
+    pass
+
+
+def _add_to_gradients(model: torch.nn.Module) -> None:
+    """Have layers add to gradient buffers, which are zero when an iteration begins. Transformer Engine's, where they add by
+    themselves, overwrite them in the backward of the first forward, and that is not a plan's first backward.
+    """
+    for module in model.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False
+
+
+class MegatronStage:
+    """One model chunk of this rank. Implements `runtime.executor.Stage`.
+
+    Args:
+        model: the model chunk as Megatron built and wrapped it.
+        config: its `TransformerConfig`.
+        is_first: holds the embedding.
+        is_last: computes the loss.
+        tp_size: tensor-parallel ranks.
+        fp32_kv_gradients: see `KVRelay`.
+        block_loss: computes the loss of a last stage without all logits of a chunk; None where they are there at once.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Any,
+        is_first: bool,
+        is_last: bool,
+        tp_size: int,
+        fp32_kv_gradients: str = "auto",
+        block_loss: BlockLoss | FusedLoss | None = None,
+    ) -> None:
+        self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
+        self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
+        self.loss_report: Tensor | None = None
+        self.total_tokens: Tensor | None = None
+        self.weights: WeightGradients | None = getattr(unwrap_model(model), "weight_gradients", None)
+        self._arrays: Callable[[int], ChunkArrays] | None = None
+        self.before_last_gradient: Callable[[], None] = _nothing
+        self.reduce_gradients: Callable[[], None] = _nothing
+        recompute_by_level(self.decoder.layers)
+        _add_to_gradients(model)
+        self._sequence_shards = tp_size if config.sequence_parallel else 1
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+    @property
+    def decoder(self) -> torch.nn.Module:
+        """The block of transformer layers."""
+        return get_attr_wrapped_model(self.model, "decoder")
+
+    @property
+    def token_multiple(self) -> int:
+        """Ranks that share a chunk's tokens between attention calls: context parallel, and with them sequence parallel."""
+        return self._sequence_shards * self.config.context_parallel_size
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter, ...]:
+        """All that the chunk computes with: its own, and a tied weight that another chunk of this rank has."""
+        model: Any = unwrap_model(self.model)
+        tied = [model.shared_embedding_or_output_weight()] if self.is_last and model.share_embeddings_and_output_weights else []
+        return (*self.model.parameters(), *tied)
+
+    def begin(
+        self,
+        arrays: Callable[[int], ChunkArrays],
+        before_last_gradient: Callable[[], None] = _nothing,
+        reduce_gradients: Callable[[], None] = _nothing,
+    ) -> None:
+        """Start an iteration.
+
+        Args:
+            arrays: tokens, labels, mask and positions of a chunk.
+            before_last_gradient: called ahead of the action that gives the last gradient.
+            reduce_gradients: called once all gradients are complete and the last one's message is on its way.
+        """
+        self._arrays = arrays
+        self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
+        self.loss_report, self.total_tokens = None, None
+
+    def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
+        """Run a chunk: hidden states ``[tokens / shards, 1, hidden]``, or on the last stage the loss of this rank's tokens,
+        summed.
+        """
+        assert self._arrays is not None
+        with self._timed("batch-generator"):
+            arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
+        get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
+        inputs = self.inputs(arrays)
+        loss = nullcontext() if self.block_loss is None else self.block_loss.instead()
+        with self._timed("forward-compute"), self._autocast(), loss:
+            output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
+        get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one
+        scale_router_losses(self.config, output)
+        if not self.is_last:
+            return output
+        return self._loss(output, inputs["loss_mask"])
+
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
+        """Differentiate a chunk's output; `keep_weights` leaves the gradients of linear layers' weights to `weight`."""
+        if keep_weights and self.weights is None:
+            raise EppError("the plan splits weight gradients and the model does not: add --epp-split-weight-gradient")
+        if grad is None and self.config.grad_scale_func is not None:
+            output = self.config.grad_scale_func(output)
+        keeping = self.weights.keeping(context.chunk) if keep_weights and self.weights is not None else nullcontext()
+        with self._timed("backward-compute"), keeping:
+            if grad is not None and output.shape != grad.shape:  # `release_output` has dropped its storage
+                custom_backward(output, grad)
+            else:
+                torch.autograd.backward(output, grad)
+            if self.weights is not None:
+                self.weights.finish()
+
+    def weight(self, chunk: int) -> None:
+        """Compute the weight gradients that a chunk's backward has kept."""
+        assert self.weights is not None  # it kept them
+        with self._timed("backward-compute"):
+            self.weights.run(chunk)
+
+    def release_output(self, output: Tensor) -> None:
+        deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def abandon(self) -> None:
+        """Drop caches, kept weight gradients and the last input."""
+        self.relay.clear()
+        if self.weights is not None:
+            self.weights.clear()
+        get_attr_wrapped_model(self.model, "set_input_tensor")(None)
+
+    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """Shape, dtype and device of a chunk's hidden states."""
+        shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
+        return shape, self.config.pipeline_dtype or torch.float32, self._device
+
+    def inputs(self, arrays: ChunkArrays | None) -> dict[str, Tensor | None]:
+        """This context-parallel rank's part of a chunk's arrays as the model takes them, ``[1, tokens / ranks]`` on the device;
+        None where this stage needs none.
+        """
+        if arrays is None:
+            return {"input_ids": None, "position_ids": None, "labels": None, "loss_mask": None}
+
+        arrays = arrays.part(mpu.get_context_parallel_rank(), self.config.context_parallel_size)
+
+        def row(x: Tensor) -> Tensor:
+            if self._device.type == "cuda":
+                x = x.pin_memory()  # or the host would wait for the copy
+            return x.to(self._device, non_blocking=True).unsqueeze(0)
+
+        return {
+            "input_ids": row(arrays.tokens),
+            "position_ids": row(arrays.position_ids),
+            "labels": row(arrays.labels) if self.is_last else None,
+            "loss_mask": row(arrays.loss_mask) if self.is_last else None,
+        }
+
+    def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:
+        loss, num_tokens, values = summed_loss(loss_mask, losses)
+        self.loss_report = values if self.loss_report is None else self.loss_report + values
+        self.total_tokens = num_tokens if self.total_tokens is None else self.total_tokens + num_tokens
+        return loss
+
+    def check(self) -> None:
+        """Have Megatron look for a NaN in the iteration's loss: once, for a look at every chunk would keep the host waiting."""
+        if self.loss_report is not None:
+            check_loss(self.loss_report[0], "this iteration")
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """One of the timers Megatron's own schedules keep (`--timing-log-level 2`)."""
+        timers = self.config.timers
+        if timers is None:
+            yield
+            return
+        timers(name, log_level=2).start()
+        try:
+            yield
+        finally:  # an action that fails may run again
+            timers(name).stop()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.enable_autocast:
+            return torch.autocast("cuda", dtype=self.config.autocast_dtype)
+        return torch.autocast("cpu", enabled=False)

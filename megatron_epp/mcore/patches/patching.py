@@ -1,0 +1,155 @@
+"""Replace named functions of Megatron: explicitly, at most once, only where the code is known, and reversibly."""
+
+import hashlib
+import importlib
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from megatron_epp.mcore.patches import compat, fingerprints
+from megatron_epp.plan.errors import EppError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One replacement.
+
+    target        "package.module:name" or "package.module:Class.method"
+    replacement   what to put there; with `wraps`, a function of the original that returns it
+    reason        one line, shown when the patch is applied
+    versions      of the Megatron versions there are, those it is for, such as ">=0.18"; elsewhere it is left out. Empty: all
+    fingerprints  `fingerprint(target)` of every original this was written for, by default those in `fingerprints.PATCHED`; none
+                  where the content does not matter
+    """
+
+    target: str
+    replacement: Callable[..., Any]
+    reason: str
+    wraps: bool = False
+    versions: str = ""
+    fingerprints: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.fingerprints:
+            object.__setattr__(self, "fingerprints", fingerprints.PATCHED.get(self.target, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    patch: Patch
+    original: Any
+    replacement: Any
+
+
+_applied: list[_Applied] = []
+
+
+def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int = logging.INFO) -> None:
+    """Apply the patches that are not applied yet: all of them, or none when one meets code it does not know.
+
+    Names that other modules have already imported (`from x import y`) are replaced too. Rank 0 logs one line per patch
+    at `level`. Raises EppError for a missing target, and for an unknown fingerprint unless `allow_unknown`.
+    """
+    version = compat.installed_version()
+    done = {applied.patch for applied in _applied}
+    wanted = [p for p in patches if p not in done and compat.matches(version, p.versions)]
+    for patch in wanted:
+        check(patch, allow_unknown)
+    for patch in wanted:
+        original = resolve(patch.target)
+        replacement = patch.replacement(original) if patch.wraps else patch.replacement
+        _rebind(patch.target, original, replacement)
+        _applied.append(_Applied(patch, original, replacement))
+        if os.environ.get("RANK", "0") == "0":
+            logger.log(level, "patched %s: %s", patch.target, patch.reason)
+
+
+def revert(patches: Sequence[Patch] | None = None) -> None:
+    """Undo the given patches, or all, in reverse order: for a process that goes on without them, a notebook or a test.
+
+    Raises:
+        EppError: a later patch stands on one of them.
+    """
+    chosen = [a for a in reversed(_applied) if patches is None or a.patch in patches]
+    for applied in chosen:
+        if resolve(applied.patch.target) is not applied.replacement:
+            raise EppError(f"{applied.patch.target} was patched again after this patch: revert the later patch first")
+        _rebind(applied.patch.target, applied.replacement, applied.original)
+        _applied.remove(applied)
+
+
+def applied() -> tuple[Patch, ...]:
+    """The patches in force, oldest first."""
+    return tuple(a.patch for a in _applied)
+
+
+def fingerprint(target: str) -> str:
+    """Twelve digits of the sha256 of the source of `target`, seen through our patches and through functools.wraps."""
+    originals = (applied.original for applied in _applied if applied.patch.target == target)
+    source = inspect.getsource(next(originals, None) or resolve(target))
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+def unknown(known: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """The targets that are not there or whose fingerprint is not among those `known` has for them."""
+    return [target for target, fingerprints in known.items() if _fingerprint_or_none(target) not in fingerprints]
+
+
+def _fingerprint_or_none(target: str) -> str | None:
+    try:
+        return fingerprint(target)
+    except EppError:
+        return None
+
+
+def resolve(target: str) -> Any:
+    """The object a target names now. Raises EppError when there is none."""
+    holder, name = _holder(target)
+    try:
+        return inspect.getattr_static(holder, name)
+    except AttributeError:
+        raise EppError(f"{target} does not exist in megatron-core {compat.installed_version()}") from None
+
+
+def _holder(target: str) -> tuple[Any, str]:
+    module_name, _, qualified = target.partition(":")
+    *path, name = qualified.split(".")
+    try:
+        holder: Any = importlib.import_module(module_name)
+        for part in path:
+            holder = getattr(holder, part)
+    except (ModuleNotFoundError, AttributeError):
+        raise EppError(f"{target} does not exist in megatron-core {compat.installed_version()}") from None
+    return holder, name
+
+
+def check(patch: Patch, allow_unknown: bool = False) -> None:
+    """Raise `EppError` if a patch's target is missing, or is code that the patch does not know."""
+    resolve(patch.target)
+    if allow_unknown or not patch.fingerprints:
+        return
+    found = fingerprint(patch.target)
+    if found not in patch.fingerprints:
+        raise EppError(
+            f"{patch.target} of megatron-core {compat.installed_version()} is not the code megatron-epp knows ({found}): "
+            f'pip install "megatron-core[training]=={compat.RECOMMENDED}", or pass --epp-allow-unknown-megatron'
+        )
+
+
+def _rebind(target: str, old: Any, new: Any) -> None:
+    holder, name = _holder(target)
+    setattr(holder, name, new)
+    if not isinstance(holder, ModuleType):
+        return
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for key, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, key, new)

@@ -1,0 +1,201 @@
+"""Whether the functions that a script hands to Megatron are Megatron's own, in whose place `--epp` puts this package's.
+
+A plan runs chunks, and a script's `forward_step` takes microbatches, so it is not called; nor are its loss, its batches and its
+dataset provider. They are Megatron's own where each of them, and every function of the script that they name, has a fingerprint
+in `fingerprints.SCRIPTS`. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
+from typing import Any
+
+from megatron_epp.mcore.patches.fingerprints import SCRIPTS
+from megatron_epp.mcore.patches.source import attribute_chains, definition, digest, fingerprint, global_names
+from megatron_epp.plan.errors import EppError
+
+FORWARD_STEP = "forward_step"
+PROVIDER = "train_valid_test_datasets_provider"
+EMBEDDING_RANKS = "get_embedding_ranks"
+ROLES = (FORWARD_STEP, PROVIDER, EMBEDDING_RANKS)
+
+_REPLACED = {
+    FORWARD_STEP: "forward step",
+    "loss_func": "loss",
+    "get_batch": "batches",
+    PROVIDER: "datasets",
+    EMBEDDING_RANKS: "choice of embedding ranks",
+}
+"""What is replaced, by the name of its function in Megatron's scripts."""
+_HERE = str(Path(__file__).resolve().parents[2])
+_OTHERS = ("site-packages", "dist-packages")
+"""Folders in that of Python's own library that hold what is none of it."""
+_PLAIN = (bool, int, float, str, NoneType, BuiltinFunctionType, ModuleType)
+"""Types of what a name may stand for that says nothing by itself: of a module what is taken from it counts."""
+_passed: list[object] = []
+
+
+def require_stock(functions: Mapping[str, Any]) -> None:
+    """Refuse functions unless they and all that they reach are Megatron's own, or this package's.
+
+    Args:
+        functions: what a script passes to Megatron, by what Megatron takes it for, one of `ROLES`.
+
+    Raises:
+        EppError: with a line for every change.
+    """
+    new = {role: function for role, function in functions.items() if not any(function is each for each in _passed)}
+    changes = [change for role, function in new.items() for change in changes_of(role, function)]
+    if changes:
+        remedy = "Start without --epp, or undo the change: -m megatron_epp.mcore.pretrain_gpt has Megatron's own functions"
+        raise EppError("\n".join([*dict.fromkeys(changes), remedy]))
+    _passed.extend(new.values())
+
+
+def changes_of(role: str, function: Any) -> list[str]:
+    """A line for each function and constant in reach of a function that is not Megatron's.
+
+    Args:
+        role: what Megatron takes it for, one of `ROLES`.
+        function: what the script passes.
+    """
+    while isinstance(function, functools.partial):
+        bound = [f"argument {number}" for number, _ in enumerate(function.args, 1)] + list(function.keywords)
+        if bound and not (role == PROVIDER and bound == ["vp_stage"]):  # which Megatron binds for every model chunk
+            what = f"a functools.partial that binds {', '.join(bound)}"
+            return [_refusal(_Reached(role, function.func), what)]
+        function = function.func
+    return list(_changes(_Reached(role, function, of_ours=True), set()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """A value, and how it was come by.
+
+    name     in the code that names it, with modules in front; of what the script hands to Megatron, its role
+    users    names of the functions that led here, the first one handed to Megatron
+    of_ours  what names it is code of this package, or nothing is
+    """
+
+    name: str
+    value: Any
+    users: tuple[str, ...] = ()
+    of_ours: bool = False
+
+    @property
+    def known(self) -> Mapping[str, str]:
+        """Fingerprints that Megatron's scripts have under this name."""
+        return SCRIPTS.get(self.name, {})
+
+
+def _changes(reached: _Reached, seen: set[tuple[str, int]]) -> Iterator[str]:
+    if (key := (reached.name, id(reached.value))) in seen:
+        return
+    seen.add(key)
+    function = _bare(reached.value)
+    if not isinstance(function, FunctionType):
+        if found := _strange(reached):
+            yield _refusal(reached, found)
+        return
+    file = function.__code__.co_filename
+    if _lies_in(file, _HERE):
+        if reached.of_ours:
+            yield from _below(reached, function, seen)
+        return
+    if reached.users and not reached.known and is_installed(function):
+        return
+    node = definition(function)
+    found = f" (fingerprint {fingerprint(node)})" if node is not None else ""
+    is_decorated = node is not None and node.decorator_list != []
+    is_known = node is not None and fingerprint(node) in reached.known and is_decorated == (function is not reached.value)
+    if not is_known or function.__closure__:
+        yield _refusal(reached, f"not Megatron's own{found}")
+        return
+    yield from _below(reached, function, seen)
+
+
+def _bare(value: Any) -> Any:
+    """The function of a method, and of one that keeps its results."""
+    return value.__wrapped__ if isinstance(value, functools._lru_cache_wrapper) else getattr(value, "__func__", value)
+
+
+def _below(reached: _Reached, function: FunctionType, seen: set[tuple[str, int]]) -> Iterator[str]:
+    """Changes in what a function names in its module, and in what it takes from modules that it names."""
+    scope, users = function.__globals__, (*reached.users, reached.name)
+    of_ours = _lies_in(function.__code__.co_filename, _HERE)
+    names = [name for name in global_names(function.__code__) if name in scope]
+    for name in names:
+        yield from _changes(_Reached(name, scope[name], users, of_ours), seen)
+    node = definition(function)
+    for root, *path in attribute_chains(node) if node is not None else ():
+        value = scope[root] if root in names else None
+        for attribute in path:
+            if isinstance(value, ModuleType):
+                value = getattr(value, attribute, None)
+                if not isinstance(value, ModuleType):
+                    yield from _changes(_Reached(".".join((root, *path)), value, users), seen)
+
+
+def _strange(reached: _Reached) -> str:
+    """What a value is that is no function, where Megatron has another; empty where it is Megatron's."""
+    value = reached.value
+    if digest(ascii(value)) in reached.known if reached.known else reached.users and is_installed(value):
+        return ""
+    if isinstance(value, type):
+        return f"the class {value.__module__}.{value.__qualname__}"
+    kind = type(value)
+    if kind.__module__ == "builtins":
+        return f"changed to {value!r:.60}"
+    return f"an object of class {kind.__module__}.{kind.__qualname__}"
+
+
+def _refusal(reached: _Reached, found: str) -> str:
+    code = getattr(_bare(reached.value), "__code__", None)
+    subject = reached.name if code is None else f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+    if code is not None and reached.name != code.co_qualname:
+        subject = f"{reached.name} = {subject}"
+    used = f", which {reached.users[-1]} uses," if reached.users else ""
+    lost = next(_REPLACED[name] for name in (reached.name, *reversed(reached.users)) if name in _REPLACED)
+    return f"{subject}{used} is {found}: with --epp the script's {lost} would not be used"
+
+
+def is_installed(value: Any) -> bool:
+    """Whether a function or a class is defined in Megatron, torch or Python itself. Of other objects: whether it is a
+    constant, a module, or an object of a class of Megatron's or torch's.
+    """
+    if isinstance(value, FunctionType):
+        return _is_installed(value.__code__.co_filename)
+    if isinstance(value, _PLAIN):
+        return True
+    kind = value if isinstance(value, type) else type(value)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if isinstance(value, type):
+        return _is_installed(file) if file is not None else kind.__module__ in sys.builtin_module_names
+    return file is not None and any(_lies_in(file, folder) for folder in _packages())
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    if file.startswith("<frozen ") or any(_lies_in(file, folder) for folder in _packages()):
+        return True
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    return _lies_in(file, str(library)) and Path(file).resolve().relative_to(library).parts[0] not in _OTHERS
+
+
+@functools.cache
+def _packages() -> tuple[str, ...]:
+    """Folders of the packages whose functions do what their names say."""
+    names = "torch", "megatron.core", "megatron.training", "megatron.post_training"
+    found = map(importlib.util.find_spec, names)
+    return tuple(folder for spec in found if spec is not None for folder in spec.submodule_search_locations or ())
+
+
+def _lies_in(file: str, folder: str) -> bool:
+    return Path(file).resolve().is_relative_to(Path(folder).resolve())

@@ -1,0 +1,104 @@
+"""Megatron's own schedules on the same documents, for comparison on equal terms: `--epp-schedule stock|whole|padded|packed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+from megatron_epp.data.batch import ChunkArrays, GlobalBatch
+from megatron_epp.mcore.arguments.consequences import token_multiple
+from megatron_epp.mcore.model.core_attention import ChunkParams
+from megatron_epp.mcore.model.loss import token_loss
+from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
+from megatron_epp.mcore.training import session as sessions
+from megatron_epp.mcore.training.report import IterationReport, count_tokens
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.planner.baselines.rows import pack_whole
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.context import ChunkContext
+
+
+def microbatches(lengths: tuple[int, ...], schedule: str, seq_length: int) -> Sequence[Chunk]:
+    """The batch as microbatches of whole documents.
+
+    Args:
+        lengths: tokens of every document.
+        schedule: ``stock``, ``whole`` or ``padded``: one document each; ``packed``: documents together, longest first, each
+            into the first microbatch that has room.
+        seq_length: most tokens of a microbatch.
+    """
+    if schedule != "packed":
+        return [Chunk((Segment(i, 0, n),)) for i, n in enumerate(lengths)]
+    return pack_whole(lengths, seq_length)
+
+
+def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap one of Megatron's schedule functions so that it draws documents from our iterators.
+
+    Args:
+        stock: the function Megatron would use.
+    """
+
+    def forward_backward(**call: Any) -> Any:
+        require_stock({FORWARD_STEP: call["forward_step_func"]})
+        session = sessions.current()
+        args = session.args
+        models = call["model"] if isinstance(call["model"], list) else [call["model"]]
+        iterators = call["data_iterator"]
+        config = get_model_config(models[0])
+        session.attach(models, config)
+        batch = next(iterators[0] if isinstance(iterators, list) else iterators)
+        chunks = microbatches(batch.lengths, args.epp_schedule, args.seq_length)
+        fixed = args.epp_schedule in ("padded", "packed")
+        # Megatron sets this flag to False whatever the user says, and reads it at every message.
+        config.variable_seq_lengths = not fixed
+        if len(models) > 1 and not torch.cuda.is_initialized():
+            # Megatron's interleaved schedule lets go of a message while it is on its way, which only NCCL has waited for.
+            config.deallocate_pipeline_outputs = False
+        if args.epp_recompute not in ("auto", "0"):
+            for own in map(get_model_config, models):
+                own.recompute_granularity, own.recompute_method = "full", "block"
+                own.recompute_num_layers = int(args.epp_recompute)
+        if not call["forward_only"]:
+            count_tokens(batch)
+        report = IterationReport.begin(session, batch, call["forward_only"])
+        data = [_arrays(batch, chunks, args.seq_length if fixed else token_multiple(args)) for _ in models]
+        call |= {
+            "forward_step_func": forward_step,
+            "data_iterator": data if len(data) > 1 else data[0],
+            "num_microbatches": len(chunks),
+        }
+        with report.measuring(batch):
+            losses = stock(**call)
+        report.finish(sum(entry["lm loss"] for entry in losses) if losses else None)
+        return losses
+
+    return forward_backward
+
+
+def _arrays(batch: GlobalBatch, chunks: Sequence[Chunk], multiple: int) -> Iterator[tuple[Chunk, ChunkArrays]]:
+    for chunk in chunks:
+        yield chunk, batch.chunk_of(chunk.segments, multiple)
+
+
+def forward_step(
+    data_iterator: Iterator[tuple[Chunk, ChunkArrays]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
+    """One microbatch through this stage, as Megatron's schedules ask for it."""
+    session = sessions.current()
+    stage = session.placement.stages(session.rank)[get_attr_wrapped_model(model, "vp_stage") or 0]
+    chunk, arrays = next(data_iterator)
+    inputs = session.stages[stage].inputs(arrays)
+    if session.args.epp_schedule == "stock":
+        params = None
+    else:
+        table = SegmentTable.build(chunk, arrays.tokens.numel())
+        params = ChunkParams(ChunkContext(0, table, KVRelay()))
+    output = model(**inputs, attention_mask=None, packed_seq_params=params)
+    return output, partial(token_loss, inputs["loss_mask"])

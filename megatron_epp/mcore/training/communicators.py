@@ -1,0 +1,143 @@
+"""Communicators on NCCL: options of those that carry messages between a pipeline's ranks, and memory that all of them take.
+
+A kernel that waits for the other rank holds a streaming multiprocessor (SM) for each of its thread blocks (CTAs). By default
+these are 16 for a message of more than 1 MiB over NVLink. Eight links of a rank could then hold nearly all SMs of a device, and
+compute and collectives, which other ranks may have to finish before they send, would not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.parallel_state import get_nccl_options
+
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.links.groups import Options
+from megatron_epp.runtime.links.links import most_links
+
+_GROUP = "pp"
+"""Megatron's name for pipelines in `--nccl-communicator-config-path`."""
+
+_CTAS = 4
+"""Of a link where there is room: a message is sent beside compute, which has most use for the SMs."""
+
+_LARGEST_SHARE = 4
+"""All links of a rank together hold at most one SM in so many."""
+
+
+def link_ctas(num_links: int, num_sms: int) -> int:
+    """Most CTAs of one link: a power of two, at least 1. NCCL rounds the channels of messages up to one.
+
+    Args:
+        num_links: communicators for messages of one rank, each of which may wait at the same time.
+        num_sms: of the device.
+    """
+    room = num_sms // _LARGEST_SHARE // max(1, num_links)
+    return 1 << max(1, min(_CTAS, room)).bit_length() - 1
+
+
+def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[str, Any]:
+    """The settings of a link's communicator, named as in `--nccl-communicator-config-path`.
+
+    Args:
+        own: what the user sets for pipelines; it goes before ours.
+        num_links, num_sms: as for `link_ctas`.
+
+    Raises:
+        EppError: all links of a rank together could hold every SM.
+    """
+    ours = link_ctas(num_links, num_sms)
+    settings = {"is_high_priority_stream": True, "max_ctas": max(ours, own.get("min_ctas", 0)), **own}
+    most = 1 << (settings["max_ctas"] - 1).bit_length()  # as NCCL rounds it
+    if most > ours and num_links * most >= num_sms:
+        name = "max_ctas" if "max_ctas" in own else "min_ctas"
+        raise EppError(
+            f"--nccl-communicator-config-path gives {_GROUP!r} {name} {own[name]}: the {num_links} links of a rank could hold "
+            f"{num_links * most} SMs of a device with {num_sms}, and nothing else would run. Set it to {ours}, or leave it out"
+        )
+    return settings
+
+
+def link_options(args: argparse.Namespace, num_ranks: int, both_ways: bool) -> Options | None:
+    """What makes options for the groups that carry messages; None where these are not on NCCL.
+
+    Every rank of the job must call this at the same point. The device with the fewest SMs counts for all: ranks that share a
+    communicator must agree.
+
+    Args:
+        args: Megatron's arguments.
+        num_ranks: of a pipeline.
+        both_ways: as for `Links.create`.
+
+    Raises:
+        EppError: as `link_settings`.
+    """
+    if dist.get_backend() != "nccl":
+        return None
+    everyone = [0] * dist.get_world_size()
+    dist.all_gather_object(everyone, torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+    settings = link_settings(_of_user(args), most_links(num_ranks, both_ways), min(everyone))
+    return partial(_options, settings, time_limit(args))
+
+
+def time_limit(args: argparse.Namespace) -> timedelta:
+    """Of the run's collectives and messages."""
+    return timedelta(minutes=args.distributed_timeout_minutes)
+
+
+def _options(settings: Mapping[str, Any], timeout: timedelta) -> Any:
+    options = get_nccl_options(_GROUP, {_GROUP: settings})
+    options._timeout = timeout  # torch warns where it differs from that of the group
+    return options
+
+
+def _of_user(args: argparse.Namespace) -> dict[str, Any]:
+    """What the run sets for pipelines. Megatron has read the same file before."""
+    found: dict[str, Any] = {}
+    if args.nccl_communicator_config_path is not None:
+        import yaml  # only for this flag, as in Megatron
+
+        with open(args.nccl_communicator_config_path, encoding="utf-8") as file:
+            found |= (yaml.safe_load(file) or {}).get(_GROUP) or {}
+    if _GROUP in (args.high_priority_stream_groups or ()):
+        found["is_high_priority_stream"] = True
+    return found
+
+
+def groups_in_use(args: argparse.Namespace) -> list[dist.ProcessGroup]:
+    """This rank's groups of several ranks whose collectives training needs, in one order for all ranks."""
+    wanted = [
+        mpu.get_tensor_model_parallel_group(),
+        mpu.get_context_parallel_group(),
+        mpu.get_data_parallel_group(with_context_parallel=True),
+        mpu.get_pipeline_model_parallel_group(),
+        mpu.get_model_parallel_group(),
+        mpu.get_embedding_group(check_initialized=False),  # which ranks in the middle are not in
+        mpu.get_position_embedding_group(check_initialized=False),
+    ]
+    if args.use_distributed_optimizer:  # for the norm of gradients
+        wanted.append(mpu.get_intra_distributed_optimizer_instance_group())
+    if args.num_experts is not None:
+        wanted += [
+            mpu.get_expert_model_parallel_group(),
+            mpu.get_expert_tensor_and_model_parallel_group(),
+            mpu.get_expert_data_parallel_group(),
+        ]
+    there = dict.fromkeys(group for group in wanted if group is not None)
+    return [group for group in there if dist.get_world_size(group) > 1]
+
+
+def reduce_once(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Run one collective on each group. NCCL makes a communicator, and takes its memory, only then.
+
+    Every rank must name its groups in one order of all, or ranks may wait in a circle.
+    """
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -1,0 +1,168 @@
+"""The schedule function Megatron calls: takes an iteration's plan and runs this rank's part of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.mcore.model.experts import average_router_losses
+from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
+from megatron_epp.mcore.training import session as sessions
+from megatron_epp.mcore.training.reduction import Reduction
+from megatron_epp.mcore.training.report import IterationReport, count_tokens
+from megatron_epp.mcore.training.retry import run_twice_if_short
+from megatron_epp.mcore.training.session import Session
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.out_of_memory import Shortage, ShortagePolicy
+
+logger = logging.getLogger(__name__)
+
+
+def forward_backward_elastic(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool | None = False,
+) -> list[dict[str, torch.Tensor]]:
+    """Run one iteration by its plan. The signature is that of Megatron's pipeline schedules.
+
+    Args:
+        data_iterator: yields one `GlobalBatch` per call; of a list, one for each model chunk, the first one does.
+        model: the model chunk, or a list of all of this rank's.
+        num_microbatches: sequences per replica on average; how many a replica gets is the division's affair, and how they are
+            cut and packed the plan's.
+        forward_only: an evaluation step.
+
+    The others are taken as Megatron passes them; `forward_step_func` is not called, since a chunk is not a batch it knows, and
+    refused unless it is Megatron's own.
+
+    Returns:
+        on the last rank one report, ``{"lm loss": [sum, tokens]}``; elsewhere an empty list.
+    """
+    if collect_non_loss_data:
+        raise EppError("--epp does not collect non-loss data: leave out process_non_loss_data_func")
+    require_stock({FORWARD_STEP: forward_step_func})
+    models = model if isinstance(model, list) else [model]
+    batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+    config = get_model_config(models[0])
+    session = sessions.current()
+    session.attach(models, config)
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    batch = _next_batch(batches, num_microbatches, session)
+    report = IterationReport.begin(session, batch, forward_only)
+    batch = _run(session, models, config, batches, batch, report)
+    if not forward_only:
+        count_tokens(batch)
+    with session.watchdog.watch(lambda: f"rank {session.rank} waits for gradient finalisation (--epp-wait-limit-seconds)"):
+        loss, num_tokens = _hand_on(session)
+        if not forward_only and config.finalize_model_grads_func is not None:
+            if pg_collection is None:
+                pg_collection = _process_groups(models[0])
+            # Data-parallel and embedding reductions, and the division by the number of tokens.
+            config.finalize_model_grads_func(models, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    if not forward_only and batch.plan is not None:
+        average_router_losses(num_microbatches, len(batch.plan.chunks))
+    report.finish(loss)
+    return [] if loss is None else [{"lm loss": loss}]
+
+
+def _run(
+    session: Session,
+    models: list[torch.nn.Module],
+    config: Any,
+    batches: Iterator[GlobalBatch],
+    batch: GlobalBatch,
+    report: IterationReport,
+) -> GlobalBatch:
+    """Execute this rank's part of the batch's plan, and start the reduction of gradients. Returns the batch as it ran."""
+    args = session.args
+    reduction: Reduction | None = None
+
+    def attempt(batch: GlobalBatch, survives: bool) -> Shortage | None:
+        nonlocal reduction
+        assert batch.plan is not None
+        policy = ShortagePolicy(survives, report.usage, args.epp_recompute != "auto")
+        reduction = Reduction(config, models, session.rank == 0, args.epp_split_weight_gradient, args.epp_oom_retry)
+        with reduction, report.measuring(batch), torch.set_grad_enabled(not batch.plan.forward_only):
+            for index, stage in enumerate(session.stages.values()):
+                stage.begin(batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
+            links, recorder, watchdog = session.links, report.recorder, session.watchdog
+            executor = Executor(
+                batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, policy, session.host
+            )
+            executor.run()
+        return executor.shortage
+
+    if args.epp_oom_retry:
+        batch = run_twice_if_short(session, models, batches, batch, attempt)
+        assert reduction is not None
+        reduction.start()
+    else:
+        attempt(batch, False)
+    for stage in session.stages.values():
+        stage.check()
+    return batch
+
+
+def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The loss report and the number of tokens, on the last rank, where Megatron looks for them; from wherever the last stage
+    is. Elsewhere None and 0.
+    """
+    placement, (any_stage, *_) = session.placement, session.stages.values()
+    device = any_stage.message(1)[2]
+    loss, num_tokens = torch.zeros(2, device=device), torch.zeros([], dtype=torch.int, device=device)
+    last = session.stages.get(placement.num_stages - 1)
+    if last is not None:
+        assert last.loss_report is not None
+        assert last.total_tokens is not None
+        loss, num_tokens = last.loss_report, last.total_tokens
+    if placement.ends_meet:
+        group = mpu.get_pipeline_model_parallel_group()
+        for values in (loss, num_tokens):
+            dist.broadcast(values, dist.get_global_rank(group, placement.last_rank), group=group)
+    return (loss, num_tokens) if session.rank == placement.num_ranks - 1 else (None, torch.zeros_like(num_tokens))
+
+
+def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, session: Session) -> GlobalBatch:
+    start_s = time.perf_counter()
+    with session.watchdog.watch(lambda: f"rank {session.rank} waits for its plan (--epp-wait-limit-seconds)"):
+        batch = next(data_iterator)
+    session.plan_wait_us = (time.perf_counter() - start_s) * 1e6
+    if not isinstance(batch, GlobalBatch) or batch.plan is None:
+        raise EppError("--epp needs the iterators of megatron_epp.mcore.data.documents; another dataset provider is in use")
+    replicas = session.replicas
+    if batch.global_size != num_microbatches * replicas:
+        raise EppError(
+            f"Megatron asks for {num_microbatches} sequences for each of {replicas} replicas but the sampler yields "
+            f"{batch.global_size} in all"
+        )
+    return batch
+
+
+def _process_groups(model: torch.nn.Module) -> Any:
+    return get_attr_wrapped_model(model, "pg_collection") or ProcessGroupCollection.use_mpu_process_groups()

@@ -1,0 +1,114 @@
+"""An iteration's figures for people: one line of Megatron's log, and its TensorBoard and W&B writers under ``epp/``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron.training import global_vars
+from megatron.training.utils import print_rank_last
+
+from megatron_epp.plan.account import Account
+from megatron_epp.report.memory import main_items
+
+_MS, _GIB = 1e3, 2**30
+
+
+def is_due(args: argparse.Namespace, iteration: int) -> bool:
+    """Whether Megatron's log, or a writer that the last rank has, shows an iteration; the same on all ranks."""
+    writes = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
+    return iteration % args.log_interval == 0 or (writes and iteration % args.tensorboard_log_interval == 0)
+
+
+def scalars(line: dict[str, Any]) -> dict[str, float]:
+    """Names and values for the writers.
+
+    Args:
+        line: an iteration's figures as `IterationReport` puts them together, with a plan.
+    """
+    found: dict[str, float] = {}
+    for source in ("planned", "measured"):
+        found[f"epp/{source} makespan (ms)"] = line["makespan_us"][source] / _MS
+        found[f"epp/{source} bubble"] = line["bubble_fraction"][source]
+    found["epp/planned peak activations (GiB)"] = max(line["planned_peak_activation_bytes"]) / _GIB
+    measured = [peak for peak in line["peak_activation_bytes"] if peak is not None]
+    if measured:
+        found["epp/measured peak activations (GiB)"] = max(measured) / _GIB
+    if any(line["planned_host_peak_bytes"]):
+        found["epp/planned peak host memory (GiB)"] = max(line["planned_host_peak_bytes"]) / _GIB
+        found["epp/measured peak host memory (GiB)"] = max(line["host_peak_bytes"]) / _GIB
+    if line["replicas"] > 1:
+        found["epp/planned imbalance of replicas"] = line["imbalance"]
+    if devices := [peak for peak in line["device_peak_bytes"] if peak is not None]:
+        for name, peaks in zip(("allocated", "reserved"), zip(*devices, strict=True), strict=True):
+            found[f"epp/{name} peak so far (GiB)"] = max(peaks) / _GIB
+    if "oom_retries" in line:
+        found["epp/retries after running out of memory"] = line["oom_retries"]
+    return found | {
+        "epp/planning (ms)": line["planning_us"] / _MS,
+        "epp/waiting for the plan (ms)": line["plan_wait_us"] / _MS,
+        "epp/chunks": line["chunks"],
+        "epp/recompute share": line["recompute_share"],
+        "epp/offload share": line["offload_share"],
+        "epp/padding share": line["padding_share"],
+        "epp/waiting for messages (ms)": max(line["wait_us"]) / _MS,
+        "epp/tokens": line["tokens"],
+    }
+
+
+def write(line: dict[str, Any]) -> None:
+    """Hand the figures to whatever writers this rank has (Megatron gives them to the last)."""
+    values, iteration = scalars(line), line["iteration"]
+    if (tensorboard := global_vars.get_tensorboard_writer()) is not None:
+        for name, value in values.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if (wandb := global_vars.get_wandb_writer()) is not None:
+        wandb.log(values, iteration)
+
+
+def log(line: dict[str, Any]) -> None:
+    """One line beside Megatron's own, on the last rank."""
+    makespan, bubble = line["makespan_us"], line["bubble_fraction"]
+    parts = [
+        f"epp iteration {line['iteration']}",
+        f"makespan (ms): {makespan['planned'] / _MS:.1f} planned, {makespan['measured'] / _MS:.1f} measured",
+        f"bubble: {bubble['planned']:.1%} planned, {bubble['measured']:.1%} measured",
+        f"chunks: {line['chunks']}",
+        f"peak activations (GiB): {_peaks(line)}",
+        f"planning (ms): {line['planning_us'] / _MS:.1f}, waiting for it: {line['plan_wait_us'] / _MS:.1f}",
+        f"waiting for messages (ms): {max(line['wait_us']) / _MS:.1f}",
+        f"recompute: {line['recompute_share']:.1%} ({line['recompute_us'] / _MS:.1f} ms)",
+        f"padding: {line['padding_share']:.1%}",
+        f"tokens: {line['tokens']:,}",
+    ]
+    if any(line["planned_host_peak_bytes"]):
+        parts.append(f"offload: {line['offload_share']:.1%} ({line['copies_us'] / _MS:.1f} ms beside compute)")
+    if line.get("hosted_bytes"):
+        parts.append(f"keys and values at the host (GiB): {line['hosted_bytes'] / _GIB:.3g}")
+    if line["replicas"] > 1:
+        parts.append(f"imbalance of {line['replicas']} replicas: {line['imbalance']:.1%} planned")
+    if line.get("oom_retries"):
+        parts.append(f"retries after running out of memory: {line['oom_retries']}")
+    print_rank_last(" | ".join(parts))
+
+
+def log_memory(account: Account, iteration: int) -> None:
+    """One line, on the last rank: the planned peaks, and what the highest is made of."""
+    peaks = [account.peak(rank) for rank in range(len(account.static))]
+    highest = max(range(len(peaks)), key=lambda rank: peaks[rank].num_bytes)
+    sizes = " ".join(f"{peak.num_bytes / _GIB:.3g}" for peak in peaks)
+    print_rank_last(
+        f"epp memory planned for iteration {iteration} | peak per pipeline rank (GiB): {sizes} | "
+        f"rank {highest}: {main_items(peaks[highest].items)}"
+    )
+
+
+def log_hint(text: str) -> None:
+    """One line, on the last rank: what would make the run faster."""
+    print_rank_last(f"epp hint | {text}")
+
+
+def _peaks(line: dict[str, Any]) -> str:
+    measured = [peak for peak in line["peak_activation_bytes"] if peak is not None]
+    planned = f"{max(line['planned_peak_activation_bytes']) / _GIB:.3g} planned"
+    return f"{planned}, {max(measured) / _GIB:.3g} measured" if measured else planned

@@ -1,0 +1,61 @@
+"""Whether a run that goes on from a checkpoint takes its sequences in the order of the run that saved it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from megatron_epp.plan.errors import EppError
+
+logger = logging.getLogger(__name__)
+
+_DOCUMENTS = "epp_documents"
+_BEFORE_THE_FLAG = "truncate"
+"""What runs did before there was `--epp-documents`, whose checkpoints do not say."""
+
+
+def check_order(then: argparse.Namespace, now: argparse.Namespace) -> None:
+    """Compare what the order of sequences depends on. A checkpoint of a run without `--epp` is not compared.
+
+    Args:
+        then: the arguments in the checkpoint.
+        now: the run's.
+
+    Raises:
+        EppError: the sequences are others, so that those which the checkpoint counts as trained on have no meaning here.
+    """
+    if not getattr(then, "epp", False):
+        return
+    before = getattr(then, _DOCUMENTS, _BEFORE_THE_FLAG)
+    if before != now.epp_documents:
+        raise EppError(
+            f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}: its count of "
+            f"sequences is of others. Pass --epp-documents {before} to go on exactly, or --finetune to begin the data anew"
+        )
+    names = ["seed", "split", *(["seq_length"] if before == "split" else [])]
+    changed = [
+        f"--{name.replace('_', '-')} was {getattr(then, name)} and is {getattr(now, name)}"
+        for name in names
+        if hasattr(then, name) and getattr(then, name) != getattr(now, name)
+    ]
+    if changed and now.rank == 0:
+        logger.warning(
+            "%s: sequences come in another order than in the run that saved this checkpoint, so until the epoch ends some come "
+            "again and others do not",
+            ", ".join(changed),
+        )
+
+
+def checking_order(original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron's `check_checkpoint_args`, which a run calls that goes on from a checkpoint, and with it `check_order`."""
+
+    def check_checkpoint_args(checkpoint_args: argparse.Namespace, *rest: Any, **named: Any) -> None:
+        from megatron.training import get_args
+
+        original(checkpoint_args, *rest, **named)
+        if getattr(get_args(), "epp", False):
+            check_order(checkpoint_args, get_args())
+
+    return check_checkpoint_args

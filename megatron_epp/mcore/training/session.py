@@ -1,0 +1,329 @@
+"""What lasts from iteration to iteration: costs, communicators, the stage, and how plans are made from lengths."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
+from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
+from megatron_epp.mcore.costs.sources import gathered, pipeline_costs
+from megatron_epp.mcore.model.adopt import check_adopted
+from megatron_epp.mcore.model.block_loss import block_loss
+from megatron_epp.mcore.model.stage import MegatronStage
+from megatron_epp.mcore.patches import fingerprints, patching
+from megatron_epp.mcore.training.caps import cap_bytes, tell_lowered
+from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
+from megatron_epp.plan import UNLIMITED_BYTES, EppError
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlans
+from megatron_epp.planner.service.replica_balance import Teams, teams_of
+from megatron_epp.runtime.links.groups import Groups
+from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.sharing import from_each, from_first
+from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.offload.host_limit import host_limit
+from megatron_epp.runtime.out_of_memory import Shortage
+from megatron_epp.runtime.program import prepare
+from megatron_epp.runtime.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+_LEARNING_STEPS = 6
+"""Of learning costs, beside measuring times of each of a rank's stages."""
+
+_LONGEST = 8
+"""Lengths that an error names."""
+
+
+class Session:
+    """One process's share of an elastic training run.
+
+    Replicas (a data-parallel rank each) that share experts are a team; without expert parallelism each is one by itself. One
+    rank of every team plans for all of its ranks, in the background. It plans the team's shares of the global batch, which
+    every planning rank divides for itself from the same lengths, costs and caps. Made before the data iterators, whose plans
+    wait until `attach` has seen the model and knows its costs. Every rank of the job must make one at the same point.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.iteration = args.iteration
+        self.watchdog = Watchdog(args.epp_wait_limit_seconds)
+        self.rank = mpu.get_pipeline_model_parallel_rank()
+        self.placement = placement_of(args)
+        self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        self.teams, self._team_ranks = _teams()
+        self.team = next(number for number, team in enumerate(self.teams) if self.replica in team)
+        self.plans = dist.get_rank() == self._team_ranks[self.team][0]
+        """Whether this is the rank that plans: the first of its team."""
+        self.stages: dict[int, MegatronStage] = {}
+        """This rank's, by their number in the pipeline; empty before `attach`."""
+        self.links: Links | None = None
+        self.costs: PipelineCosts | None = None
+        """Of the pipeline; None before `attach` and where nothing is planned."""
+        self.host: HostMemory | None = None
+        """Where activations are offloaded to; None without --epp-offload."""
+        self.plan_wait_us = 0.0
+        """How long the last batch was waited for."""
+        self.retries = 0
+        """How many iterations have run a second time, below lower caps (`lower_caps`)."""
+        self.memory_is_told = False
+        """Whether the log has said what the planned peaks are made of."""
+        self.batches_seen: list[tuple[int, ...]] = []
+        """Lengths of the first planned batches that were logged, on this replica."""
+        self._learning: str | None = None  # the step of learning costs that is under way
+        self._problem: Problem | None = None
+        self._planner: BackgroundPlanner | None = None
+        self._can_plan = threading.Event()
+        self._planning_ranks: dist.ProcessGroup | None = None
+        self._all_ranks: dist.ProcessGroup | None = None
+
+    def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
+        """Wrap the rank's model chunks as stages and learn their costs, at the first call; later calls do nothing."""
+        if self.stages:
+            return
+        if self.args.epp_schedule != "stock":
+            for model in models:
+                check_adopted(model)
+        last = self.placement.num_stages - 1
+        self.stages = {
+            stage: MegatronStage(
+                model,
+                config,
+                is_first=stage == 0,
+                is_last=stage == last,
+                tp_size=mpu.get_tensor_model_parallel_world_size(),
+                fp32_kv_gradients=self.args.epp_fp32_kv_gradients,
+                block_loss=block_loss(self.args, model) if stage == last else None,
+            )
+            for stage, model in zip(self.placement.stages(self.rank), models, strict=True)
+        }
+        pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+        both_ways = self.placement.num_chunks > 1
+        groups = Groups(time_limit(self.args), mpu.create_group)
+        options = link_options(self.args, len(pipeline), both_ways)
+        self.links = Links.create(pipeline, self._team_ranks[self.team], groups, both_ways, options)
+        self._planning_ranks = groups.of(tuple(ranks[0] for ranks in self._team_ranks), backend="gloo")
+        if self.args.epp_oom_retry:
+            self._all_ranks = groups.of(tuple(range(dist.get_world_size())), backend="gloo")
+        if self.args.epp_schedule == "elastic":
+            _, _, device = next(iter(self.stages.values())).message(1)
+            with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
+                self.links.meet(device)
+                reduce_once(groups_in_use(self.args), device)
+            offloads = self.args.epp_offload == "on"
+            host_cap = host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES
+            self._learn_costs(self.links, host_cap)
+            self.host = HostMemory(device, host_cap) if offloads else None
+
+    def _learn_costs(self, links: Links, host_cap: int) -> None:
+        """Costs and caps, from what all ranks find. A rank that is not there would let the others wait for ever.
+
+        A rank that waits for others does not know their steps, so it gives them the time of all: each may take the limit.
+        """
+        with self.watchdog.watch(self._what_it_learns, lambda: self._learning, self._learning_limit_s()):
+            try:
+                self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of, self._note_learning)
+                self._note_learning("exchanging memory caps")
+                self._begin_planning(self.costs, gathered(cap_bytes(self.args), links, min), gathered(host_cap, links, min))
+            finally:
+                self._learning = None
+
+    def _begin_planning(self, costs: PipelineCosts, caps: Sequence[int], host_caps: Sequence[int]) -> None:
+        """With the least caps of all replicas. Does nothing on a rank that does not plan."""
+        if not self.plans:
+            return
+        assert self._planning_ranks is not None
+        least = tuple(map(min, zip(*from_each(caps, self._planning_ranks), strict=True)))
+        if self.args.rank == 0:
+            tell_lowered(self.args, least)
+        host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
+        self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
+        self._planner = BackgroundPlanner(costs, options_of(self.args), self.team, self.teams)
+        self._can_plan.set()
+
+    def _note_learning(self, step: str) -> None:
+        self._learning = step
+
+    def _learning_limit_s(self) -> float:
+        return (_LEARNING_STEPS + len(self.stages)) * self.watchdog.limit_s
+
+    def _what_it_learns(self) -> str:
+        steps = _LEARNING_STEPS + len(self.stages)
+        return (
+            f"rank {self.rank} has been {self._learning} for {self._learning_limit_s():g} s, "
+            f"{self.watchdog.limit_s:g} s for each of {steps} steps (--epp-wait-limit-seconds)"
+        )
+
+    def plan_source(self, forward_only: bool) -> PlanSource:
+        """How this rank comes by plans, for training or for evaluation."""
+
+        def make(lengths: tuple[int, ...]) -> PackedPlans:
+            return self._plan(lengths, forward_only)
+
+        place = self.teams[self.team].index(self.replica)
+        return PlanSource(
+            make if self.plans else None,
+            self._exchange,
+            place,
+            self._agree,
+            lambda plan: prepare(plan, self.rank),
+            lambda: self.retries,
+        )
+
+    def lower_caps(self, shortage: Shortage | None, cap_bytes: Sequence[int]) -> tuple[int, ...] | None:
+        """Where any rank of the job ran out of memory, lower the caps of all replicas' ranks with its stages, for good.
+
+        Every rank of the job must call this at the same point, at the end of every iteration.
+
+        Args:
+            shortage: this rank's.
+            cap_bytes: what the iteration's plan was made for, by pipeline rank.
+
+        Returns:
+            the caps from now on; None where no rank ran out.
+        """
+        assert self._all_ranks is not None
+        found = from_each(None if shortage is None else (self.rank, shortage.cap_bytes), self._all_ranks)
+        lower = [each for each in found if each is not None]
+        if not lower:
+            return None
+        caps = tuple(min(cap, *(new for of, new in lower if of == rank), cap) for rank, cap in enumerate(cap_bytes))
+        if self._problem is not None:
+            self._problem = replace(self._problem, cap_bytes=caps)
+        self.retries += 1
+        return caps
+
+    def close(self) -> None:
+        """End planning. Whoever still waits for a plan gets an error."""
+        if self._planner is not None:
+            self._planner.close()
+
+    def _plan(self, lengths: tuple[int, ...], forward_only: bool) -> PackedPlans:
+        self._can_plan.wait()
+        assert self._planner is not None
+        assert self._problem is not None
+        try:
+            return self._planner.plan(replace(self._problem, lengths=lengths, forward_only=forward_only))
+        except EppError as error:
+            raise type(error)(f"{error}\nThe batch that this is about has {_summary(lengths)}.") from error
+
+    def _exchange(self, items: list[Item]) -> list[Item]:
+        assert self.links is not None
+        return from_first(items, self.links.control)
+
+    def _agree(self, checksum: int | None) -> None:
+        if not self.plans or len(self.teams) == 1:
+            return
+        assert self._planning_ranks is not None
+        checksums = from_each(checksum, self._planning_ranks)
+        if None in checksums and checksum is not None:
+            raise DisagreementError("another replica has no plan for its share of a batch; its own error says why")
+        if None not in checksums and len(set(checksums)) > 1:
+            raise DisagreementError(
+                f"replicas divide a batch differently (checksums {checksums}). All need the same data files, --seed, software "
+                "and --epp-costs"
+            )
+
+
+def host_cap_bytes(args: argparse.Namespace) -> int:
+    """Host memory that this rank may take."""
+    if args.epp_host_memory_gb is not None:
+        return int(args.epp_host_memory_gb * 2**30)
+    limit, source = host_limit()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.rank == 0:
+        logger.info(
+            "--epp-offload may take %.1f GiB per rank: 80%% of %s, for %d ranks", 0.8 * limit / ranks / 2**30, source, ranks
+        )
+    return int(0.8 * limit / ranks)
+
+
+def problem_of(
+    args: argparse.Namespace, cap_bytes: tuple[int, ...], placement: tuple[int, ...], host_cap: int = UNLIMITED_BYTES
+) -> Problem:
+    """What is to be planned for every batch, but for its lengths.
+
+    Args:
+        args: Megatron's arguments.
+        cap_bytes: of every pipeline rank; the least of any replica.
+        placement: the rank of every stage.
+        host_cap: what every rank may have at the host.
+    """
+    return Problem(
+        lengths=(),
+        placement=placement,
+        cap_bytes=cap_bytes,
+        token_multiple=token_multiple(args),
+        host_cap_bytes=host_cap,
+    )
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """What the `--epp-*` flags fix."""
+    return Options(
+        chunk_tokens=args.epp_chunk_tokens,
+        slices=args.epp_slices,
+        recompute=args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute),
+        recompute_levels=args.epp_recompute_levels,
+        planner=args.epp_planner,
+        split_weight=args.epp_split_weight_gradient,
+        offload=args.epp_offload == "on",
+        budget_ms=args.epp_plan_budget_ms,
+    )
+
+
+def _teams() -> tuple[Teams, list[list[int]]]:
+    """The replicas that share experts, and the global ranks of each team. Every rank of the job must call this."""
+    mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    replica_of = [replica for replica, _ in everyone]
+    teams = teams_of({replica_of[rank] for rank in sharing} for _, sharing in everyone)
+    return teams, [[rank for rank, replica in enumerate(replica_of) if replica in team] for team in teams]
+
+
+def _summary(lengths: tuple[int, ...]) -> str:
+    """``8 sequences of 39 to 7,172 tokens, 12,345 in all, the longest 7172, 3001, 988``."""
+    longest = ", ".join(map(str, sorted(lengths, reverse=True)[:_LONGEST]))
+    spread = f"{min(lengths, default=0):,} to {max(lengths, default=0):,} tokens"
+    return f"{len(lengths)} sequences of {spread}, {sum(lengths):,} in all, the longest {longest}"
+
+
+_session: Session | None = None
+
+
+def start(args: argparse.Namespace) -> Session:
+    """Make the process's session. The one before it, if any, ends."""
+    global _session
+    end()
+    strange = patching.unknown(fingerprints.RELIED_ON) if args.rank == 0 else []
+    if strange:
+        logger.warning("this Megatron is not as megatron-epp was tested with: look at its %s", ", ".join(strange))
+    _session = Session(args)
+    return _session
+
+
+def end() -> None:
+    """End the process's session, if there is one."""
+    global _session
+    if _session is not None:
+        _session.close()
+    _session = None
+
+
+def current() -> Session:
+    """The process's session. Raises `EppError` when `start` was not called."""
+    if _session is None:
+        raise EppError("no elastic run was started: train through megatron.training.pretrain with --epp")
+    return _session

@@ -1,0 +1,42 @@
+"""What an iteration changes before its optimizer step, to be put back where nothing of it may count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_epp.mcore.model.experts import logged_router_losses
+
+
+class Snapshot:
+    """Random states, the models' buffers and what routers have added up for the log, as they are now.
+
+    Gradients are not copied, for they are as large as the model: an iteration begins without any, so they are zeroed.
+
+    Args:
+        models: this rank's model chunks, as Megatron wrapped them.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self._models = models
+        # Megatron's wrapper has its own `buffers`.
+        self._buffers = [(buffer, buffer.clone()) for model in models for buffer in torch.nn.Module.buffers(model)]
+        self._routers = {key: values.clone() for key, values in logged_router_losses().items()}
+        self._cpu, self._tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        """Put everything back, and gradients to zero. Outside the models' `no_sync`, which zeroing ends."""
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for key, values in logged_router_losses().items():
+            values.copy_(self._routers.get(key, torch.zeros_like(values)))
+        for model in self._models:
+            if hasattr(model, "zero_grad_buffer"):
+                model.zero_grad_buffer()
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        get_cuda_rng_tracker().set_states(self._tracked)

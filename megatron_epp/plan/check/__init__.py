@@ -1,0 +1,73 @@
+"""The proof that a plan can run: complete, free of deadlock, in slice order, inside its memory, and true to its word."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_epp.plan.check.actions import check_links, check_order, check_presence
+from megatron_epp.plan.check.launches import Rows, check_launches
+from megatron_epp.plan.check.memory import check_memory
+from megatron_epp.plan.check.predicted import check_predicted
+from megatron_epp.plan.check.tables import check_hosted, check_tables, check_tokens
+from megatron_epp.plan.check.violation import Violation, report
+from megatron_epp.plan.graph import build_graph
+from megatron_epp.plan.lowering import issue_order
+from megatron_epp.plan.messages import check_messages
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.simulate import Timeline, play, timeline_of
+
+__all__ = ["Examined", "Violation", "check", "examine", "report"]
+
+
+class Examined(NamedTuple):
+    """Findings of `check` with what it made on the way; None for what it did not come to.
+
+    Attributes:
+        faults: as `check` returns them.
+        timeline: the simulation.
+        rows: the lowered plan (`lower`).
+    """
+
+    faults: list[Violation]
+    timeline: Timeline | None = None
+    rows: Rows | None = None
+
+
+def check(plan: Plan) -> list[Violation]:
+    """Find what is wrong with a plan; nothing when it is sound.
+
+    The questions build on each other, and a layer is only asked when those before it found nothing:
+
+    1. tables have the right shapes and ranges;
+    2. every token is in exactly one chunk, and every action is there once, on its rank;
+    3. the order is possible: no action before one it needs, no cycle across ranks, no crossed messages; and the lowered plan
+       cannot hang, however launches queue on the devices (`launches`);
+    4. memory: nothing freed twice, early or never, no rank above its cap, or with more at the host than it may have, and no
+       more messages in flight than memory is set aside for;
+    5. what is predicted is what the simulator finds from the steps' own times and bytes, and no bound is above that; a plan
+       that predicts nothing (`Prediction.none`) passes.
+
+    Returns:
+        every violation of the first layer that has any, each with rank, position and reason. It raises nothing.
+    """
+    return examine(plan).faults
+
+
+def examine(plan: Plan) -> Examined:
+    """Run `check` and keep what it made."""
+    if faults := list(check_tables(plan)):
+        return Examined(faults)
+    if faults := [*check_tokens(plan), *check_presence(plan)]:
+        return Examined(faults)
+    if faults := list(check_hosted(plan)):
+        return Examined(faults)
+    graph = build_graph(plan)
+    played = play(graph)
+    if faults := [*check_order(plan, graph, played), *check_links(plan)]:
+        return Examined(faults)
+    rows = issue_order(plan, graph, played)
+    if faults := list(check_launches([rows])):
+        return Examined(faults)
+    timeline = timeline_of(plan, graph, played)
+    faults = [*check_memory(timeline), *check_messages(plan, rows)] or list(check_predicted(timeline))
+    return Examined(faults, timeline, rows)

@@ -1,0 +1,130 @@
+"""The proof that lowered rows cannot hang, however ranks queue and synchronise their launches.
+
+Ranks launch their rows in order. The proof assumes the strictest of machines: a launch starts when all earlier launches of its
+rank have ended. Then a row is a chain, and a message, a reduction or an exchange is one event that stands in several rows at
+once. Rows are free of deadlock if and only if these chains can be merged, that is, have no cycle.
+
+What passes here passes on every weaker machine, because each only waits for less:
+
+- one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), where a launch starts behind the *start* of all earlier launches and the
+  *end* of its stream's predecessor and of what it waits for; those are all earlier launches of its rank;
+- several hardware queues, where fewer earlier launches are ahead of it;
+- the host waiting for the device anywhere (an allocator's retry, lazy loading of kernels, pinned allocation).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.check.violation import Violation
+
+Rows = Sequence[Sequence[Action]]
+
+_Event = tuple[Op, int, int, int]
+"""Name of what several rows take part in: operation, stage, chunk, and the replica whose own it is, or -1."""
+
+_LOCKSTEP = (Op.F, Op.B, Op.R)
+"""Operations in which layers with experts exchange tokens between replicas."""
+
+
+class _Side(NamedTuple):
+    """A side of a message: the operation that names the message, and how far its receiving stage is from the action's."""
+
+    message: Op
+    step: int
+
+
+_SIDES = {
+    Op.SEND_F: _Side(Op.SEND_F, 1),
+    Op.RECV_F: _Side(Op.SEND_F, 0),
+    Op.SEND_B: _Side(Op.SEND_B, -1),
+    Op.RECV_B: _Side(Op.SEND_B, 0),
+}
+
+
+class Place(NamedTuple):
+    """A launch of lowered rows."""
+
+    replica: int
+    rank: int
+    position: int
+
+
+def blocked(replicas: Sequence[Rows], lockstep: bool = False) -> list[Place]:
+    """Find launches that wait for each other; nothing where all rows run to their ends.
+
+    Args:
+        replicas: the rows of `lower` of each data-parallel replica of one pipeline: reductions join them.
+        lockstep: the replicas share experts: every forward, backward and recompute joins them too.
+
+    Returns:
+        the launches of a cycle, each waiting for the next one and the last for the first, or the one launch whose partner is
+        in no row. Each is the first of its row that cannot end.
+    """
+    ranks = [(replica, rank) for replica, rows in enumerate(replicas) for rank in range(len(rows))]
+    rows = [_events(row, replica, lockstep) for replica, one in enumerate(replicas) for row in one]
+    parties = Counter(event for row in rows for event, _ in row)
+    parties.update({event: 1 for event, count in parties.items() if count == 1 and event[0] in _SIDES})  # waits forever
+    heads = _merge(rows, parties)
+    stuck = {index: rows[index][at] for index, at in enumerate(heads) if at < len(rows[index])}
+    if not stuck:
+        return []
+    index, seen = min(stuck), list[int]()
+    while index not in seen:
+        seen.append(index)
+        event, _ = stuck[index]
+        ahead = (other for other, (head, _) in stuck.items() if head != event)
+        following = next((other for other in ahead if any(event == later for later, _ in rows[other][heads[other] :])), None)
+        if following is None:  # no row has the other side
+            seen = [index]
+            break
+        index = following
+    return [Place(*ranks[at], stuck[at][1]) for at in seen[seen.index(index) :]]
+
+
+def check_launches(replicas: Sequence[Rows], lockstep: bool = False) -> Iterator[Violation]:
+    """Yield a violation that names the cycle where lowered rows can hang. Arguments as `blocked` takes them."""
+    cycle = blocked(replicas, lockstep)
+    if not cycle:
+        return
+    names = []
+    for replica, rank, position in cycle:
+        own = f"replica {replica} " if len(replicas) > 1 else ""
+        names.append(f"{own}rank {rank} {replicas[replica][rank][position]} (launch {position})")
+    waits = " waits for ".join([*names, names[0]]) if len(names) > 1 else f"{names[0]} waits for a partner that is in no row"
+    replica, rank, position = cycle[0]
+    yield Violation(rank, None, replicas[replica][rank][position], f"the launches of the lowered plan can hang: {waits}")
+
+
+def _events(row: Sequence[Action], replica: int, lockstep: bool) -> list[tuple[_Event, int]]:
+    """The launches of a row that join it with others, each with its position. All sides of an event name it alike."""
+    found: list[tuple[_Event, int]] = []
+    for position, (op, stage, chunk) in enumerate(row):
+        if (side := _SIDES.get(op)) is not None:
+            found.append(((side.message, stage + side.step, chunk, replica), position))
+        elif op is Op.REDUCE or (lockstep and op in _LOCKSTEP):
+            found.append(((op, stage, 0 if op is Op.REDUCE else chunk, -1), position))
+    return found
+
+
+def _merge(rows: Sequence[Sequence[tuple[_Event, int]]], parties: Mapping[_Event, int]) -> list[int]:
+    """Run all rows as far as they go; how many of its events each has passed."""
+    at, waiting = [0] * len(rows), dict[_Event, list[int]]()
+    ready = list(range(len(rows)))
+    while ready:
+        index = ready.pop()
+        row = rows[index]
+        while at[index] < len(row):
+            event = row[at[index]][0]
+            there = waiting.pop(event, [])
+            there.append(index)
+            if len(there) < parties[event]:
+                waiting[event] = there
+                break
+            for other in there:
+                at[other] += 1
+            ready += there[:-1]
+    return at

@@ -1,0 +1,75 @@
+"""The proof that plans of replicas that share experts can run side by side.
+
+Every forward and backward of a layer with experts exchanges tokens with the other replicas, and so does every recompute. So at
+every step all of them must be in the same kind of action on the same stage, and recompute the same layers in it. Weight
+gradients, copies, and keys and values at the host exchange nothing and may differ. But weight gradients and times change when
+messages are received among the exchanges, and where replicas differ in that they may wait for each other: `launches` looks for
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.check.launches import check_launches
+from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.plan import Plan
+
+_EXCHANGING = (Op.F, Op.B, Op.R)
+
+
+def check_matched(plans: Sequence[Plan]) -> list[Violation]:
+    """Find every way in which plans do not match the first; nothing when they all do.
+
+    Args:
+        plans: one of each replica, each sound by itself (`check`).
+
+    Returns:
+        violations whose `rank` and `position` are those of the replica that the reason names.
+    """
+    faults = [fault for replica, plan in enumerate(plans) if replica for fault in _against(plans[0], plan, replica)]
+    if faults or not plans:
+        return faults
+    return list(check_launches([lower(plan) for plan in plans], lockstep=True))
+
+
+def _against(first: Plan, plan: Plan, replica: int) -> Iterator[Violation]:
+    for name in ("num_layers", "placement", "forward_only"):
+        wanted, found = getattr(first, name), getattr(plan, name)
+        if found != wanted:
+            yield _fault(None, f"replica {replica} has {name} {found}, replica 0 has {wanted}")
+    if len(plan.chunks) != len(first.chunks):
+        yield _fault(None, f"replica {replica} has {len(plan.chunks)} chunks, replica 0 has {len(first.chunks)}")
+    for stage, rows in enumerate(zip(first.recompute, plan.recompute, strict=False)):
+        for c, (wanted, found) in enumerate(zip(*rows, strict=False)):
+            if found != wanted:
+                reason = f"stage {stage} recomputes {found} layers of chunk {c} on replica {replica}, {wanted} on replica 0"
+                yield _fault(plan.placement[stage], reason)
+    for rank in range(max(plan.num_ranks, first.num_ranks)):
+        yield from _order(_exchanging(first, rank), _exchanging(plan, rank), rank, replica)
+
+
+def _order(
+    wanted: Sequence[tuple[int, Action]], found: Sequence[tuple[int, Action]], rank: int, replica: int
+) -> Iterator[Violation]:
+    for number, (expected, own) in enumerate(zip_longest(wanted, found)):
+        if expected is None:
+            yield Violation(rank, own[0], own[1], f"replica {replica} runs it as exchange {number}; replica 0 has no more")
+        elif own is None:
+            yield _fault(rank, f"replica {replica} has no exchange {number}, where replica 0 runs {expected[1]}")
+        elif expected[1] != own[1]:
+            yield Violation(rank, own[0], own[1], f"replica {replica} runs it where replica 0 runs {expected[1]}")
+
+
+def _exchanging(plan: Plan, rank: int) -> list[tuple[int, Action]]:
+    """Positions and actions of a rank in which layers run."""
+    if rank >= plan.num_ranks:
+        return []
+    return [(position, action) for position, action in enumerate(plan.actions(rank)) if action.op in _EXCHANGING]
+
+
+def _fault(rank: int | None, reason: str) -> Violation:
+    return Violation(rank, None, None, reason)

@@ -1,0 +1,102 @@
+"""The part of `check` that follows the bytes: nothing freed twice, early or never, and no rank above its cap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.plan.kv_offload import host_levels
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.simulate import Timeline
+
+
+def check_memory(timeline: Timeline) -> Iterator[Violation]:
+    """Replay every allocation and release in the order of the simulated times.
+
+    Bytes are followed per stage and per chain of slices: the slices of a sequence share its keys and values, so one slice may
+    free what another allocated; all other chunks stand alone.
+    """
+    plan = timeline.plan
+    chains = _chains(plan)
+    yield from _copies(plan)
+    for rank in range(plan.num_ranks):
+        yield from _above_cap(timeline, rank)
+        yield from _balance(timeline, rank, chains)
+        yield from _above_host_cap(timeline, rank)
+
+
+def _above_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
+    cap, live = timeline.plan.cap_bytes[rank], timeline.plan.static_bytes[rank]
+    if live > cap:
+        yield Violation(rank, None, None, f"static bytes {live} are above the cap of {cap}")
+        return
+    for event in timeline.memory_events[rank]:
+        live += event.delta_bytes
+        if live > cap:
+            reason = (
+                f"{live} bytes live at {event.time_us:.1f} us, {live - cap} above the cap of {cap} "
+                f"(the rank's peak is {timeline.peak_bytes[rank]})"
+            )
+            action = event.step.action
+            yield Violation(rank, event.position, action, reason, action.op in (Op.O, Op.L))
+            return
+
+
+def _above_host_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
+    caps = timeline.plan.host_cap_bytes
+    for time_us, size in host_levels(timeline, rank) if caps else ():
+        if size > caps[rank]:
+            reason = f"{size} bytes at the host at {time_us:.1f} us, {size - caps[rank]} above the cap of {caps[rank]}"
+            yield Violation(rank, None, None, reason)
+            return
+
+
+def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Violation]:
+    live: dict[tuple[int, int], int] = {}
+    kept: set[Action] = set()
+    for event in timeline.memory_events[rank]:
+        op, stage, chunk = action = event.step.action
+        key = stage, chains[chunk]
+        before = live.get(key, 0)
+        if not event.at_end and op in (Op.B, Op.W) and before <= 0 and Action(Op.F, stage, chunk) in kept:
+            yield Violation(rank, event.position, action, f"reads what {stage}F{chunk} kept, but all of it was freed before")
+        live[key] = before + event.delta_bytes
+        if event.at_end and op is Op.F and event.step.alloc_bytes > event.step.free_bytes:
+            kept.add(action)
+        if live[key] < 0 and event.delta_bytes < 0:
+            reason = f"frees {-event.delta_bytes} bytes when only {before} of its stage and chunk are live"
+            yield Violation(rank, event.position, action, reason, op in (Op.O, Op.L))
+            live[key] = 0
+    for (stage, chain), left in live.items():
+        if left > 0:
+            reason = f"{left} bytes of stage {stage}, chunk {chain} (and later slices of its sequence) are never freed"
+            yield Violation(rank, None, None, reason)
+
+
+def _copies(plan: Plan) -> Iterator[Violation]:
+    """A load brings back as many bytes as its offload took away, and neither does anything else."""
+    for rank, steps in enumerate(plan.copies):
+        moved = {step.action: step.free_bytes for step in steps if step.action.op is Op.O}
+        for position, step in enumerate(steps):
+            reason, is_load = "", step.action.op is Op.L
+            if is_load and step.alloc_bytes != (away := moved[step.action._replace(op=Op.O)]):
+                reason = f"loads {step.alloc_bytes} bytes; its offload moved {away}"
+            elif besides := step.free_bytes if is_load else step.alloc_bytes:
+                reason = f"a load frees {besides} bytes" if is_load else f"an offload allocates {besides} bytes"
+            if reason:
+                yield Violation(rank, position, step.action, reason, in_copies=True)
+
+
+def _chains(plan: Plan) -> list[int]:
+    """For every chunk, the one that holds the first slice of its long sequence; itself when it holds no slice."""
+    links = slice_neighbours(plan.chunks)
+    first = list(range(len(plan.chunks)))
+    for chunk, before in enumerate(links.previous):
+        if before is None:
+            walk = links.following[chunk]
+            while walk is not None:
+                first[walk] = chunk
+                walk = links.following[walk]
+    return first

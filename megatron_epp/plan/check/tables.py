@@ -1,0 +1,215 @@
+"""The part of `check` that looks at the tables of a plan: shapes, ranges, and every token in exactly one chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron_epp.plan.action import Op
+from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.kv_offload import slices_of
+from megatron_epp.plan.plan import AnyStep, Plan
+
+NOISE = 1e-9
+"""Sums of times may differ by this share of them: they are added in another order."""
+
+
+def check_tables(plan: Plan) -> Iterator[Violation]:
+    """Shapes and ranges of everything but the chunk table. The rest of `check` indexes freely once these hold."""
+    for reason in (
+        *_shapes(plan),
+        *_sizes(plan),
+        *_ranges(plan),
+        *_message_sizes(plan),
+        *_choices(plan),
+        *_recompute_times(plan),
+    ):
+        yield Violation(None, None, None, reason)
+    for in_copies, table in plan.tables:
+        for rank, steps in enumerate(table):
+            for position, step in enumerate(steps):
+                if reason := _step_fault(step):
+                    yield Violation(rank, position, step.action, reason, in_copies)
+
+
+def check_tokens(plan: Plan) -> Iterator[Violation]:
+    """Every token in exactly one chunk, at most one slice per chunk, it first, and its end a multiple of the padding.
+
+    A sequence's last slice ends where the sequence does. All others fill whole multiples, so that no padding comes between two
+    slices of a sequence.
+    """
+    held: list[list[tuple[int, int, int]]] = [[] for _ in plan.lengths]
+    for c, chunk in enumerate(plan.chunks):
+        if not chunk.segments:
+            yield _fault(f"chunk {c} is empty")
+        slices = []
+        for place, (sequence, start, end) in enumerate(chunk.segments):
+            if not 0 <= sequence < len(plan.lengths):
+                yield _fault(f"chunk {c} holds sequence {sequence}; there are {len(plan.lengths)}")
+                continue
+            length = plan.lengths[sequence]
+            if not 0 <= start < end <= length:
+                yield _fault(f"chunk {c} holds tokens {start} to {end} of sequence {sequence}, which has {length}")
+                continue
+            held[sequence].append((start, end, c))
+            if start > 0 or end < length:
+                slices.append(place)
+            if end < length and end % plan.token_multiple:
+                yield _fault(
+                    f"chunk {c} ends a slice of sequence {sequence} at token {end}, which is no multiple of "
+                    f"{plan.token_multiple} (token_multiple); only the last slice of a sequence may"
+                )
+        if len(slices) > 1:
+            yield _fault(f"chunk {c} holds {len(slices)} slices of longer sequences; at most one can run in a chunk")
+        elif slices and slices[0] > 0:
+            yield _fault(f"chunk {c} has its slice at place {slices[0]}; a slice comes first in its chunk")
+    for sequence, parts in enumerate(held):
+        yield from _coverage(sequence, plan.lengths[sequence], sorted(parts))
+
+
+def check_hosted(plan: Plan) -> Iterator[Violation]:
+    """What is at the host is of sequences that are cut, once on each stage."""
+    slices, seen = slices_of(plan), set()
+    for stage, sequence, *sizes in plan.hosted:
+        name = f"keys and values of sequence {sequence} at the host of stage {stage}"
+        if not 0 <= stage < plan.num_stages:
+            yield _fault(f"{name}: there are {plan.num_stages} stages")
+        elif sequence not in slices:
+            yield _fault(f"{name}: the sequence is not cut into slices")
+        elif (stage, sequence) in seen:
+            yield _fault(f"{name} are there twice")
+        elif min(sizes) < 0:
+            yield _fault(f"{name} take {sizes[0]} bytes and their gradient {sizes[1]}; neither is below zero")
+        seen.add((stage, sequence))
+
+
+def _coverage(sequence: int, length: int, parts: Sequence[tuple[int, int, int]]) -> Iterator[Violation]:
+    done, last = 0, None
+    for start, end, c in parts:
+        if start > done:
+            yield _fault(f"tokens {done} to {start} of sequence {sequence} are in no chunk")
+        elif start < done:
+            yield _fault(f"tokens {start} to {min(done, end)} of sequence {sequence} are in chunk {last} and in chunk {c}")
+        if end > done:
+            done, last = end, c
+    if done < length:
+        yield _fault(f"tokens {done} to {length} of sequence {sequence} are in no chunk")
+
+
+def _shapes(plan: Plan) -> Iterator[str]:
+    stages, chunks, ranks = plan.num_stages, len(plan.chunks), plan.num_ranks
+    for name, row, size, unit in (
+        ("num_layers", plan.num_layers, stages, "stages"),
+        ("static_bytes", plan.static_bytes, ranks, "ranks"),
+        ("cap_bytes", plan.cap_bytes, ranks, "ranks"),
+        ("predicted.peak_bytes", plan.predicted.peak_bytes, ranks, "ranks"),
+        ("copies", plan.copies or ((),) * ranks, ranks, "ranks"),
+        ("host_cap_bytes", plan.host_cap_bytes or (0,) * ranks, ranks, "ranks"),
+        ("host_links", plan.host_links or (0,) * ranks, ranks, "ranks"),
+        ("message_bytes", plan.message_bytes or (0,) * ranks, ranks, "ranks"),
+        ("messages.num_bytes", plan.messages.num_bytes or (0,) * chunks, chunks, "chunks"),
+    ):
+        if len(row) != size:
+            yield f"{name} has {len(row)} entries for {size} {unit}"
+    for name, table, rows in (
+        ("recompute", plan.recompute, stages),
+        ("recompute_us", plan.recompute_us, stages),
+        ("offload_share", plan.offload_share, stages),
+        ("messages.activation_us", plan.messages.activation_us, max(stages - 1, 0)),
+        ("messages.gradient_us", plan.messages.gradient_us, max(stages - 1, 0)),
+    ):
+        shape = sorted({len(row) for row in table})
+        if len(table) != rows or (rows > 0 and shape != [chunks]):
+            yield f"{name} has {len(table)} rows of {shape} entries; expected {rows} rows of {chunks}"
+
+
+def _sizes(plan: Plan) -> Iterator[str]:
+    for name, row, what in (
+        ("placement", plan.placement, "stage"),
+        ("lengths", plan.lengths, "sequence"),
+        ("chunks", plan.chunks, "chunk"),
+    ):
+        if not row:
+            yield f"{name} is empty: a plan needs at least one {what}"
+    for name, row, unit in (
+        ("num_layers", plan.num_layers, "stage"),
+        ("static_bytes", plan.static_bytes, "rank"),
+        ("cap_bytes", plan.cap_bytes, "rank"),
+        ("host_cap_bytes", plan.host_cap_bytes, "rank"),
+    ):
+        for place, value in enumerate(row):
+            if value < 0:
+                yield f"{name} of {unit} {place} is {value}; it is at least 0"
+
+
+def _ranges(plan: Plan) -> Iterator[str]:
+    for stage, rank in enumerate(plan.placement):
+        if not 0 <= rank < plan.num_ranks:
+            yield f"placement puts stage {stage} on rank {rank}; there are {plan.num_ranks} ranks"
+    for rank, link in enumerate(plan.host_links):
+        if not 0 <= link < plan.num_ranks:
+            yield f"host_links puts rank {rank} on link {link}; links of {plan.num_ranks} ranks are 0 to {plan.num_ranks - 1}"
+    for sequence, length in enumerate(plan.lengths):
+        if length < 1:
+            yield f"sequence {sequence} has {length} tokens"
+    if plan.token_multiple < 1:
+        yield f"token_multiple is {plan.token_multiple}; it is at least 1"
+    for name, table in (("activation_us", plan.messages.activation_us), ("gradient_us", plan.messages.gradient_us)):
+        for stage, times in enumerate(table):
+            for c, time_us in enumerate(times):
+                if not 0.0 <= time_us < math.inf:
+                    yield f"messages.{name} of stage {stage}, chunk {c} is {time_us} us"
+
+
+def _message_sizes(plan: Plan) -> Iterator[str]:
+    for name, row in (("message_bytes", plan.message_bytes), ("messages.num_bytes", plan.messages.num_bytes)):
+        if row and min(row) < 0:
+            yield f"{name} has {min(row)} bytes; none is below zero"
+    for rank, (size, static) in enumerate(zip(plan.message_bytes, plan.static_bytes, strict=False)):
+        if size > static:
+            yield f"message_bytes of rank {rank} is {size}, a part of static_bytes, which is {static}"
+    if plan.message_bytes and not plan.messages.num_bytes:
+        yield "message_bytes are set aside, but messages.num_bytes are not there"
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+    for stage, (layers, row) in enumerate(zip(plan.num_layers, plan.recompute, strict=False)):
+        for c, recompute in enumerate(row):
+            if min(recompute) < 0 or recompute.num_layers > layers:
+                yield f"stage {stage} recomputes {recompute} layers of chunk {c}; it has {layers}"
+    for stage, times in enumerate(plan.recompute_us):
+        for c, time_us in enumerate(times):
+            if not 0.0 <= time_us < math.inf:
+                yield f"stage {stage} recomputes chunk {c} in {time_us} us"
+    for stage, shares in enumerate(plan.offload_share):
+        for c, share in enumerate(shares):
+            if not 0.0 <= share <= 1.0:
+                yield f"stage {stage} offloads a share of {share} of chunk {c}; a share is within 0 and 1"
+
+
+def _recompute_times(plan: Plan) -> Iterator[str]:
+    """Recompute is a part of the backward's time, or of that of the action that runs it ahead of the backward.
+
+    Layers may recompute in no time: plans without costs say so of every pass, and so do costs of what is too short to measure.
+    """
+    took_us: dict[tuple[int, int], float] = {}
+    for op in (Op.B, Op.R):
+        for steps in plan.ranks:
+            took_us |= {(step.action.stage, step.action.chunk): step.time_us for step in steps if step.action.op is op}
+    for stage, times in enumerate(plan.recompute_us):
+        for c, time_us in enumerate(times):
+            most_us = took_us.get((stage, c), math.inf)
+            if time_us > 0 and time_us > most_us * (1 + NOISE):
+                yield f"stage {stage} recomputes chunk {c} in {time_us} us, a part of an action that takes {most_us} us"
+
+
+def _step_fault(step: AnyStep) -> str:
+    if not 0.0 <= step.time_us < math.inf:
+        return f"takes {step.time_us} us"
+    if step.alloc_bytes < 0 or step.free_bytes < 0:
+        return f"allocates {step.alloc_bytes} and frees {step.free_bytes} bytes; neither is below zero"
+    return ""
+
+
+def _fault(reason: str) -> Violation:
+    return Violation(None, None, None, reason)

@@ -1,0 +1,83 @@
+"""Where a rank issues its offloads and loads, which run one at a time beside compute, among its compute actions.
+
+That is when their memory comes and goes: a load has its own from where it is issued, and what an offload moves is given back
+where `FREE` stands behind it. So the simulator's account of memory, lowering and planners all ask here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.graph import Graph
+
+
+class CopyTimes(NamedTuple):
+    """A copy and its times; `latest` is the place of its chunk's backward among the rank's compute actions."""
+
+    action: Action
+    start_us: float
+    end_us: float
+    latest: int
+
+
+class Places(NamedTuple):
+    """The compute actions, by place in their rank's list, before which a copy is issued, and before which it changes what the
+    rank holds: a load when it is issued, an offload at its `FREE`. Changes before one action come in the order of their copies.
+    """
+
+    issued: int
+    changes: int
+
+
+def places(start_us: Sequence[float], end_us: Sequence[float], copies: Iterable[CopyTimes]) -> Iterator[Places]:
+    """Where a rank issues its copies, in their order.
+
+    A copy stands before the compute action that runs, or is the next to run, when it starts: so it can start no later. `FREE`
+    stands before the first action that starts when the offload has ended. A load stands behind the `FREE` of its own chunk even
+    where both lie within one action, which is of no use to anybody; it may then start later than simulated. No copy of a chunk
+    stands behind its backward; times say so too, unless actions take none.
+
+    Args:
+        start_us, end_us: of the rank's compute actions.
+    """
+    freed: dict[Action, int] = {}
+    last = last_free = 0
+    for action, begins_us, ends_us, latest in copies:
+        own = freed[action._replace(op=Op.O)] if action.op is Op.L else 0
+        last = min(max(last, bisect_right(end_us, begins_us), own), latest)
+        if action.op is Op.L:
+            yield Places(last, last)
+        else:
+            freed[action] = last_free = min(max(last, last_free, bisect_left(start_us, ends_us)), latest)
+            yield Places(last, last_free)
+
+
+def place_copies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float], rank: int) -> dict[int, list[Action]]:
+    """What a rank issues right before each of its compute actions, `FREE` included, by the action's place in its list.
+
+    Args:
+        start_us, end_us: of every step of the graph.
+    """
+    compute, copies = graph.tracks[rank], graph.tracks[graph.num_ranks + rank]
+    placed: dict[int, list[Action]] = defaultdict(list)
+    if not copies:
+        return placed
+    freed: list[tuple[int, Action]] = []  # by place, which only grows
+    actions = [graph.steps[number].action for number in copies]
+    latest = (graph.index.get(Action(Op.B, stage, chunk), compute.stop) - compute.start for _, stage, chunk in actions)
+    began, ended = ([column[row.start : row.stop] for row in (compute, copies)] for column in (start_us, end_us))
+    ran = map(CopyTimes, actions, began[1], ended[1], latest)
+    for action, (issued, changes) in zip(actions, places(began[0], ended[0], ran), strict=True):
+        while freed and freed[0][0] <= issued:
+            at, free = freed.pop(0)
+            placed[at].append(free)
+        placed[issued].append(action)
+        if action.op is Op.O:
+            freed.append((changes, action._replace(op=Op.FREE)))
+    for at, free in freed:
+        placed[at].append(free)
+    return placed

@@ -1,0 +1,121 @@
+"""Lowering: a plan's actions with the sends, receives and reductions between them, per rank, in the order to issue them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.copy_positions import place_copies
+from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.graph import Graph, build_graph, receiver
+from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.simulate import Playback, explain, play
+
+SEND = {Op.F: Op.SEND_F, Op.B: Op.SEND_B}
+RECEIVE = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}
+
+_Moment = tuple[float, int, int]
+"""A point of the simulation: time, place of the step in the order played, and 0 at its start, 1 at its end, more behind it."""
+
+_Posted = tuple[_Moment, int, Action]
+"""A send, receive or reduction of one rank: when it is due, the stream that it runs on, and itself."""
+
+
+def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
+    """Add messages and reductions to a plan, and put copies among the compute actions (`place_copies`).
+
+    All ranks follow one order of events. A message stands at the end of its producer on both sides. A compute action stands
+    between its simulated start and end: at its start, but behind the receives of messages that are produced while it runs, up
+    to the second of one link. So such a message travels beside compute, and no receive keeps compute waiting for the receive
+    ahead of it on its stream. The reduction of a stage's gradients stands behind the last of them and behind the reductions of
+    all later stages. Stages on one rank exchange no messages.
+
+    That order is of a simulation without copies. Replicas that share experts have equal compute times and copies of their own,
+    so they all have one order of forwards, backwards and messages.
+
+    The result cannot hang, whatever times actions and messages really take. Each rank's row is its part of one order, in which
+    everything stands behind what it needs and both sides of a message stand together. So the first event of that order which
+    has not ended can always run, even where each launch waits for the end of all earlier launches of its rank. That is
+    stricter than any number of CUDA hardware queues, and than device-wide synchronisation before any launch. Over replicas,
+    gathers of parameters come by ascending stage and reductions by descending stage in every plan's order, so one order holds
+    all replicas' events too. `launches.blocked` checks rows for it.
+
+    Messages are matched first in, first out per link: source rank, destination rank and direction (F or B).
+
+    Raises:
+        PlanError: an action is missing or doubled, or the order deadlocks.
+    """
+    graph = build_graph(plan)
+    played = play(graph)
+    if played.blocked:
+        raise PlanError("the order deadlocks: " + "; ".join(explain(graph, blocked) for blocked in played.blocked))
+    return issue_order(plan, graph, played)
+
+
+def issue_order(plan: Plan, graph: Graph, played: Playback) -> tuple[tuple[Action, ...], ...]:
+    """Rows of a plan that played to its end, see `lower`."""
+    alone = played if (compute := graph.without_copies()) is graph else play(compute)
+    places = [0] * len(compute.steps)
+    for place, number in enumerate(alone.order):
+        places[number] = place
+    ends = list(zip(alone.end_us, places, [1] * len(places), strict=True))
+    posted = _messages(plan, graph, ends)
+    for rank, entry in _reductions(plan, graph, ends):
+        posted[rank].append(entry)
+    rows = []
+    for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
+        row: list[Action] = []
+        copies = place_copies(graph, played.start_us, played.end_us, rank)
+        due = sorted(posted[rank])
+        at, last = 0, len(due)
+        for place, number in enumerate(numbers):
+            start = alone.start_us[number], places[number], 0
+            while at < last and due[at][0] < start:
+                row.append(due[at][2])
+                at += 1
+            if place in copies:
+                row += copies[place]
+            if at < last and due[at][0] < ends[number]:
+                ahead = _count_ahead(due, at, ends[number])
+                row += [action for _, _, action in due[at:ahead]]
+                at = ahead
+            row.append(graph.steps[number].action)
+        rows.append((*row, *(action for _, _, action in due[at:])))
+    return tuple(rows)
+
+
+def _messages(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> list[list[_Posted]]:
+    """Both sides of every message, by rank."""
+    posted: list[list[_Posted]] = [[] for _ in range(plan.num_ranks)]
+    streams: dict[tuple[int, int, Op], int] = {}
+    for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
+        for number in numbers:
+            op, stage, chunk = action = graph.steps[number].action
+            if (to_stage := receiver(plan, action)) is None:
+                continue
+            to_rank, due = plan.placement[to_stage], ends[number]
+            stream = streams.setdefault((rank, to_rank, op), len(streams))
+            posted[rank].append((due, stream, Action(SEND[op], stage, chunk)))
+            posted[to_rank].append((due, stream, Action(RECEIVE[op], to_stage, chunk)))
+    return posted
+
+
+def _reductions(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> Iterator[tuple[int, _Posted]]:
+    """The reduction of every stage, last stage first, each with its rank."""
+    last: dict[int, int] = {}
+    for numbers in graph.tracks[: plan.num_ranks]:
+        last |= {graph.steps[n].action.stage: n for n in numbers if graph.steps[n].action.op in (Op.B, Op.W)}
+    time_us, place = 0.0, 0
+    for behind, stage in enumerate(sorted(last, reverse=True)):
+        time_us, place, _ = max((time_us, place, 1), ends[last[stage]])
+        action = Action(Op.REDUCE, stage, graph.steps[last[stage]].action.chunk)
+        yield plan.placement[stage], ((time_us, place, 2 + behind), -stage, action)
+
+
+def _count_ahead(due: Sequence[_Posted], at: int, end: _Moment) -> int:
+    """Index of the first entry that may not stand ahead of an action which ends then: a stream's second, or one due later."""
+    streams = set()
+    while at < len(due) and due[at][0] < end and due[at][1] not in streams:
+        streams.add(due[at][1])
+        at += 1
+    return at

@@ -1,0 +1,182 @@
+"""The plan: everything one pipeline does in one iteration, as plain data.
+
+A plan holds no tensors, groups or callables. It prints, diffs, loads and replays; `check` proves it, `simulate` times it,
+`lower` adds its messages and the runtime interprets it. Times are microseconds, sizes are bytes, indices count from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_epp.plan.action import Action
+from megatron_epp.plan.chunk import Chunk
+from megatron_epp.plan.recompute import Recompute
+
+SCHEMA = "megatron-epp/plan"
+VERSION = 2
+UNLIMITED_BYTES = 1 << 62
+"""A memory cap that binds nobody."""
+
+
+def is_unlimited(cap_bytes: int) -> bool:
+    """The cap is none."""
+    return cap_bytes >= UNLIMITED_BYTES
+
+
+class Step(NamedTuple):
+    """An action with what it was planned to cost.
+
+    `alloc_bytes` become live when it starts, `free_bytes` are released when it ends; memory used only inside the action counts
+    as allocated at its start and freed at its end. `time_us` includes recompute done inside the action.
+    """
+
+    action: Action
+    time_us: float
+    alloc_bytes: int
+    free_bytes: int
+
+
+class Copy(NamedTuple):
+    """An offload or a load: a step of a rank's copies, issued as soon as the rank's compute action `after` has ended.
+
+    That is what times loads: a copy starts when it is issued, the copies listed before it are done, and the link to the host is
+    free in its direction (`simulate`). None: from the start. `time_us` is that of a copy which has the link to itself.
+    """
+
+    action: Action
+    time_us: float
+    alloc_bytes: int
+    free_bytes: int
+    after: Action | None = None
+
+
+AnyStep = Step | Copy
+
+
+class Hosted(NamedTuple):
+    """A sliced sequence of which a stage has keys and values at the host, and on the device only what attention is at.
+
+    The host has `cache_bytes` from the start of the first slice's forward on, and `gradient_bytes` more from the start of the
+    last slice's backward on, up to the end of the first slice's backward. What passes through the device is among the bytes of
+    the steps, and what of the copies is not hidden by attention among their times.
+    """
+
+    stage: int
+    sequence: int
+    cache_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Time of each message, ``[stage][chunk]``, for the ``num_stages - 1`` boundaries; zero where both sides share a rank.
+
+    `num_bytes` is the device memory of a chunk's activation, or its gradient, between stages; empty where it is not counted.
+    """
+
+    activation_us: tuple[tuple[float, ...], ...]
+    gradient_us: tuple[tuple[float, ...], ...]
+    num_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the simulator says of a plan, and a lower bound of its makespan. `peak_bytes` is per rank, static bytes included.
+
+    `check` compares it with a simulation, but for the bound, which may be anything up to the makespan.
+    """
+
+    makespan_us: float
+    lower_bound_us: float
+    peak_bytes: tuple[int, ...]
+    bubble_fraction: float
+
+    @classmethod
+    def none(cls, num_ranks: int) -> Prediction:
+        """Of a plan that nobody has simulated, one written by hand for instance: all zero."""
+        return cls(0.0, 0.0, (0,) * num_ranks, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One iteration of one pipeline.
+
+    Attributes:
+        lengths: tokens of every sequence.
+        chunks: the chunk table; every token of every sequence is in exactly one chunk.
+        num_layers: transformer layers of each stage.
+        placement: the rank that runs each stage.
+        recompute: ``[stage][chunk]``, how many of the stage's layers run which part of their forward again in backward.
+        recompute_us: ``[stage][chunk]``, what that takes, as a part of the backward's time.
+        offload_share: ``[stage][chunk]``, share of the activation bytes that leaves the device between forward and backward.
+        ranks: the compute steps of each rank, in order.
+        copies: the offload and load steps of each rank, in order, one at a time beside compute.
+        hosted: sequences whose keys and values stages have at the host.
+        host_links: the link to the host that each rank copies over; empty where every rank has one of its own.
+        messages: time of every message.
+        static_bytes: bytes each rank holds throughout (weights, gradients, optimizer), `message_bytes` included.
+        message_bytes: of these, what each rank sets aside for messages in flight; empty where they are not counted.
+        cap_bytes: what each rank may hold at most; `UNLIMITED_BYTES` for no cap.
+        host_cap_bytes: what each rank may have at the host at most; empty where nobody says.
+        predicted: the simulator's numbers for this plan.
+        token_multiple: chunk token counts are padded to a multiple of this.
+        forward_only: an evaluation plan; it has no backward.
+        costs: name or path of the cost profile.
+        planner: who made it.
+        seed: of the planner's search.
+        notes: lines for people.
+    """
+
+    lengths: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    num_layers: tuple[int, ...]
+    placement: tuple[int, ...]
+    recompute: tuple[tuple[Recompute, ...], ...]
+    recompute_us: tuple[tuple[float, ...], ...]
+    offload_share: tuple[tuple[float, ...], ...]
+    ranks: tuple[tuple[Step, ...], ...]
+    messages: Messages
+    static_bytes: tuple[int, ...]
+    cap_bytes: tuple[int, ...]
+    predicted: Prediction
+    copies: tuple[tuple[Copy, ...], ...] = ()
+    hosted: tuple[Hosted, ...] = ()
+    host_cap_bytes: tuple[int, ...] = ()
+    host_links: tuple[int, ...] = ()
+    message_bytes: tuple[int, ...] = ()
+    token_multiple: int = 1
+    forward_only: bool = False
+    costs: str = "analytic"
+    planner: str = "greedy"
+    seed: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def tables(self) -> tuple[tuple[bool, tuple[tuple[AnyStep, ...], ...]], ...]:
+        """The steps of all ranks, and, marked, their copies."""
+        return (False, self.ranks), (True, self.copies)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def padded_tokens(self, chunk: int) -> int:
+        """Tokens of a chunk after padding: the length of every message that carries it (before sequence parallelism)."""
+        return self.chunks[chunk].padded_tokens(self.token_multiple)
+
+    def hosted_by(self, stage: int) -> frozenset[int]:
+        """Sequences whose keys and values a stage has at the host."""
+        return frozenset(entry.sequence for entry in self.hosted if entry.stage == stage)
+
+    def actions(self, rank: int) -> tuple[Action, ...]:
+        """The compute actions of a rank, without their costs."""
+        return tuple(step.action for step in self.ranks[rank])

@@ -1,0 +1,142 @@
+"""Reading of files that others wrote, within limits, so that a bad one ends in a line that names it and what is wrong.
+
+Every reader of JSON and YAML in this package goes through these functions: sizes, depths and numbers are bounded in one place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from megatron_epp.plan.errors import EppError
+
+MOST_BYTES = 1 << 28
+"""Largest size of a file that is read as a whole."""
+MOST_DEPTH = 100
+"""Most lists and objects inside each other."""
+MOST_VALUES = 20_000
+"""Most values of a YAML file, those that aliases repeat counted each time."""
+MOST_NUMBER = 1e24
+"""Largest number: of microseconds, bytes, or rates of them."""
+MOST_WHOLE = (1 << 63) - 1
+"""Largest whole number: what 64 bits hold."""
+MOST_LAYERS = 10_000
+"""Most layers of a model."""
+
+_CONTAINERS = frozenset({dict, list, tuple, set})
+_SHORT = reprlib.Repr(maxlevel=3, maxstring=60, maxother=60, maxlong=40)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], kind: type[EppError] = EppError) -> Iterator[None]:
+    """Put a file's name in front of every error of its contents, and note it on unforeseen ones.
+
+    Args:
+        path: of the file.
+        kind: of the error that is raised in the place of an `EppError` or `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot read {path}: {error.strerror or error}") from error
+    except (EppError, UnicodeDecodeError) as error:
+        raise kind(f"{path}: {error}") from error
+    except Exception as error:
+        error.add_note(f"the file at hand was {path}")
+        raise
+
+
+def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
+    """The text of a file.
+
+    Raises:
+        EppError: it is larger than the limit.
+        OSError, UnicodeDecodeError: it cannot be read, or is not UTF-8. `naming` makes them errors with the file's name.
+    """
+    with open(path, "rb") as stream:
+        raw = stream.read(most_bytes + 1)
+    if len(raw) > most_bytes:
+        raise EppError(f"the file is larger than {most_bytes:,} bytes, the most that is read")
+    return raw.decode("utf-8")
+
+
+def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
+    """Read the value of a JSON text.
+
+    Args:
+        text: of the document.
+        what: it is, for errors.
+        with_nan: take the words NaN and Infinity, which are not JSON's but are often written.
+
+    Raises:
+        EppError: it is not JSON, or nested deeper than `MOST_DEPTH`.
+    """
+    try:
+        value = json.loads(text, parse_constant=None if with_nan else _no_constant)
+    except RecursionError:
+        raise _too_deep(what) from None
+    except ValueError as error:
+        raise EppError(f"{what} is not JSON: {' '.join(str(error).split())}") from None
+    check_nested(value, what)
+    return value
+
+
+def check_nested(value: Any, what: str, most_values: int | None = None) -> None:
+    """Raise `EppError` where lists and objects are nested too deep, as in one that contains itself, or hold too many values.
+
+    Args:
+        value: as a parser returned it.
+        what: it is, for errors.
+        most_values: that it may hold, repeated ones counted each time; None where the text's size limits them.
+    """
+    level, count = [value], 0
+    for _ in range(MOST_DEPTH + 1):
+        found: list[Any] = []
+        for outer in level:
+            inner = outer.values() if isinstance(outer, dict) else outer if type(outer) in _CONTAINERS else ()
+            count += len(inner)
+            if most_values is not None and count > most_values:
+                raise EppError(f"{what} holds more than {most_values:,} values, those that aliases repeat counted each time")
+            found += [one for one in inner if type(one) in _CONTAINERS]
+        if not found:
+            return
+        level = found
+    raise _too_deep(what)
+
+
+def shown(value: Any) -> str:
+    """A value in few characters, for an error."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python prints no whole number of more than 4,300 digits
+        return f"a {type(value).__name__} too long to print"
+
+
+def number(value: Any, least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> float:
+    """A finite number. Raises `EppError` for anything else, or one outside the limits."""
+    if type(value) not in (int, float):
+        raise EppError(f"{shown(value)} is not a number")
+    if not least <= value <= most:
+        raise EppError(f"{shown(value)} is not a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def whole(value: Any, least: int = -MOST_WHOLE, most: int = MOST_WHOLE) -> int:
+    """A whole number. Raises `EppError` for anything else, or one outside the limits."""
+    if type(value) is not int:
+        raise EppError(f"{shown(value)} is not a whole number")
+    if not least <= value <= most:
+        raise EppError(f"{shown(value)} is not a whole number from {least:,} to {most:,}")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is infinite or not a number, which JSON has no word for")
+
+
+def _too_deep(what: str) -> EppError:
+    return EppError(f"{what} has lists or objects nested deeper than {MOST_DEPTH}, or one that contains itself")

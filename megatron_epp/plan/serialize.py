@@ -1,0 +1,298 @@
+"""Plans as JSON, lossless, one step per line; the digest says whether two plans are the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.plan.action import Action
+from megatron_epp.plan.chunk import Chunk, Segment
+from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.plan import SCHEMA, VERSION, Copy, Hosted, Messages, Plan, Prediction, Step
+from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown, whole
+from megatron_epp.plan.recompute import Recompute
+
+_COLUMNS = (
+    "lengths",
+    "num_layers",
+    "placement",
+    "host_links",
+    "static_bytes",
+    "cap_bytes",
+    "host_cap_bytes",
+    "notes",
+)  # lists that stay on one line
+
+
+def digest(plan: Plan) -> str:
+    """SHA-256 of the plan's JSON, keys sorted and without spaces. Equal plans have equal digests."""
+    return _digest(_document(plan))
+
+
+def to_json(plan: Plan) -> str:
+    """The plan as a JSON document of schema ``megatron-epp/plan``, version 2; `from_json` gives back an equal plan.
+
+    Raises:
+        PlanError: a number in it is infinite or not a number.
+    """
+    document = _document(plan)
+    head = {"schema": document["schema"], "version": document["version"], "digest": _digest(document)}
+    fields = ",\n".join(f"  {json.dumps(name)}: {_value(name, value)}" for name, value in (head | document).items())
+    return "{\n" + fields + "\n}\n"
+
+
+def from_json(text: str) -> Plan:
+    """Read what `to_json` wrote. Fields this version does not know are ignored, but count towards the digest.
+
+    Raises:
+        PlanError: not JSON, another schema or version, a field that is missing or malformed, or a digest that does not match.
+    """
+    try:
+        document = parse_json(text, "the plan")
+    except EppError as error:
+        raise PlanError(str(error)) from None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        raise PlanError(f"not a plan: schema is {shown(found)}, expected {SCHEMA!r}")
+    if document.get("version") != VERSION:
+        found = shown(document.get("version"))
+        raise PlanError(f"plan version {found} cannot be read; this program reads version {VERSION}")
+    claimed = document.pop("digest", None)
+    if claimed != (actual := _digest(document)):
+        raise PlanError(f"plan digest {shown(claimed)} does not match its content ({actual!r}): edited or damaged; plan again")
+    return _plan(document)
+
+
+def pack(plan: Plan) -> bytes:
+    """`to_json`, compressed: a message for other ranks. `unpack` gives back an equal plan."""
+    return zlib.compress(to_json(plan).encode(), level=1)
+
+
+def unpack(message: bytes) -> Plan:
+    """Read what `pack` wrote. Raises `PlanError`, as `from_json` does."""
+    try:
+        text = zlib.decompress(message).decode()
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise PlanError(f"the message of {len(message)} bytes is no packed plan: {error}") from None
+    return from_json(text)
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan; the file is there whole or not at all. Raises `PlanError`, which names the file."""
+    target = Path(path)
+    scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        scratch.write_text(to_json(plan), encoding="utf-8")
+        scratch.replace(target)
+    except OSError as error:
+        raise PlanError(f"cannot write the plan to {target}: {error.strerror}") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file. Raises `PlanError`, which names the file."""
+    with naming(path, PlanError):
+        return from_json(read_text(path))
+
+
+def _document(plan: Plan) -> dict[str, Any]:
+    """Plain data in the file's layout. Times become floats and sizes ints, whatever numeric type they came as."""
+    optional: dict[str, Any] = {}  # empty fields are not written
+    if plan.hosted:
+        optional["hosted"] = [_ints(entry) for entry in plan.hosted]
+    if plan.host_links:
+        optional["host_links"] = _ints(plan.host_links)
+    if plan.host_cap_bytes:
+        optional["host_cap_bytes"] = _ints(plan.host_cap_bytes)
+    messages: dict[str, Any] = {
+        "activation_us": [_floats(row) for row in plan.messages.activation_us],
+        "gradient_us": [_floats(row) for row in plan.messages.gradient_us],
+    }
+    if plan.messages.num_bytes:
+        messages["num_bytes"] = _ints(plan.messages.num_bytes)
+    if plan.message_bytes:
+        optional["message_bytes"] = _ints(plan.message_bytes)
+    return optional | {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "lengths": _ints(plan.lengths),
+        "num_stages": plan.num_stages,
+        "num_ranks": plan.num_ranks,
+        "num_layers": _ints(plan.num_layers),
+        "placement": _ints(plan.placement),
+        "token_multiple": int(plan.token_multiple),
+        "forward_only": bool(plan.forward_only),
+        "chunks": [{"segments": [_ints(segment) for segment in chunk.segments]} for chunk in plan.chunks],
+        "recompute": [[_ints(counts) for counts in row] for row in plan.recompute],
+        "recompute_us": [_floats(row) for row in plan.recompute_us],
+        "offload_share": [_floats(row) for row in plan.offload_share],
+        "ranks": [_steps(row) for row in plan.ranks],
+        "copies": [_copies(row) for row in plan.copies],
+        "messages": messages,
+        "static_bytes": _ints(plan.static_bytes),
+        "cap_bytes": _ints(plan.cap_bytes),
+        "predicted": {
+            "makespan_us": float(plan.predicted.makespan_us),
+            "lower_bound_us": float(plan.predicted.lower_bound_us),
+            "peak_bytes": _ints(plan.predicted.peak_bytes),
+            "bubble_fraction": float(plan.predicted.bubble_fraction),
+        },
+        "costs": plan.costs,
+        "planner": plan.planner,
+        "seed": int(plan.seed),
+        "notes": list(plan.notes),
+    }
+
+
+def _ints(row: Sequence[int]) -> list[int]:
+    return [int(value) for value in row]
+
+
+def _floats(row: Sequence[float]) -> list[float]:
+    return [float(value) for value in row]
+
+
+def _steps(row: Sequence[Step]) -> list[list[Any]]:
+    return [[str(action), float(time), int(alloc), int(free)] for action, time, alloc, free in row]
+
+
+def _copies(row: Sequence[Copy]) -> list[list[Any]]:
+    steps = _steps([Step(*copy[:4]) for copy in row])
+    return [[*step, None if copy.after is None else str(copy.after)] for step, copy in zip(steps, row, strict=True)]
+
+
+def _dumps(value: Any, **options: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        raise PlanError("the plan holds a number that is infinite or not a number; JSON has none") from None
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _value(name: str, value: Any) -> str:
+    """Layout: steps and rows one per line, short lists and scalars on the field's own line."""
+    if name in ("ranks", "copies"):
+        rows = ["    [" + ",".join("\n      " + _dumps(step) for step in row) + "]" for row in value]
+    elif isinstance(value, list) and name not in _COLUMNS:
+        rows = ["    " + _dumps(row) for row in value]
+    elif name == "messages":
+        parts = []
+        for key, table in value.items():
+            rows = [_dumps(table)[1:-1]] if key == "num_bytes" else ["\n      " + _dumps(row) for row in table]
+            parts.append(f"    {_dumps(key)}: [" + ",".join(rows) + "]")
+        return "{\n" + ",\n".join(parts) + "\n  }"
+    else:
+        return _dumps(value)
+    return "[\n" + ",\n".join(rows) + "\n  ]" if rows else "[]"
+
+
+def _plan(document: dict[str, Any]) -> Plan:
+    def field(name: str, read: Callable[[Any], Any], *default: Any) -> Any:
+        if name not in document:
+            if default:
+                return default[0]
+            raise PlanError(f"the plan lacks the field {name!r}")
+        try:
+            return read(document[name])
+        except (KeyError, TypeError, ValueError, EppError) as error:
+            raise PlanError(f"field {name!r} of the plan is malformed: {error}") from None
+
+    plan = Plan(
+        lengths=field("lengths", _int_row),
+        chunks=field("chunks", lambda rows: tuple(_chunk(row) for row in rows)),
+        num_layers=field("num_layers", _int_row),
+        placement=field("placement", _int_row),
+        recompute=field("recompute", _recompute_table),
+        recompute_us=field("recompute_us", _float_table),
+        offload_share=field("offload_share", _float_table),
+        ranks=field("ranks", _step_table),
+        copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
+        host_links=field("host_links", _int_row, ()),
+        hosted=field("hosted", lambda rows: tuple(Hosted(*_int_row(row)) for row in rows), ()),
+        messages=field("messages", _messages),
+        message_bytes=field("message_bytes", _int_row, ()),
+        static_bytes=field("static_bytes", _int_row),
+        cap_bytes=field("cap_bytes", _int_row),
+        host_cap_bytes=field("host_cap_bytes", _int_row, ()),
+        predicted=field("predicted", _prediction),
+        token_multiple=field("token_multiple", _int, 1),
+        forward_only=field("forward_only", _bool, False),
+        costs=field("costs", _str, "analytic"),
+        planner=field("planner", _str, "greedy"),
+        seed=field("seed", _int, 0),
+        notes=field("notes", lambda row: tuple(map(_str, row)), ()),
+    )
+    for name, count in (("num_stages", plan.num_stages), ("num_ranks", plan.num_ranks)):
+        if field(name, _int, count) != count:
+            raise PlanError(f"{name} is {document[name]}, but the plan lists {count}")
+    return plan
+
+
+def _int(value: Any) -> int:
+    return whole(value)
+
+
+def _float(value: Any) -> float:
+    return number(value)
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{shown(value)} is not text")
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{shown(value)} is not true or false")
+    return value
+
+
+def _int_row(row: Any) -> tuple[int, ...]:
+    return tuple(_int(value) for value in row)
+
+
+def _float_table(rows: Any) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(_float(value) for value in row) for row in rows)
+
+
+def _recompute_table(rows: Any) -> tuple[tuple[Recompute, ...], ...]:
+    return tuple(tuple(Recompute(*_int_row(counts)) for counts in row) for row in rows)
+
+
+def _messages(value: Any) -> Messages:
+    times = {name: _float_table(value[name]) for name in ("activation_us", "gradient_us")}
+    return Messages(**times, num_bytes=_int_row(value.get("num_bytes", ())))
+
+
+def _chunk(value: Any) -> Chunk:
+    return Chunk(tuple(Segment(*_int_row(segment)) for segment in value["segments"]))
+
+
+def _step(value: Any) -> Step:
+    text, time, alloc, free = value
+    return Step(Action.parse(_str(text)), _float(time), _int(alloc), _int(free))
+
+
+def _copy(value: Any) -> Copy:
+    *step, after = value
+    return Copy(*_step(step), None if after is None else Action.parse(_str(after)))
+
+
+def _step_table(rows: Any) -> tuple[tuple[Step, ...], ...]:
+    return tuple(tuple(_step(value) for value in row) for row in rows)
+
+
+def _prediction(value: Any) -> Prediction:
+    numbers = (_float(value[name]) for name in ("makespan_us", "lower_bound_us", "bubble_fraction"))
+    makespan_us, lower_bound_us, bubble_fraction = numbers
+    return Prediction(makespan_us, lower_bound_us, _int_row(value["peak_bytes"]), bubble_fraction)

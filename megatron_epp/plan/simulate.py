@@ -1,0 +1,250 @@
+"""Event simulation of a plan: when every action runs, how idle the ranks are, how many bytes are live."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.copy_positions import place_copies
+from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.graph import Graph, build_graph, receiver
+from megatron_epp.plan.plan import AnyStep, Plan
+
+
+class Message(NamedTuple):
+    """One message on its way: leaves when its producer ends, arrives `end_us`. `action` is a `SEND_F` or `SEND_B`."""
+
+    action: Action
+    src_rank: int
+    dst_rank: int
+    start_us: float
+    end_us: float
+
+
+class MemoryEvent(NamedTuple):
+    """A step takes its bytes (`delta_bytes` >= 0) or gives them back (<= 0).
+
+    A compute step takes when it starts and gives back when it ends. A load takes, and an offload gives back, where the rank
+    issues that (`plan.copy_positions`): what starts or ends while a compute step runs counts for all of that step.
+    """
+
+    time_us: float
+    delta_bytes: int
+    step: AnyStep
+    position: int
+    at_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What happens when. Tables are ``[rank][position]``, positions as in `plan.ranks` and `plan.copies`.
+
+    Attributes:
+        plan: the plan that was simulated.
+        start_us, end_us: of the compute steps.
+        copy_start_us, copy_end_us: of the offload and load steps; a row per rank, empty where there are none.
+        makespan_us: end of the last step over all ranks.
+        memory_events: of each rank, what steps take and give back, in the order in which the rank issues it.
+        peak_bytes: most bytes live on each rank at one time, static bytes included.
+    """
+
+    plan: Plan
+    start_us: tuple[tuple[float, ...], ...]
+    end_us: tuple[tuple[float, ...], ...]
+    copy_start_us: tuple[tuple[float, ...], ...]
+    copy_end_us: tuple[tuple[float, ...], ...]
+    makespan_us: float
+    memory_events: tuple[tuple[MemoryEvent, ...], ...]
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def busy_us(self) -> tuple[float, ...]:
+        """Compute time of each rank; copies run beside it and do not count."""
+        return tuple(sum(step.time_us for step in steps) for steps in self.plan.ranks)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' time until the makespan in which they do not compute."""
+        total_us = self.plan.num_ranks * self.makespan_us
+        return 1.0 - sum(self.busy_us) / total_us if total_us > 0 else 0.0
+
+    def live_bytes(self, rank: int) -> list[tuple[float, int]]:
+        """Steps ``(time_us, bytes)`` of the rank's live bytes, from its static bytes at time 0; each holds until the next."""
+        events = [event for event in self.memory_events[rank] if event.delta_bytes]
+        times = (0.0, *(event.time_us for event in events))
+        return list(zip(times, _live(self.plan.static_bytes[rank], events), strict=True))
+
+    def planned_bytes(self, rank: int, action: Action) -> int:
+        """The rank's live bytes while one of its actions runs. Raises `PlanError` when it has no such action."""
+        live = self.plan.static_bytes[rank]
+        for event in self.memory_events[rank]:
+            live += event.delta_bytes
+            if event.step.action == action and not event.at_end:
+                return live
+        raise PlanError(f"rank {rank} has no action {action}")
+
+    def messages(self) -> list[Message]:
+        """Every message between ranks, in rank and position order of its producer."""
+        plan, found = self.plan, []
+        for rank, steps in enumerate(plan.ranks):
+            for step, leaves_us in zip(steps, self.end_us[rank], strict=True):
+                op, stage, chunk = action = step.action
+                if (to := receiver(plan, action)) is None:
+                    continue
+                if op is Op.F:
+                    send, took_us = Op.SEND_F, plan.messages.activation_us[stage][chunk]
+                else:
+                    send, took_us = Op.SEND_B, plan.messages.gradient_us[to][chunk]
+                found.append(Message(Action(send, stage, chunk), rank, plan.placement[to], leaves_us, leaves_us + took_us))
+        return found
+
+
+class Blocked(NamedTuple):
+    """A track that cannot go on: the step at its head waits for one that never ends."""
+
+    number: int
+    waits_for: int
+
+
+@dataclass(frozen=True, slots=True)
+class Playback:
+    """Times of every step by number, and the numbers in an order that respects all dependencies; `blocked` when it hangs."""
+
+    start_us: list[float]
+    end_us: list[float]
+    order: list[int]
+    blocked: list[Blocked]
+
+
+def play(graph: Graph) -> Playback:
+    """Run every track as far as it goes; each step starts as soon as its track is free and all it waits for has arrived.
+
+    A copy also waits for its turn on its rank's link to the host, which carries one copy at a time in either direction: first
+    come, first served, and of those that come at once the lowest rank's. Where nothing runs on without a turn, the copy that
+    came first has it: whatever comes later comes when one of those that wait has ended, so it is not passed over.
+    """
+    steps, needs, tracks = graph.steps, graph.needs, graph.tracks
+    start = [0.0] * len(steps)
+    end = [-1.0] * len(steps)  # below zero: has not run
+    cursor = [numbers.start for numbers in tracks]
+    free = [0.0] * len(tracks)
+    link_free: dict[tuple[int, Op], float] = {}
+    waiting: dict[int, list[int]] = {}
+    turns: list[tuple[float, int]] = []  # copies that could start, by track
+    ready = list(range(len(tracks)))
+    order: list[int] = []
+    while ready or turns:
+        has_turn = not ready
+        track = heapq.heappop(turns)[1] if has_turn else ready.pop()
+        now = free[track]
+        for i in range(cursor[track], tracks[track].stop):
+            begin = now
+            for need, message_us in needs[i]:
+                if end[need] < 0.0:
+                    waiting.setdefault(need, []).append(track)
+                    break
+                begin = max(begin, end[need] + message_us)
+            else:
+                if track >= graph.num_ranks:
+                    if not has_turn:
+                        heapq.heappush(turns, (begin, track))
+                        break
+                    has_turn, lane = False, (graph.links[track - graph.num_ranks], steps[i].action.op)
+                    begin = max(begin, link_free.get(lane, 0.0))
+                    link_free[lane] = begin + steps[i].time_us
+                start[i] = begin
+                now = end[i] = begin + steps[i].time_us
+                order.append(i)
+                cursor[track] = i + 1
+                if i in waiting:
+                    ready += waiting.pop(i)
+                continue
+            break
+        free[track] = now
+    heads = {cursor[track]: need for need, stuck in waiting.items() for track in stuck}
+    return Playback(start, end, order, [Blocked(number, heads[number]) for number in sorted(heads)])
+
+
+def simulate(plan: Plan) -> Timeline:
+    """Time a plan.
+
+    A step starts when its rank is free and everything it needs is done and its message has arrived, in the order of its
+    rank's list. Offloads and loads run beside compute, one at a time per rank, and where ranks share a link to the host
+    (`Plan.host_links`), one at a time in either direction of it: they take turns. A link carries both directions at once, each
+    at its full rate, as PCI Express does.
+
+    On hardware, copies of two ranks that overlap share the link evenly instead. The last of them ends when it would by turns;
+    one before it ends later than here, by no more than the others take. Planners keep copies out of each other's way, so
+    that little of this is left.
+
+    Returns:
+        start and end of every step in microseconds and the live bytes over time, per rank.
+
+    Raises:
+        PlanError: an action is missing or doubled, or the order deadlocks; then the first action each blocked rank stops at
+            is named with the one it waits for.
+    """
+    graph = build_graph(plan)
+    played = play(graph)
+    if played.blocked:
+        raise PlanError("the order deadlocks: " + "; ".join(explain(graph, blocked) for blocked in played.blocked))
+    return timeline_of(plan, graph, played)
+
+
+def timeline_of(plan: Plan, graph: Graph, played: Playback) -> Timeline:
+    """The timeline of a plan that played to its end."""
+    rows = [slice(numbers.start, numbers.stop) for numbers in graph.tracks]
+    start = [tuple(played.start_us[row]) for row in rows]
+    end = [tuple(played.end_us[row]) for row in rows]
+    ranks = plan.num_ranks
+    events = tuple(tuple(_memory_events(graph, played, rank)) for rank in range(ranks))
+    return Timeline(
+        plan,
+        *(tuple(start[:ranks]), tuple(end[:ranks]), tuple(start[ranks:]), tuple(end[ranks:])),
+        makespan_us=max((row[-1] for row in end if row), default=0.0),
+        memory_events=events,
+        peak_bytes=tuple(max(_live(plan.static_bytes[rank], events[rank])) for rank in range(ranks)),
+    )
+
+
+def explain(graph: Graph, blocked: Blocked) -> str:
+    """``rank 0 at position 1: 0B0 waits for 1B0 (rank 1, position 3)``."""
+    rank, position = graph.where(blocked.number)
+    waits_rank, waits_position = graph.where(blocked.waits_for)
+    action, waits_for = graph.steps[blocked.number].action, graph.steps[blocked.waits_for].action
+    return f"rank {rank} at position {position}: {action} waits for {waits_for} (rank {waits_rank}, position {waits_position})"
+
+
+def _memory_events(graph: Graph, played: Playback, rank: int) -> Iterator[MemoryEvent]:
+    """Copies change what a rank holds between two of its compute steps."""
+    start, end, compute = played.start_us, played.end_us, graph.tracks[rank]
+    issued = place_copies(graph, start, end, rank)
+    now_us = 0.0
+    for place in range(len(compute) + 1):
+        next_us = start[compute[place]] if place < len(compute) else math.inf
+        for action in issued.get(place, ()):
+            event = _change(graph, played, rank, action)
+            yield event._replace(time_us=max(now_us, min(event.time_us, next_us)))
+        if place < len(compute):
+            step, now_us = graph.steps[compute[place]], end[compute[place]]
+            yield MemoryEvent(next_us, step.alloc_bytes, step, place, False)
+            yield MemoryEvent(now_us, -step.free_bytes, step, place, True)
+
+
+def _change(graph: Graph, played: Playback, rank: int, action: Action) -> MemoryEvent:
+    """What a copy takes when it starts, or an offload gives back when it ends (`FREE`)."""
+    at_end = action.op is Op.FREE
+    number = graph.index[action._replace(op=Op.O) if at_end else action]
+    position, step = number - graph.tracks[graph.num_ranks + rank].start, graph.steps[number]
+    if at_end:
+        return MemoryEvent(played.end_us[number], -step.free_bytes, step, position, True)
+    return MemoryEvent(played.start_us[number], step.alloc_bytes, step, position, False)
+
+
+def _live(static_bytes: int, events: Sequence[MemoryEvent]) -> Iterator[int]:
+    return accumulate((event.delta_bytes for event in events), initial=static_bytes)

@@ -1,0 +1,158 @@
+"""InfiniPipe's planner (2509.21275): Algorithm 1, grouping by dynamic programming, checkpointing by integer program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk
+from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_recompute_only
+from megatron_epp.planner.baselines.infinipipe.checkpoints import diagonal_checkpoints
+from megatron_epp.planner.baselines.infinipipe.chunks import algorithm_1
+from megatron_epp.planner.baselines.order import seq1f1b_order
+from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.orders.warm_up import Order, slice_groups
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tables import Tables
+
+SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Values of K that the outer loop tries."""
+PATIENCE = 3
+"""Values of K in a row that may be no better before the outer loop ends."""
+
+
+def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """For every K: chunk, group sequences into pipelines, choose recompute for each; the K with the least makespan wins.
+
+    Where the paper is silent or lost: the K tried are `SLICES`; both readings of the token threshold are tried (see
+    `algorithm_1`); candidates are compared by simulation, with the least makespan and not the least estimate. All of these
+    favour the baseline. With `options.slices` that is K, and `options.chunk_tokens` is the token capacity.
+
+    Raises:
+        InfeasibleError: nothing fits the cap for any K.
+    """
+    own_recompute_only(options)
+    contest = Contest(problem, costs, options)
+    chunker = Chunker.of(problem, costs, options.chunk_tokens).shapes[0]
+    seen: set[tuple[Chunk, ...]] = set()
+    worse = 0
+    for slices in SLICES if options.slices is None else (options.slices,):
+        before, new = contest.best_us, False
+        for more_tokens in (False, True):
+            chunks = algorithm_1(chunker, chunker.grain(slices=slices).slices, more_tokens=more_tokens)
+            if chunks not in seen and (len(chunks) <= MOST_CHUNKS or not seen):
+                new = True
+                seen.add(chunks)
+                _enter(contest, chunks)
+        worse = 0 if contest.best_us < before or contest.best is None else worse + new
+        if worse == PATIENCE:
+            break
+    return contest.result()
+
+
+def _enter(contest: Contest, chunks: tuple[Chunk, ...]) -> None:
+    problem, tables = contest.problem, contest.tables(chunks)
+    if lower_bound_us(tables, chunks, problem, contest.options) >= contest.best_us:
+        return
+    if problem.forward_only:
+        order = seq1f1b_order(slice_groups(chunks), problem.num_stages, forward_only=True)
+        contest.enter(Decisions(chunks, order, [[0] * len(chunks) for _ in tables.num_layers]), tables)
+        return
+    pipelines = Grouping(contest, tables, slice_groups(chunks)).pipelines()
+    if pipelines is None:
+        return
+    order = tuple(tuple(action for made in pipelines for action in made.order[rank]) for rank in range(problem.num_stages))
+    layers = [
+        [sum(counts) for counts in zip(*rows, strict=True)] for rows in zip(*(made.layers for made in pipelines), strict=True)
+    ]
+    contest.enter(Decisions(chunks, order, layers), tables)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A complete 1F1B over some of the sequences.
+
+    Attributes:
+        order: of every rank.
+        layers: recomputed, ``[stage][chunk]`` of the whole table; zero for the chunks of other pipelines.
+        cost_us: start-up and recompute, as the paper estimates them (Equation 13).
+    """
+
+    order: Order
+    layers: Layers
+    cost_us: float
+
+
+@dataclass(slots=True)
+class Grouping:
+    """Which sequences run together (Equations 12 to 14).
+
+    Attributes:
+        contest: the problem, and where a cap that would do is noted.
+        tables: of the chunk table.
+        groups: the chunks of every sequence; batched chunks stand alone.
+    """
+
+    contest: Contest
+    tables: Tables
+    groups: Sequence[Sequence[int]]
+    startup_us: float = field(init=False)
+    layer_us: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """A pipeline's start-up is ``(stages - 1)`` average chunks, forward and backward; a layer is the average one."""
+        tables = self.tables
+        cells = len(tables.num_layers) * len(tables.message_us)
+        pass_us = sum(map(sum, tables.forward_us)) + sum(map(sum, tables.backward_us))
+        self.startup_us = (len(tables.num_layers) - 1) * pass_us / cells
+        self.layer_us = sum(map(sum, tables.layer_us)) / cells
+
+    def pipelines(self) -> list[Pipeline] | None:
+        """The cheapest partition into runs of like numbers of chunks, longest first; None where no partition fits."""
+        counts = sorted({len(group) for group in self.groups})
+        alone = [self._pipeline([count]) for count in counts]
+        if None in alone:
+            self._note_cap(counts)
+            return None
+        best: list[tuple[float, list[Pipeline]]] = [(0.0, [])]
+        for upto in range(1, len(counts) + 1):
+            cheapest: tuple[float, list[Pipeline]] = (math.inf, [])
+            for start in reversed(range(upto)):
+                before_us, before = best[start]
+                made = alone[start] if start == upto - 1 else self._pipeline(counts[start:upto], cheapest[0] - before_us)
+                if made is not None and before_us + made.cost_us < cheapest[0]:
+                    cheapest = before_us + made.cost_us, [made, *before]
+            best.append(cheapest)
+        return best[-1][1]
+
+    def _pipeline(self, counts: Sequence[int], limit_us: float = math.inf) -> Pipeline | None:
+        """None where nothing fits the caps, or nothing cheaper than the limit does."""
+        if limit_us <= self.startup_us:
+            return None
+        order = self._order(counts)
+        limit = (limit_us - self.startup_us) / self.layer_us if self.layer_us > 0 else math.inf
+        found = diagonal_checkpoints(order, self.tables, self.contest.problem.cap_bytes, limit)
+        return None if found is None else Pipeline(order, found[1], self.startup_us + self.layer_us * found[0])
+
+    def _order(self, counts: Sequence[int]) -> Order:
+        chosen = [group for group in self.groups if len(group) in set(counts)]
+        chosen.sort(key=len, reverse=True)
+        return seq1f1b_order(chosen, len(self.tables.num_layers))
+
+    def _note_cap(self, counts: Sequence[int]) -> None:
+        """With every number of chunks on its own, and all layers recomputed or none, this cap would do."""
+        least = []
+        for count in counts:
+            order = self._order([count])
+            rows = ([[layers] * len(self.tables.message_us) for layers in most] for most in ((0,) * len(order), self._full()))
+            least.append(min(max(peaks_bytes(order, self.tables, row)) for row in rows))
+        self.contest.would_do(max(least))
+
+    def _full(self) -> tuple[int, ...]:
+        return (min(self.tables.num_layers),) * len(self.tables.num_layers)

@@ -1,0 +1,100 @@
+"""Chunk tables of replicas that run in step: as many chunks in each, and the k-th of all about equally long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_epp.cost import causal_pairs
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.orders.warm_up import slice_groups
+
+Unit = tuple[Chunk, ...]
+"""Chunks that follow each other: the slices of one sequence, or a single batched chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """Tables of several replicas with equally many chunks.
+
+    Attributes:
+        chunks: the table of every replica.
+        runs: sizes of the runs that all tables can be cut into without parting the slices of a sequence.
+    """
+
+    chunks: tuple[tuple[Chunk, ...], ...]
+    runs: tuple[int, ...]
+
+    @property
+    def skeleton(self) -> tuple[Chunk, ...]:
+        """A table with these runs as the slices of one sequence each: what schedules order all replicas by."""
+        return tuple(Chunk((Segment(run, at, at + 1),)) for run, size in enumerate(self.runs) for at in range(size))
+
+
+def align(tables: Sequence[tuple[Chunk, ...]], chunkers: Sequence[Chunker]) -> Aligned | None:
+    """Cut shorter tables finer until all have as many chunks, and lay long sequences side by side.
+
+    Returns:
+        None where a replica has too few tokens for so many chunks.
+    """
+    units = [[table[group.start : group.stop] for group in slice_groups(table)] for table in tables]
+    most = max(map(len, tables))
+    for own, chunker in zip(units, chunkers, strict=True):
+        while sum(map(len, own)) < most:
+            if not _cut_longest(own, chunker):
+                return None
+    chunks = _side_by_side(units)
+    starts = [at for at in range(most) if all(table[at].segments[0].start == 0 for table in chunks)]
+    return Aligned(chunks, tuple(stop - start for start, stop in pairwise([*starts, most])))
+
+
+def _side_by_side(units: list[list[Unit]]) -> tuple[tuple[Chunk, ...], ...]:
+    """Slices first, sequences with most of them ahead; where one replica's sequence has fewer, batched chunks follow them."""
+    long = [sorted((unit for unit in own if len(unit) > 1), key=len, reverse=True) for own in units]
+    single = [[unit[0] for unit in own if len(unit) == 1] for own in units]
+    tables: list[list[Chunk]] = [[] for _ in units]
+    for number in range(max(map(len, long))):
+        width = max(len(own[number]) for own in long if number < len(own))
+        for table, own, rest in zip(tables, long, single, strict=True):
+            slices = own[number] if number < len(own) else ()
+            table += slices
+            table += rest[: width - len(slices)]
+            del rest[: width - len(slices)]
+    return tuple((*table, *rest) for table, rest in zip(tables, single, strict=True))
+
+
+def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
+    """Make one chunk more out of the chunk that takes longest among those that can be cut; False when none can."""
+    multiple = chunker.problem.token_multiple
+    places = [(unit, at) for unit, chunks in enumerate(units) for at in range(len(chunks))]
+    can = [(unit, at) for unit, at in places if len(units[unit][at].segments) > 1 or _middle(units[unit][at], multiple)]
+    if not can:
+        return False
+    unit, at = max(can, key=lambda place: (_time_us(units[place[0]][place[1]], chunker), -place[0], -place[1]))
+    chunks = units[unit]
+    first, *rest = chunks[at].segments
+    if len(chunks) > 1 and rest:  # a tail lets go of what rides with it
+        units[unit] = (*chunks[:at], Chunk((first,)), *chunks[at + 1 :])
+        units.append((Chunk(tuple(rest)),))
+    elif rest:
+        units[unit] = (Chunk((first, *rest[1::2])),)
+        units.append((Chunk(tuple(rest[::2])),))
+    else:
+        middle = _middle(chunks[at], multiple)
+        parts = Chunk((first._replace(end=middle),)), Chunk((first._replace(start=middle),))
+        units[unit] = (*chunks[:at], *parts, *chunks[at + 1 :])
+    return True
+
+
+def _middle(chunk: Chunk, multiple: int) -> int:
+    """Where a chunk's only segment can be cut; 0 where it is too short."""
+    _, start, end = chunk.segments[0]
+    middle = start + max(multiple, (end - start) // 2 // multiple * multiple)
+    return middle if middle < end else 0
+
+
+def _time_us(chunk: Chunk, chunker: Chunker) -> float:
+    pairs = sum(causal_pairs(start, end) for _, start, end in chunk.segments)
+    return chunker.line.time_us(chunk.num_tokens, pairs)

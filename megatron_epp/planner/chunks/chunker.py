@@ -1,0 +1,193 @@
+"""From lengths to chunks: slices of equal time, short sequences packed (InfiniPipe, section III-B)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from megatron_epp.cost import Costs, Line, causal_pairs
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.planner.chunks.packing import Bucket, Item, pack
+from megatron_epp.planner.problem import Problem
+
+MOST_CHUNKS = 1024
+"""No grain aims at more chunks than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grain:
+    """How fine to cut.
+
+    Attributes:
+        slices: of the longest sequence.
+        time_us: aimed at for a chunk, its fixed part apart.
+    """
+
+    slices: int
+    time_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chunker:
+    """The facts of a batch that all its chunkings share.
+
+    Attributes:
+        problem: the batch.
+        line: forward and backward of the slowest stage, without the fixed part: what chunks are balanced by. The slowest
+            stage sets the pace, so its time is the one that should not vary from chunk to chunk.
+        token_cap: most tokens of a chunk, a multiple of the padding.
+        total_us: time of the whole batch.
+        is_even: slices are of equal length where those of equal time would exceed the token cap. Else all take as little time
+            as the first may with as many tokens: many times as many slices where the cap is far below the longest sequence, for
+            a token takes the longer the more there are before it.
+    """
+
+    problem: Problem
+    line: Line
+    token_cap: int
+    total_us: float
+    is_even: bool = False
+
+    @staticmethod
+    def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Chunker:
+        tokens = sum(problem.lengths)
+        pairs = sum(causal_pairs(0, length) for length in problem.lengths)
+        lines = [
+            costs.forward_line(stage) + (Line() if problem.forward_only else costs.backward_line(stage))
+            for stage in range(problem.num_stages)
+        ]
+        slowest = max(lines, key=lambda line: line.time_us(tokens, pairs) + (len(problem.lengths) - 1) * line.fixed_us)
+        line = Line(0.0, max(0.0, slowest.per_token_us), max(0.0, slowest.per_pair_us))
+        if line == Line():  # costs nothing: balance tokens
+            line = Line(0.0, 1.0)
+        multiple = problem.token_multiple
+        most = round_up(max(tokens, 1), multiple) if chunk_tokens is None else chunk_tokens // multiple * multiple
+        return Chunker(problem, line, most, line.time_us(tokens, pairs))
+
+    @property
+    def shapes(self) -> tuple[Chunker, ...]:
+        """This, and where the token cap binds the one with even slices, or that alone where this would ask for too many."""
+        if max(self.problem.lengths) <= self.token_cap:
+            return (self,)
+        even = replace(self, is_even=True)
+        return (self, even) if self._equal_slices <= MOST_CHUNKS else (even,)
+
+    @property
+    def coarsest(self) -> float:
+        """Chunks in all below which the token cap alone says how long even slices are; 0 for others."""
+        longest = max(self.problem.lengths)
+        return self.total_us / self.slice_us(longest - self.token_cap, longest) if self.is_even else 0.0
+
+    @property
+    def _equal_slices(self) -> int:
+        """Slices of the longest sequence that all take as long as the first may under the token cap."""
+        return math.ceil(self.sequence_us(max(self.problem.lengths)) / self.sequence_us(self.token_cap) - 1e-9)
+
+    def grain(self, *, slices: int | None = None, chunks: float = 0.0) -> Grain:
+        """The grain with a number of slices of the longest sequence, or with about so many chunks in all.
+
+        The token cap may ask for more slices. Slices are never smaller than the padding multiple.
+        """
+        longest = max(self.problem.lengths)
+        longest_us = self.sequence_us(longest)
+        if slices is None:
+            slices = math.ceil(longest_us * chunks / self.total_us - 1e-9)
+        if longest > self.token_cap and not self.is_even:
+            slices = max(slices, self._equal_slices)
+        slices = max(1, min(slices, -(-longest // self.problem.token_multiple)))
+        return Grain(slices, longest_us / slices if slices > 1 or not chunks else max(longest_us, self.total_us / chunks))
+
+    def evener(self, grain: Grain) -> Chunker:
+        """The same with a token cap of twice what slices of the longest sequence have on average. Slices of equal time are
+        uneven in tokens, and so in the memory of their passes: the first of a very long sequence are many times as long.
+        """
+        multiple = self.problem.token_multiple
+        even = round_up(-(-2 * max(self.problem.lengths) // grain.slices), multiple)
+        return replace(self, token_cap=min(self.token_cap, even))
+
+    def sequence_us(self, tokens: int) -> float:
+        return self.line.time_us(tokens, causal_pairs(0, tokens))
+
+    def slice_us(self, start: int, end: int) -> float:
+        return self.line.time_us(end - start, causal_pairs(start, end))
+
+    def mesh(self, slices: int) -> list[int]:
+        """Ends of the slices of the longest sequence: equal times, so later slices are shorter.
+
+        All but the last are multiples of the padding; no slice exceeds the token cap. With `is_even` there are slices of equal
+        length first, as many as leave none of that time above the cap.
+        """
+        longest, multiple = max(self.problem.lengths), self.problem.token_multiple
+        whole_us, time_us = self.sequence_us(longest), self.sequence_us(longest) / slices
+        ends: list[int] = []
+        before = 0
+        if self.is_even:
+            even = round_up(-(-longest // -(-longest // self.token_cap)), multiple)
+            while before + even < longest and self.slice_us(before, before + self.token_cap) < time_us:
+                before += even
+                ends.append(before)
+            slices = max(1, math.ceil(self.slice_us(before, longest) / time_us - 1e-9))
+        start_us = self.sequence_us(before)
+        for number in range(1, slices + 1):
+            end = longest
+            if number < slices:
+                part_us = start_us + (whole_us - start_us) * number / slices
+                end = (self._prefix(part_us) + multiple // 2) // multiple * multiple
+            if number < slices and end >= longest:
+                continue
+            while end - before > self.token_cap:
+                before += self.token_cap
+                ends.append(before)
+            if end > before:
+                before = end
+                ends.append(end)
+        return ends
+
+    def _prefix(self, time_us: float) -> int:
+        """Tokens of the prefix that takes so long, rounded to the nearest."""
+        linear = self.line.per_token_us + self.line.per_pair_us / 2
+        return round(2 * time_us / (linear + math.sqrt(linear * linear + 2 * self.line.per_pair_us * time_us)))
+
+    def table(self, grain: Grain) -> tuple[Chunk, ...]:
+        """The chunk table of a grain, in forward order: longest sequence first, slices ascending, batched chunks last.
+
+        Every sequence longer than the first slice of the longest is cut at the same places as the longest, so slices of equal
+        number cost the same; its tail slice may take short sequences along.
+        """
+        lengths = self.problem.lengths
+        ends = self.mesh(grain.slices)
+        long = sorted((q for q, length in enumerate(lengths) if length > ends[0]), key=lambda q: (-lengths[q], q))
+        cuts = {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in long}
+        tails = [Item(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], q) for q in long]
+        shorts = [Item(self.sequence_us(length), length, q) for q, length in enumerate(lengths) if length <= ends[0]]
+        buckets = pack(tails, shorts, grain.time_us, self._token_limit(ends[0], shorts, grain.time_us))
+        groups = [_slices(q, cuts[q], bucket, lengths) for q, bucket in zip(long, buckets, strict=False)]
+        fresh = sorted(buckets[len(long) :], key=lambda bucket: (-bucket.time_us, bucket.sequences))
+        return (*(chunk for group in groups for chunk in group), *(Chunk(_whole(b.sequences, lengths)) for b in fresh))
+
+    def _token_limit(self, first_slice: int, shorts: Sequence[Item], time_us: float) -> int:
+        """Tokens of a bucket: what the short sequences make of the time aimed at, and at least the first slice."""
+        short_us = sum(item.time_us for item in shorts)
+        typical = math.ceil(time_us * sum(item.tokens for item in shorts) / short_us) if short_us > 0 else 0
+        return min(self.token_cap, max(first_slice, typical))
+
+
+def whole_sequences(lengths: Sequence[int]) -> tuple[Chunk, ...]:
+    """One sequence per chunk, in batch order."""
+    return tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))
+
+
+def _slices(sequence: int, cuts: Sequence[int], bucket: Bucket, lengths: Sequence[int]) -> list[Chunk]:
+    parts = [(Segment(sequence, start, end),) for start, end in pairwise(cuts)]
+    return [*map(Chunk, parts[:-1]), Chunk(parts[-1] + _whole(bucket.sequences, lengths))]
+
+
+def _whole(sequences: Sequence[int], lengths: Sequence[int]) -> tuple[Segment, ...]:
+    return tuple(Segment(q, 0, lengths[q]) for q in sequences)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is no smaller."""
+    return -(-number // multiple) * multiple

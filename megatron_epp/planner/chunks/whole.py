@@ -1,0 +1,60 @@
+"""Chunk tables for caps that are too small for the caches of the longest sequences' slices: those sequences run whole.
+
+A slice's keys and values stay, with their gradients, until the first slice of its sequence has run backward; those of a whole
+sequence that recomputes live as long as one layer does. So what does not fit in slices may fit whole, at the price that all
+ranks wait for one long chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.planner.chunks.chunker import Chunker, whole_sequences
+from megatron_epp.planner.orders.warm_up import slice_groups
+from megatron_epp.planner.problem import Problem
+
+MOST_WHOLE = 3
+"""Longest sequences that are tried whole together."""
+CHUNKS_PER_STAGE = (2, 4, 8, 16)
+"""Grains of the sequences beside them."""
+
+
+def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Iterator[tuple[Chunk, ...]]:
+    """Tables in which the longest sequences run whole and the others are sliced and packed as ever.
+
+    The whole ones come last, or amid the batched chunks: what comes before keeps the ranks busy while the first of them passes.
+    """
+    lengths = problem.lengths
+    longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
+    if chunk_tokens is not None and max(lengths) > chunk_tokens:
+        return
+    for count in range(1, min(MOST_WHOLE, len(lengths) - 1) + 1):
+        whole, others = longest_first[:count], longest_first[count:]
+        alone = tuple(Chunk((Segment(q, 0, lengths[q]),)) for q in whole)
+        chunker = Chunker.of(replace(problem, lengths=tuple(lengths[q] for q in others)), costs, chunk_tokens)
+        for share in CHUNKS_PER_STAGE:
+            rest = _renumbered(chunker.table(chunker.grain(chunks=problem.num_ranks * share)), others)
+            middle = _middle(rest)
+            yield rest + alone
+            yield rest[:middle] + alone + rest[middle:]
+
+
+def plainly(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
+    """Whole sequences, one per chunk: longest first, and shortest first."""
+    chunks = whole_sequences(lengths)
+    rising = tuple(chunks[q] for q in sorted(range(len(lengths)), key=lambda q: (lengths[q], q)))
+    return [rising[::-1], rising]
+
+
+def _middle(chunks: tuple[Chunk, ...]) -> int:
+    """Where the second half of the batched chunks begins."""
+    groups = slice_groups(chunks)
+    batched = [group.start for group in groups if len(group) == 1]
+    return batched[len(batched) // 2] if batched else len(chunks)
+
+
+def _renumbered(chunks: tuple[Chunk, ...], sequences: Sequence[int]) -> tuple[Chunk, ...]:
+    return tuple(Chunk(tuple(Segment(sequences[q], start, end) for q, start, end in chunk.segments)) for chunk in chunks)

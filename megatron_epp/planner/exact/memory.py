@@ -1,0 +1,177 @@
+"""Live bytes in the oracle's program: the account that the steps of a plan carry, as rows.
+
+A moment is the start of an action. What is live then depends on who has run and on the layers they recompute; at the start of
+a backward comes what it needs itself. All of that is exact: a product of a literal and a number of layers is a variable of its
+own, and so is whether a chunk recomputes all its layers. Nothing is copied to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_epp.plan import Op
+from megatron_epp.planner.exact.milp import ALWAYS, NEVER, Linear, Model, total
+from megatron_epp.planner.exact.orders import Orders
+from megatron_epp.planner.exact.windows import Item
+from megatron_epp.planner.tables import Tables, Times
+
+Literals = Sequence[Linear]
+
+SIZES = (
+    "activation",
+    "saved",
+    "forward_alloc",
+    "backward_net",
+    "weight_bytes",
+)
+"""Columns of `Tables` that the account is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What has happened on a rank, as literals by chunk.
+
+    Attributes:
+        forward: the forward has started.
+        backward: the backward has ended.
+        weight: so has the weight gradient, where it is an action of its own; else as `backward`.
+    """
+
+    forward: Literals
+    backward: Literals
+    weight: Literals
+
+
+class Memory:
+    """The account of every rank. Sizes are shares of its cap.
+
+    Attributes:
+        sizes: the tables' sizes in that unit, by name and stage.
+    """
+
+    def __init__(
+        self, model: Model, tables: Tables, caps: Sequence[int], orders: Orders, layers: list[list[Linear]], spare: float
+    ) -> None:
+        self.model, self.tables, self.orders, self.layers = model, tables, orders, layers
+        self.room = 1.0 - spare
+        self.static = [size / cap for size, cap in zip(tables.static, caps, strict=True)]
+        self.sizes: dict[str, Times] = {
+            name: [[size / cap for size in row] for row, cap in zip(getattr(tables, name), caps, strict=True)] for name in SIZES
+        }
+        self.size = orders.size
+        self.ends = {
+            apart: [[[size / cap for size in tables.at_ends(s, c, apart)] for c in orders.size] for s, cap in enumerate(caps)]
+            for apart in (False, True)
+        }
+        self._recomputed: dict[tuple[int, int, Item], Linear] = {}
+        self._needs: dict[tuple[int, int], list[Linear]] = {}
+
+    def recomputed(self, s: int, c: int, item: Item) -> Linear:
+        """The recomputed layers of a chunk if its backward runs before an item, else zero."""
+        done = self.orders.before[s][(Op.B, c), item]
+        if (s, c, item) not in self._recomputed:
+            self._recomputed[s, c, item] = self.product(self.layers[s][c], done, self.tables.num_layers[s])
+        return self._recomputed[s, c, item]
+
+    def product(self, number: Linear, literal: Linear, most: float) -> Linear:
+        """A number between 0 and `most`, times a literal."""
+        if literal.never or literal.always:
+            return number * literal.constant
+        made = self.model.variable(0.0, most)
+        self.model.at_most(made - number)
+        self.model.at_most(made - most * literal)
+        self.model.at_least(made - number + most * ~literal)
+        return made
+
+    def hold(self) -> None:
+        """No action lifts its rank above the cap.
+
+        Between backwards bytes only rise, so where all backwards are whole the forwards need no rows.
+        """
+        for s, items in enumerate(self.orders.items):
+            split = any(op is Op.W for op, _ in items)
+            for op, c in items:
+                if op is Op.B:
+                    self.limit(s, self.at(s, (op, c)), self.needs(s, c))
+                elif op is Op.F and split:
+                    self.limit(s, self.at(s, (op, c)), [NEVER])
+
+    def at(self, s: int, item: Item) -> Moment:
+        """The moment at which an action starts; if it is a forward, what it keeps is live already."""
+        before, own = self.orders.before[s], item[1]
+
+        def ran(op: Op, c: int) -> Linear:
+            if (op, c) == item:
+                return ALWAYS if op is Op.F else NEVER
+            return before[(op, c), item]
+
+        backward = [ran(Op.B, c) for c in self.size]
+        weight = [backward[c] if self.orders.split[s][c].never or c == own else ran(Op.W, c) for c in self.size]
+        return Moment([ran(Op.F, c) for c in self.size], backward, weight)
+
+    def limit(self, s: int, moment: Moment, needs: Sequence[Linear]) -> None:
+        """What is live at a moment, and each of the needs beside it for itself, fit the cap."""
+        live = self._plain(s, moment)
+        tight = [need for need in needs if self.model.highest(live + need) > self.room]
+        if not tight:
+            return
+        live = live - total(self._relief(s, moment))
+        for need in tight:
+            self.model.at_most(live + need, self.room)
+
+    def _plain(self, s: int, moment: Moment) -> Linear:
+        """What is live at a moment if nothing recomputes."""
+        kept, opened, net, stays = (
+            self.sizes[name][s] for name in ("activation", "forward_alloc", "backward_net", "weight_bytes")
+        )
+        parts = [Linear(self.static[s])]
+        for c in self.size:
+            parts.append((kept[c] + opened[c]) * moment.forward[c])
+            parts.append((net[c] - kept[c]) * moment.backward[c])
+            if moment.weight[c] is not moment.backward[c]:
+                parts.append(stays[c] * (moment.backward[c] - moment.weight[c]))
+        return total(parts)
+
+    def _relief(self, s: int, moment: Moment) -> Iterator[Linear]:
+        """What chunks that are alive do not keep because they recompute."""
+        most = float(self.tables.num_layers[s])
+        for c in self.size:
+            begun, ended, layers = moment.forward[c], moment.backward[c], self.layers[s][c]
+            saved = self.sizes["saved"][s][c]
+            if begun.never or ended.always or not saved:
+                continue
+            if begun.always and ended.never:
+                yield saved * layers
+                continue
+            relief = self.model.variable(0.0, most)
+            self.model.at_most(relief - layers)
+            self.model.at_most(relief - most * (begun - ended))
+            yield saved * relief
+
+    def kept(self, s: int, c: int) -> Linear:
+        """What a chunk keeps from forward to backward."""
+        return self.sizes["activation"][s][c] - self.sizes["saved"][s][c] * self.layers[s][c]
+
+    def needs(self, s: int, c: int) -> list[Linear]:
+        """What a backward needs above what is live when it starts: see `kernels.memory.risen`; the largest counts."""
+        if (s, c) not in self._needs:
+            self._needs[s, c] = list(self._needs_of(s, c))
+        return self._needs[s, c]
+
+    def _needs_of(self, s: int, c: int) -> Iterator[Linear]:
+        size = {name: rows[s][c] for name, rows in self.sizes.items()}
+        split = self.orders.split[s][c]
+        stays = size["weight_bytes"] * split
+        most, made = self.tables.num_layers[s], NEVER
+        if most and size["saved"] > 0.0:
+            everything = self.layers[s][c]
+            if most > 1:
+                everything = self.model.variable(0.0, 1.0)
+                self.model.at_most(self.layers[s][c] - everything, most - 1)
+            made = size["saved"] * everything
+        (first, last), (first_apart, last_apart) = (self.ends[apart][s][c] for apart in (False, True))
+        yield NEVER
+        yield made + first + (first_apart - first) * split
+        yield last + (last_apart - last) * split - self.kept(s, c)
+        yield stays - self.kept(s, c) + size["backward_net"]

@@ -1,0 +1,190 @@
+"""A thin layer over HiGHS (`scipy.optimize.milp`): variables, linear expressions, rows. Needs the extra ``milp``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_epp.plan import PlanError
+
+INFEASIBLE = 2
+"""scipy's status of a model without solution."""
+ROUNDING = 1e-9
+"""A row without variables holds when it is short by no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A constant plus variables times coefficients. A literal is one that takes the values 0 and 1; ``~`` negates it."""
+
+    constant: float = 0.0
+    terms: dict[int, float] = field(default_factory=dict)
+
+    def __add__(self, other: Linear | float) -> Linear:
+        return total((self, other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Linear | float) -> Linear:
+        return total((self, -other))
+
+    def __rsub__(self, other: float) -> Linear:
+        return total((other, -self))
+
+    def __mul__(self, factor: float) -> Linear:
+        return Linear(self.constant * factor, {variable: factor * value for variable, value in self.terms.items()})
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Linear:
+        return self * -1.0
+
+    def __invert__(self) -> Linear:
+        return 1.0 - self
+
+    @property
+    def never(self) -> bool:
+        """A literal that is settled: false."""
+        return not self.terms and self.constant == 0.0
+
+    @property
+    def always(self) -> bool:
+        """A literal that is settled: true."""
+        return not self.terms and self.constant == 1.0
+
+    def value(self, values: Sequence[float]) -> float:
+        """What it comes to in a solution."""
+        return self.constant + sum(factor * values[variable] for variable, factor in self.terms.items())
+
+    def holds(self, values: Sequence[float]) -> bool:
+        """Whether a literal is true in a solution."""
+        return self.value(values) > 0.5
+
+
+NEVER, ALWAYS = Linear(0.0), Linear(1.0)
+
+
+def total(parts: Iterable[Linear | float]) -> Linear:
+    """The sum."""
+    constant = 0.0
+    terms: dict[int, float] = {}
+    for part in parts:
+        if isinstance(part, Linear):
+            constant += part.constant
+            for variable, factor in part.terms.items():
+                terms[variable] = terms.get(variable, 0.0) + factor
+        else:
+            constant += part
+    return Linear(constant, terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What the solver found.
+
+    Attributes:
+        values: of every variable, or None where no solution was found in time.
+        bound: no solution has a smaller objective; infinite where there is none at all.
+        optimal: the solution is as good as the gap asked for.
+    """
+
+    values: list[float] | None
+    bound: float
+    optimal: bool
+
+
+@dataclass(slots=True)
+class Model:
+    """Minimise a sum of variables under linear rows.
+
+    Choose units in which coefficients are near one: HiGHS takes those below 1e-9 for zero.
+    Give a variable in the objective no upper bound: HiGHS 1.12 has been seen to call a solution at that bound optimal when
+    there were better ones. A row that keeps the expression behind it small does no harm.
+    """
+
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    cost: list[float] = field(default_factory=list)
+    entries: tuple[list[int], list[int], list[float]] = field(default_factory=lambda: ([], [], []))
+    row_lower: list[float] = field(default_factory=list)
+
+    def variable(self, lower: float, upper: float, *, integer: bool = False, cost: float = 0.0) -> Linear:
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        self.cost.append(cost)
+        return Linear(0.0, {len(self.cost) - 1: 1.0})
+
+    def literal(self) -> Linear:
+        """A new binary variable."""
+        return self.variable(0.0, 1.0, integer=True)
+
+    def highest(self, expression: Linear) -> float:
+        """No solution gives an expression a higher value, as far as the ranges of its variables tell."""
+        parts = (
+            factor * (self.upper if factor > 0.0 else self.lower)[variable] for variable, factor in expression.terms.items()
+        )
+        return expression.constant + sum(parts)
+
+    def at_least(self, expression: Linear, least: float = 0.0) -> None:
+        """``expression >= least``."""
+        if not expression.terms and expression.constant >= least - ROUNDING:
+            return
+        rows, columns, values = self.entries
+        number = len(self.row_lower)
+        for variable, factor in expression.terms.items():
+            rows.append(number)
+            columns.append(variable)
+            values.append(factor)
+        self.row_lower.append(least - expression.constant)
+
+    def at_most(self, expression: Linear, most: float = 0.0) -> None:
+        """``expression <= most``."""
+        self.at_least(-expression, -most)
+
+    def solve(
+        self, *, gap: float = 0.0, time_limit_s: float | None = None, node_limit: int | None = None, relaxed: bool = False
+    ) -> Solution:
+        """Minimise.
+
+        Args:
+            relaxed: let integers take any value between.
+            gap: a solution this close to the bound, relative to it, is good enough.
+            time_limit_s: stop after so many seconds with the best found so far; what that is depends on the machine.
+            node_limit: stop after so many nodes of the search tree with the best found so far; the same on every machine.
+
+        Raises:
+            PlanError: scipy is not installed.
+        """
+        optimize, sparse = _scipy()
+        options: dict[str, float] = {"mip_rel_gap": gap}
+        if time_limit_s is not None:
+            options["time_limit"] = time_limit_s
+        if node_limit is not None:
+            options["node_limit"] = node_limit
+        rows, columns, values = self.entries
+        shape = (len(self.row_lower), len(self.cost))
+        matrix = sparse.csr_array((values, (rows, columns)), shape=shape)
+        found = optimize.milp(
+            self.cost,
+            integrality=[int(flag and not relaxed) for flag in self.integer],
+            bounds=optimize.Bounds(self.lower, self.upper),
+            constraints=[optimize.LinearConstraint(matrix, self.row_lower, math.inf)] if self.row_lower else [],
+            options=options,
+        )
+        if found.status == INFEASIBLE:
+            return Solution(None, math.inf, True)
+        bound = found.fun if relaxed else found.mip_dual_bound
+        bound = -math.inf if bound is None else float(bound)
+        return Solution(None if found.x is None else [float(x) for x in found.x], bound, found.status == 0)
+
+
+def _scipy() -> tuple[Any, Any]:
+    try:
+        from scipy import optimize, sparse  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise PlanError("this planner needs scipy: pip install 'megatron-epp[milp]', or use --epp-planner greedy") from error
+    return optimize, sparse

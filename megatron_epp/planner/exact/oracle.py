@@ -1,0 +1,183 @@
+"""The oracle: the best decisions there are for a small chunk table, with proof. Needs the extra ``milp``."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, InfeasibleError, PlanError
+from megatron_epp.planner.assemble import Decisions, build_plan
+from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.exact.milp import Solution
+from megatron_epp.planner.exact.model import OracleModel
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tables import Tables, tabulate
+
+SPARE = 1e-5
+"""Share of the caps kept free where the solver's answer is above one by less than its tolerance."""
+EASIER_SHARE = 0.3
+"""Of the time limit, what goes to the same case with whole backwards."""
+TOLERANCE = 1e-6
+"""Makespans closer than this, relative, are the same to the solver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """What the oracle knows of a chunk table.
+
+    Attributes:
+        decisions: the best found, or None when none was found in time.
+        makespan_us: of the decisions; infinite without.
+        bound_us: no decisions for these chunks are faster under these caps (up to the solver's tolerance).
+        optimal: bound and makespan are the same.
+    """
+
+    decisions: Decisions | None
+    makespan_us: float
+    bound_us: float
+    optimal: bool
+
+
+def oracle(
+    chunks: Sequence[Chunk],
+    problem: Problem,
+    costs: Costs,
+    options: Options,
+    *,
+    start: Decisions | None = None,
+    time_limit_s: float | None = None,
+) -> Proven:
+    """Find the decisions of least makespan for a given chunk table.
+
+    Exact over all orders that `check` accepts and all numbers of recomputed layers per stage and chunk, with the bytes that a
+    plan's steps carry. With `options.split_weight` also over which weight gradients are actions of their own and when they run.
+    It knows whole layers only, and no copies to the host.
+
+    What it takes grows steeply: 3 stages with 6 chunks are seconds, 4 with 8 minutes; with weight gradients, 2 with 3.
+
+    Args:
+        chunks: the chunk table.
+        start: decisions for the same chunks; only what is faster is looked for, and they are the answer when nothing is.
+        time_limit_s: stop after so long with the best found so far and the bound proven so far.
+
+    Raises:
+        InfeasibleError: no decisions for these chunks fit the caps.
+        PlanError: a placement, a fixed recompute or an evaluation, which it does not know; or scipy is not installed.
+    """
+    _known(problem, options)
+    options = replace(options, offload=False)
+    tables = tabulate(chunks, problem, costs)
+    judge = partial(_makespan_us, problem, costs, options)
+    made = None if start is None else replace(start, chunks=tuple(chunks))
+    if (easier := _easier(options)) is not None:
+        began_s = time.monotonic()
+        made = _without(easier, chunks, problem, costs, made, time_limit_s)
+        time_limit_s = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - began_s))
+    made_us = judge(made)
+    made = None if math.isinf(made_us) else made
+    horizon_us = made_us if made else _serial_us(tables)
+    bound_us = min(horizon_us, lower_bound_us(tables, tuple(chunks), problem, options))
+    if bound_us >= horizon_us * (1 - TOLERANCE):
+        return Proven(made, made_us, bound_us, made is not None)
+    case = _Case(tuple(chunks), tables, problem.cap_bytes, options, horizon_us, bound_us)
+    solved, found = case.solve(judge, time_limit_s)
+    if math.isinf(solved.bound) and solved.bound > 0:
+        if made is None:
+            raise InfeasibleError(
+                f"no decisions for these {len(chunks)} chunks fit a memory cap of {min(problem.cap_bytes)} bytes per rank "
+                f"(--epp-memory-cap-gb)"
+            )
+        return Proven(made, made_us, made_us * (1 - TOLERANCE), True)
+    bound_us = max(bound_us, solved.bound * horizon_us)
+    if (took_us := judge(found)) < made_us:
+        made, made_us = found, took_us
+    return Proven(made, made_us, min(bound_us, made_us), made is not None and bound_us >= made_us * (1 - 10 * TOLERANCE))
+
+
+def _easier(options: Options) -> Options | None:
+    """The same with one freedom less; None where nothing is left but order and recompute."""
+    return replace(options, split_weight=False) if options.split_weight else None
+
+
+def _without(
+    easier: Options,
+    chunks: Sequence[Chunk],
+    problem: Problem,
+    costs: Costs,
+    start: Decisions | None,
+    time_limit_s: float | None,
+) -> Decisions | None:
+    """The best with one freedom less, or the start where that is better: solved in little time, it makes the rest easier."""
+    share_s = None if time_limit_s is None else time_limit_s * EASIER_SHARE
+    try:
+        return oracle(chunks, problem, costs, easier, start=start, time_limit_s=share_s).decisions
+    except InfeasibleError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What the program is written from."""
+
+    chunks: tuple[Chunk, ...]
+    tables: Tables
+    caps: tuple[int, ...]
+    options: Options
+    horizon_us: float
+    bound_us: float
+
+    def solve(
+        self, judge: Callable[[Decisions | None], float], time_limit_s: float | None
+    ) -> tuple[Solution, Decisions | None]:
+        """The solution of the exact program, and decisions: with a little memory to spare where they miss a cap by a hair."""
+        end_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+        solutions: list[Solution] = []
+        for spare in (0.0, SPARE):
+            written = self._write(spare)
+            left_s = None if time_limit_s is None else max(0.0, end_s - time.monotonic())
+            solutions.append(written.model.solve(time_limit_s=left_s))
+            values = solutions[-1].values
+            if values is None:
+                break
+            made = Decisions(self.chunks, written.orders.order(values), written.recompute(values))
+            if not math.isinf(judge(made)):
+                return solutions[0], made
+        return solutions[0], None
+
+    def _write(self, spare: float) -> OracleModel:
+        split = self.options.split_weight
+        written = OracleModel(
+            self.chunks, self.tables, self.caps, self.horizon_us, self.bound_us, split_weight=split, spare=spare
+        )
+        written.memory.hold()
+        return written
+
+
+def _makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:
+    """Of the plan; infinite where it does not pass `check`, or there is none."""
+    if made is None:
+        return math.inf
+    try:
+        return build_plan(problem, costs, options, made).predicted.makespan_us
+    except PlanError:
+        return math.inf
+
+
+def _serial_us(tables: Tables) -> float:
+    """One action after another, everything recomputed: any schedule that makes sense is faster."""
+    rows = zip(tables.forward_us, tables.backward_us, tables.layer_us, tables.num_layers, strict=True)
+    work = sum(sum(ahead) + sum(back) + most * sum(layer) for ahead, back, layer, most in rows)
+    return work + 2 * sum(map(sum, tables.hops))
+
+
+def _known(problem: Problem, options: Options) -> None:
+    if not problem.is_straight or problem.forward_only:
+        raise PlanError("the oracle knows training with one stage on each rank, in order (--epp-planner greedy knows more)")
+    if options.recompute != "auto":
+        raise PlanError(
+            f"the oracle chooses recompute itself; it cannot take {options.recompute} layers (--epp-recompute auto)"
+        )

@@ -1,0 +1,164 @@
+"""Who comes before whom on every rank, as literals of the oracle's program.
+
+Chunks cross no boundary out of turn (`check` forbids it), so all ranks run their forwards in one order and their backwards in
+one order: those literals are shared. How the two interleave, and where weight gradients of their own run, is a matter of each
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+
+from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.plan.chunk import slice_neighbours
+from megatron_epp.planner.exact.milp import ALWAYS, NEVER, Linear, Model, total
+from megatron_epp.planner.exact.windows import Item, Windows
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.tables import Tables
+
+Pairs = dict[tuple[Item, Item], Linear]
+
+ROUNDING = 1e-9
+"""Of times added up in another order."""
+
+
+class Orders:
+    """The literals and the rows that make them an order.
+
+    Attributes:
+        items: the actions of every stage.
+        before: for every stage and pair of its actions, whether the first runs before the second.
+        split: ``[stage][chunk]``, whether the weight gradient is an action of its own. Where it may be but is not, its item
+            is there all the same, takes no time and follows its backward at once.
+    """
+
+    def __init__(self, model: Model, chunks: Sequence[Chunk], tables: Tables, windows: Windows) -> None:
+        self.model, self.chunks, self.tables, self.windows = model, chunks, tables, windows
+        self.size = range(len(chunks))
+        stages = range(len(tables.rank_of))
+        self.split = [[model.literal() if windows.weight[s][c] > 0.0 else NEVER for c in self.size] for s in stages]
+        own = [[(Op.W, c) for c in self.size if not self.split[s][c].never] for s in stages]
+        both = [*((Op.F, c) for c in self.size), *((Op.B, c) for c in self.size)]
+        self.items: list[list[Item]] = [[*both, *weights] for weights in own]
+        shared = self._shared()
+        self.before: list[Pairs] = []
+        for s in stages:
+            self.before.append(dict(shared))
+            self._interleave(s)
+            self._place_weights(s)
+            self._transitive(s)
+
+    def _shared(self) -> Pairs:
+        """One literal for the forwards and one for the backwards of two chunks.
+
+        Settled for slices of one sequence, for forwards of chunks that are alike in everything, and where one of the two ways
+        takes longer than the horizon.
+        """
+        root = _roots(self.chunks)
+        shared: Pairs = {}
+        for u, v in combinations(self.size, 2):
+            for op in (Op.F, Op.B):
+                if root[u] == root[v]:
+                    earlier = self.chunks[u].segments[0].start < self.chunks[v].segments[0].start
+                    literal = ALWAYS if earlier == (op is Op.F) else NEVER
+                elif op is Op.F and self._whole(u, root) and self._whole(v, root) and self._profile(u) == self._profile(v):
+                    literal = ALWAYS
+                else:
+                    literal = self._possible((op, u), (op, v), range(len(self.items)))
+                _enter(shared, (op, u), (op, v), literal)
+        return shared
+
+    def _interleave(self, s: int) -> None:
+        """A forward before another forward is before that one's backward too; a backward likewise."""
+        before, row = self.before[s], self.model.at_least
+        for u in self.size:
+            _enter(before, (Op.F, u), (Op.B, u), ALWAYS)
+            for v in self.size:
+                if u == v:
+                    continue
+                ahead, behind = before[(Op.F, u), (Op.F, v)], before[(Op.B, u), (Op.B, v)]
+                settled = ahead.always or behind.always
+                passed = ALWAYS if settled else self._possible((Op.F, u), (Op.B, v), [s])
+                _enter(before, (Op.F, u), (Op.B, v), passed)
+                row(passed - ahead)
+                row(passed - behind)
+                if s:  # what has come as far as this stage passed the one before even earlier
+                    row(self.before[s - 1][(Op.F, u), (Op.B, v)] - passed)
+
+    def _place_weights(self, s: int) -> None:
+        before, row = self.before[s], self.model.at_least
+        weights = [c for op, c in self.items[s] if op is Op.W]
+        for u in weights:
+            _enter(before, (Op.B, u), (Op.W, u), ALWAYS)
+            _enter(before, (Op.F, u), (Op.W, u), ALWAYS)
+            for op, v in self.items[s]:
+                if v != u and op is not Op.W:
+                    behind = before[(Op.B, u), (op, v)]
+                    _enter(before, (Op.W, u), (op, v), NEVER if behind.never else self.model.literal())
+        for u, v in combinations(weights, 2):
+            _enter(before, (Op.W, u), (Op.W, v), self.model.literal())
+        for u in weights:
+            for item in self.items[s]:
+                if item[1] != u:
+                    mine, backward = before[(Op.W, u), item], before[(Op.B, u), item]
+                    row(backward - mine)
+                    row(mine - backward + self.split[s][u])
+
+    def _transitive(self, s: int) -> None:
+        """No three actions in a circle."""
+        before = self.before[s]
+        for a, b, c in combinations(self.items[s], 3):
+            if s and a[0] is b[0] is c[0] and a[0] is not Op.W:  # shared, so said on stage 0
+                continue
+            for circle in ((before[a, b], before[b, c], before[c, a]), (before[a, c], before[c, b], before[b, a])):
+                if not any(literal.never for literal in circle):
+                    self.model.at_most(total(circle), 2.0)
+
+    def _possible(self, a: Item, b: Item, stages: Iterable[int]) -> Linear:
+        """A literal for a before b, settled where one of the two ways takes longer than the horizon."""
+        if any(self._least(s, a, b) > 1.0 + ROUNDING for s in stages):
+            return NEVER
+        if any(self._least(s, b, a) > 1.0 + ROUNDING for s in stages):
+            return ALWAYS
+        return self.model.literal()
+
+    def _least(self, s: int, a: Item, b: Item) -> float:
+        """Least time in which a runs before b."""
+        w = self.windows
+        return w.head(s, a) + w.least(s, a) + w.least(s, b) + w.tail(s, b)
+
+    def _whole(self, c: int, root: Sequence[int]) -> bool:
+        return root.count(root[c]) == 1
+
+    def _profile(self, c: int) -> tuple[float, ...]:
+        t = self.tables
+        times = [row[c] for row in (*t.forward_us, *t.backward_us, *t.layer_us, *t.weight_us, *t.hops)]
+        kept = [row[c] for row in (*t.activation, *t.saved, *t.weight_bytes)]
+        kept += [size for s in range(len(self.items)) for apart in (False, True) for size in t.at_ends(s, c, apart)]
+        more = [row[c] for row in (*t.forward_alloc, *t.forward_free, *t.backward_net)]
+        return *times, *kept, *more
+
+    def order(self, values: Sequence[float]) -> Order:
+        """The order of a solution."""
+        return tuple(tuple(self._actions(s, values)) for s in range(len(self.items)))
+
+    def _actions(self, s: int, values: Sequence[float]) -> Iterator[Action]:
+        items = [(op, c) for op, c in self.items[s] if op is not Op.W or self.split[s][c].holds(values)]
+        place = {b: sum(self.before[s][a, b].holds(values) for a in items if a != b) for b in items}
+        return (Action(op, s, c) for op, c in sorted(items, key=lambda item: place[item]))
+
+
+def _enter(table: Pairs, a: Item, b: Item, literal: Linear) -> None:
+    table[a, b] = literal
+    table[b, a] = NEVER if literal.always else ALWAYS if literal.never else ~literal
+
+
+def _roots(chunks: Sequence[Chunk]) -> list[int]:
+    """For every chunk, the one with the first slice of its sequence; itself where nothing is sliced."""
+    previous = slice_neighbours(chunks).previous
+    roots = list(range(len(chunks)))
+    for c in range(len(chunks)):
+        while (earlier := previous[roots[c]]) is not None:
+            roots[c] = earlier
+    return roots

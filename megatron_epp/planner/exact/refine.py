@@ -1,0 +1,109 @@
+"""OptPipe's manner: run the greedy plan now, let a solver look for a better one meanwhile, use it when the batch comes again.
+
+What a solver finds in a given time depends on the machine, so use it where one process decides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.planner.assemble import Decisions, build_plan
+from megatron_epp.planner.exact.oracle import oracle
+from megatron_epp.planner.memory.messages import planned_with_room
+from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
+from megatron_epp.planner.search.greedy import for_table, greedy, predicted_us
+from megatron_epp.planner.search.solved import Solved, canonical, relabelled
+from megatron_epp.planner.service.worker import Worker
+
+TIME_LIMIT_S = 10.0
+MOST_CHUNKS = 16
+"""Longer chunk tables keep the greedy decisions: their programs do not get anywhere in minutes."""
+WAITING = 4
+"""Batches that may wait for the solver; while that many do, others are not refined."""
+NICENESS = 10
+"""Of the process that solves: training goes first."""
+
+
+def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    """The greedy decisions, order and recompute improved by the oracle for `TIME_LIMIT_S`.
+
+    Raises:
+        InfeasibleError: the greedy planner finds nothing that fits the caps.
+        PlanError: recompute is fixed, or scipy is not installed.
+    """
+    return refine(problem, costs, options, TIME_LIMIT_S)
+
+
+def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float) -> Decisions:
+    """As `milp`, with a time limit.
+
+    Evaluations, several stages on a rank, and tables of more than `MOST_CHUNKS` chunks stay as they are.
+    """
+    start = greedy(problem, costs, options)
+    if problem.forward_only or not problem.is_straight or len(start.chunks) > MOST_CHUNKS:
+        return start
+    plain = start  # the oracle knows whole layers only, and no copies
+    if start.levels != WHOLE or start.copies or start.hosted:
+        try:
+            plain = for_table(start.chunks, problem, costs, replace(options, recompute_levels="whole", offload=False))
+        except InfeasibleError:
+            return start
+    found = oracle(start.chunks, problem, costs, options, start=plain, time_limit_s=time_limit_s).decisions or plain
+    return min(start, found, key=lambda one: predicted_us(one, problem, costs))
+
+
+class Refiner:
+    """Plans a batch at once and refines it in a process of its own, for the next batch of equal lengths in any order."""
+
+    def __init__(self, costs: Costs, options: Options, *, time_limit_s: float = 60.0, capacity: int = 1024) -> None:
+        """
+        Args:
+            time_limit_s: for each batch.
+            capacity: refined batches kept; the least recently used goes first.
+        """
+        self.costs, self.options = costs, options
+        self.solved = Solved[Decisions](capacity)
+        self._asked: deque[Problem] = deque()  # of the worker, oldest first
+        self._worker = Worker(_refining, costs, options, time_limit_s, niceness=NICENESS)
+
+    def plan(self, problem: Problem) -> Plan:
+        """The refined plan where there is one, else the greedy plan, without waiting for the solver.
+
+        Raises what `planner.plan` raises, and what went wrong when an earlier batch was refined.
+        """
+        validate(problem, self.costs, self.options)
+        while self._asked and self._worker.is_ready():
+            self._receive()
+        return planned_with_room(problem, self._plan)
+
+    def _plan(self, problem: Problem) -> Plan:
+        asked, sequences = canonical(problem)
+        made = self.solved.recall(asked)
+        if made is None:
+            made = greedy(asked, self.costs, self.options)
+            if asked not in self._asked and len(self._asked) < WAITING:
+                self._worker.send(asked)
+                self._asked.append(asked)
+        return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
+
+    def wait(self) -> None:
+        """Until everything asked for so far is refined."""
+        while self._asked:
+            self._receive()
+
+    def close(self) -> None:
+        """End the process, and with it what is being solved."""
+        self._worker.close()
+
+    def _receive(self) -> None:
+        asked = self._asked.popleft()
+        self.solved.remember(asked, self._worker.receive())
+
+
+def _refining(costs: Costs, options: Options, time_limit_s: float) -> Callable[[Problem], Decisions]:
+    return partial(refine, costs=costs, options=options, time_limit_s=time_limit_s)

@@ -1,0 +1,263 @@
+"""Steps of the local search (threshold accepting) over orders and limits of recompute."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, Columns
+from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
+from megatron_epp.planner.kernels.memory import sweep, trim
+from megatron_epp.planner.kernels.timing import Copies, Room, backward_times, play
+
+NEVER = 1e300
+
+
+class Choice(NamedTuple):
+    """What the search changes.
+
+    Attributes:
+        actions: of every rank (`Codes.actions`).
+        layers: recomputed layers by item.
+        limit: most that may recompute, by item, where that fits.
+    """
+
+    actions: Integers
+    layers: Integers
+    limit: Integers
+
+
+class Facts(NamedTuple):
+    """What stays as it is.
+
+    Attributes:
+        starts: `Codes.starts`.
+        group_of: the sequence of each chunk.
+        caps: of every rank.
+        caps_at: the same by place among the actions.
+        dear: the items of every rank, dearest recompute first, rank by rank.
+        dear_starts: where each rank's items start; all zero where recompute is not to be trimmed.
+        no_split: zeros by item.
+        copies: none.
+    """
+
+    starts: Integers
+    columns: Columns
+    group_of: Integers
+    caps: Integers
+    caps_at: Integers
+    dear: Integers
+    dear_starts: Integers
+    no_split: Integers
+    copies: Copies
+
+
+class Spare(NamedTuple):
+    """Where the search works.
+
+    Attributes:
+        numbers: state of the random numbers, one integer.
+        leaves: room for a number per item.
+        seen: for two numbers per item.
+        backward_us: for a time per item.
+    """
+
+    numbers: Integers
+    leaves: Integers
+    seen: Integers
+    backward_us: Floats
+
+
+@compiled
+def search(
+    now: Choice,
+    best: Choice,
+    trial: Choice,
+    facts: Facts,
+    room: Room,
+    spare: Spare,
+    steps: int,
+    period: int,
+    start_us: float,
+    bound_us: float,
+    allowance: float,
+) -> float:
+    """Take steps from `now`; leaves the best choice in `best` and returns its makespan.
+
+    A step that is a little slower than what it starts from is taken too, less and less so until the search returns to the best.
+
+    Args:
+        trial: room for a choice.
+        steps, period: how many to take, and how many before each return to the best.
+        start_us: makespan of `now`.
+        bound_us: where to stop.
+        allowance: most that a step may be slower by at first.
+    """
+    now_us = best_us = start_us
+    copy_choice(now, best)
+    for step in range(steps):
+        if best_us <= bound_us:
+            break
+        if step % period == 0:
+            copy_choice(best, now)
+            now_us = best_us
+        allowed_us = now_us + allowance * (1.0 - (step % period) / period)
+        copy_choice(now, trial)
+        first, stop = change(trial, facts, spare)
+        if first >= stop:
+            continue
+        took_us = judge(trial, facts, first, stop, room, spare)
+        if took_us > allowed_us:
+            continue
+        copy_choice(trial, now)
+        now_us = took_us
+        if took_us < best_us:
+            best_us = took_us
+            copy_choice(trial, best)
+    return best_us
+
+
+@compiled
+def copy_choice(source: Choice, target: Choice) -> None:
+    for at in range(len(source.actions)):
+        target.actions[at] = source.actions[at]
+    for item in range(len(source.layers)):
+        target.layers[item] = source.layers[item]
+        target.limit[item] = source.limit[item]
+
+
+@compiled
+def below(numbers: Integers, count: int) -> int:
+    """The next random number under `count`: a linear congruence, in integers that are the same everywhere."""
+    numbers[0] = (numbers[0] * 1664525 + 1013904223) % 4294967296
+    return (numbers[0] >> 8) * count >> 24
+
+
+@compiled
+def change(trial: Choice, facts: Facts, spare: Spare) -> tuple[int, int]:
+    """Change one thing; the ranks concerned, from and to. Nothing concerned where the change is not allowed."""
+    ranks, numbers = len(facts.starts) - 1, spare.numbers
+    kind = below(numbers, 8)
+    if kind < 4:
+        rank = below(numbers, ranks)
+        if move(trial.actions, rank, facts, 1 if kind < 3 else 1 + below(numbers, 4), numbers):
+            return rank, rank + 1
+        return 0, 0
+    if kind < 6:
+        if trade(trial.actions, facts, numbers):
+            for rank in range(ranks):
+                if not legal(trial.actions, rank, facts, spare.seen):
+                    return 0, 0
+            return 0, ranks
+        return 0, 0
+    item = below(numbers, len(trial.limit))
+    most = facts.columns.most[item]
+    limit = below(numbers, most + 1) if kind == 6 else (0 if trial.limit[item] > 0 else most)
+    if limit == trial.limit[item]:
+        return 0, 0
+    trial.limit[item] = limit
+    rank = facts.columns.rank_of[item // facts.columns.num_chunks]
+    return rank, rank + 1
+
+
+@compiled
+def move(actions: Integers, rank: int, facts: Facts, far: int, numbers: Integers) -> bool:
+    """Move an action of a rank past its next neighbours, as far as that is allowed; whether anything moved."""
+    begin, stop = facts.starts[rank], facts.starts[rank + 1]
+    if stop - begin < 2:
+        return False
+    at = begin + below(numbers, stop - begin - 1)
+    moved = False
+    for place in range(at, min(at + far, stop - 1)):
+        one, two = actions[place], actions[place + 1]
+        if not may_swap(one, two, facts):
+            break
+        actions[place], actions[place + 1] = two, one
+        moved = True
+    return moved
+
+
+@compiled
+def may_swap(one: int, two: int, facts: Facts) -> bool:
+    """Whether an action may pass its next neighbour: not a like one of its stage, nor, as a forward, a backward it precedes."""
+    chunks = facts.columns.num_chunks
+    if one // 3 // chunks != two // 3 // chunks:
+        return True
+    if one % 3 == two % 3:
+        return False
+    together = facts.group_of[one // 3 % chunks] == facts.group_of[two // 3 % chunks]
+    return not (together and one % 3 == FORWARD)
+
+
+@compiled
+def trade(actions: Integers, facts: Facts, numbers: Integers) -> bool:
+    """Trade two chunks of different sequences that follow each other in the forwards or backwards of stage 0, on all ranks."""
+    chunks = facts.columns.num_chunks
+    which = below(numbers, 3)  # forwards, backwards, both
+    op = BACKWARD if which == 1 else FORWARD
+    rank = facts.columns.rank_of[0]
+    wanted = below(numbers, max(1, chunks - 1))
+    one = two = -1
+    count = 0
+    for at in range(facts.starts[rank], facts.starts[rank + 1]):
+        if actions[at] % 3 == op and actions[at] // 3 < chunks:
+            if count == wanted:
+                one = actions[at] // 3
+            elif count == wanted + 1:
+                two = actions[at] // 3
+                break
+            count += 1
+    if two < 0 or facts.group_of[one] == facts.group_of[two]:
+        return False
+    for at in range(len(actions)):
+        chunk = actions[at] // 3 % chunks
+        if (which == 2 or actions[at] % 3 == op) and chunk in (one, two):
+            actions[at] += 3 * (two - one if chunk == one else one - two)
+    return True
+
+
+@compiled
+def legal(actions: Integers, rank: int, facts: Facts, seen: Integers) -> bool:
+    """Forwards of a sequence ascending, all before its backwards, and those descending; on every stage of a rank.
+
+    Args:
+        seen: room for two numbers per item; by stage and sequence, the last forward and the last backward.
+    """
+    chunks, group_of = facts.columns.num_chunks, facts.group_of
+    begin, stop = facts.starts[rank], facts.starts[rank + 1]
+    for at in range(begin, stop):
+        item = actions[at] // 3
+        cell = item // chunks * chunks + group_of[item % chunks]
+        seen[2 * cell] = seen[2 * cell + 1] = -1
+    for at in range(begin, stop):
+        item, op = actions[at] // 3, actions[at] % 3
+        c = item % chunks
+        cell = item // chunks * chunks + group_of[c]
+        if op == FORWARD:
+            if seen[2 * cell] >= c or seen[2 * cell + 1] >= 0:
+                return False
+            seen[2 * cell] = c
+        elif op == BACKWARD:
+            if 0 <= seen[2 * cell + 1] <= c:
+                return False
+            seen[2 * cell + 1] = c
+    return True
+
+
+@compiled
+def judge(trial: Choice, facts: Facts, first: int, stop: int, room: Room, spare: Spare) -> float:
+    """Fit recompute again on the ranks ``first`` to ``stop`` and time it all; `NEVER` where it does not fit or deadlocks."""
+    columns, starts = facts.columns, facts.starts
+    for rank in range(first, stop):
+        cap, static = facts.caps[rank], columns.static[rank]
+        a, b = starts[rank], starts[rank + 1]
+        fits = sweep(trial.actions, a, b, columns, trial.limit, facts.caps_at, static, trial.layers, spare.leaves)
+        if not fits and not sweep(
+            trial.actions, a, b, columns, columns.most, facts.caps_at, static, trial.layers, spare.leaves
+        ):
+            return NEVER
+        dear = facts.dear[facts.dear_starts[rank] : facts.dear_starts[rank + 1]]
+        if len(dear) > 0:
+            trim(trial.actions, a, b, columns, trial.layers, cap, static, dear)
+    backward_times(columns, trial.layers, facts.no_split, spare.backward_us)
+    took_us = play(trial.actions, starts, columns, spare.backward_us, facts.copies, room)
+    return took_us if took_us >= 0 else NEVER

@@ -1,0 +1,178 @@
+"""A plan's bytes by what they are for: the steps that `assemble` writes, taken apart.
+
+Sizes are rounded as a whole, so the byte or two that items lack, or have too many, are the layers'.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_epp.cost import ChunkWork, Costs, work_of
+from megatron_epp.cost import memory as item
+from megatron_epp.cost.work import BoolColumn
+from megatron_epp.plan import LEVELS, Action, Op, Plan, Recompute, simulate
+from megatron_epp.plan.account import Account, Items
+from megatron_epp.plan.plan import AnyStep
+from megatron_epp.plan.simulate import Timeline
+from megatron_epp.planner.memory.kv_offload import without_caches
+from megatron_epp.planner.tables import static_items
+
+
+def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Account:
+    """Take a plan apart.
+
+    Args:
+        plan: made with `costs`.
+        costs: time and memory of every stage.
+        timeline: of the plan; None to simulate it.
+    """
+    work = work_of(plan.chunks, plan.lengths, plan.token_multiple)
+    placed = [[stage for stage, on in enumerate(plan.placement) if on == rank] for rank in range(plan.num_ranks)]
+    stages = [_Stage(plan, costs, stage, work) for stage in range(plan.num_stages)]
+    steps = [step for _, rows in plan.tables for row in rows for step in row]
+    pairs = {step.action: stages[step.action.stage].pair(step) for step in steps}
+    return Account(
+        timeline or simulate(plan),
+        tuple(
+            static_items(own, work, costs) | {item.MESSAGES: size}
+            for own, size in zip(placed, plan.message_bytes or (0,) * plan.num_ranks, strict=True)
+        ),
+        {action: takes for action, (takes, _) in pairs.items()},
+        {action: gives for action, (_, gives) in pairs.items()},
+        item.DYNAMIC,
+        costs.fragmentation_share,
+    )
+
+
+class _Stage:
+    """What the steps of one stage take and give back, by item."""
+
+    def __init__(self, plan: Plan, costs: Costs, stage: int, work: ChunkWork) -> None:
+        self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
+        slices, there = (chunk.slice_of(plan.lengths) for chunk in plan.chunks), plan.hosted_by(stage)
+        hosted = np.array([part is not None and part.sequence in there for part in slices], dtype=np.bool_)
+        self.streamed = _streamed(costs, stage, work, hosted)
+        work = without_caches(work, hosted)
+        cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
+        self.opened, self.closed = (cache * work.first).tolist(), (cache * work.last).tolist()
+        self.gone, self.comes = (gradient * work.first).tolist(), (gradient * work.last).tolist()
+        self.head: list[int] = costs.head_bytes(stage, work).tolist()
+        self.stays: list[int] = costs.weight_bytes(stage, work).tolist()
+        self.of_layer: list[int] = costs.layer_weight_bytes(stage, work).tolist()
+        used = {"", *(name for r in set(self.recompute) for name, count in zip(LEVELS, r, strict=True) if count)}
+        self.layers = {level: _layers(costs, stage, work, level) for level in used}
+        steps = {step.action: step for step in plan.ranks[plan.placement[stage]]}
+        self.split = {action.chunk for action in steps if action.op is Op.W and action.stage == stage}
+        again = [step for action, step in steps.items() if action.op is Op.R and action.stage == stage]
+        self.ahead = {step.action.chunk: step.alloc_bytes - step.free_bytes for step in again}
+        columns = {r: costs.activation_items(stage, work, r) for r in set(self.recompute)}
+        self.kept = []
+        for c, r in enumerate(self.recompute):
+            items = {name: int(row[c]) for name, row in columns[r].items()}
+            if plan.forward_only:
+                items = {item.HEAD: self.head[c]}
+            whole = steps[Action(Op.F, stage, c)].alloc_bytes - self.opened[c] - self.streamed[c][0]
+            self.kept.append(_filled(items, whole, _busiest(items, r)))
+
+    def pair(self, step: AnyStep) -> tuple[Items, Items]:
+        """What a step takes when it starts, and what it gives back when it ends."""
+        op, _, c = step.action
+        if op is Op.F:
+            gives = {item.CACHE: self.closed[c], **self.kept[c]} if self.plan.forward_only else {}
+            passing = {item.HOSTED: self.streamed[c][0]}
+            return {**self.kept[c], item.CACHE: self.opened[c]} | passing, gives | passing
+        if op is Op.B:
+            return self._backward(step, c)
+        if op is Op.W:
+            return {}, {item.WEIGHT_INPUTS: step.free_bytes}
+        if op is Op.R:
+            return {item.RECOMPUTED: step.alloc_bytes}, {item.RECOMPUTED: step.free_bytes}
+        moved = _moved(self.kept[c], step.free_bytes or step.alloc_bytes)
+        return ({}, moved) if op is Op.O else (moved, {})
+
+    def _backward(self, step: AnyStep, c: int) -> tuple[Items, Items]:
+        apart = c in self.split
+        takes = self._risen(c, step.alloc_bytes, apart)
+        left = Counter({item.CACHE: -self.opened[c], item.CACHE_GRADIENT: self.comes[c] - self.gone[c]})
+        left.subtract(self.kept[c])
+        left[item.WEIGHT_INPUTS] += self.stays[c] if apart else 0
+        gives = Counter(takes)
+        gives.subtract(left)
+        gives[item.RECOMPUTED] += self.ahead.get(c, 0)
+        return takes, gives
+
+    def _risen(self, c: int, risen: int, apart: bool) -> dict[str, int]:
+        """What a backward holds, where it holds most, above what is live when it starts: see `planner.kernels.memory.risen`."""
+        of_layer = self.of_layer[c] if apart else 0
+        live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0)})
+        live[item.WEIGHT_INPUTS] = self.stays[c] - self.num_layers * of_layer if apart else 0
+        live[item.HOSTED] = throughout = self.streamed[c][1]
+        found, most = Counter({item.HEAD: 0, item.HOSTED: throughout}), throughout
+        for number in reversed(range(self.num_layers)):
+            level = self.recompute[c].level(number)
+            layer, own = self.layers[level][c], item.LEVEL_ITEMS.get(level, item.LAYERS)
+            there, of_weights = Counter(live), layer.apart - layer.peak if apart else 0
+            there[item.RECOMPUTED if level else own] += layer.peak - layer.kept - layer.gradient - layer.prefix
+            there[item.PREFIX_GRADIENT] += layer.prefix
+            there[item.CACHE_GRADIENT] += layer.gradient
+            there[item.WEIGHT_INPUTS] += of_weights
+            if there.total() > most:
+                found, most = there, there.total()
+            live[own] -= layer.kept
+            live[item.WEIGHT_INPUTS] += of_layer
+            live[item.CACHE] -= self.opened[c] // self.num_layers
+            live[item.CACHE_GRADIENT] -= (self.gone[c] - self.comes[c]) // self.num_layers
+        if risen > most + self.num_layers + 1 and live.total() > most:  # all of it is there only in the end
+            found = live
+        return _filled(dict(found), risen, item.RECOMPUTED if self.recompute[c].num_layers else item.LAYERS)
+
+
+class _Layer(NamedTuple):
+    """Bytes of one layer and chunk: kept to the backward; the most while that runs, and of these the gradient of its keys and
+    values, as it is added up and as it is made; and the most where it keeps what weight gradients need.
+    """
+
+    kept: int
+    peak: int
+    gradient: int
+    prefix: int
+    apart: int
+
+
+def _layers(costs: Costs, stage: int, work: ChunkWork, level: str) -> list[_Layer]:
+    """Of every chunk, where the layer recomputes at a level."""
+    apart = costs.layer_peak_bytes(stage, work, level, apart=True).num_bytes
+    columns = costs.layer_bytes(stage, work, level), *costs.layer_peak_bytes(stage, work, level), apart
+    return [_Layer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def _streamed(costs: Costs, stage: int, work: ChunkWork, hosted: BoolColumn) -> list[tuple[int, int]]:
+    """What a forward and a backward of each chunk have on the device of keys and values that are at the host."""
+    if not hosted.any():
+        return [(0, 0)] * len(hosted)
+    sizes = costs.hosting(stage, work)
+    return list(zip((sizes.forward_bytes * hosted).tolist(), (sizes.backward_bytes * hosted).tolist(), strict=True))
+
+
+def _busiest(items: Mapping[str, int], recompute: Recompute) -> str:
+    """The item of layers that takes what rounding leaves."""
+    return item.LAYERS if not recompute.num_layers else max(item.LEVEL_ITEMS.values(), key=lambda name: items.get(name, 0))
+
+
+def _filled(items: dict[str, int], num_bytes: int, name: str) -> dict[str, int]:
+    """The items, made to add up to so many bytes by one of them."""
+    return items | {name: items.get(name, 0) + num_bytes - sum(items.values())}
+
+
+def _moved(kept: Items, num_bytes: int) -> dict[str, int]:
+    """So many of the kept bytes, each item by its share."""
+    whole, before, part, moved = sum(kept.values()), 0, 0, {}
+    for name, size in kept.items():
+        part += size
+        after = part * num_bytes // max(1, whole)
+        moved[name], before = after - before, after
+    return moved

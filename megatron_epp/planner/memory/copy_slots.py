@@ -1,0 +1,151 @@
+"""Which chunks are copied away and back, and when: in the gaps that a link to the host has."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_epp.plan import Action, Op
+from megatron_epp.planner.evaluate import Layers, Played, moved_of
+from megatron_epp.planner.memory.gaps import Busy, Link, earliest, latest
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.tables import Tables
+
+PARTS = (1.0, 0.5, 0.25, 0.12, 0.06)
+"""Of what would be copied of a chunk, what is tried until the link has time for it."""
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Chosen(NamedTuple):
+    """A copy, when it is to start, and the compute action it waits for.
+
+    Attributes:
+        place: in the rank's list, of the last action that must have ended: of copies that start together, those that wait for
+            less come first, for a backward that waits for a load may take no time.
+    """
+
+    start_us: float
+    place: int
+    action: Action
+    after: Action | None
+    share: float
+
+
+def choose(
+    order: Order, tables: Tables, excess: Sequence[Integers], layers: Layers, played: Played
+) -> Iterator[list[tuple[int, Chooser]]]:
+    """Copies against the times of an order.
+
+    Ranks that share a link to the host choose in the order of the times at which they are above what they aim at, so that each
+    finds the gaps that the others leave.
+
+    Args:
+        order: of all actions.
+        tables: of the chunks.
+        excess: bytes of every rank above what it aims at, while each of its actions runs.
+        layers, played: the recompute and the times that follow.
+
+    Yields:
+        link by link, its ranks and what they have chosen.
+    """
+    shared = len(set(tables.host_links)) < len(order)
+    for number in dict.fromkeys(tables.host_links):
+        ranks, link = [rank for rank, other in enumerate(tables.host_links) if other == number], Link()
+        choosers = [Chooser(order[rank], tables, layers, excess[rank], played.of(rank), link, shared) for rank in ranks]
+        walks = [chooser.walk() for chooser in choosers]
+        turns = [(time_us, at) for at, walk in enumerate(walks) for time_us in islice(walk, 1)]
+        heapq.heapify(turns)
+        while turns:
+            _, at = heapq.heappop(turns)
+            for time_us in islice(walks[at], 1):
+                heapq.heappush(turns, (time_us, at))
+        for chooser in choosers:
+            chooser.chosen.sort(key=lambda copy: (copy.start_us, copy.place, copy.action.op is Op.L))
+        yield list(zip(ranks, choosers, strict=True))
+
+
+class Chooser:
+    """Chooses the copies of one rank.
+
+    Attributes:
+        chosen: what it has chosen.
+        excess: bytes above the aim, by place in the rank's list; less with every copy.
+        away: bytes that are then away, by place in the rank's list.
+    """
+
+    def __init__(
+        self,
+        actions: tuple[Action, ...],
+        tables: Tables,
+        layers: Layers,
+        excess: Integers,
+        times: tuple[Floats, Floats],
+        link: Link,
+        shared: bool,
+    ) -> None:
+        self.actions, self.tables, self.layers = actions, tables, layers
+        self.start, self.end = times
+        self.chosen: list[Chosen] = []
+        self.away: Integers = np.zeros(len(actions), dtype=np.int64)
+        self.excess = excess
+        self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
+        self.own, self.link, self.shared = Busy(), link, shared
+
+    def walk(self) -> Iterator[float]:
+        """Walk along the rank's list; wherever it is above the aim, of what is alive copy away what is needed again last.
+
+        Yields:
+            before each choice, the time at which the rank is above the aim.
+        """
+        alive: list[tuple[int, int, Action]] = []
+        if int(self.excess.max()) <= 0:
+            return
+        for position, action in enumerate(self.actions):
+            while alive and self.excess[position] > 0:
+                yield float(self.start[position])
+                _, entered, forward = heapq.heappop(alive)
+                self._copy(forward, entered, position)
+            if action.op is Op.F:
+                heapq.heappush(alive, (-self.leaves[action.stage, action.chunk], position, action))
+
+    def _copy(self, forward: Action, entered: int, position: int) -> None:
+        _, stage, c = forward
+        tables, leaves = self.tables, self.leaves[stage, c]
+        kept, least = tables.kept_bytes(stage, c, self.layers[stage][c]), tables.layer_input[stage][c]
+        allowed = int(kept * tables.offloadable_share)
+        if leaves <= position or allowed < max(1, min(kept, least)):  # no copy moves less than the input of a layer
+            return
+        most = min(allowed, int(self.excess[position:leaves].max()))
+        free_us, wanted_us = float(self.end[entered]), float(self.start[position])
+        gone_us, needed_us = float(self.end[position]), float(self.start[leaves])
+        for part in PARTS:
+            share = min(1.0, tables.offloadable_share, -(-int(part * most) * 1024 // kept) / 1024)
+            moved = moved_of(kept, least, share)
+            took_us = tables.host_us(moved)
+            out = earliest((self.own, self.link.out), free_us, wanted_us, took_us)
+            if out is None:
+                continue
+            back = latest((self.own, self.link.back), max(out + took_us, gone_us), needed_us, took_us)
+            if back is not None:
+                break
+        else:
+            return
+        for busy, start_us in ((self.own, out), (self.own, back), (self.link.out, out), (self.link.back, back)):
+            busy.take(start_us, took_us)
+        first = int(np.searchsorted(self.start, out + took_us))
+        last = min(int(np.searchsorted(self.end, back, side="right")), leaves)  # not behind a backward that takes no time
+        self.excess[first:last] -= moved
+        self.away[first:last] += moved
+        # On a link of its own the rank's order is enough: what waits for a gap waits for the rank's copies before it.
+        left = min(int(np.searchsorted(self.end, out, side="right")), leaves) - 1 if self.shared else entered
+        self.chosen += [
+            Chosen(out, max(left, entered), forward._replace(op=Op.O), self.actions[left] if left > entered else None, share),
+            Chosen(back, last - 1, forward._replace(op=Op.L), self.actions[last - 1], share),
+        ]

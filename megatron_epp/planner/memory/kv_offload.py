@@ -1,0 +1,121 @@
+"""Which sequences' keys and values go to the host on which stages, and what that makes of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.cost import ChunkWork, Costs, work_of
+from megatron_epp.cost.kv_offload import Hosting
+from megatron_epp.cost.work import BoolColumn
+from megatron_epp.plan import LEVELS, Chunk, Hosted
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.tables import Tables, tabulate
+
+Pairs = frozenset[tuple[int, int]]
+"""Stages and sequences whose keys and values are at the host."""
+
+_ROWS = (
+    "forward_us",
+    "forward_alloc",
+    "forward_free",
+    "backward_us",
+    "backward_head",
+    "backward_passed",
+    "backward_surge",
+    "backward_throughout",
+    "backward_net",
+    "weight_surge",
+)
+_OF_RUNG = "level", "saved", "layer_us", "fuller"
+SHARING = 2.0
+"""Where a plan copies activations too, either use of the link is given half of it."""
+
+
+def with_hosted(
+    tables: Tables,
+    chunks: Sequence[Chunk],
+    problem: Problem,
+    costs: Costs,
+    levels: Sequence[str],
+    pairs: Pairs,
+    sharing: float = 1.0,
+    in_order: bool = False,
+) -> Tables:
+    """The tables of a plan that has keys and values at the host.
+
+    A pass takes longer by what of the streaming attention does not hide, and holds pieces while it runs in the place of
+    caches that stay.
+
+    Args:
+        tables: of a plan that has none there.
+        chunks, problem, costs, levels, in_order: what they were made from.
+        pairs: stages and sequences.
+        sharing: as many times slower is the link for each of its uses.
+    """
+    work = work_of(chunks, problem.lengths, problem.token_multiple)
+    bare = tabulate(chunks, problem, costs, levels, in_order, without_caches(work))
+    found = _hosting(costs, work, pairs, sharing)
+    slices = [chunk.slice_of(problem.lengths) for chunk in chunks]
+    items = [(s, c) for s in found for c, part in enumerate(slices) if part is not None and (s, part.sequence) in pairs]
+    rows: dict[str, Any] = {}
+    for name in _ROWS:
+        rows[name] = _merged(getattr(tables, name), getattr(bare, name), items)
+    rungs = []
+    for rung, other in zip(tables.rungs, bare.rungs, strict=True):
+        rungs.append(replace(rung, **{name: _merged(getattr(rung, name), getattr(other, name), items) for name in _OF_RUNG}))
+    for s, c in items:
+        host = found[s]
+        rows["forward_us"][s][c] += float(host.forward_us[c])
+        rows["forward_alloc"][s][c] += int(host.forward_bytes[c])
+        rows["forward_free"][s][c] += int(host.forward_bytes[c])
+        if problem.forward_only:
+            continue
+        rows["backward_us"][s][c] += float(host.backward_us[c])
+        rows["backward_throughout"][s][c] = int(host.backward_bytes[c])
+        for rung in rungs:
+            if rung.level[s][c] == LEVELS.index("whole"):  # only then attention runs again
+                rung.layer_us[s][c] += float(host.again_us[c])
+    return replace(tables, **rows, rungs=tuple(rungs), host_us_per_byte=tables.host_us_per_byte * sharing)
+
+
+def without_caches(work: ChunkWork, which: BoolColumn | None = None) -> ChunkWork:
+    """The same work, but keys and values of slices are not on the device.
+
+    Args:
+        work: of the chunks.
+        which: of those chunks; None for all.
+    """
+    return replace(work, cache_tokens=np.where(True if which is None else which, 0, work.cache_tokens))
+
+
+def _merged(rows: Any, others: Any, items: Sequence[tuple[int, int]]) -> Any:
+    """Rows of which some entries are those of others. Rows that stages share are taken apart."""
+    stages = {stage for stage, _ in items}
+    merged = [list(row) if stage in stages else row for stage, row in enumerate(rows)]
+    for stage, c in items if merged else ():
+        merged[stage][c] = others[stage][c]
+    return merged
+
+
+def _hosting(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: float = 1.0) -> dict[int, Hosting]:
+    """What it takes of every stage that has any, in order; of stages that are alike only worked out once."""
+    alike, stages = costs.alike, sorted({stage for stage, _ in pairs})
+    distinct = {first: costs.hosting(first, work, sharing) for first in {alike[stage] for stage in stages}}
+    return {stage: distinct[alike[stage]] for stage in stages}
+
+
+def hosted_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> tuple[Hosted, ...]:
+    """What a plan says of them."""
+    work = work_of(chunks, problem.lengths, problem.token_multiple)
+    slices = [chunk.slice_of(problem.lengths) for chunk in chunks]
+    chunk_of = {part.sequence: c for c, part in enumerate(slices) if part is not None}
+    found, entries = _hosting(costs, work, pairs), []
+    for stage, sequence in sorted(pairs):
+        sizes, c = found[stage], chunk_of[sequence]
+        gradient = 0 if problem.forward_only else int(sizes.gradient_bytes[c])
+        entries.append(Hosted(stage, sequence, int(sizes.cache_bytes[c]), gradient))
+    return tuple(entries)

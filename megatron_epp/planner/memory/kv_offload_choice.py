@@ -1,0 +1,82 @@
+"""Greedy choice of what is hosted: whatever it takes to fit, and what spares recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Action, Chunk
+from megatron_epp.plan.kv_offload import hosted_changes, slices_in
+from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.memory.kv_offload import Pairs, hosted_entries, with_hosted
+from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.tables import Tables
+
+
+def choices(
+    order: Order,
+    tables: Tables,
+    chunks: Sequence[Chunk],
+    problem: Problem,
+    costs: Costs,
+    levels: Sequence[str],
+    in_order: bool = False,
+) -> tuple[Pairs, Pairs]:
+    """What may be worth hosting; nothing where no rank lacks memory or none of its sequences is cut.
+
+    Args:
+        order: of all actions.
+        tables: without any hosted.
+        chunks, problem, costs, levels, in_order: what they were made from.
+
+    Returns:
+        on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and besides these all
+        of every rank that recomputes anything.
+    """
+    sizes = _sizes(tables, chunks, problem)
+    codes = encode(order, len(chunks))
+    none = [[0] * len(chunks) for _ in tables.rank_of]
+    caps, recomputing = problem.cap_bytes, peaks_bytes(codes, tables, none)
+    needed: Pairs = frozenset()
+    above = [rank for rank, peak in enumerate(least_peaks(codes, tables)) if peak > caps[rank]]
+    count = 1
+    while above:
+        more = {pair for rank in above for pair in sizes[rank][:count]}
+        if needed | more == needed:
+            break
+        needed |= more
+        now = with_hosted(tables, chunks, problem, costs, levels, needed, in_order=in_order)
+        above = [rank for rank, peak in enumerate(least_peaks(codes, now)) if peak > caps[rank]]
+        count *= 2
+    return needed, needed.union(*(sizes[rank] for rank, peak in enumerate(recomputing) if peak > caps[rank]))
+
+
+def at_host(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:
+    """Most bytes that every rank has at the host of what is hosted."""
+    entries = hosted_entries(chunks, problem, costs, pairs)
+    comes: dict[Action, int] = {}
+    goes: dict[Action, int] = {}
+    for action, at_end, size in hosted_changes(entries, slices_in(chunks, problem.lengths), problem.forward_only):
+        changes = goes if at_end else comes
+        changes[action] = changes.get(action, 0) + size
+    peaks = []
+    for actions in order:
+        now = most = 0
+        for action in actions:
+            now += comes.get(action, 0)
+            most = max(most, now)
+            now += goes.get(action, 0)
+        peaks.append(most)
+    return peaks
+
+
+def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
+    """Of every rank, stages and sequences that it could host, the largest cache first."""
+    found = []
+    slices = slices_in(chunks, problem.lengths)
+    for stages in tables.stages_of:
+        pairs = [(stage, sequence) for stage in stages for sequence in slices]
+        found.append(sorted(pairs, key=lambda pair: (-tables.forward_alloc[pair[0]][slices[pair[1]][0]], pair)))
+    return found

@@ -1,0 +1,97 @@
+"""Ladders of recompute: for a stage and chunk, the levels worth using, each giving up more bytes at a higher price than before.
+
+A layer that climbs a rung goes from one level to the next. All layers of the stage climb the first rung before any climbs the
+second, so a single number says what all of them do: the steps taken, of which each rung has as many as the stage has layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost import ChunkWork, Costs
+from megatron_epp.cost.line import TimeColumn
+from megatron_epp.cost.work import IntColumn
+from megatron_epp.plan import LEVELS, NO_RECOMPUTE, Recompute
+
+ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One rung of every chunk's ladder, as columns over the chunks.
+
+    Attributes:
+        level: index in `LEVELS` of the level it leads to; `ABSENT` where the ladder is shorter.
+        saved: bytes that a layer gives up by climbing it.
+        layer_us: what that adds to the backward.
+        fuller: bytes that there are more of the layer, at the most, while its backward runs; below zero where there are fewer.
+    """
+
+    level: IntColumn
+    saved: IntColumn
+    layer_us: TimeColumn
+    fuller: IntColumn
+
+
+def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_order: bool = False) -> list[Rung]:
+    """The rungs of every chunk on one stage: from each level on, to the one that gives up bytes at the least price.
+
+    With one level there is one rung, whatever it costs. On a stage without layers no rung gives up anything.
+
+    Args:
+        in_order: the levels one after the other as given, the same for all chunks; each must give up more than the one before.
+    """
+    layers = costs.num_layers[stage]
+    kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
+    plain = costs.layer_peak_bytes(stage, work).num_bytes
+    saved, took_us, fuller = [], [], []
+    for name in levels:
+        one = NO_RECOMPUTE._replace(**{name: 1})
+        gives = np.minimum(kept - costs.activation_bytes(stage, work, one), kept // layers) if layers else 0 * kept
+        saved.append(np.maximum(gives, 0))
+        took_us.append(costs.recompute_us(stage, work, one))
+        fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain)
+    places = np.array([LEVELS.index(name) for name in levels])
+    if len(levels) == 1 or in_order:
+        columns = (np.diff(rows, axis=0, prepend=0 * rows[0][None]) for rows in (saved, took_us, fuller))
+        return [Rung(np.full(len(kept), place), *rung) for place, *rung in zip(places, *columns, strict=True)]
+    at_saved, at_us, at_fuller = 0 * kept, np.zeros(len(kept)), 0 * kept
+    rungs = []
+    for _ in levels:
+        more, longer_us = np.array(saved) - at_saved, np.array(took_us) - at_us
+        price = np.where(more > 0, longer_us / np.maximum(more, 1), np.inf)
+        chosen = price.argmin(axis=0)
+        there = np.isfinite(price.min(axis=0))
+        if not there.any():
+            break
+        found = (more, longer_us, np.array(fuller) - at_fuller)
+        step, step_us, step_fuller = (np.where(there, np.take_along_axis(rows, chosen[None], 0)[0], 0) for rows in found)
+        rungs.append(Rung(np.where(there, places[chosen], ABSENT), step, step_us, step_fuller))
+        at_saved, at_us, at_fuller = at_saved + step, at_us + step_us, at_fuller + step_fuller
+    return rungs or [Rung(np.full(len(kept), ABSENT), at_saved, at_us, at_fuller)]
+
+
+def recompute_of(levels: Sequence[int], num_layers: int, taken: int) -> Recompute:
+    """What so many steps on a ladder come to.
+
+    Args:
+        levels: of its rungs, as in `Rung.level`.
+        num_layers: of the stage.
+        taken: steps.
+    """
+    counts = dict.fromkeys(LEVELS, 0)
+    if taken and num_layers:
+        full, rest = divmod(taken, num_layers)
+        if rest:
+            counts[LEVELS[levels[full]]] = rest
+        if full:
+            counts[LEVELS[levels[full - 1]]] += num_layers - rest
+    return Recompute(**counts)
+
+
+def taken_by(recompute: Recompute, levels: Sequence[int]) -> int:
+    """The inverse of `recompute_of`."""
+    return sum(count * (levels.index(place) + 1) for place, count in enumerate(recompute) if count)

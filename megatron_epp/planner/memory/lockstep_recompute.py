@@ -1,0 +1,56 @@
+"""Recompute that several replicas run alike: as much of each chunk as the replica with the least room there needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.kernels.columns import Codes
+from megatron_epp.planner.kernels.compiled import integers
+from megatron_epp.planner.kernels.memory import peak
+from megatron_epp.planner.memory.recompute import Fit, by_stage, coded, fit_recompute
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.problem import Options
+from megatron_epp.planner.tables import Tables
+
+
+def fit_alike(order: Order | Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]], options: Options) -> Fit:
+    """Keep every rank of every replica under its cap with the same recompute in all.
+
+    What each replica needs by itself is put together; with more recompute none holds more. What is then more than all need
+    together is taken back, dearest first.
+
+    Args:
+        order: what all replicas run.
+        tables: of every replica; their times are the same (`lockstep.in_step`).
+        caps: of the ranks of every replica.
+        options: what the user fixed.
+    """
+    fits = [fit_recompute(order, own, allowed, options) for own, allowed in zip(tables, caps, strict=True)]
+    if any(fit.layers is None for fit in fits):
+        return Fit(None, max(fit.needed_bytes for fit in fits))
+    found = [list(chain.from_iterable(fit.layers or ())) for fit in fits]
+    together = [max(each) for each in zip(*found, strict=True)]
+    if options.recompute == "auto" and any(one != together for one in found):
+        return Fit(_trimmed(together, order, tables, caps))
+    return Fit(by_stage(integers(together), tables[0].columns.num_chunks))
+
+
+def _trimmed(together: list[int], order: Order | Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]]) -> Layers:
+    columns, codes, layers = tables[0].columns, coded(order, tables[0]), integers(together)
+    for rank in range(codes.num_ranks):
+        begin, stop = codes.starts[rank], codes.starts[rank + 1]
+        items = sorted(
+            {int(action) // 3 for action in codes.actions[begin:stop]}, key=lambda item: (-columns.dear_us[item], item)
+        )
+        for item in items:
+            while layers[item] > 0:
+                layers[item] -= 1
+                if any(
+                    peak(codes.actions, begin, stop, own.columns, layers, own.static[rank]) > allowed[rank]
+                    for own, allowed in zip(tables, caps, strict=True)
+                ):
+                    layers[item] += 1
+                    break
+    return by_stage(layers, columns.num_chunks)

@@ -1,0 +1,79 @@
+"""Memory set aside for messages in flight. A plan's order decides how much it needs, so planning may be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.planner.problem import Problem
+
+ROUNDS = 8
+"""Plans tried with ever more memory set aside. Needs of successive plans differ little: two are enough nearly always."""
+_PER_NEIGHBOUR = 2
+"""Messages that a stage is expected to have in flight with each of its neighbours: one in use, one ahead of its use."""
+_SLACK = 8
+"""One part in so many more than a plan needed is set aside for the next one, whose order may differ a little."""
+
+
+class MessageRoomError(PlanError):
+    """A plan fits its caps but for its messages in flight.
+
+    Attributes:
+        needed: bytes of messages of every rank.
+    """
+
+    def __init__(self, message: str, needed: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+def message_room(problem: Problem, message_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Bytes to set aside on every rank while the order is not known: as the problem says, or for the largest chunk.
+
+    Args:
+        problem: what is to be planned.
+        message_bytes: of every chunk.
+    """
+    if problem.message_bytes:
+        return problem.message_bytes
+    last = problem.num_stages - 1
+    sides = [0] * problem.num_ranks
+    for stage, rank in enumerate(problem.placement):
+        sides[rank] += (stage > 0) + (stage < last)
+    return tuple(_PER_NEIGHBOUR * count * max(message_bytes, default=0) for count in sides)
+
+
+def planned_with_room[T](problem: Problem, make: Callable[[Problem], T]) -> T:
+    """Plan, and plan again with more memory set aside for messages where a plan's own need more than its caps leave.
+
+    Args:
+        problem: what to plan.
+        make: plans a problem; raises `MessageRoomError` where messages do not fit.
+
+    Raises:
+        InfeasibleError: nothing fits; the cap that it names has room for the messages of a plan.
+    """
+    for _ in range(ROUNDS):
+        try:
+            return make(problem)
+        except MessageRoomError as short:
+            problem = _with_room(problem, short)
+        except InfeasibleError as error:
+            if not error.least_cap_bytes:
+                raise
+            try:
+                make(replace(problem, cap_bytes=tuple(max(cap, error.least_cap_bytes) for cap in problem.cap_bytes)))
+            except MessageRoomError as short:
+                problem = _with_room(problem, short)
+            except InfeasibleError:
+                raise error from None
+            else:
+                raise
+    return make(problem)
+
+
+def _with_room(problem: Problem, short: MessageRoomError) -> Problem:
+    before = problem.message_bytes or (0,) * problem.num_ranks
+    wanted = (size + size // _SLACK for size in short.needed)
+    return replace(problem, message_bytes=tuple(map(max, before, wanted)))

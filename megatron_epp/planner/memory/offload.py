@@ -1,0 +1,248 @@
+"""Offload: which chunks' activations go to the host between forward and backward, when, and what is recomputed besides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, repeat
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_epp.plan import Action, Op
+from megatron_epp.plan.copy_positions import CopyTimes, places
+from megatron_epp.plan.kv_offload import in_units
+from megatron_epp.planner.evaluate import Layers, Played, moved_bytes, play
+from megatron_epp.planner.kernels.columns import Codes, encode
+from megatron_epp.planner.memory.copy_slots import choose
+from megatron_epp.planner.memory.lockstep_recompute import fit_alike
+from megatron_epp.planner.memory.recompute import by_stage, fit_beside, held_bytes, least_peaks, levels, peaks_bytes
+from megatron_epp.planner.orders.warm_up import CopyOrder, Order
+from megatron_epp.planner.problem import Options
+from megatron_epp.planner.tables import Tables
+
+Integers = NDArray[np.int64]
+
+SHARES = (1.0, 0.7, 0.4, 0.1, 0.0)
+"""Of what is above the cap, what the link is to take. The rest is recomputed."""
+SLOWER = 1.02
+"""Recompute that copies may spare again is worth a try when it alone is slower than the best by less than this."""
+ROUNDS = 3
+"""Times the copies are chosen again with a lower aim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Copies beside an order.
+
+    Attributes:
+        layers: recompute ``[stage][chunk]``.
+        shares: of the kept bytes that are copied away, ``[stage][chunk]``.
+        copies: the offloads and loads of every rank, in order.
+    """
+
+    layers: Layers
+    shares: tuple[tuple[float, ...], ...]
+    copies: CopyOrder
+
+    def moved(self, tables: Tables, action: Action) -> int:
+        """Bytes that a copy moves."""
+        _, stage, c = action
+        return moved_bytes(tables, self.layers, stage, c, self.shares[stage][c])
+
+    def most_away(self, tables: Tables) -> list[int]:
+        """Most bytes that each rank has away at one time."""
+        return [
+            max(
+                accumulate(in_units(self.moved(tables, action)) * (1 if action.op is Op.O else -1) for action, _ in row),
+                default=0,
+            )
+            for row in self.copies
+        ]
+
+
+class Copied(NamedTuple):
+    """Copies that keep ranks within their memory caps.
+
+    Attributes:
+        makespan_us: with them.
+        made: of every replica.
+        short_bytes: what there would have to be more of a rank's room at the host; 0 where they can be.
+    """
+
+    makespan_us: float
+    made: tuple[Offload, ...]
+    short_bytes: int
+
+
+def fit_offload(
+    order: Order, tables: Sequence[Tables], caps: tuple[int, ...], host_room: Sequence[Sequence[int]]
+) -> Copied | None:
+    """Copy away what the link has time for, recompute what is then still above the cap.
+
+    How much of the excess over the cap is left to the link is tried from all of it downwards: recompute is fitted to a cap
+    that is higher by that share, copies are chosen in the times that follow, and played. What is then above the cap (copies
+    that end later than they were meant to) lowers the aim for the next round. The fastest that fits is returned.
+
+    Replicas that run in step recompute alike, and each copies what it has to: but only so that no load keeps an action waiting,
+    for that would keep all replicas waiting.
+
+    Args:
+        order: what all replicas run.
+        tables: of every replica; their times are the same (`lockstep.in_step`).
+        caps: of the ranks.
+        host_room: what each of them may copy away at one time, of every replica.
+
+    Returns:
+        the fastest for which there is room; else what lacks the least room. None where no copies meet the caps.
+    """
+    best: Copied | None = None
+    lacking: Copied | None = None
+    codes = encode(order, len(tables[0].message_us))
+    if any(floor > cap for own in tables for floor, cap in zip(floors(order, codes, own), caps, strict=True)):
+        return None
+    none = [[0] * len(tables[0].message_us)] * len(tables[0].rank_of)
+    bounds = [(least_peaks(codes, own), peaks_bytes(codes, own, none)) for own in tables]
+    for share in SHARES:
+        eased = [
+            [max(low, cap + max(0, int(share * (high - cap)))) for cap, low, high in zip(caps, *bound, strict=True)]
+            for bound in bounds
+        ]
+        layers = fit_alike(codes, tables, eased, Options()).layers
+        assert layers is not None  # no cap is below the least peak
+        found = _fit_copies(order, codes, tables, caps, layers, None if best is None else best.makespan_us, host_room)
+        if found is not None and found.short_bytes:
+            lacking = found if lacking is None or found.short_bytes < lacking.short_bytes else lacking
+        elif found is not None and (best is None or found.makespan_us < best.makespan_us):
+            best = found
+        elif best is not None:
+            break
+    return best or lacking
+
+
+def floors(order: Order, codes: Codes, tables: Tables) -> list[int]:
+    """What every rank holds in some forward even if all layers recompute and all that other chunks keep is away.
+
+    Not in a backward: that may hold a little less where not all layers recompute (see `least_peaks`).
+    """
+    most, found = by_stage(tables.columns.most, tables.columns.num_chunks), []
+    for actions, live in zip(order, held_bytes(codes, tables, most), strict=True):
+        entered: dict[tuple[int, int], int] = {}
+        change = np.zeros(len(actions) + 1, dtype=np.int64)
+        for position, (op, stage, c) in enumerate(actions):
+            if op is Op.F:
+                entered[stage, c] = position
+            elif op is Op.B:
+                kept = tables.kept_bytes(stage, c, most[stage][c])
+                change[entered[stage, c] + 1] += kept
+                change[position] -= kept
+        floor = live - np.cumsum(change)[:-1]
+        found.append(int(floor[list(entered.values())].max()))
+    return found
+
+
+def _fit_copies(
+    order: Order,
+    codes: Codes,
+    tables: Sequence[Tables],
+    caps: tuple[int, ...],
+    layers: Layers,
+    limit_us: float | None,
+    host_room: Sequence[Sequence[int]],
+) -> Copied | None:
+    """Copies for a given recompute, and then as much less or more of that as the memory they make asks for.
+
+    Each round aims below the cap by as much as the last came out above it.
+    """
+    played = play(codes, tables[0], layers)
+    if limit_us is not None and played.makespan_us >= limit_us * SLOWER:
+        return None
+    aims = [list(caps) for _ in tables]
+    held = [held_bytes(codes, own, layers) for own in tables]
+    for _ in range(ROUNDS):
+        chosen = []
+        for own, live, aim in zip(tables, held, aims, strict=True):
+            if (one := _chosen(order, codes, own, live, aim, layers, played)) is None:
+                return None
+            chosen.append(one)
+        if not any(any(one.copies) for one in chosen):
+            return None
+        again = _together(layers, [one.layers for one in chosen])
+        made = tuple(replace(one, layers=again) for one in chosen)
+        after = [play(codes, own, again, timed(one, own)) for own, one in zip(tables, made, strict=True)]
+        if any(one.start_us != after[0].start_us for one in after):
+            return None
+        above = [
+            [peak - cap for peak, cap in zip(peaks_beside(codes, own, one, times), caps, strict=True)]
+            for own, one, times in zip(tables, made, after, strict=True)
+        ]
+        if max(map(max, above)) <= 0:
+            away = [one.most_away(own) for one, own in zip(made, tables, strict=True)]
+            short = max(most - room for rows in zip(away, host_room, strict=True) for most, room in zip(*rows, strict=True))
+            return Copied(after[0].makespan_us, made, max(0, short))
+        aims = [[aim - max(0, over) for aim, over in zip(*rows, strict=True)] for rows in zip(aims, above, strict=True)]
+    return None
+
+
+def _chosen(
+    order: Order, codes: Codes, tables: Tables, held: Sequence[Integers], aims: list[int], layers: Layers, played: Played
+) -> Offload | None:
+    """Copies of one replica, and what it recomputes beside them; None as soon as a rank is above its aim with both."""
+    shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
+    most = by_stage(tables.columns.most, len(tables.message_us))
+    fitted = [[0] * len(tables.message_us) for _ in tables.rank_of]
+    copies: list[tuple[tuple[Action, Action | None], ...]] = [()] * len(order)
+    excess = [live - aim for live, aim in zip(held, aims, strict=True)]
+    for choosers in choose(order, tables, excess, layers, played):
+        for rank, chooser in choosers:
+            for (_, stage, c), share in ((copy.action, copy.share) for copy in chooser.chosen):
+                shares[stage][c], most[stage][c] = share, layers[stage][c]
+            copies[rank] = tuple((copy.action, copy.after) for copy in chooser.chosen)
+            if not fit_beside(codes, tables, rank, (aims[rank] + chooser.away).tolist(), most, fitted):
+                return None
+    return Offload(fitted, tuple(map(tuple, shares)), tuple(copies))
+
+
+def _together(layers: Layers, fitted: Sequence[Layers]) -> Layers:
+    """What all replicas recompute. No less than what the times were planned with, where there are several: then none of their
+    loads comes late because an action ends sooner.
+    """
+    return fitted[0] if len(fitted) == 1 else np.max([layers, *fitted], axis=0).tolist()
+
+
+def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Action | None]]]:
+    """Copies with the time that each takes, as `play` wants them."""
+    return [[(action, tables.host_us(made.moved(tables, action)), after) for action, after in row] for row in made.copies]
+
+
+def peaks_beside(order: Order | Codes, tables: Tables, made: Offload, played: Played) -> list[int]:
+    """Most bytes that each rank holds at a time, as `simulate` says of the plan."""
+    found = []
+    for rank, (static, takes, gives) in enumerate(zip(tables.static, *levels(order, tables, made.layers), strict=True)):
+        at, more = _changes(tables, made, played, rank)
+        when = np.concatenate((3 * at, np.repeat(3 * np.arange(len(takes)), 2) + np.tile((1, 2), len(takes))))
+        delta = np.concatenate((more, np.ravel(np.column_stack((takes, np.negative(gives))))))
+        found.append(int(static + np.cumsum(delta[np.argsort(when, kind="stable")]).max()))
+    return found
+
+
+def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]:
+    """What is away of each rank while each of its actions runs, ``[rank][position]``."""
+    found = []
+    for rank, starts in enumerate(played.start_us):
+        at, more = _changes(tables, made, played, rank)
+        away = np.zeros(len(starts) + 1, dtype=np.int64)
+        np.subtract.at(away, at, more)
+        found.append(np.cumsum(away)[:-1].tolist())
+    return found
+
+
+def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[Integers, Integers]:
+    """What copies change of a rank's bytes, in order: before which of its actions, and by how many."""
+    starts, ends = played.start_us[rank], played.end_us[rank]
+    actions = [action for action, _ in made.copies[rank]]
+    ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))
+    sizes = [made.moved(tables, action) * (1 if action.op is Op.L else -1) for action in actions]
+    at = [place.changes for place in places(starts, ends, ran)]
+    return np.array(at, dtype=np.int64), np.array(sizes, dtype=np.int64)

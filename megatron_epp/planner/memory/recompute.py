@@ -1,0 +1,133 @@
+"""Recompute under memory caps: how many layers of each stage and chunk run their forward again in backward.
+
+Memory of a rank depends on the order of its actions alone, not on their times, so it is counted along its list, with the same
+bytes the plan's steps carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.kernels import memory as inner
+from megatron_epp.planner.kernels.columns import Codes, encode
+from megatron_epp.planner.kernels.compiled import Integers, integers, numbers
+from megatron_epp.planner.kernels.memory import fit, peak, sweep
+from megatron_epp.planner.kernels.timing import mark_split
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.problem import Options
+from megatron_epp.planner.tables import Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What recompute it takes to stay under the caps; or, where `layers` is None, the smallest cap that would do.
+
+    Attributes:
+        layers: recomputed layers ``[stage][chunk]``, or None where nothing fits.
+        needed_bytes: the least peak of the rank that needs most. Zero where it fits.
+    """
+
+    layers: Layers | None
+    needed_bytes: int = 0
+
+
+def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], options: Options) -> Fit:
+    """Keep every rank under its cap with as little recompute time as the greedy rule of `sweep` finds.
+
+    When recompute of everything meets the caps, they are met (`least_peaks`).
+    """
+    columns, codes = tables.columns, coded(order, tables)
+    items = columns.num_stages * columns.num_chunks
+    if options.recompute != "auto" or not tables.backward_us:
+        fixed = options.recompute if options.recompute != "auto" and tables.backward_us else 0
+        layers = [[min(fixed, count)] * columns.num_chunks for count in tables.num_layers]
+        peaks = peaks_bytes(codes, tables, layers)
+        return Fit(layers) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
+    column, leaves, allowed = integers([0] * items), integers([0] * items), integers(caps_at(codes, caps))
+    if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves):
+        return Fit(None, max(least_peaks(codes, tables)))
+    return Fit(by_stage(column, columns.num_chunks))
+
+
+def fit_beside(codes: Codes, tables: Tables, rank: int, caps: Sequence[int], limit: Layers, layers: Layers) -> bool:
+    """Recompute of a rank where memory is different at every action, because some is away.
+
+    Args:
+        codes: of the order of all ranks.
+        caps: by place among the rank's actions.
+        limit: most steps of each stage and chunk.
+        layers: where the answer goes, for the rank's stages.
+
+    Returns:
+        whether any fits.
+    """
+    columns, actions = tables.columns, codes.actions[codes.starts[rank] : codes.starts[rank + 1]]
+    items = columns.num_stages * columns.num_chunks
+    column, leaves, most = integers([0] * items), integers([0] * items), integers(chain.from_iterable(limit))
+    static = tables.static[rank]
+    if not sweep(actions, 0, len(actions), columns, most, integers(caps), static, column, leaves):
+        return False
+    found = by_stage(column, columns.num_chunks)
+    for stage in tables.stages_of[rank]:
+        layers[stage] = found[stage]
+    return True
+
+
+def caps_at(codes: Codes, caps: Sequence[int]) -> list[int]:
+    """Every rank's cap, by place among the codes' actions."""
+    return [cap for rank, cap in enumerate(caps) for _ in range(codes.starts[rank], codes.starts[rank + 1])]
+
+
+def peaks_bytes(order: Order | Codes, tables: Tables, layers: Layers) -> list[int]:
+    """Most bytes live at one time on every rank."""
+    return _peaks(order, tables, integers(chain.from_iterable(layers)))
+
+
+def least_peaks(order: Order | Codes, tables: Tables) -> list[int]:
+    """The least peak that recompute gives each rank: that of all layers of all chunks.
+
+    No action holds more when more layers recompute, neither its own nor another chunk's; but for a norm's output, which a layer
+    has while its own backward runs only where it recomputes more than its MLP (`Level.full_bytes_per_token`).
+    """
+    return _peaks(order, tables, tables.columns.most)
+
+
+def levels(order: Order | Codes, tables: Tables, layers: Layers) -> tuple[list[list[int]], list[list[int]]]:
+    """What every action takes when it starts and gives back when it ends, bytes, ``[rank][position]``."""
+    columns, codes = tables.columns, coded(order, tables)
+    count, split = len(codes.actions), integers([0] * columns.num_stages * columns.num_chunks)
+    takes, gives = integers([0] * count), integers([0] * count)
+    mark_split(codes.actions, split)
+    inner.levels(codes.actions, columns, integers(chain.from_iterable(layers)), split, takes, gives)
+    rows = [slice(codes.starts[rank], codes.starts[rank + 1]) for rank in range(codes.num_ranks)]
+    taken, given = numbers(takes), numbers(gives)
+    return [taken[row] for row in rows], [given[row] for row in rows]
+
+
+def held_bytes(order: Order | Codes, tables: Tables, layers: Layers) -> list[NDArray[np.int64]]:
+    """Bytes live while each action runs, ``[rank][position]``."""
+    rows = zip(tables.static, *levels(order, tables, layers), strict=True)
+    return [static + np.cumsum(takes) - np.cumsum([0, *gives])[:-1] for static, takes, gives in rows]
+
+
+def by_stage(column: Integers, num_chunks: int) -> Layers:
+    entries = numbers(column)
+    return [entries[at : at + num_chunks] for at in range(0, len(entries), num_chunks)]
+
+
+def coded(order: Order | Codes, tables: Tables) -> Codes:
+    return order if isinstance(order, Codes) else encode(order, tables.columns.num_chunks)
+
+
+def _peaks(order: Order | Codes, tables: Tables, layers: Integers) -> list[int]:
+    codes = coded(order, tables)
+    return [
+        int(peak(codes.actions, codes.starts[rank], codes.starts[rank + 1], tables.columns, layers, static))
+        for rank, static in enumerate(tables.static)
+    ]

@@ -1,0 +1,99 @@
+"""List scheduling: an order for any placement, made by running the pipeline and letting every rank take what is ready."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.planner.orders.warm_up import Order, slice_groups
+from megatron_epp.planner.tables import Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A rank that is free takes a backward that is ready, deepest stage first; else a forward, deepest stage first.
+
+    Every stage runs forwards in the order of the table and backwards sequence by sequence with descending slices, so messages
+    never cross. A rank starts no further chunk on its first stage while `window` times the ranks (plus the slices of the
+    sequence whose backward is next, less one) are between forward and backward there, unless the next backward needs it. So
+    there is no deadlock: the forwards that the next backward waits for are always allowed.
+
+    Attributes:
+        window: chunks alive on a rank's first stage, in multiples of the ranks.
+    """
+
+    window: float
+
+    def order(self, chunks: Sequence[Chunk], tables: Tables) -> Order:
+        return _Run(chunks, tables, self.window).run()
+
+
+class _Run:
+    def __init__(self, chunks: Sequence[Chunk], tables: Tables, window: float) -> None:
+        groups = slice_groups(chunks)
+        stages, total, ranks = len(tables.rank_of), len(chunks), len(tables.stages_of)
+        self.tables, self.total = tables, total
+        self.descending = [c for group in groups for c in reversed(group)]
+        alive = math.ceil(window * ranks)
+        ends = [group.stop for group in groups for _ in group]
+        sizes = [len(group) for group in groups for _ in group]
+        # Forwards that the first stage of a rank may have run when it has run so many backwards.
+        ahead = [max(end, done + alive + size - 1) for done, (end, size) in enumerate(zip(ends, sizes, strict=True))]
+        self.ahead = [*ahead, total] if tables.backward_us else [total] * (total + 1)
+        self.forward_in: list[list[float]] = [[math.inf if stage else 0.0] * total for stage in range(stages)]
+        self.backward_in: list[list[float]] = [[math.inf] * total for _ in range(stages)]
+        self.forwards, self.backwards = [0] * stages, [0] * stages
+        self.clock = [0.0] * ranks
+        self.made: list[list[Action]] = [[] for _ in range(ranks)]
+
+    def run(self) -> Order:
+        events = [(0.0, rank) for rank in range(len(self.made))]
+        while events:
+            now, rank = heapq.heappop(events)
+            if now < self.clock[rank]:
+                continue
+            taken = self._take(rank, now)
+            if taken is not None:
+                heapq.heappush(events, (self.clock[rank], rank))
+                if taken[1] != rank:
+                    heapq.heappush(events, (max(taken[0], self.clock[taken[1]]), taken[1]))
+        return tuple(map(tuple, self.made))
+
+    def _take(self, rank: int, now: float) -> tuple[float, int] | None:
+        """Run what is ready on a rank that is free; when its result arrives and at which rank. None when nothing is ready."""
+        stages = self.tables.stages_of[rank]
+        for stage in reversed(stages) if self.tables.backward_us else ():
+            done = self.backwards[stage]
+            if done < self.total and self.backward_in[stage][self.descending[done]] <= now:
+                return self._backward(rank, stage, now)
+        for stage in reversed(stages):
+            c = self.forwards[stage]
+            if c < self.total and self.forward_in[stage][c] <= now:
+                if stage == stages[0] and c >= self.ahead[self.backwards[stage]]:
+                    continue
+                return self._forward(rank, stage, now)
+        return None
+
+    def _forward(self, rank: int, stage: int, now: float) -> tuple[float, int]:
+        c = self.forwards[stage]
+        self.forwards[stage] += 1
+        end = self.clock[rank] = now + self.tables.forward_us[stage][c]
+        self.made[rank].append(Action(Op.F, stage, c))
+        if stage + 1 == len(self.forward_in):
+            self.backward_in[stage][c] = end
+            return end, rank
+        arrives = self.forward_in[stage + 1][c] = end + self.tables.hops[stage][c]
+        return arrives, self.tables.rank_of[stage + 1]
+
+    def _backward(self, rank: int, stage: int, now: float) -> tuple[float, int]:
+        c = self.descending[self.backwards[stage]]
+        self.backwards[stage] += 1
+        end = self.clock[rank] = now + self.tables.backward_us[stage][c]
+        self.made[rank].append(Action(Op.B, stage, c))
+        if not stage:
+            return end, rank
+        arrives = self.backward_in[stage - 1][c] = end + self.tables.hops[stage - 1][c]
+        return arrives, self.tables.rank_of[stage - 1]

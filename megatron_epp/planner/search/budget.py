@@ -1,0 +1,100 @@
+"""Planning against a deadline (--epp-plan-budget-ms): what the search for a plan leaves of it goes to the local search.
+
+The number of steps depends on the machine, so equal arguments may give different plans. Use it where one process decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Plan
+from megatron_epp.planner.assemble import Decisions, build_plan
+from megatron_epp.planner.memory.messages import planned_with_room
+from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.search.greedy import Candidates, candidates, fastest, finished, splits
+from megatron_epp.planner.search.local import improve
+from megatron_epp.planner.search.solved import Solved, canonical, relabelled
+from megatron_epp.planner.search.warm import Warm
+
+Clock = Callable[[], float]
+
+FIRST_STEPS = 32
+"""Of the first run of the local search. Every further run takes twice as many, as long as there is time."""
+IDLE_S = 1e-6
+"""A step that takes less was none: the search has proven the decisions, or cannot change them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a batch.
+
+    Attributes:
+        whole: the best with whole backwards, for the local search to go on from.
+        best: of all, with weight gradients split off where that is asked for and faster.
+    """
+
+    whole: Decisions
+    best: Decisions
+
+
+def start_of(problem: Problem, costs: Costs, options: Options, warm: Warm | None) -> Known:
+    """What there would be without a budget, of one search. Raises what `greedy` raises."""
+    found = candidates(problem, costs, options, warm)
+    unasked = replace(options, budget_ms=None, split_weight=False)
+    whole = finished(found, problem, costs, unasked)
+    if not splits(problem, costs, options):
+        return Known(whole, whole)
+    unimproved = replace(options, steps=0, budget_ms=0)  # local search knows whole backwards only
+    return Known(whole, finished(found, problem, costs, unimproved))
+
+
+def improved(
+    made: Decisions, problem: Problem, costs: Costs, options: Options, deadline_s: float, clock: Clock = time.perf_counter
+) -> Decisions:
+    """Run the local search again and again, each time from the best so far and with another seed, until the deadline."""
+    tables = made.tables(problem, costs)
+    steps, seed, now_s = FIRST_STEPS, options.seed, clock()
+    while steps and now_s < deadline_s:
+        made = improve(made, tables, problem, replace(options, steps=steps, seed=seed))
+        before_s, now_s = now_s, clock()
+        step_s = (now_s - before_s) / steps
+        if step_s < IDLE_S:
+            break
+        steps, seed = min(2 * steps, int((deadline_s - now_s) / step_s)), seed + 1
+    return made
+
+
+def completed(whole: Decisions, best: Decisions, problem: Problem, costs: Costs, options: Options) -> Known:
+    """What is known with better whole backwards: their weight gradients are split off too. Never slower than before."""
+    if not splits(problem, costs, options):
+        return Known(whole, whole)
+    split = finished(Candidates([whole], []), problem, costs, replace(options, steps=0, budget_ms=0))
+    return Known(whole, fastest([split, best], problem, costs))
+
+
+class Anytime:
+    """Plans one batch after the other with the greedy planner, each for `options.budget_ms`. What it learns serves the next:
+
+    the search begins at the grain of a batch of like shape, and a batch of equal lengths goes on where it was left.
+    """
+
+    def __init__(self, costs: Costs, options: Options, clock: Clock = time.perf_counter) -> None:
+        self.costs, self.options, self.clock = costs, options, clock
+        self.warm, self.solved = Warm(), Solved[Known]()
+
+    def plan(self, problem: Problem) -> Plan:
+        """Raises what `planner.plan` raises."""
+        deadline_s = self.clock() + (self.options.budget_ms or 0) / 1000
+        validate(problem, self.costs, self.options)
+        return planned_with_room(problem, lambda asked: self._plan(asked, deadline_s))
+
+    def _plan(self, problem: Problem, deadline_s: float) -> Plan:
+        asked, sequences = canonical(problem)
+        known = self.solved.recall(asked) or start_of(asked, self.costs, self.options, self.warm)
+        whole = improved(known.whole, asked, self.costs, self.options, deadline_s, self.clock)
+        known = completed(whole, known.best, asked, self.costs, self.options)
+        self.solved.remember(asked, known)
+        return build_plan(problem, self.costs, self.options, relabelled(known.best, sequences))

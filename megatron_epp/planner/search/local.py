@@ -1,0 +1,96 @@
+"""Local search: small changes to finished decisions, kept when they are faster. Counted in steps, never in seconds."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate, chain
+
+from megatron_epp.plan import is_unlimited
+from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
+from megatron_epp.planner.kernels.columns import Codes, decode, encode
+from megatron_epp.planner.kernels.compiled import floats, integers, is_compiled
+from megatron_epp.planner.kernels.steps import Choice, Facts, Spare, search
+from megatron_epp.planner.memory.recompute import by_stage, caps_at
+from megatron_epp.planner.orders.warm_up import slice_groups
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tables import Tables
+
+LOG = logging.getLogger(__name__)
+
+SMALL = 64
+"""Stages times chunks up to which the search runs unasked, because it takes no time."""
+SMALL_STEPS = 20000
+RESTARTS = 10
+"""Times the search returns to the best found."""
+ALLOWANCE = 0.03
+"""A step may be slower than where it starts from by this share of the best at first, and by nothing before each return."""
+
+
+def steps_of(options: Options, num_stages: int, num_chunks: int) -> int:
+    """How many steps to take. A budget is spent elsewhere (`anytime`), so with one there are none unasked."""
+    if options.steps:
+        return options.steps
+    return SMALL_STEPS if options.budget_ms is None and num_stages * num_chunks <= SMALL else 0
+
+
+def improve(made: Decisions, tables: Tables, problem: Problem, options: Options) -> Decisions:
+    """Take steps from decisions that fit the caps. Equal arguments take equal steps.
+
+    A step changes one thing: an action of one rank moves past its neighbours, two neighbouring backwards (or forwards, or
+    both) of different sequences trade places on all ranks, or the recompute of one chunk of one stage gets another limit.
+    Recompute is fitted again on the ranks concerned. A step that is a little slower is taken too, less and less so (threshold
+    accepting).
+    """
+    steps = steps_of(options, problem.num_stages, len(made.chunks))
+    if not steps or made.copies or problem.forward_only or options.recompute != "auto":
+        return made
+    if made.hosted and not is_unlimited(problem.host_cap_bytes):  # steps know nothing of what another order has at the host
+        return made
+    _say_if_slow()
+    bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=False))
+    columns = tables.columns
+    codes = encode(made.order, columns.num_chunks)
+    start_us = makespan_us(codes, tables, made.layers)
+    layers = list(chain.from_iterable(made.layers))
+    now, best, trial = (Choice(integers(codes.actions), integers(layers), integers(columns.most)) for _ in range(3))
+    facts = _facts(made, tables, problem, codes)
+    items = len(layers)
+    spare = Spare(
+        numbers=integers([options.seed]),
+        leaves=integers([0] * items),
+        seen=integers([-1] * (2 * items)),
+        backward_us=floats([0.0] * items),
+    )
+    period = max(1, steps // RESTARTS)
+    limit_us = bound_us * (1 + 1e-9)
+    search(now, best, trial, facts, room_for(codes, items), spare, steps, period, start_us, limit_us, ALLOWANCE * start_us)
+    order = decode(Codes(best.actions, codes.starts), columns.num_chunks)
+    return replace(made, order=order, layers=by_stage(best.layers, columns.num_chunks))
+
+
+@cache
+def _say_if_slow() -> None:
+    if not is_compiled():
+        LOG.info("planning runs in plain Python; pip install 'megatron-epp[fast]' makes its search about ten times faster")
+
+
+def _facts(made: Decisions, tables: Tables, problem: Problem, codes: Codes) -> Facts:
+    columns, chunks = tables.columns, tables.columns.num_chunks
+    groups = slice_groups(made.chunks)
+    rows = [[stage * chunks + c for stage in stages for c in range(chunks)] for stages in tables.stages_of]
+    dear = [sorted(row, key=lambda item: (-columns.dear_us[item], item)) if len(row) <= SMALL else [] for row in rows]
+    return Facts(
+        starts=codes.starts,
+        columns=columns,
+        group_of=integers(number for number, group in enumerate(groups) for _ in group),
+        caps=integers(problem.cap_bytes),
+        caps_at=integers(caps_at(codes, problem.cap_bytes)),
+        dear=integers(chain.from_iterable(dear)),
+        dear_starts=integers(accumulate(map(len, dear), initial=0)),
+        no_split=integers([0] * columns.num_stages * chunks),
+        copies=copy_columns((), chunks, 0),
+    )

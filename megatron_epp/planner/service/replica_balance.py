@@ -1,0 +1,228 @@
+"""Sharing a global batch out over data-parallel replicas so that their plans take about as long.
+
+Replicas wait for each other at the end of every iteration, so the slowest decides. Sequences go longest processing time first
+to the replica with the least work, as the cost model counts it on the slowest stage, attention included. A makespan is more
+than its work (the pipeline's fill, recompute that the caps force, chunks that do not divide evenly), so a few exchanges follow
+that are judged by makespans, estimated or planned.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.problem import Problem
+
+Share = tuple[int, ...]
+"""Positions in the global batch, ascending."""
+
+Teams = tuple[tuple[int, ...], ...]
+"""Replicas whose plans are made together, for they share experts; each replica is in one team."""
+
+Makespan = Callable[[tuple[tuple[int, ...], ...]], float]
+"""Microseconds that a team takes, from the lengths of each of its replicas."""
+
+ENOUGH = 0.005
+"""Imbalance at which no further exchange is tried."""
+TRIES = 16
+"""Exchanges tried at most, each of which takes the makespans of two teams."""
+ROUNDS = 4
+"""Exchanges judged by work alone, per sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A global batch shared out.
+
+    Attributes:
+        shares: of every replica; each position of the batch is in one of them.
+        makespan_us: of every replica; those of a team take equally long.
+    """
+
+    shares: tuple[Share, ...]
+    makespan_us: tuple[float, ...]
+
+    @property
+    def imbalance(self) -> float:
+        return imbalance(self.makespan_us)
+
+    @property
+    def checksum(self) -> int:
+        """Of the shares: by it replicas that divide a batch each for themselves find out that they do not agree."""
+        return zlib.crc32(repr(self.shares).encode())
+
+
+def imbalance(makespans_us: Sequence[float]) -> float:
+    """How much longer than the mean the slowest takes: ``max / mean - 1``, the share of time that replicas wait."""
+    mean_us = sum(makespans_us) / len(makespans_us)
+    return max(makespans_us) / mean_us - 1 if mean_us else 0.0
+
+
+def divide(problem: Problem, costs: Costs, teams: Teams, makespan_us: Makespan, tries: int = TRIES) -> Division:
+    """Share out the sequences of a global batch. Equal arguments give equal divisions, in every process.
+
+    A sequence is never cut between replicas, so one that takes longer than a fair share bounds the balance from below: its
+    replica then has nothing else. In a team each chunk waits for the others' chunks, so long sequences go to the same team.
+
+    Args:
+        problem: with the lengths of the whole batch.
+        costs: of the pipeline of every replica.
+        teams: of the replicas, each of which gets at least one sequence.
+        makespan_us: plans the shares of a team, or estimates how long that takes.
+        tries: exchanges judged by it, at most.
+
+    Raises:
+        PlanError: there are fewer sequences than replicas.
+        InfeasibleError: a share fits no memory cap, as `makespan_us` says it.
+    """
+    lengths, replicas = problem.lengths, sum(map(len, teams))
+    if len(lengths) < replicas:
+        raise PlanError(f"{len(lengths)} sequences cannot be shared by {replicas} replicas: raise --global-batch-size")
+    work_us = sequence_work(problem, costs)
+    shares = longest_first(work_us, replicas)
+    alone = tuple((replica,) for replica in range(replicas))
+    by_work = _Exchange(alone, work_us, lambda share: sum(work_us[at] for at in share[0]))
+    shares = by_work.run(shares, ROUNDS * len(lengths), 0.0)[0]
+    if len(teams) < replicas:
+        shares.sort(key=lambda share: (-max(work_us[at] for at in share), share))
+
+    def lengths_of(team: tuple[Share, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(lengths[at] for at in sorted(share)) for share in team)
+
+    def planned_us(team: tuple[Share, ...]) -> float:
+        try:
+            return makespan_us(lengths_of(team))
+        except InfeasibleError:
+            return math.inf
+
+    shares, times_us = _Exchange(teams, work_us, planned_us).run(shares, tries, ENOUGH)
+    of_replica: dict[int, float] = {}
+    for team, time_us in zip(teams, times_us, strict=True):
+        if math.isinf(time_us):
+            makespan_us(lengths_of(tuple(shares[replica] for replica in team)))  # says why
+        of_replica |= dict.fromkeys(team, time_us)
+    return Division(tuple(tuple(sorted(share)) for share in shares), tuple(of_replica[r] for r in range(replicas)))
+
+
+def teams_of(sharing: Iterable[set[int]]) -> Teams:
+    """The teams of all replicas.
+
+    Args:
+        sharing: sets of replicas that share something; each replica is in one at least.
+    """
+    team_of: dict[int, set[int]] = {}
+    for replicas in sharing:
+        together = replicas.union(*(team_of.get(replica, {replica}) for replica in replicas))
+        team_of |= dict.fromkeys(together, together)
+    return tuple(sorted({tuple(sorted(team)) for team in team_of.values()}))
+
+
+def by_count(count: int, replica: int, replicas: int) -> Share:
+    """The share of a replica where sequences are dealt one after the other."""
+    return tuple(range(replica, count, replicas))
+
+
+def longest_first(work_us: Sequence[float], replicas: int) -> list[Share]:
+    """Longest processing time first: each sequence to the replica with the least work so far, or with the fewest sequences."""
+    loads = [(0.0, 0, replica) for replica in range(replicas)]
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    for at in sorted(range(len(work_us)), key=lambda at: (-work_us[at], at)):
+        load_us, count, replica = heapq.heappop(loads)
+        shares[replica].append(at)
+        heapq.heappush(loads, (load_us + work_us[at], count + 1, replica))
+    return [tuple(share) for share in shares]
+
+
+def sequence_work(problem: Problem, costs: Costs) -> list[float]:
+    """Microseconds that each sequence takes the slowest stage, forward and backward, without what chunks take besides."""
+    chunker = Chunker.of(replace(problem, lengths=tuple(sorted(problem.lengths))), costs, None)
+    return [chunker.sequence_us(length) for length in problem.lengths]
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Moves sequences, or swaps two, between the slowest team and another, as long as the slower of both gets faster.
+
+    Attributes:
+        teams: of the replicas.
+        work_us: of every sequence.
+        time_us: of the shares of a team.
+    """
+
+    teams: Teams
+    work_us: Sequence[float]
+    time_us: Callable[[tuple[Share, ...]], float]
+
+    def run(self, shares: list[Share], tries: int, enough: float) -> tuple[list[Share], list[float]]:
+        """Exchange until the imbalance is low enough or nothing helps.
+
+        Returns:
+            the shares of the replicas and the time of each team.
+        """
+        times_us = [self._team_us(shares, team) for team in self.teams]
+        while tries > 0 and (math.isinf(max(times_us)) or max(times_us) > (1 + enough) * sum(times_us) / len(times_us)):
+            slow = max(range(len(times_us)), key=lambda team: (times_us[team], -team))
+            for fast, changed in self._candidates(shares, times_us, slow):
+                tries -= 1
+                after_us = [self._team_us(changed, self.teams[team]) for team in (slow, fast)]
+                if max(after_us) < times_us[slow]:
+                    shares = changed
+                    times_us[slow], times_us[fast] = after_us
+                    break
+                if tries <= 0:
+                    break
+            else:
+                break
+        return shares, times_us
+
+    def _team_us(self, shares: list[Share], team: tuple[int, ...]) -> float:
+        return self.time_us(tuple(shares[replica] for replica in team))
+
+    def _candidates(self, shares: list[Share], times_us: Sequence[float], slow: int) -> Iterator[tuple[int, list[Share]]]:
+        """Exchanges worth a try, with the fastest team first: that team, and the shares after it."""
+        giver, giver_us = max(((r, self._work(shares[r])) for r in self.teams[slow]), key=lambda each: (each[1], -each[0]))
+        for fast in sorted(range(len(times_us)), key=lambda team: (times_us[team], team)):
+            gap = times_us[slow] - times_us[fast]
+            if fast == slow or gap <= 0:
+                continue
+            taker = min(self.teams[fast], key=lambda r: (self._work(shares[r]), r))
+            share = gap / (2 * times_us[slow]) if math.isfinite(gap) else 0.5
+            moved = _closest(shares[giver], shares[taker], self.work_us, share * giver_us)
+            if moved is None:
+                continue
+            given, taken = moved
+            one = [at for at in shares[giver] if at != given]
+            other = [*(at for at in shares[taker] if at != taken), given]
+            changed = [*shares]
+            changed[giver], changed[taker] = tuple(one if taken is None else [*one, taken]), tuple(other)
+            yield fast, changed
+
+    def _work(self, share: Share) -> float:
+        return sum(self.work_us[at] for at in share)
+
+
+def _closest(slow: Share, fast: Share, work_us: Sequence[float], target_us: float) -> tuple[int, int | None] | None:
+    """What to give and what to take for it (nothing, or one) so that about so much work moves; None where less than nothing
+    or twice as much and more is all there is.
+    """
+    best: tuple[float, int, int | None] | None = None
+    ranked = sorted(fast, key=lambda at: (work_us[at], at))
+    offered = [work_us[at] for at in ranked]
+    for given in slow:
+        wanted_us = work_us[given] - target_us
+        at = bisect_left(offered, wanted_us)
+        options: list[tuple[float, int | None]] = [(offered[i], ranked[i]) for i in (at - 1, at) if 0 <= i < len(ranked)]
+        if len(slow) > 1:
+            options.append((0.0, None))
+        for taken_us, taken in options:
+            miss = abs(wanted_us - taken_us)
+            if miss < target_us and (best is None or miss < best[0]):
+                best = (miss, given, taken)
+    return None if best is None else best[1:]

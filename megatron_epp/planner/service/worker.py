@@ -1,0 +1,131 @@
+"""Work in a process of its own: one callable, called there with what is sent, one call after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_epp.plan import EppError
+
+PATIENCE_S = 5.0
+"""How long an ended process is waited for."""
+
+
+class WorkerError(EppError):
+    """The process ended, or what it ran raised something else than an `EppError`."""
+
+
+class Worker:
+    """A process that makes a callable and calls it. Results come in the order of the calls.
+
+    It starts a fresh interpreter that imports nothing but what it is sent: multiprocessing would import the training script
+    again, and with it torch. It ends with the process that made it, however that ends.
+
+    Args:
+        make: a function at the top level of a module; its result is called.
+        args: what it is called with, in the process.
+        niceness: added to the process's own, so that it takes only time that others leave.
+    """
+
+    def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any, niceness: int = 0) -> None:
+        self._connection, theirs = Pipe()
+        program = f"from {__name__} import serve; serve({theirs.fileno()}, {niceness})"
+        path = os.pathsep.join(part for part in sys.path if part)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": path},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what its libraries print is no part of this process's output
+        )
+        theirs.close()
+        self.send(make, *args)
+
+    def call(self, *args: Any) -> Any:
+        """Send and receive. Only where nothing sent before is yet to be received."""
+        self.send(*args)
+        return self.receive()
+
+    def send(self, *args: Any) -> None:
+        """Ask for a call, without waiting for it. Raises `WorkerError` when the process has ended."""
+        try:
+            _send(self._connection, args)
+        except OSError:
+            raise self._ended() from None
+
+    def is_ready(self) -> bool:
+        """Whether `receive` would return, or raise, at once."""
+        return self._connection.poll()
+
+    def receive(self) -> Any:
+        """The result of the oldest call not yet received. Raises what the call raised, or `WorkerError`."""
+        try:
+            outcome = _received(self._connection)
+        except (EOFError, OSError):
+            raise self._ended() from None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        """End the process, whatever it is doing. Whoever waits in `receive` gets a `WorkerError`."""
+        self._process.kill()
+        self._process.wait()
+
+    def _ended(self) -> WorkerError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(PATIENCE_S)
+        return WorkerError(f"the planning process has ended with exit code {self._process.returncode}; see its output above")
+
+
+def _send(connection: Connection, item: Any) -> None:
+    """As `Connection.send`, which pickles into a buffer that the error of a failed send would hold on to: Python 3.12 crashes
+    where it collects such a buffer with the cycle that an error is often in.
+    """
+    connection.send_bytes(pickle.dumps(item))
+
+
+def _received(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+def serve(handle: int, niceness: int) -> None:
+    """The process's program: answer calls until the other end is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a keyboard, meant for training; this process ends with it
+    os.nice(niceness)
+    connection = Connection(handle)
+    calls: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, calls), daemon=True).start()
+    make, *args = calls.get()
+    work = make(*args)
+    while True:
+        _send(connection, _outcome(work, calls.get()))
+
+
+def _listen(connection: Connection, calls: queue.SimpleQueue[tuple[Any, ...]]) -> None:
+    while True:
+        try:
+            calls.put(_received(connection))
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+def _outcome(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return work(*args)
+    except EppError as error:
+        return error
+    except Exception as error:  # whatever it is, the caller must hear of it; where it came from is in this process's output
+        traceback.print_exc()
+        return WorkerError(f"planning failed with {type(error).__name__}: {error}")

@@ -1,0 +1,110 @@
+"""Exact attention in blocks of plain torch operations, merged by their log-sum-exp: any dtype, any device.
+
+The log-sum-exp is ``[query_heads, tokens]``, in float64 for float64 and in float32 for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime.attention.kernels.base import Case, Kernel, Saved
+from megatron_epp.runtime.attention.segments import SegmentTable
+
+
+def _heads_first(x: Tensor, num_heads: int) -> Tensor:
+    """``[tokens, heads, channels]`` to ``[1, num_heads, tokens, channels]``, repeating grouped heads."""
+    repeats = num_heads // x.shape[1]
+    if repeats > 1:
+        x = x.repeat_interleave(repeats, dim=1)
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+class _Block(NamedTuple):
+    """A dense part of the mask: all of a segment's queries against its prefix, or against itself."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    merge: bool
+    """Whether the rows already hold the result of an earlier block."""
+
+
+def _blocks(table: SegmentTable) -> Iterator[_Block]:
+    for segment, q0, k0 in zip(table.segments, table.query_starts, table.key_starts, strict=False):
+        queries = slice(q0, q0 + segment.num_tokens)
+        prefix_end = k0 + segment.start
+        if segment.start > 0:
+            yield _Block(queries, slice(k0, prefix_end), causal=False, merge=False)
+        yield _Block(queries, slice(prefix_end, k0 + segment.end), causal=True, merge=segment.start > 0)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """One dense block, heads first: ``(out [1, heads, n, channels], lse [1, heads, n])``."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one block, given the output and log-sum-exp of the whole row."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill_(hidden, float("-inf"))
+    weights = torch.exp(scores - lse.unsqueeze(-1))  # as wide as the log-sum-exp
+    delta = (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
+    d_scores = (weights * (torch.matmul(grad, v.transpose(-1, -2)) - delta) * scale).to(q.dtype)
+    weights = weights.to(q.dtype)
+    return torch.matmul(d_scores, k), torch.matmul(d_scores.transpose(-1, -2), q), torch.matmul(weights.transpose(-1, -2), grad)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
+    num_heads = q.shape[1]
+    out = torch.empty_like(q)
+    lse = torch.empty(num_heads, q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    for queries, keys, causal, merge in _blocks(table):
+        part, part_lse = _attend(*(_heads_first(x, num_heads) for x in (q[queries], k[keys], v[keys])), causal, scale)
+        part, part_lse = part[0].transpose(0, 1), part_lse[0]
+        if merge:
+            both = torch.logaddexp(lse[:, queries], part_lse)
+            earlier, share = ((x - both).exp().t().unsqueeze(-1) for x in (lse[:, queries], part_lse))
+            part, part_lse = out[queries] * earlier + part * share, both
+        out[queries] = part
+        lse[:, queries] = part_lse
+    return out, (lse,)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_heads, num_groups = q.shape[1], k.shape[1]
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for queries, keys, causal, merge in _blocks(table):
+        rows = [_heads_first(x[queries], num_heads) for x in (grad, q, out)]
+        columns = [_heads_first(x[keys], num_heads) for x in (k, v)]
+        row_lse = saved[0][:, queries].unsqueeze(0)
+        gq, *gkv = _attend_backward(rows[0], rows[1], *columns, rows[2], row_lse, causal, scale)
+        gq = gq[0].transpose(0, 1)
+        dq[queries] = dq[queries] + gq if merge else gq
+        for target, value in zip((dk, dv), gkv, strict=True):
+            heads = value[0].transpose(0, 1)  # [keys, heads, channels]
+            target[keys] = heads if num_groups == num_heads else heads.unflatten(1, (num_groups, -1)).sum(2)
+    return dq, dk, dv
+
+
+def _obstacle(case: Case) -> str | None:
+    return None
+
+
+EXACT = Kernel("exact blocks of torch", _forward, _backward, _obstacle)

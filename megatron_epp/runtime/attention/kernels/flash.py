@@ -1,0 +1,91 @@
+"""FlashAttention, as the flash-attn package has it and as torch ships it. Both align the mask to the bottom right."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime.attention.kernels.base import Case, Kernel, Saved, needs_half_precision_on_a_gpu
+from megatron_epp.runtime.attention.segments import SegmentTable
+
+
+def _torch_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
+    cu_q, cu_k = table.cu_seqlens(q.device)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_q, cu_k, table.max_query, table.max_key, 0.0, True, False, scale=scale
+    )
+    return out, (lse,)
+
+
+def _torch_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    cu_q, cu_k = table.cu_seqlens(q.device)
+    sizes, no_dropout = (table.max_query, table.max_key), torch.empty(0, dtype=torch.int64, device=q.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, saved[0], cu_q, cu_k, *sizes, 0.0, True, no_dropout, no_dropout, scale=scale
+    )
+
+
+def _torch_obstacle(case: Case) -> str | None:
+    if problem := needs_half_precision_on_a_gpu(case):
+        return problem
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "this build of torch has no FlashAttention"
+    return None if torch.cuda.get_device_capability() >= (8, 0) else "it needs a GPU of compute capability 8.0 or newer"
+
+
+@functools.cache
+def _flash_attn() -> Any:
+    from flash_attn import flash_attn_interface
+
+    return flash_attn_interface
+
+
+def _package_options(table: SegmentTable, q: Tensor, scale: float) -> dict[str, Any]:
+    cu_q, cu_k = table.cu_seqlens(q.device)
+    return {
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": table.max_query,
+        "max_seqlen_k": table.max_key,
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
+
+
+def _package_forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
+    out, lse, *_ = _flash_attn()._flash_attn_varlen_forward(q, k, v, **_package_options(table, q, scale))
+    return out, (lse,)
+
+
+def _package_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    options = _package_options(table, q, scale) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    inputs = grad.contiguous(), q, k, v, out, saved[0]
+    _flash_attn()._flash_attn_varlen_backward(*inputs, dq, dk, dv, **options)
+    return dq, dk, dv
+
+
+def _package_obstacle(case: Case) -> str | None:
+    if problem := needs_half_precision_on_a_gpu(case):
+        return problem
+    try:
+        _flash_attn()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"flash-attn cannot be imported ({error}): pip install flash-attn --no-build-isolation"
+    return None  # one before 2.7 takes other arguments and fails its proof; newer ones are torch operators, which hide theirs
+
+
+TORCH_FLASH = Kernel("FlashAttention of torch", _torch_forward, _torch_backward, _torch_obstacle)
+FLASH_ATTN = Kernel("flash-attn", _package_forward, _package_backward, _package_obstacle)

@@ -1,0 +1,108 @@
+"""cuDNN's fused attention, through Transformer Engine 2."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime.attention.kernels.base import Case, Kernel, Saved, needs_half_precision_on_a_gpu
+from megatron_epp.runtime.attention.segments import SegmentTable
+
+_LAYOUT, _FORMAT = "thd_thd_thd", "thd"
+
+
+@functools.cache
+def _fused() -> Any:
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    return fused_attn
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+@functools.cache
+def _generator(device: torch.device) -> torch.Generator:
+    """Of this kernel alone. A forward moves its generator even without dropout; torch's own would then give a layer that runs
+    again without its attention another hidden dropout than the first time.
+    """
+    return torch.Generator(device)
+
+
+def _options(function: Callable[..., Any], table: SegmentTable, q: Tensor, scale: float) -> dict[str, Any]:
+    """Arguments that forward and backward share, as far as this release has them."""
+    cu_q, cu_k = table.cu_seqlens(q.device)
+    types = {theirs: ours for ours, theirs in _fused().TORCH_DType.items()}
+    wanted = {
+        "max_seqlen_q": table.max_query,
+        "max_seqlen_kv": table.max_key,
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_kv": cu_k,
+        "cu_seqlens_q_padded": cu_q,  # offsets: nothing lies between the segments
+        "cu_seqlens_kv_padded": cu_k,
+        "fake_dtype": q.dtype,
+        "dqkv_dtype": types[q.dtype],  # before 2.15, of backward
+        "rng_gen": _generator(q.device),
+        "fused_attention_backend": _fused().FusedAttnBackend["F16_arbitrary_seqlen"],
+        "attn_scale": scale,
+        "dropout": 0.0,
+        "qkv_layout": _LAYOUT,
+        "dqkv_layout": _LAYOUT,
+        "o_format": _FORMAT,
+        "do_format": _FORMAT,
+        "attn_bias_type": "no_bias",
+        "attn_mask_type": "padding_causal_bottom_right",
+        "window_size": (-1, 0),
+        "bottom_right_diagonal": True,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    return {name: value for name, value in wanted.items() if name in _parameters(function)}
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
+    function = _fused().fused_attn_fwd
+    out, saved, *_ = function(is_training=True, q=q, k=k, v=v, **_options(function, table, q, scale))
+    return out, tuple(saved)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Saved, table: SegmentTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    function = _fused().fused_attn_bwd
+    inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": grad}
+    tensors = {name: x.contiguous() for name, x in inputs.items()} | {"aux_ctx_tensors": list(saved)}  # it sees no strides
+    dq, dk, dv, *_ = function(**tensors, **_options(function, table, q, scale))
+    return dq, dk, dv
+
+
+def _of_heads(saved: Saved, own: slice) -> Saved:
+    """Of the log-sum-exp ``[tokens, heads, 1]``, or before cuDNN 9.6 ``[sequences, heads, longest, 1]``; the state of a
+    generator lies behind it.
+    """
+    return saved[0][:, own].contiguous(), *saved[1:]
+
+
+def _obstacle(case: Case) -> str | None:
+    if problem := needs_half_precision_on_a_gpu(case):
+        return problem
+    if os.environ.get("NVTE_FUSED_ATTN", "1") == "0":
+        return "NVTE_FUSED_ATTN is 0"
+    try:
+        fused = _fused()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"Transformer Engine cannot be imported ({error}): pip install 'megatron-epp[te]'"
+    if "fake_dtype" not in _parameters(fused.fused_attn_fwd):
+        return "this Transformer Engine is too old: version 2 is needed"
+    # Segments of different lengths without padding between them.
+    return None if torch.cuda.get_device_capability() >= (9, 0) else "cuDNN packs sequences on compute capability 9.0 and newer"
+
+
+TRANSFORMER_ENGINE = Kernel("cuDNN through Transformer Engine", _forward, _backward, _obstacle, _of_heads)

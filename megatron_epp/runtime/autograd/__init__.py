@@ -1,0 +1,1 @@
+"""What autograd saves: held, counted, moved, discarded, and weight gradients deferred."""

@@ -1,0 +1,54 @@
+"""Tensors held as autograd holds what it saves, so that whoever counts or moves that counts and moves them too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime.attention.kernels.base import Saved
+
+
+class Hold:
+    """Holds tensors in a graph node of their own until they are taken."""
+
+    __slots__ = ("_node",)
+
+    def __init__(self, *tensors: Tensor) -> None:
+        with torch.enable_grad():
+            self._node: Tensor | None = _Node.apply(torch.empty(0, requires_grad=True), *tensors)
+
+    def take(self) -> tuple[Tensor, ...]:
+        """The tensors, once; nothing is held afterwards."""
+        assert self._node is not None  # taken once
+        node: Any = self._node.grad_fn
+        tensors = tuple(node.saved_tensors)
+        self._node = None
+        return tensors
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+
+class Attended:
+    """What attention of one layer made of a chunk, for a layer that runs again without it: kept by the first forward, taken by
+    the second.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Hold | None = None
+
+    def once(self, run: Callable[[], tuple[Tensor, Saved]]) -> tuple[Tensor, Saved]:
+        """What `run` returned the first time."""
+        if self._kept is None:
+            out, saved = run()
+            self._kept = Hold(out.detach(), *saved)
+        else:
+            out, *saved = self._kept.take()
+        return out.detach(), tuple(saved)

@@ -1,0 +1,209 @@
+"""What autograd keeps for backward, on any device: counted, and by chunk, so that it can leave the device and come back.
+
+Of nested hooks on saved tensors torch calls the innermost only, so whoever counts and whoever moves must be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from megatron_epp.runtime.autograd.leaves import HeldParameter, give_back_leaves
+
+Owner = tuple[int, int]
+"""Stage and chunk."""
+
+
+class Storage:
+    """Memory that saved tensors share, counted once.
+
+    Attributes:
+        place: the memory; None while it is away.
+        rest: of what is away, the end that is not; None where that is nothing.
+        num_bytes: what it takes on the device when it is there.
+        owner: the only chunk whose forward has saved tensors in it, if there is only one.
+    """
+
+    __slots__ = ("num_bytes", "num_held", "owner", "place", "rest")
+
+    def __init__(self, place: torch.UntypedStorage, owner: Owner | None) -> None:
+        self.place: torch.UntypedStorage | None = place
+        self.rest: Tensor | None = None
+        self.num_bytes = place.nbytes()
+        self.num_held = 0
+        self.owner = owner
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether nobody but autograd's saved tensors keeps the memory."""
+        return self.place is not None and torch._C._storage_Use_Count(self.place._cdata) == 1
+
+
+class _Held:
+    """One saved tensor: where it lies in which storage. Its release is known when autograd drops this object.
+
+    It has no tensor: an output refers to its own node, and holding that would keep a dropped graph for ever.
+    """
+
+    __slots__ = ("_dtype", "_saved", "_shape", "_start", "_storage", "_strides")
+
+    def __init__(self, tensor: Tensor, storage: Storage, saved: SavedTensors | None) -> None:
+        self._dtype, self._start = tensor.dtype, tensor.storage_offset()
+        self._shape, self._strides = tensor.shape, tensor.stride()
+        self._storage, self._saved = storage, saved
+        storage.num_held += 1
+
+    def tensor(self) -> Tensor:
+        place = self._storage.place
+        assert place is not None  # it was loaded ahead of its backward
+        return torch.empty(0, dtype=self._dtype, device=place.device).set_(place, self._start, self._shape, self._strides)
+
+    def __del__(self) -> None:
+        self._storage.num_held -= 1
+        if self._saved is not None and self._storage.num_held == 0:
+            self._saved._release(self._storage)
+
+
+class SavedTensors:
+    """Live and peak bytes of saved tensors: each storage once, parameters not at all.
+
+    Use as a context manager around whatever builds and frees graphs.
+
+    Args:
+        parameters: tensors that are there anyway and do not count.
+        others: bytes held beside the saved tensors (the KV caches). Asked whenever saved tensors come or go, which is often
+            enough to see every peak: caches grow between the two.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor] = (), others: Callable[[], int] = lambda: 0) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._others = others
+        # Storages go by weak references, which keep their identity (not their memory) from being taken by another storage.
+        ignored = (StorageWeakRef(p.untyped_storage()) for p in parameters)
+        self._ignored = {ref.cdata: ref for ref in ignored}
+        self._storages: dict[int, Storage] = {}
+        self._by_owner: dict[Owner, list[Storage]] = {}
+        self._owner: Owner | None = None
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, _tensor)
+
+    def __enter__(self) -> SavedTensors:
+        give_back_leaves()
+        _active.append(self)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        _active.remove(self)
+        self.observe()
+
+    @property
+    def held_bytes(self) -> int:
+        """Saved tensors and the others now."""
+        return self.live_bytes + self._others()
+
+    def observe(self) -> None:
+        """Raise the peak to what is live now."""
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    @contextmanager
+    def of(self, owner: Owner) -> Iterator[None]:
+        """What is saved in the body belongs to a chunk."""
+        self._owner, self._by_owner[owner] = owner, []
+        try:
+            yield
+        finally:
+            self._owner = None
+
+    def pop(self, owner: Owner) -> list[Storage]:
+        """The storages that a chunk's forward has made autograd keep, in the order of the forward."""
+        return [storage for storage in self._by_owner.pop(owner, []) if storage.num_held]
+
+    def disown(self) -> None:
+        """Forget which chunk keeps what: none of it will leave."""
+        self._by_owner.clear()
+
+    def take_away(self, storage: Storage, num_bytes: int | None = None) -> None:
+        """So many bytes of a storage, from its first, or all, have left the device. What stays moves to memory of its own, and
+        is there twice for a moment.
+        """
+        assert storage.place is not None
+        self.observe()
+        if num_bytes is not None and num_bytes < storage.num_bytes:
+            storage.rest = bytes_of(storage.place)[num_bytes:].clone()
+            self.live_bytes += storage.rest.nbytes
+            self.observe()
+        del self._storages[storage.place._cdata]
+        storage.place = None
+        self.live_bytes -= storage.num_bytes
+
+    def bring_back(self, storage: Storage, place: torch.UntypedStorage) -> None:
+        """A storage is on the device again, with what had stayed there."""
+        storage.place = place
+        self._storages[place._cdata] = storage
+        self.live_bytes += storage.num_bytes
+        self.observe()
+        if storage.rest is not None:
+            bytes_of(place)[-storage.rest.numel() :] = storage.rest
+            self.live_bytes -= storage.rest.nbytes
+            storage.rest = None
+
+    def _hold(self, tensor: Tensor) -> _Held | HeldParameter:
+        if isinstance(tensor, Parameter) and tensor.is_leaf:
+            return HeldParameter(tensor)
+        place = tensor.untyped_storage()
+        if place._cdata in self._ignored:
+            return _Held(tensor, Storage(place, None), None)
+        storage = self._storages.get(place._cdata)
+        if storage is None:
+            storage = self._storages[place._cdata] = Storage(place, self._owner)
+            self.live_bytes += storage.num_bytes
+            if self._owner is not None:
+                self._by_owner[self._owner].append(storage)
+        elif storage.owner != self._owner:
+            storage.owner = None
+        held = _Held(tensor, storage, self)
+        self.observe()
+        return held
+
+    def _release(self, storage: Storage) -> None:
+        if storage.place is None:  # dropped while it was away
+            self.live_bytes -= 0 if storage.rest is None else storage.rest.nbytes
+            return
+        self.observe()
+        del self._storages[storage.place._cdata]
+        self.live_bytes -= storage.num_bytes
+
+    def _resized(self, place: torch.UntypedStorage) -> None:
+        storage = self._storages.get(place._cdata)
+        if storage is not None:
+            self.observe()
+            self.live_bytes += place.nbytes() - storage.num_bytes
+            storage.num_bytes = place.nbytes()
+            self.observe()
+
+
+def _tensor(held: _Held | HeldParameter) -> Tensor:
+    return held.parameter if isinstance(held, HeldParameter) else held.tensor()
+
+
+_active: list[SavedTensors] = []
+
+
+def resize(place: torch.UntypedStorage, num_bytes: int) -> None:
+    """Resize memory that saved tensors may share, known to those that count."""
+    place.resize_(num_bytes)
+    for saved in _active:
+        saved._resized(place)
+
+
+def bytes_of(place: torch.UntypedStorage) -> Tensor:
+    """Memory as a tensor of bytes, ``[size]``."""
+    return torch.empty(0, dtype=torch.uint8, device=place.device).set_(place)

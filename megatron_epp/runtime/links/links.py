@@ -1,0 +1,208 @@
+"""Messages between the ranks of one pipeline.
+
+Activations and gradients travel on a communicator each, so that neither waits behind the other. On each, messages between two
+ranks are matched first in, first out: lowering writes both sides' order from the same plan, and shapes come from the plan too,
+so there is no handshake.
+
+Where a rank has several stages, activations may travel both ways between two ranks. Then each way has a communicator: on one of
+NCCL's, a send and a receive would wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.links.groups import Groups, Options
+
+
+@dataclass(slots=True)
+class Receive:
+    """A posted receive: the buffer and the work that fills it."""
+
+    buffer: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.buffer
+
+
+class Way(NamedTuple):
+    """From one pipeline rank to another, on the communicator for activations or for gradients."""
+
+    sender: int
+    receiver: int
+    gradient: bool
+
+
+def ways(num_ranks: int, both_ways: bool) -> list[Way]:
+    """All that messages of a pipeline may go, pair by pair.
+
+    Two ranks that meet in this order never wait in a circle: of all pairs that still wait, the first one's ranks have both got
+    to it.
+
+    Args:
+        num_ranks: of the pipeline.
+        both_ways: ranks have several stages: activations travel to lower ranks too, from the last to the first as well.
+    """
+    pairs = [(low, low + 1) for low in range(num_ranks - 1)]
+    if both_ways and num_ranks > 2:
+        pairs.append((0, num_ranks - 1))
+    found = []
+    for low, high in pairs:
+        found += [Way(low, high, False), Way(high, low, True)]
+        if both_ways:
+            found += [Way(high, low, False), Way(low, high, True)]
+    return found
+
+
+def most_links(num_ranks: int, both_ways: bool) -> int:
+    """The most communicators for messages that any rank of a pipeline has: each pair of ranks has its own on each group.
+
+    Args:
+        num_ranks, both_ways: as for `ways`.
+    """
+    ends = Counter(rank for way in ways(num_ranks, both_ways) for rank in (way.sender, way.receiver))
+    return max(ends.values(), default=0)
+
+
+@dataclass(slots=True)
+class Links:
+    """The communicators of one pipeline.
+
+    Attributes:
+        ranks: global ranks of the pipeline, in pipeline order.
+        position: of this rank among them.
+        activations: group for messages to later stages.
+        gradients: group for messages to earlier stages.
+        reports: a CPU group of the pipeline, for figures; it never touches the device.
+        control: a CPU group of all ranks that must run the same plan.
+        activations_down: group for activations to lower ranks.
+        gradients_up: group for gradients to higher ranks.
+    """
+
+    ranks: tuple[int, ...]
+    position: int
+    activations: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    reports: dist.ProcessGroup
+    control: dist.ProcessGroup
+    activations_down: dist.ProcessGroup
+    gradients_up: dist.ProcessGroup
+    _in_flight: dict[tuple[int, dist.ProcessGroup], tuple[dist.Work, Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def create(
+        pipeline_ranks: Sequence[int],
+        control_ranks: Sequence[int],
+        groups: Groups,
+        both_ways: bool = False,
+        options: Options | None = None,
+    ) -> Links:
+        """Make the groups. Every rank of the job must call this at the same point.
+
+        Args:
+            pipeline_ranks: global ranks of this rank's pipeline, in order.
+            control_ranks: all ranks that must run the same plan: the pipelines of every tensor- and context-parallel rank.
+            groups: makes them.
+            both_ways: activations travel to lower ranks too, and gradients to higher ones.
+            options: of the groups that carry messages; None for the backend's defaults.
+
+        Raises:
+            EppError: messages between different ranks would wait for each other.
+        """
+        _check_pairs(len(pipeline_ranks))
+        pipeline, control = tuple(pipeline_ranks), tuple(control_ranks)
+        activations, gradients = (groups.of(pipeline, options=options) for _ in range(2))
+        return Links(
+            ranks=pipeline,
+            position=pipeline.index(dist.get_rank()),
+            activations=activations,
+            gradients=gradients,
+            activations_down=groups.of(pipeline, options=options) if both_ways else activations,
+            gradients_up=groups.of(pipeline, options=options) if both_ways else gradients,
+            reports=groups.of(pipeline, backend="gloo"),
+            control=groups.of(control, backend="gloo"),
+        )
+
+    def meet(self, device: torch.device) -> None:
+        """Send a tiny message every way that messages will go. All ranks of the pipeline must call this at the same point.
+
+        On NCCL the first message between two ranks on a communicator keeps both waiting for each other. Inside a plan, where
+        first messages come in every rank's own order, ranks could wait in a circle; here they come in one order for all.
+
+        Args:
+            device: where messages will be.
+
+        Raises:
+            EppError: another rank's message came.
+        """
+        for way in ways(len(self.ranks), self.activations_down is not self.activations):
+            group = self._group(way.gradient, up=way.receiver > way.sender)
+            if self.position == way.sender:
+                dist.send(torch.full((1,), way.sender, device=device), self.ranks[way.receiver], group=group)
+            elif self.position == way.receiver:
+                heard = torch.full((1,), -1, device=device)
+                dist.recv(heard, self.ranks[way.sender], group=group)
+                if heard.item() != way.sender:
+                    raise EppError(f"pipeline rank {self.position} expects rank {way.sender} and hears {heard.item()}")
+
+    def send(self, tensor: Tensor, peer: int, gradient: bool) -> None:
+        """Start sending to pipeline rank `peer`.
+
+        The payload's storage is kept until the next send on the same communicator and to the same rank, or `finish_sends`. That
+        send runs behind this one anyway, so to wait for this one's end there costs nothing, and the memory of messages does not
+        depend on how far the host is ahead of the device.
+        """
+        group = self._group(gradient, up=peer > self.position)
+        if (before := self._in_flight.pop((peer, group), None)) is not None:
+            before[0].wait()  # on NCCL the current stream waits, not the host
+            del before
+        payload = tensor.detach().contiguous()  # its own reference: the caller may drop the storage of `tensor`
+        work = dist.isend(payload, self.ranks[peer], group=group)
+        self._in_flight[peer, group] = self._started(work), payload
+
+    def post_receive(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, peer: int, gradient: bool
+    ) -> Receive:
+        """Start receiving from pipeline rank `peer` into a fresh buffer."""
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
+        work = dist.irecv(buffer, self.ranks[peer], group=self._group(gradient, up=peer < self.position))
+        return Receive(buffer, self._started(work))
+
+    def finish_sends(self) -> None:
+        """Wait until every message has left."""
+        for work, _ in self._in_flight.values():
+            work.wait()
+        self._in_flight.clear()
+
+    def _group(self, gradient: bool, up: bool) -> dist.ProcessGroup:
+        """Of a message to a higher rank, or to a lower one."""
+        if gradient:
+            return self.gradients_up if up else self.gradients
+        return self.activations if up else self.activations_down
+
+    def _started(self, work: dist.Work | None) -> dist.Work:
+        if work is None:  # torch's answer to whoever is not in the group
+            raise EppError(f"rank {dist.get_rank()} is not in the pipeline of ranks {self.ranks}")
+        return work
+
+
+def _check_pairs(num_ranks: int) -> None:
+    """On NCCL every pair of ranks has a communicator of its own in each group. Not so where a device was bound at the start:
+    then all messages of a group run one after the other, and what a rank sends may wait for what it is to receive later.
+    """
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if num_ranks > 2 and bound is not None:
+        raise EppError(
+            f"torch.distributed was initialised with device_id={bound}: messages of {num_ranks} pipeline ranks would wait for "
+            "each other. Leave device_id out of init_process_group"
+        )

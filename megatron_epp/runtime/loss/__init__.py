@@ -1,0 +1,1 @@
+"""Cross entropy by blocks of tokens."""

@@ -1,0 +1,169 @@
+"""Cross entropy of an output layer, a block of tokens at a time: the logits of all tokens are never there at once.
+
+Forward keeps two numbers of every token, its label and the logarithm of its summed exponentials, and nothing as wide as the
+vocabulary. Backward makes a block's logits again, turns them into their gradient in place, and hands that to the input and to
+the weight. The price is one more product with the weight. The weight takes its gradient through autograd, as any other.
+
+What happens to a block's logits is Liger's kernel, where `loss_kernels` chooses it, or plain torch. Liger's fused linear cross
+entropy does without the second product by computing gradients in the forward. It is not used: it would hold a gradient of the
+weight for every chunk between forward and backward, knows no vocabulary that ranks share, and cannot add to a main gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.runtime.loss.kernels import Case, choose
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+class Head(NamedTuple):
+    """How losses are computed.
+
+    Attributes:
+        block_tokens: most tokens of a block. Blocks are as even as whole tokens allow.
+        group: ranks that share the vocabulary: each has as many entries of it, in the order of ranks. None where one has all.
+        gather: makes the layer's input of what was kept of it; with sequence parallelism ranks keep a part each.
+        accumulate: adds a block's part to the weight's main gradient, given input ``[tokens, in]`` and the logits' gradient
+            ``[tokens, out]``; returns what stands for the weight's gradient. None where autograd is to get it itself.
+    """
+
+    block_tokens: int
+    group: dist.ProcessGroup | None = None
+    gather: Callable[[Tensor], Tensor] = _as_it_is
+    accumulate: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+def block_losses(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
+    """Cross entropy of every token, ``[tokens]``, in fp32 (in fp64 where the input is).
+
+    Args:
+        x: the output layer's input, ``[tokens, in]``. Where ranks share the vocabulary its gradient is this rank's part.
+        kept: what of it `head.gather` asks for; often `x` itself.
+        weight: ``[entries of this rank, in]``.
+        labels: ``[tokens]``, numbers of the whole vocabulary.
+        head: how.
+    """
+    return _BlockLosses.apply(x, kept, weight, labels, head)
+
+
+class _BlockLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
+        kernel = choose(Case(x.device.type, x.dtype, len(weight), head.group is not None))
+        index, is_here = _entries(labels, weight, head)
+        blocks, log_sum = _blocks(len(x), head.block_tokens), None
+        if kernel is None:
+            rows = [_summary(x[part], weight, index[part]) for part in blocks]
+            losses, log_sum = _together(torch.cat(rows, dim=1), is_here, head.group)
+        else:
+            losses = torch.cat([kernel.losses(x[part] @ weight.t(), index[part]) for part in blocks])
+        ctx.save_for_backward(kept, weight, labels, log_sum)
+        ctx.head, ctx.kernel = head, kernel
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight, labels, log_sum = ctx.saved_tensors
+        head: Head = ctx.head
+        x = head.gather(kept.detach())
+        index, is_here = _entries(labels, weight, head)
+        grad_x = torch.empty_like(x)
+        blocks = _blocks(len(x), head.block_tokens)
+        grad_weight = _WeightGradient(weight, head, len(blocks)) if ctx.needs_input_grad[2] else None
+        for part in blocks:
+            rows, of_losses = x[part], grad_losses[part, None]
+            if ctx.kernel is None:
+                grad = _less(rows @ weight.t(), log_sum[part, None]).exp_()
+                grad.scatter_add_(1, index[part, None], -is_here[part, None].to(grad.dtype))
+                grad = _times(grad, of_losses, x.dtype)
+                torch.mm(grad, weight, out=grad_x[part])
+            else:  # which knows no gradient of losses: it goes to what is not as wide as the vocabulary
+                grad = ctx.kernel.gradient(rows @ weight.t(), index[part])
+                torch.mm(grad, weight, out=grad_x[part]).mul_(of_losses)
+                rows = torch.mul(rows, of_losses, out=torch.empty_like(rows))
+            if grad_weight is not None:
+                grad_weight.add(rows, grad)
+            del grad
+        return grad_x, None, None if grad_weight is None else grad_weight.result(), None, None
+
+
+class _WeightGradient:
+    """A weight's gradient, summed over blocks: in fp32, or low precision would round every sum."""
+
+    def __init__(self, weight: Tensor, head: Head, num_blocks: int) -> None:
+        self._weight, self._accumulate, self._several = weight, head.accumulate, num_blocks > 1
+        self._sum: Tensor | None = None
+
+    def add(self, x: Tensor, grad: Tensor) -> None:
+        if self._accumulate is not None:
+            self._sum = None  # before there is another
+            self._sum = self._accumulate(x, grad)
+        elif self._sum is None:
+            part = grad.t() @ x
+            self._sum = _wide(part) if self._several else part
+        elif self._sum.dtype == x.dtype:
+            self._sum.addmm_(grad.t(), x)
+        else:
+            self._sum.add_(grad.t() @ x)
+
+    def result(self) -> Tensor:
+        assert self._sum is not None  # there is at least one block
+        return self._sum.to(self._weight.dtype)
+
+
+def _summary(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+    """Of every token's logits the largest, the sum of exponentials above it, and the one at an index: ``[3, tokens]``."""
+    logits = x @ weight.t()
+    most, predicted = _wide(logits.amax(1)), _wide(logits.gather(1, index[:, None]).squeeze(1))
+    return torch.stack([most, _less(logits, most[:, None]).exp_().sum(1), predicted])
+
+
+def _together(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Losses, and logarithms of summed exponentials, of what every rank found of its part of the vocabulary."""
+    own_most, summed, predicted = rows
+    most = own_most
+    if group is not None:
+        dist.all_reduce(most := own_most.clone(), dist.ReduceOp.MAX, group=group)
+        summed = summed * (own_most - most).exp()
+    parts = torch.stack([summed, torch.where(is_here, predicted - most, 0.0)])
+    if group is not None:
+        dist.all_reduce(parts, group=group)
+    log_sum = parts[0].log()
+    return log_sum - parts[1], log_sum + most
+
+
+def _blocks(num_tokens: int, most: int) -> list[slice]:
+    """As few parts as have at most so many tokens, as even as whole tokens allow."""
+    count = max(1, -(-num_tokens // most))
+    return [slice(num_tokens * i // count, num_tokens * (i + 1) // count) for i in range(count)]
+
+
+def _entries(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Of every label its place among this rank's entries, and whether it is there at all."""
+    entries = len(weight)
+    place = labels if head.group is None else labels - dist.get_rank(head.group) * entries
+    return place.clamp(0, entries - 1), (place >= 0) & (place < entries)
+
+
+def _less(logits: Tensor, column: Tensor) -> Tensor:
+    """Their difference in the column's type, made in one pass: in place, or of narrower logits in new memory."""
+    return logits.sub_(column) if logits.dtype == column.dtype else logits - column
+
+
+def _times(grad: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their product in another type, made in one pass: in place, or of a narrower type in new memory."""
+    return torch.mul(grad, column, out=grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least fp32. May be `x` itself."""
+    return x if x.dtype == torch.float64 else x.float()

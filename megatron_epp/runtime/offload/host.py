@@ -1,0 +1,153 @@
+"""Host memory for what leaves the device for a while, and the way there.
+
+Memory comes in pages, which are kept: whatever the next iteration moves finds them, pinned. What is at the host lies wherever
+pages have room, in parts if need be, so pages never have more bytes than were at the host at one time, but for the rest of the
+last page; and up to the cap all of it can be had.
+Copies run one after the other on a stream of their own. Memory is free again when the copy out of it is issued, for the next
+copy into it comes later on the same stream.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, in_units
+from megatron_epp.runtime.offload.free_list import FreeSpans, Span
+from megatron_epp.runtime.out_of_memory import ShortageError
+
+_PAGE_BYTES = 32 << 20
+
+
+class HostMemoryError(ShortageError):
+    """The host gives no more memory."""
+
+
+class HostMemory:
+    """Pages of this process, and the copy stream of its device.
+
+    Args:
+        device: where the other end of every copy is. On a GPU pages are pinned; on a CPU they stand for it.
+        cap_bytes: what all pages may take.
+
+    Attributes:
+        allocated_bytes: of all pages.
+        held_bytes, held_peak_bytes: of them in use now, and most in the iteration.
+    """
+
+    def __init__(self, device: torch.device, cap_bytes: int) -> None:
+        self.device = device
+        self.cap_bytes = cap_bytes
+        self.allocated_bytes = 0
+        self.held_bytes = self.held_peak_bytes = 0
+        self._on_gpu = device.type == "cuda"
+        self._pages: list[Tensor] = []
+        self._free = FreeSpans()
+        self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None
+
+    def take(self, num_bytes: int) -> list[Span]:
+        """Room for so many bytes. Raises `HostMemoryError` at the cap, or when there is no more."""
+        needed = in_units(num_bytes)
+        while self._free.num_bytes < needed:
+            self._allocate(self.held_bytes + needed)
+        self.held_bytes += needed
+        self.held_peak_bytes = max(self.held_peak_bytes, self.held_bytes)
+        return self._free.take(needed)
+
+    def give_back(self, spans: list[Span]) -> None:
+        """Let later copies have the room."""
+        self._free.add(spans)
+        self.held_bytes -= sum(span.num_bytes for span in spans)
+
+    def memory(self, span: Span) -> Tensor:
+        """Its bytes, ``[num_bytes]``."""
+        return self._pages[span.page][span.start : span.stop]
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies in the body run on the copy stream, behind what the compute stream was given before."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> Any:
+        """The place that the copy stream has got to, for `wait`."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Let the compute stream wait for a place. The host does not."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
+    def _allocate(self, wanted_bytes: int) -> None:
+        """Add a page; the error names what is wanted in all."""
+        page_bytes = min(_PAGE_BYTES, _power_below(self.cap_bytes - self.allocated_bytes))
+        if page_bytes < HOST_UNIT_BYTES:
+            raise HostMemoryError(
+                f"what is offloaded needs {wanted_bytes / 2**30:.4g} GB of host memory and "
+                f"--epp-host-memory-gb allows {self.cap_bytes / 2**30:.4g} per rank",
+                ("a higher --epp-host-memory-gb", "a lower --epp-chunk-tokens"),
+            )
+        try:
+            page = torch.empty(page_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
+        except RuntimeError as error:
+            raise HostMemoryError(
+                f"the system gives this rank no more than {self.allocated_bytes / 2**30:.3g} GB of "
+                f"{'pinned ' * self._on_gpu}host memory for offload, below --epp-host-memory-gb ({error})",
+                ("a lower --epp-chunk-tokens", "no --epp-offload"),
+            ) from error
+        self._free.add([Span(len(self._pages), 0, page_bytes)])
+        self._pages.append(page)
+        self.allocated_bytes += page_bytes
+
+
+class Region:
+    """Bytes at the host, one after the other, handed out range by range and given back all at once.
+
+    Attributes:
+        num_bytes: handed out.
+    """
+
+    def __init__(self, host: HostMemory) -> None:
+        self.num_bytes = 0
+        self._host = host
+        self._spans: list[Span] = []
+        self._starts: list[int] = []  # of the spans, in the region
+        self._room = 0
+
+    def reserve(self, num_bytes: int) -> int:
+        """Where the next so many bytes start. Raises `HostMemoryError`, and then has as many as before."""
+        start = self.num_bytes
+        for span in self._host.take(max(0, start + num_bytes - self._room)):
+            self._spans.append(span)
+            self._starts.append(self._room)
+            self._room += span.num_bytes
+        self.num_bytes += num_bytes
+        return start
+
+    def pairs(self, start: int, device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes on the device, and those from so many on, cut into parts that belong together, ``(device, host)``."""
+        done, at = 0, bisect_right(self._starts, start) - 1
+        while done < device.numel():
+            inside = start + done - self._starts[at]
+            part = self._host.memory(self._spans[at])[inside : inside + device.numel() - done]
+            yield device[done : done + part.numel()], part
+            done, at = done + part.numel(), at + 1
+
+    def give_back(self) -> None:
+        """Let others have all of it."""
+        self._host.give_back(self._spans)
+        self._spans, self._starts, self._room, self.num_bytes = [], [], 0, 0
+
+
+def _power_below(num_bytes: int) -> int:
+    """The largest power of two that is no more: pinned memory takes up a power of two in any case."""
+    return 1 << num_bytes.bit_length() - 1 if num_bytes > 0 else 0

@@ -1,0 +1,1 @@
+"""Profiling of a model's parts, and emulation of a plan with timed waits."""

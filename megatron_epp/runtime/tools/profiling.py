@@ -1,0 +1,201 @@
+"""Times the parts of a GPT on the machine at hand: matrix products, attention by slice and prefix, loss, link, host copy.
+
+The layer is plain torch with this package's attention kernels, so it needs no Megatron. With tensor parallelism the share of
+one rank is timed, and what it exchanges with the others is left to formulas, as is all memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_epp.cost import ModelShape, causal_pairs
+from megatron_epp.cost.fit import Point
+from megatron_epp.plan import Chunk, Segment
+from megatron_epp.runtime.attention import kernels
+from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.loss.blocks import Head, block_losses
+
+Points = dict[str, list[Point]]
+_LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 15, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Where to measure.
+
+    Attributes:
+        tokens: of chunks, for matrix products and loss, and of slices.
+        prefixes: tokens that lie before a slice.
+        copy_bytes: of host copies.
+    """
+
+    tokens: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    copy_bytes: tuple[int, ...] = (1 << 20, 1 << 22, 1 << 24, 1 << 26)
+
+    @staticmethod
+    def of(device: torch.device) -> Grid:
+        """What a device can do in a minute or so."""
+        if device.type == "cuda":
+            return Grid((256, 1024, 4096, 16384), (0, 16384, 65536, 131072))
+        return Grid((64, 128, 256, 512, 1024), (0, 512, 2048))
+
+
+def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], None]) -> Points:
+    """Points by kind.
+
+    Args:
+        shape: of the model; its bytes per value choose bf16 or fp32.
+        device: where to measure.
+        grid: what to measure.
+        note: called with the kind that is being measured.
+
+    Returns:
+        ``linear``, ``attention``, ``loss`` and ``embedding``, each ``forward`` and ``backward``, the first, and ``loss``, also
+        ``weight``; ``host copy`` with bytes for tokens.
+    """
+    bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32)
+    points: Points = {}
+    for kind, measurer, places in (
+        ("linear", bench.linear, [(n,) for n in grid.tokens]),
+        ("attention", bench.attention, [(n, prefix) for n in grid.tokens for prefix in grid.prefixes]),
+        ("loss", bench.loss, [(n,) for n in grid.tokens]),
+        ("embedding", bench.embedding, [(n,) for n in grid.tokens]),
+        ("host copy", bench.host_copy, [(n,) for n in grid.copy_bytes]),
+    ):
+        note(kind)
+        for place in places:
+            for name, point in measurer(*place):
+                points.setdefault(f"{kind} {name}".strip(), []).append(point)
+    return points
+
+
+class _Bench:
+    """One rank's share of one layer, of the embedding and of the head, in memory."""
+
+    def __init__(self, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        ranks = shape.tensor_parallel
+        self.hidden, self.vocab = shape.hidden_size, shape.vocab_size // ranks
+        self.loss_block_tokens = shape.loss_block_tokens
+        self.channels = shape.query_width // shape.num_attention_heads
+        self.heads = max(1, shape.num_attention_heads // ranks)
+        self.kv_heads = max(1, shape.kv_width // self.channels // ranks)
+        self.gated = shape.gated_mlp
+        self.query = self.heads * self.channels
+        ffn = shape.ffn_hidden_size * shape.experts_per_token // ranks
+        self.qkv = self._weight(self.query + 2 * self.kv_heads * self.channels, self.hidden)
+        self.out = self._weight(self.hidden, self.query)
+        self.up = self._weight(ffn * (2 if self.gated else 1), self.hidden)
+        self.down = self._weight(self.hidden, ffn)
+        self.norm = torch.ones(self.hidden, device=device, dtype=dtype, requires_grad=True)
+        self.words = self._weight(self.vocab, self.hidden)
+
+    def _weight(self, outputs: int, inputs: int) -> Tensor:
+        weight = self._random(outputs, inputs).mul_(inputs**-0.5).requires_grad_()
+        weight.grad = torch.zeros_like(weight)
+        return weight
+
+    def _random(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device, dtype=self.dtype)
+
+    def _input(self, tokens: int) -> Tensor:
+        return self._random(tokens, self.hidden).requires_grad_()
+
+    def linear(self, tokens: int) -> Iterator[tuple[str, Point]]:
+        """All of a layer but its attention."""
+        x, grad = self._input(tokens), self._random(tokens, self.hidden)
+
+        def run() -> Tensor:
+            qkv = functional.linear(functional.rms_norm(x, (self.hidden,), self.norm), self.qkv)
+            middle = x + functional.linear(qkv[:, : self.query], self.out)
+            inner = functional.linear(functional.rms_norm(middle, (self.hidden,), self.norm), self.up)
+            if self.gated:
+                gate, value = inner.chunk(2, dim=1)
+                inner = functional.silu(gate) * value
+            else:
+                inner = functional.gelu(inner)
+            return middle + functional.linear(inner, self.down)
+
+        yield from self._passes(tokens, run, grad)
+        yield "weight", self._weight_gradients(tokens, (self.qkv, self.out, self.up, self.down))
+
+    def loss(self, tokens: int) -> Iterator[tuple[str, Point]]:
+        """Final norm, logits and cross entropy."""
+        x = self._input(tokens)
+        labels = torch.zeros(tokens, dtype=torch.long, device=self.device)
+
+        def run() -> Tensor:
+            normed = functional.rms_norm(x, (self.hidden,), self.norm)
+            if self.loss_block_tokens:
+                return block_losses(normed, normed, self.words, labels, Head(self.loss_block_tokens)).sum()
+            logits = functional.linear(normed, self.words)
+            return functional.cross_entropy(logits.float(), labels, reduction="sum")
+
+        yield from self._passes(tokens, run, None)
+        yield "weight", self._weight_gradients(tokens, (self.words,))
+
+    def embedding(self, tokens: int) -> Iterator[tuple[str, Point]]:
+        ids = torch.arange(tokens, device=self.device) % self.vocab
+        yield from self._passes(tokens, lambda: functional.embedding(ids, self.words), self._random(tokens, self.hidden))
+
+    def attention(self, tokens: int, prefix: int) -> Iterator[tuple[str, Point]]:
+        """One slice against its prefix, in this package's kernel."""
+        table = SegmentTable.build(Chunk((Segment(0, prefix, prefix + tokens),)), tokens)
+        pairs = causal_pairs(prefix, prefix + tokens)
+        q = self._random(tokens, self.heads, self.channels)
+        k, v = (self._random(prefix + tokens, self.kv_heads, self.channels) for _ in range(2))
+        scale = self.channels**-0.5
+        kernel = kernels.choose(q, k)
+        yield "forward", Point(tokens, pairs, self._time_us(lambda: kernel.forward(q, k, v, table, scale)))
+        out, saved = kernel.forward(q, k, v, table, scale)
+        yield (
+            "backward",
+            Point(tokens, pairs, self._time_us(lambda: kernel.backward(q, q, k, v, out, saved, table, scale))),
+        )
+
+    def host_copy(self, num_bytes: int) -> Iterator[tuple[str, Point]]:
+        """To pinned host memory and back; without a GPU from one buffer to another."""
+        there = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        back = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        for source, target in ((there, back), (back, there)):
+            yield "", Point(num_bytes, 0, self._time_us(lambda source=source, target=target: target.copy_(source)))
+
+    def _passes(self, tokens: int, run: Callable[[], Tensor], grad: Tensor | None) -> Iterator[tuple[str, Point]]:
+        yield "forward", Point(tokens, 0, self._time_us(run))
+        yield "backward", Point(tokens, 0, self._time_us(lambda output: output.backward(grad), run))
+
+    def _weight_gradients(self, tokens: int, weights: Sequence[Tensor]) -> Point:
+        pairs = [(self._random(tokens, w.shape[0]), self._random(tokens, w.shape[1]), w.grad) for w in weights]
+
+        def run() -> None:
+            for grad, given, total in pairs:
+                assert total is not None
+                total.addmm_(grad.t(), given)
+
+        return Point(tokens, 0, self._time_us(run))
+
+    def _time_us(self, run: Callable[..., object], prepare: Callable[[], object] | None = None) -> float:
+        """Median of some runs after one that warms up. `prepare` runs ahead of each, untimed; `run` takes its result."""
+        times: list[float] = []
+        began_s = time.perf_counter()
+        while len(times) <= _LEAST_RUNS or (len(times) <= _MOST_RUNS and time.perf_counter() - began_s < _ENOUGH_S):
+            given = () if prepare is None else (prepare(),)
+            start_us = self._now_us()
+            run(*given)
+            times.append(self._now_us() - start_us)
+        return statistics.median(times[1:])
+
+    def _now_us(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        elif torch.get_num_threads() == 1:  # so that other programs on this machine do not count
+            return time.thread_time() * 1e6
+        return time.perf_counter() * 1e6
