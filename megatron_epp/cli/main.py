@@ -15,6 +15,7 @@ import megatron_epp
 from megatron_epp.cli import advise as cli_advise
 from megatron_epp.cli import doctor as cli_doctor
 from megatron_epp.cli import memory as cli_memory
+from megatron_epp.cli import prepare
 from megatron_epp.cli import profile as cli_profile
 from megatron_epp.cli import quickstart as cli_quickstart
 from megatron_epp.cli import rehearse as cli_rehearse
@@ -34,7 +35,6 @@ from megatron_epp.cli.parser import Parser
 from megatron_epp.cli.progress import progress
 from megatron_epp.cli.types import PICTURES, count, output, picture, planner
 from megatron_epp.cost import balance as spread
-from megatron_epp.mcore.data import prepare
 from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.lockstep import check_matched

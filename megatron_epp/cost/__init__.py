@@ -1,12 +1,14 @@
 """Time and memory of every action: the cost model, and where its coefficients come from."""
 
 from megatron_epp.cost.analytic import CPU, H100, Rates, analytic_costs, analytic_profile
+from megatron_epp.cost.device import on_device
 from megatron_epp.cost.line import Level, Line
-from megatron_epp.cost.memory import Static, on_device
-from megatron_epp.cost.model import PipelineCosts, StageCosts
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Part, Profile
 from megatron_epp.cost.protocol import Costs
+from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import ChunkWork, causal_pairs, work_of
 
 __all__ = [

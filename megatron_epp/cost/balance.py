@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_epp.cost.model import PipelineCosts, StageCosts
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import causal_pairs
 
 

@@ -9,18 +9,16 @@ the layer, see `cost.prefix`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_epp.cost.line import TimeColumn
+from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import ChunkWork, IntColumn
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.size_class import size_classes
-
-if TYPE_CHECKING:
-    from megatron_epp.cost.line import TimeColumn
-    from megatron_epp.cost.model import PipelineCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +41,24 @@ class Hosting:
     gradient_bytes: IntColumn
 
 
-def hosting(costs: PipelineCosts, stage: int, work: ChunkWork, sharing: float = 1.0) -> Hosting:
-    """What hosting takes of a stage.
+CopyTime = Callable[[float | TimeColumn, IntColumn], TimeColumn]
+"""Microseconds that a copy of keys and values, or of their gradients, takes one way: of bytes per token, and tokens."""
+
+
+def hosting(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragmentation_share: float) -> Hosting:
+    """Time and memory that KV offload takes on a stage.
 
     Args:
-        costs: of the pipeline, with a link to the host.
-        stage: number of the stage.
+        own: costs of the stage.
         work: of the chunks.
-        sharing: as many times slower is the link, because its rank uses it otherwise too. Other ranks that share it have slices
-            of the same sequence to stream at the same times.
+        copy_us: times of copies over the link to the host.
+        fragmentation_share: bytes lost between blocks of the device's allocator, as a share of those in use.
     """
-    own = costs.stages[stage]
     parts = head_parts(own.kv_heads)
     pieces, kv = own.num_layers * parts, own.kv_bytes_per_token / parts
     gradient = own.kv_gradient_per_token(work) / parts
     rows, before, upto = size_classes(work.cache_tokens), work.prefix_tokens, work.prefix_tokens + work.tokens
     has_earlier, has_later = np.where(work.first, 0, 1), np.where(work.last, 0, 1)
-
-    def copy_us(per_token: float | TimeColumn, tokens: IntColumn) -> TimeColumn:
-        """Of a piece, one way: keys and values, or their gradients, are two copies."""
-        return sharing * costs.host_turns * (2 * costs.host_latency_us + costs.host_us_per_byte * per_token * tokens)
 
     def beyond(streamed_us: TimeColumn, per_pair_us: float, layers: int) -> TimeColumn:
         return np.where(work.sliced, np.maximum(streamed_us - layers * per_pair_us * work.pairs, 0.0), 0.0)
@@ -70,7 +66,7 @@ def hosting(costs: PipelineCosts, stage: int, work: ChunkWork, sharing: float = 
     in_us, out_us = has_earlier * copy_us(kv, before), copy_us(kv, work.tokens)
     back_us = copy_us(kv, upto) + has_later * copy_us(gradient, upto)
     sums_us = has_earlier * copy_us(gradient, before)  # on their way out
-    device = 1.0 + costs.fragmentation_share
+    device = 1.0 + fragmentation_share
     return Hosting(
         forward_us=beyond(pieces * (in_us + out_us), own.forward.per_pair_us, own.num_layers) + work.sliced * (in_us + out_us),
         backward_us=beyond(pieces * (back_us + sums_us), own.backward.per_pair_us, own.num_layers)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
 
 from megatron_epp.plan import LEVELS
-
-if TYPE_CHECKING:
-    from megatron_epp.cost.model import PipelineCosts
 
 LAYERS = "layers that keep everything"
 LEVEL_ITEMS = {name: f"layers that recompute ({name})" for name in LEVELS}
@@ -100,34 +95,3 @@ def room_bytes(free_bytes: int, reserved_bytes: int) -> int:
     """
     room = free_bytes + reserved_bytes - SETUP_MARGIN_BYTES
     return max(0, room // _CAP_STEP_BYTES * _CAP_STEP_BYTES)
-
-
-def on_device(
-    costs: PipelineCosts,
-    fragmentation_share: float | None = FRAGMENTATION_SHARE,
-    *,
-    buffers: Sequence[int] | None = None,
-) -> PipelineCosts:
-    """The costs with what a device holds beside what autograd keeps.
-
-    A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
-    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size.
-
-    Args:
-        costs: that count what is kept, and nothing else.
-        fragmentation_share: of what chunks hold, that is lost between the blocks of an allocator; None as in the costs.
-        buffers: of every stage, see `Static`; None as in the costs.
-    """
-    stages = []
-    for number, stage in enumerate(costs.stages):
-        static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
-        stages.append(
-            replace(
-                stage,
-                static=static,
-                working_bytes_per_token=stage.layer_bytes_per_token if stage.num_layers else 0.0,
-            )
-        )
-    share = costs.fragmentation_share if fragmentation_share is None else fragmentation_share
-    per_token = costs.hidden_bytes_per_token
-    return replace(costs, stages=tuple(stages), fragmentation_share=share, message_bytes_per_token=per_token)

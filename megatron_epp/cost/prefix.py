@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from megatron_epp.cost.line import TimeColumn
+from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import ChunkWork, IntColumn
 from megatron_epp.plan.fresh import all_at_once, fresh_bytes
 from megatron_epp.plan.kv_offload import head_parts
-
-if TYPE_CHECKING:
-    from megatron_epp.cost.line import TimeColumn
-    from megatron_epp.cost.model import StageCosts
 
 
 def prefix_bytes(costs: StageCosts, work: ChunkWork) -> TimeColumn:

@@ -21,7 +21,8 @@ from megatron_epp.cost.fields import build, check_part
 from megatron_epp.cost.host_link import divide
 from megatron_epp.cost.line import NO_TIME, Level, Line
 from megatron_epp.cost.memory import Static
-from megatron_epp.cost.model import PipelineCosts, StageCosts
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.text import Form
 from megatron_epp.plan import EppError
 

@@ -6,14 +6,20 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import parse_json, shown
 
-if TYPE_CHECKING:
-    from megatron_epp.cost.model import PipelineCosts
-    from megatron_epp.cost.profile import Profile
+
+class HostCosts(Protocol):
+    """A dataclass of costs."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def host_us_per_byte(self) -> float:
+        """Infinite without a link to the host."""
 
 
 class Form(NamedTuple):
@@ -28,7 +34,7 @@ class Form(NamedTuple):
     schema: str
     version: int
 
-    def write(self, costs: PipelineCosts | Profile) -> str:
+    def write(self, costs: HostCosts) -> str:
         """Canonical JSON; no link to the host is written as null."""
         body = {"schema": self.schema, "version": self.version, **asdict(costs)}
         if math.isinf(costs.host_us_per_byte):

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError
 from megatron_epp.plan.reading import shown
-from megatron_epp.planner.assemble import Decisions, build_plan
+from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.baselines import BASELINES
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.refine import milp
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate

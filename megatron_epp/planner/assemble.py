@@ -2,62 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import starmap
 from operator import add, sub
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Action, Chunk, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
+from megatron_epp.plan import Action, Copy, Messages, Op, Plan, PlanError, Prediction, Step, is_unlimited
 from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.evaluate import Layers, backward_times, moved_bytes, recompute_times
-from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, hosted_entries, with_hosted
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import backward_times, moved_bytes, recompute_times
+from megatron_epp.planner.memory.kv_offload import hosted_entries
 from megatron_epp.planner.memory.messages import MessageRoomError
-from megatron_epp.planner.memory.offload import Offload
 from megatron_epp.planner.memory.recompute import levels
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
-from megatron_epp.planner.orders.warm_up import CopyOrder, Order
-from megatron_epp.planner.problem import WHOLE, Options, Problem
-from megatron_epp.planner.tables import Tables, tabulate
-
-
-@dataclass(frozen=True, slots=True)
-class Decisions:
-    """All a planner decides.
-
-    Attributes:
-        chunks: the chunk table.
-        order: the actions of every rank.
-        layers: recompute ``[stage][chunk]``, in steps on the ladders of `levels`.
-        levels: of recompute that were to choose from.
-        token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
-        copies: offloads and loads of every rank, in order; empty where there are none.
-        offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
-        hosted: stages and sequences whose keys and values are at the host.
-    """
-
-    chunks: tuple[Chunk, ...]
-    order: Order
-    layers: Layers
-    levels: tuple[str, ...] = WHOLE
-    token_multiple: int | None = None
-    copies: CopyOrder = ()
-    offload: tuple[tuple[float, ...], ...] = ()
-    hosted: Pairs = frozenset()
-
-    def tables(self, problem: Problem, costs: Costs) -> Tables:
-        """Times and sizes of what was decided."""
-        tables = tabulate(self.chunks, problem, costs, self.levels)
-        if not self.hosted:
-            return tables
-        sharing = SHARING if any(self.copies) else 1.0
-        return with_hosted(tables, self.chunks, problem, costs, self.levels, self.hosted, sharing)
-
-    @property
-    def beside(self) -> Offload:
-        """What is copied, if anything is."""
-        return Offload(self.layers, self.offload, self.copies)
+from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tables import Tables
 
 
 def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions, tables: Tables | None = None) -> Plan:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,12 +30,10 @@ from megatron_epp.plan import (
 )
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.tables import check_hosted, check_tokens
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
-
-if TYPE_CHECKING:
-    from megatron_epp.planner.assemble import Decisions
 
 _TRAINING, _EVALUATION = frozenset({Op.F, Op.B, Op.W}), frozenset({Op.F})
 """The compute actions of which costs are known."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from megatron_epp.cost.line import TimeColumn
 from megatron_epp.cost.work import IntColumn
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
 from megatron_epp.planner.kernels import climb
-from megatron_epp.planner.kernels.columns import Columns, columns_of
-from megatron_epp.planner.kernels.compiled import plain
+from megatron_epp.planner.kernels.columns import Columns
+from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers, plain
 from megatron_epp.planner.memory.ladder import ABSENT, Rung, ladder, recompute_of, taken_by
 from megatron_epp.planner.memory.messages import message_room
 from megatron_epp.planner.problem import WHOLE, Problem
@@ -281,3 +281,54 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         "weight_layer": of_layer,
         "weight_surge": apart,
     }
+
+
+def columns_of(tables: Tables) -> Columns:
+    chunks = len(tables.message_us)
+    none: list[list[float]] = [[0.0] * chunks] * len(tables.rank_of)
+
+    def column(rows: Sequence[Sequence[float]]) -> Floats:
+        return floats(chain.from_iterable(rows or none))
+
+    def sizes(rows: Sequence[Sequence[int]]) -> Integers:
+        return integers(chain.from_iterable(rows))
+
+    def by_rung[T](rows: Sequence[Sequence[Sequence[T]]]) -> list[T]:
+        return [value for rung in zip(*map(chain.from_iterable, rows), strict=True) for value in rung]
+
+    layer_us = by_rung([rung.layer_us for rung in tables.rungs])
+    saved = by_rung([rung.saved for rung in tables.rungs])
+    heights = [
+        sum(level >= 0 for level in rungs) for rungs in zip(*(chain.from_iterable(r.level) for r in tables.rungs), strict=True)
+    ]
+    layers = [count for count in tables.num_layers for _ in range(chunks)]
+    rungs = len(tables.rungs)
+    return Columns(
+        num_stages=len(tables.rank_of),
+        num_chunks=chunks,
+        num_rungs=rungs,
+        rank_of=integers(tables.rank_of),
+        static=integers(tables.static),
+        forward_us=column(tables.forward_us),
+        backward_us=column(tables.backward_us),
+        layer_us=floats(layer_us),
+        weight_us=column(tables.weight_us),
+        hops=column([*tables.hops, [0.0] * chunks]),
+        price=floats(time / size if size else float("inf") for time, size in zip(layer_us, saved, strict=True)),
+        dear_us=floats(max(layer_us[at : at + rungs]) for at in range(0, len(layer_us), rungs)),
+        layers=integers(layers),
+        most=integers(count * height for count, height in zip(layers, heights, strict=True)),
+        activation=sizes(tables.activation),
+        saved=integers(saved),
+        fuller=integers(by_rung([rung.fuller for rung in tables.rungs])),
+        forward_alloc=sizes(tables.forward_alloc),
+        forward_free=sizes(tables.forward_free),
+        head=sizes(tables.backward_head),
+        passed=sizes(tables.backward_passed),
+        surge=sizes(tables.backward_surge),
+        throughout=sizes(tables.backward_throughout),
+        net=sizes(tables.backward_net),
+        weight_bytes=sizes(tables.weight_bytes),
+        weight_layer=sizes(tables.weight_layer),
+        weight_surge=sizes(tables.weight_surge),
+    )

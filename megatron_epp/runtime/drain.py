@@ -7,20 +7,17 @@ the plan must throw away what came of it, on all ranks.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.context import ChunkContext
-
-if TYPE_CHECKING:
-    from megatron_epp.runtime.autograd.saved import Owner
-    from megatron_epp.runtime.executor import Mover, Stage
+from megatron_epp.runtime.stage import Mover, Stage
 
 
 class DrainedStage:
-    """Stands in for a stage that computes no more. Implements `runtime.executor.Stage`; makes tensors without storage only."""
+    """Stands in for a stage that computes no more. Implements `runtime.stage.Stage`; makes tensors without storage only."""
 
     def __init__(self, stage: Stage) -> None:
         stage.abandon()

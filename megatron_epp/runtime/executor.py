@@ -9,24 +9,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.text import to_grid
-from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.boundary import Arrival
-from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.drain import DrainedOffload, DrainedStage, blank
 from megatron_epp.runtime.links.links import Links, Receive
-from megatron_epp.runtime.offload.activations import Timed
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import SHORTAGES, Shortage, ShortagePolicy
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
+from megatron_epp.runtime.stage import Mover, Stage
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -39,48 +36,6 @@ class RunError(EppError):
 
 class ShortageRunError(RunError):
     """An action found no memory. The message holds the action, the rank, what was planned and what is in use."""
-
-
-class Stage(Protocol):
-    """A pipeline stage as the executor needs it."""
-
-    relay: KVRelay
-
-    def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
-        """Run a chunk. Returns the hidden states to hand on, or on the last stage the loss (a scalar)."""
-
-    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
-        """Differentiate `output`; `grad` is None on the last stage. With `keep_weights`, weight gradients wait for `weight`."""
-
-    def weight(self, chunk: int) -> None:
-        """Compute the weight gradients that a chunk's backward has kept."""
-
-    def before_last_gradient(self) -> None:
-        """Called once per iteration, ahead of the last action that gives the stage's parameters a gradient."""
-
-    def reduce_gradients(self) -> None:
-        """Called once per iteration: every gradient of the stage is complete, and the last one's message is on its way."""
-
-    def release_output(self, output: Tensor) -> None:
-        """The output has been sent; its storage is no longer needed."""
-
-    def abandon(self) -> None:
-        """Drop everything that is kept between actions: no more of them follow in this iteration."""
-
-    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """Shape, dtype and device of the hidden states of a chunk with so many (padded) tokens."""
-
-
-class Mover(Protocol):
-    """Offload as the executor needs it; see `runtime.offload.activations.Offload`. `owner` is a stage and a chunk."""
-
-    def forward_of(self, owner: Owner) -> AbstractContextManager[None]: ...
-    def out(self, owner: Owner, share: float, timed: Timed) -> None: ...
-    def free(self, owner: Owner) -> None: ...
-    def back(self, owner: Owner, timed: Timed) -> None: ...
-    def before_backward(self, owner: Owner) -> None: ...
-    def abandon(self) -> None: ...
-    def assert_empty(self) -> None: ...
 
 
 class Executor:

@@ -14,12 +14,13 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
 from megatron_epp.advice.recipe import recipe_text
+from megatron_epp.cli.prepare import add_arguments
 from megatron_epp.cli.train import checked_argv
 from megatron_epp.cost.library import load_cluster, load_flags
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.settings import SettingsError, load_settings
 from megatron_epp.mcore.arguments import flags
-from megatron_epp.mcore.data.prepare import add_arguments, prepare
+from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan import EppError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

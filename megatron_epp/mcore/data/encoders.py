@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from megatron_epp.cli.types import count
 from megatron_epp.data.token_record import Tokenizer, digest_of
 from megatron_epp.plan.errors import EppError
 
@@ -103,49 +101,3 @@ def identity_of_run(args: Namespace) -> Tokenizer:
     from megatron.training import global_vars
 
     return identity_of(global_vars._GLOBAL_TOKENIZER or build_tokenizer(args), args)
-
-
-# Flags and, where it differs, the field of Megatron's TokenizerConfig that each sets.
-_TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
-    "--tokenizer-type": {"metavar": "NAME", "help": "HuggingFaceTokenizer, SentencePieceTokenizer, ... (default: bytes)"},
-    "--tokenizer-model": {"metavar": "NAME|FILE", "help": "of a Hugging Face model, or its file or folder"},
-    "--vocab-file": {"metavar": "FILE", "help": "of GPT2BPETokenizer and its kin"},
-    "--merge-file": {"metavar": "FILE", "help": "of GPT2BPETokenizer and its kin"},
-    "--vocab-size": {"metavar": "N", "type": count, "help": "of NullTokenizer, whose text is ids, and TikTokenizer"},
-    "--tiktoken-pattern": {"metavar": "NAME", "help": "of TikTokenizer"},
-    "--tokenizer-special-tokens": {"metavar": "TOKEN", "nargs": "+", "dest": "special_tokens", "help": "to add to it"},
-    "--tokenizer-hf-no-include-special-tokens": {
-        "action": "store_true",
-        "help": "leave out what a Hugging Face tokenizer puts around every text",
-    },
-    "--trust-remote-code": {"action": "store_true", "help": "run code that comes with a Hugging Face tokenizer"},
-}
-
-
-def add_tokenizer_arguments(parser: ArgumentParser) -> None:
-    """Megatron's tokenizer flags, as far as they concern how text becomes ids."""
-    group = parser.add_argument_group(
-        "tokenizer",
-        "that of the model that is to be trained, by the flags of its training. Without any, tokens are bytes (0-255, and 256 "
-        "ends a document), for models made for bytes",
-    )
-    for flag, settings in _TOKENIZER_FLAGS.items():
-        unsaid = "" if "default" in settings["help"] else " (default: none)"
-        group.add_argument(flag, default=None, **settings | {"help": settings["help"] + unsaid})
-
-
-def encoder_from(args: Namespace) -> Encoder:
-    """The encoder that the flags of `add_tokenizer_arguments` ask for; bytes when none was given."""
-    given: dict[str, object] = {}
-    flags: list[str] = []
-    for flag, settings in _TOKENIZER_FLAGS.items():
-        field = settings.get("dest", flag.removeprefix("--").replace("-", "_"))
-        value = getattr(args, field)
-        if value is not None:
-            given[field] = value
-            flags += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
-    if not given:
-        return BYTES
-    if args.tokenizer_type is None:
-        raise EppError(f"{flags[0]} needs --tokenizer-type")
-    return megatron_encoder(given, shlex.join(flags))

@@ -1,24 +1,18 @@
-"""Text to a Megatron ``.bin``/``.idx`` pair: the ``megatron-epp prepare`` command.
-
-Megatron is imported only when there is something to write, so that the flags can be listed without it.
-"""
+"""Text to a Megatron ``.bin``/``.idx`` pair. Megatron is imported only when there is something to write."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megatron_epp.cli.output import say
 from megatron_epp.data.token_record import SUFFIX, TokenRecord
-from megatron_epp.mcore.data.encoders import BYTES, Encoder, add_tokenizer_arguments, encoder_from
+from megatron_epp.mcore.data.encoders import BYTES, Encoder
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import parse_json
 
@@ -195,39 +189,3 @@ def histogram(lengths: np.ndarray, width: int = 40) -> list[str]:
         share = tokens[number] / tokens.sum()
         lines.append(f"{4**number:>10,} - {4 ** (number + 1) - 1:>10,}  {counts[number]:>11,}  {share:>12.1%}  {bar}".rstrip())
     return lines
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
-    parser.add_argument("--input", nargs="+", required=True, help="folders (a document per file), JSONL files, or single files")
-    parser.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help=f"writes PREFIX.bin, PREFIX.idx for --data-path PREFIX, and PREFIX{SUFFIX}",
-    )
-    parser.add_argument(
-        "--suffixes", nargs="+", default=list(SUFFIXES), help=f"files to take from folders (default: {' '.join(SUFFIXES)})"
-    )
-    parser.add_argument("--json-key", default="text", help="where a JSONL line holds its document (%(default)s)")
-    parser.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents with a token")
-    add_tokenizer_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """The ``megatron-epp prepare`` command: prepare, then print the summary."""
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("megatron_epp").setLevel(logging.INFO)
-    with warnings.catch_warnings():
-        # On import Megatron warns of missing GPU libraries, which play no part here.
-        warnings.filterwarnings("ignore", module=r"megatron\.")
-        summary = prepare(
-            args.input,
-            args.output_prefix,
-            encoder=encoder_from(args),
-            append_eod=args.append_eod,
-            suffixes=args.suffixes,
-            json_key=args.json_key,
-        )
-    say(str(summary))
-    return 0

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_recompute_only
 from megatron_epp.planner.baselines.rows import chunk_sizes, first_fit, split
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.orders.warm_up import elastic_1f1b, slice_groups
 from megatron_epp.planner.problem import Options, Problem

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, PlanError
-from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import Layers, makespan_us
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron_epp.cost import Costs
-from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.baselines.contest import Contest
 from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.baselines.rows import context_tokens, pack_whole
 from megatron_epp.planner.chunks.chunker import round_up
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem, require_whole
 
 

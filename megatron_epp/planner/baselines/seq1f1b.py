@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.baselines.contest import Contest
 from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.baselines.rows import chunk_sizes, first_fit, split
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.problem import Options, Problem
 

@@ -10,8 +10,9 @@ from functools import partial
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError
-from megatron_epp.planner.assemble import Decisions, build_plan
+from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.milp import Solution
 from megatron_epp.planner.exact.model import OracleModel
 from megatron_epp.planner.problem import Options, Problem

@@ -12,7 +12,8 @@ from functools import partial
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
-from megatron_epp.planner.assemble import Decisions, build_plan
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.oracle import oracle
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import WHOLE, Options, Problem, validate

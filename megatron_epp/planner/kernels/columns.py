@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
 from megatron_epp.plan import Action, Op, PlanError
-from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers
-
-if TYPE_CHECKING:
-    from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.kernels.compiled import Floats, Integers, integers
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 OPS = {Op.F: FORWARD, Op.B: BACKWARD, Op.W: WEIGHT}
@@ -56,57 +53,6 @@ class Columns(NamedTuple):
     weight_bytes: Integers
     weight_layer: Integers
     weight_surge: Integers
-
-
-def columns_of(tables: Tables) -> Columns:
-    chunks = len(tables.message_us)
-    none: list[list[float]] = [[0.0] * chunks] * len(tables.rank_of)
-
-    def column(rows: Sequence[Sequence[float]]) -> Floats:
-        return floats(chain.from_iterable(rows or none))
-
-    def sizes(rows: Sequence[Sequence[int]]) -> Integers:
-        return integers(chain.from_iterable(rows))
-
-    def by_rung[T](rows: Sequence[Sequence[Sequence[T]]]) -> list[T]:
-        return [value for rung in zip(*map(chain.from_iterable, rows), strict=True) for value in rung]
-
-    layer_us = by_rung([rung.layer_us for rung in tables.rungs])
-    saved = by_rung([rung.saved for rung in tables.rungs])
-    heights = [
-        sum(level >= 0 for level in rungs) for rungs in zip(*(chain.from_iterable(r.level) for r in tables.rungs), strict=True)
-    ]
-    layers = [count for count in tables.num_layers for _ in range(chunks)]
-    rungs = len(tables.rungs)
-    return Columns(
-        num_stages=len(tables.rank_of),
-        num_chunks=chunks,
-        num_rungs=rungs,
-        rank_of=integers(tables.rank_of),
-        static=integers(tables.static),
-        forward_us=column(tables.forward_us),
-        backward_us=column(tables.backward_us),
-        layer_us=floats(layer_us),
-        weight_us=column(tables.weight_us),
-        hops=column([*tables.hops, [0.0] * chunks]),
-        price=floats(time / size if size else float("inf") for time, size in zip(layer_us, saved, strict=True)),
-        dear_us=floats(max(layer_us[at : at + rungs]) for at in range(0, len(layer_us), rungs)),
-        layers=integers(layers),
-        most=integers(count * height for count, height in zip(layers, heights, strict=True)),
-        activation=sizes(tables.activation),
-        saved=integers(saved),
-        fuller=integers(by_rung([rung.fuller for rung in tables.rungs])),
-        forward_alloc=sizes(tables.forward_alloc),
-        forward_free=sizes(tables.forward_free),
-        head=sizes(tables.backward_head),
-        passed=sizes(tables.backward_passed),
-        surge=sizes(tables.backward_surge),
-        throughout=sizes(tables.backward_throughout),
-        net=sizes(tables.backward_net),
-        weight_bytes=sizes(tables.weight_bytes),
-        weight_layer=sizes(tables.weight_layer),
-        weight_surge=sizes(tables.weight_surge),
-    )
 
 
 class Codes(NamedTuple):

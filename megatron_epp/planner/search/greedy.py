@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, Chunk
-from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, round_up, whole_sequences
 from megatron_epp.planner.chunks.whole import plainly, tables_with_whole
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.mistakes import refuse_table

@@ -8,8 +8,8 @@ from functools import cache
 from itertools import accumulate, chain
 
 from megatron_epp.plan import is_unlimited
-from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
 from megatron_epp.planner.kernels.columns import Codes, decode, encode
 from megatron_epp.planner.kernels.compiled import floats, integers, is_compiled

@@ -18,9 +18,10 @@ import numpy as np
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan, PlanError
 from megatron_epp.plan.check.lockstep import check_matched
-from megatron_epp.planner.assemble import Decisions, build_plan
+from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us, play
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_hosted
 from megatron_epp.planner.memory.kv_offload_choice import at_host, choices

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.assemble import Decisions
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Problem
 
 

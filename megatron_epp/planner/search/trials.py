@@ -10,8 +10,8 @@ from operator import itemgetter
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError
-from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_hosted

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.assemble import Decisions
 from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_recompute_only
 from megatron_epp.planner.baselines.infinipipe.checkpoints import diagonal_checkpoints
 from megatron_epp.planner.baselines.infinipipe.chunks import algorithm_1
 from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order, slice_groups

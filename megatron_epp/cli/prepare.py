@@ -1,0 +1,98 @@
+"""The command that writes documents as Megatron's ``.bin``/``.idx`` pairs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import warnings
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from megatron_epp.cli.output import say
+from megatron_epp.cli.types import count
+from megatron_epp.data.token_record import SUFFIX
+from megatron_epp.mcore.data.encoders import BYTES, Encoder, megatron_encoder
+from megatron_epp.mcore.data.prepare import SUFFIXES, prepare
+from megatron_epp.plan.errors import EppError
+
+# Flags and, where it differs, the field of Megatron's TokenizerConfig that each sets.
+_TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
+    "--tokenizer-type": {"metavar": "NAME", "help": "HuggingFaceTokenizer, SentencePieceTokenizer, ... (default: bytes)"},
+    "--tokenizer-model": {"metavar": "NAME|FILE", "help": "of a Hugging Face model, or its file or folder"},
+    "--vocab-file": {"metavar": "FILE", "help": "of GPT2BPETokenizer and its kin"},
+    "--merge-file": {"metavar": "FILE", "help": "of GPT2BPETokenizer and its kin"},
+    "--vocab-size": {"metavar": "N", "type": count, "help": "of NullTokenizer, whose text is ids, and TikTokenizer"},
+    "--tiktoken-pattern": {"metavar": "NAME", "help": "of TikTokenizer"},
+    "--tokenizer-special-tokens": {"metavar": "TOKEN", "nargs": "+", "dest": "special_tokens", "help": "to add to it"},
+    "--tokenizer-hf-no-include-special-tokens": {
+        "action": "store_true",
+        "help": "leave out what a Hugging Face tokenizer puts around every text",
+    },
+    "--trust-remote-code": {"action": "store_true", "help": "run code that comes with a Hugging Face tokenizer"},
+}
+
+
+def add_tokenizer_arguments(parser: ArgumentParser) -> None:
+    """Megatron's tokenizer flags, as far as they concern how text becomes ids."""
+    group = parser.add_argument_group(
+        "tokenizer",
+        "that of the model that is to be trained, by the flags of its training. Without any, tokens are bytes (0-255, and 256 "
+        "ends a document), for models made for bytes",
+    )
+    for flag, settings in _TOKENIZER_FLAGS.items():
+        unsaid = "" if "default" in settings["help"] else " (default: none)"
+        group.add_argument(flag, default=None, **settings | {"help": settings["help"] + unsaid})
+
+
+def encoder_from(args: Namespace) -> Encoder:
+    """The encoder that the flags of `add_tokenizer_arguments` ask for; bytes when none was given."""
+    given: dict[str, object] = {}
+    flags: list[str] = []
+    for flag, settings in _TOKENIZER_FLAGS.items():
+        field = settings.get("dest", flag.removeprefix("--").replace("-", "_"))
+        value = getattr(args, field)
+        if value is not None:
+            given[field] = value
+            flags += [flag, *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
+    if not given:
+        return BYTES
+    if args.tokenizer_type is None:
+        raise EppError(f"{flags[0]} needs --tokenizer-type")
+    return megatron_encoder(given, shlex.join(flags))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
+    parser.add_argument("--input", nargs="+", required=True, help="folders (a document per file), JSONL files, or single files")
+    parser.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help=f"writes PREFIX.bin, PREFIX.idx for --data-path PREFIX, and PREFIX{SUFFIX}",
+    )
+    parser.add_argument(
+        "--suffixes", nargs="+", default=list(SUFFIXES), help=f"files to take from folders (default: {' '.join(SUFFIXES)})"
+    )
+    parser.add_argument("--json-key", default="text", help="where a JSONL line holds its document (%(default)s)")
+    parser.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents with a token")
+    add_tokenizer_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """The ``megatron-epp prepare`` command: prepare, then print the summary."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron_epp").setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        # On import Megatron warns of missing GPU libraries, which play no part here.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        summary = prepare(
+            args.input,
+            args.output_prefix,
+            encoder=encoder_from(args),
+            append_eod=args.append_eod,
+            suffixes=args.suffixes,
+            json_key=args.json_key,
+        )
+    say(str(summary))
+    return 0

@@ -1,0 +1,52 @@
+"""Everything a planner decides about a batch; `assemble` turns it into a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk
+from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_hosted
+from megatron_epp.planner.memory.offload import Offload
+from megatron_epp.planner.orders.warm_up import CopyOrder, Order
+from megatron_epp.planner.problem import WHOLE, Problem
+from megatron_epp.planner.tables import Tables, tabulate
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """All a planner decides.
+
+    Attributes:
+        chunks: the chunk table.
+        order: the actions of every rank.
+        layers: recompute ``[stage][chunk]``, in steps on the ladders of `levels`.
+        levels: of recompute that were to choose from.
+        token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
+        copies: offloads and loads of every rank, in order; empty where there are none.
+        offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
+        hosted: stages and sequences whose keys and values are at the host.
+    """
+
+    chunks: tuple[Chunk, ...]
+    order: Order
+    layers: Layers
+    levels: tuple[str, ...] = WHOLE
+    token_multiple: int | None = None
+    copies: CopyOrder = ()
+    offload: tuple[tuple[float, ...], ...] = ()
+    hosted: Pairs = frozenset()
+
+    def tables(self, problem: Problem, costs: Costs) -> Tables:
+        """Times and sizes of what was decided."""
+        tables = tabulate(self.chunks, problem, costs, self.levels)
+        if not self.hosted:
+            return tables
+        sharing = SHARING if any(self.copies) else 1.0
+        return with_hosted(tables, self.chunks, problem, costs, self.levels, self.hosted, sharing)
+
+    @property
+    def beside(self) -> Offload:
+        """What is copied, if anything is."""
+        return Offload(self.layers, self.offload, self.copies)

@@ -1,0 +1,89 @@
+"""Packages import from packages below them only, and no modules import each other in a circle."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import megatron_epp
+
+ROOT = Path(megatron_epp.__file__).parent
+LAYERS = (
+    {"plan"},
+    {"cost"},
+    {"planner", "report"},
+    {"advice", "launch", "data"},
+    {"runtime"},
+    {"mcore"},
+    {"cli", "run"},
+)
+"""From the lowest to the highest. Packages of one layer do not import each other."""
+PURE = ("plan", "cost", "planner", "report", "advice")
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name below the package; ``plan`` stands for its ``__init__`` file."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        *folders, name = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(folders if name == "__init__" else [*folders, name])] = path
+    return found
+
+
+def imports(tree: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
+    """Modules of this package that code imports anywhere: at its top, inside functions, or for type checking."""
+    prefix = "megatron_epp."
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(prefix):
+            module = str(node.module).removeprefix(prefix)
+            whole = (f"{module}.{alias.name}" for alias in node.names)
+            yield from (name if name in known else module for name in whole)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix(prefix) for alias in node.names if alias.name.startswith(prefix))
+
+
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: set(imports(ast.parse(path.read_text()), known)) - {name} for name, path in known.items()}
+
+
+def upward(edges: Mapping[str, set[str]]) -> list[str]:
+    """Imports that do not go down, between packages of `LAYERS`."""
+    height = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+    found = []
+    for name, targets in edges.items():
+        for target in targets:
+            source, goal = name.partition(".")[0], target.partition(".")[0]
+            if name and source != goal and height[source] <= height[goal]:
+                found.append(f"{name} imports {target}")
+    return sorted(found)
+
+
+def test_every_package_has_its_layer():
+    assert {name.partition(".")[0] for name in modules()} - {""} == set().union(*LAYERS)
+
+
+def test_imports_go_down():
+    assert upward(graph()) == []
+    assert upward({"plan.check": {"cost"}, "cost": {"plan"}}) == ["plan.check imports cost"]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    edges = graph()
+    TopologicalSorter(edges).prepare()
+    edges["plan.action"].add("plan.lowering")
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError:
+        return
+    raise AssertionError("a circle was not found")
+
+
+def test_only_mcore_imports_megatron_and_planning_imports_no_torch():
+    for name, path in modules().items():
+        package = name.partition(".")[0]
+        heavy = {"torch", "transformer_engine", "megatron"} if package in PURE else {"megatron"}
+        for node in ast.walk(ast.parse(path.read_text())):
+            found = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert package == "mcore" or not heavy & {module.partition(".")[0] for module in found}, name
