@@ -1,1 +1,1 @@
-"""Which parallel sizes to train a model with: layouts searched with the planner and the memory account."""
+"""Advice on parallel sizes for training a model: a search over layouts with the planner and the memory account."""

@@ -1,4 +1,4 @@
-"""The layouts worth a look, and what is ruled out before any planning."""
+"""Candidate layouts, and the sizes that are ruled out before any planning."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def candidates(question: Question) -> tuple[list[Layout], list[Refusal]]:
 
 
 def variants(question: Question, layout: Layout) -> Iterator[Layout]:
-    """The same parallel sizes with layers balanced, and with two stages on every rank, looped and there and back."""
+    """Yield layouts of the same parallel sizes with layers balanced, and with two stages on every rank, placed looped and v."""
     if layout.pipeline < 2:
         return
     stages = _sizes(question, "virtual", [1, 2])
@@ -63,7 +63,7 @@ def variants(question: Question, layout: Layout) -> Iterator[Layout]:
 
 
 def _tensor_refusal(question: Question, tensor: int) -> tuple[str, str] | None:
-    """The size that rules tensor parallelism out, and why."""
+    """Return the size that rules tensor parallelism out, and the reason; None if it is possible."""
     node, groups = question.cluster.devices_per_node, question.flags.get("num_query_groups")
     heads = int(question.flags["num_attention_heads"])
     if tensor > node:
@@ -76,7 +76,7 @@ def _tensor_refusal(question: Question, tensor: int) -> tuple[str, str] | None:
 
 
 def _layout_refusal(question: Question, layout: Layout) -> tuple[str, str] | None:
-    """The size that rules a layout out, and why."""
+    """Return the size that rules a layout out, and the reason; None if it is possible."""
     num_layers, batch = int(question.flags["num_layers"]), len(question.lengths)
     if layout.pipeline > num_layers:
         return f"PP above {num_layers}", f"there are {num_layers} layers only"
@@ -86,7 +86,7 @@ def _layout_refusal(question: Question, layout: Layout) -> tuple[str, str] | Non
 
 
 def _with_experts(question: Question, layout: Layout) -> list[Layout]:
-    """With every expert-parallel size that shares experts among ranks of one node."""
+    """Return the layout with every expert-parallel size that shares experts among ranks of one node."""
     experts = question.flags.get("num_experts")
     if not experts:
         return [layout]
@@ -97,7 +97,7 @@ def _with_experts(question: Question, layout: Layout) -> list[Layout]:
 
 
 def _in_whole_teams(layout: Layout, expert: int) -> bool:
-    """Context-parallel ranks share experts among themselves, or all of them with those of other replicas."""
+    """True if context-parallel ranks share experts among themselves, or all of them with those of other replicas."""
     return layout.context % expert == 0 or (expert % layout.context == 0 and layout.data % (expert // layout.context) == 0)
 
 
@@ -114,7 +114,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def check_devices(question: Question) -> None:
-    """Raise `EppError` where the devices make no whole nodes, or fixed sizes do not divide them."""
+    """Raise `EppError` if the devices are not whole nodes, or fixed sizes do not divide their number."""
     node, devices = question.cluster.devices_per_node, question.devices
     if devices > node and devices % node:
         less = devices // node * node

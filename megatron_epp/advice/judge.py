@@ -1,4 +1,4 @@
-"""What a layout takes: whether it fits, and the parts of a training step."""
+"""Evaluation of a layout: whether it fits, and the parts of the time of a training step."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from megatron_epp.planner.service.replica_balance import Share, by_count, divide
 from megatron_epp.report.facts import busy_us
 
 PLAIN = (("1f1b-padded", 1), *(("1f1b-packed", rows) for rows in (1, 2, 4, 8)))
-"""Megatron's own 1F1B: planners, and how many contexts long a microbatch may be."""
+"""Megatron's own 1F1B: planners, and the largest length of a microbatch in contexts."""
 _EXCHANGES = 8
-"""Between replicas, judged by estimates, before their shares are planned."""
+"""Largest number of exchanges of sequences between replicas, judged by estimates, before their shares are planned."""
 _PLANNED = 4
-"""Replicas of a layout that are planned at most, those that are estimated to take longest."""
+"""Largest number of planned groups of replicas of a layout, those that are estimated to take longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Where the time of a step goes, in microseconds, on the mean over all devices.
+    """Parts of the time of a step in microseconds, as means over all devices.
 
     Attributes:
-        compute_us: work with nothing done twice, exchanges apart.
+        compute_us: compute without recompute and without exchanges.
         exchange_us: between the ranks that share a layer.
-        recompute_us: of what backward runs again.
-        bubble_us: in which ranks of a pipeline wait for each other.
-        waiting_us: in which replicas wait for the slowest.
-        reduction_us: of gradients, and gathering of weights.
+        recompute_us: recompute in backward.
+        bubble_us: ranks of a pipeline wait for each other.
+        waiting_us: replicas wait for the slowest.
+        reduction_us: reduction of gradients, and gathering of weights.
     """
 
     compute_us: float
@@ -53,10 +53,10 @@ class Entry:
     """A layout that fits.
 
     Attributes:
-        layout: that was judged.
+        layout: the evaluated layout.
         parts: of its step.
         plan: of its slowest replica.
-        is_exact: as training would plan; a few plans were tried, otherwise.
+        is_exact: True if planned as in training; otherwise only a few plans were tried.
     """
 
     layout: Layout
@@ -71,14 +71,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What cannot run.
+    """A layout, or a size, that cannot run.
 
     Attributes:
-        name: of a layout, or of a size that all of several have.
-        why: in words, with numbers.
-        needed_bytes: of memory that would do; 0 where memory is not the reason.
-        layout: where it is one.
-        is_static: weights and optimizer alone are too large.
+        name: of a layout, or of a size that several layouts have in common.
+        why: reason in words, with numbers.
+        needed_bytes: sufficient memory; 0 if memory is not the reason.
+        layout: the layout; None for a size.
+        is_static: True if weights and optimizer alone are too large.
     """
 
     name: str
@@ -94,8 +94,8 @@ class Plain:
 
     Attributes:
         layout: with one stage on each rank.
-        planner: that made it.
-        contexts: that a microbatch may be long.
+        planner: name of the planner.
+        contexts: largest length of a microbatch, in contexts.
         step_us: time of a step.
     """
 
@@ -106,7 +106,7 @@ class Plain:
 
 
 def misfit(question: Question, layout: Layout) -> Refusal | None:
-    """Why weights and optimizer, or a sequence as long as the context, do not fit; None where they do."""
+    """Return the refusal if weights and optimizer, or a sequence as long as the context, do not fit; None if they do."""
     costs, cap = question.costs(layout), question.cap_bytes
     static = [0] * layout.pipeline
     for stage, rank in enumerate(layout.rank_of):
@@ -125,7 +125,9 @@ def misfit(question: Question, layout: Layout) -> Refusal | None:
 
 
 def shares_by_work(question: Question, layout: Layout) -> tuple[Share, ...]:
-    """The batch shared out by work alone, the most laden replica first. It depends on little but the number of replicas."""
+    """Divide the batch by work alone, the replica with the most work first. The result depends mainly on the number of
+    replicas.
+    """
     problem, costs = question.problem(layout, question.lengths), question.costs(layout)
     work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
     alone = tuple((replica,) for replica in range(layout.data))
@@ -135,7 +137,7 @@ def shares_by_work(question: Question, layout: Layout) -> tuple[Share, ...]:
 
 
 def roughly(question: Question, layout: Layout, shares: Sequence[Share]) -> Entry:
-    """Judge by a rough plan of the most laden replica, which comes first. Raises `InfeasibleError`."""
+    """Evaluate by a rough plan of the replica with the most work, which is the first. Raises `InfeasibleError`."""
     costs = question.costs(layout)
     problem = question.problem(layout, tuple(question.lengths[at] for at in shares[0]))
     try:
@@ -149,7 +151,7 @@ def roughly(question: Question, layout: Layout, shares: Sequence[Share]) -> Entr
 
 
 def exactly(question: Question, layout: Layout) -> Entry:
-    """Judge by the plans that training would run. Raises `InfeasibleError`."""
+    """Evaluate by the plans that training would run. Raises `InfeasibleError`."""
     costs = question.costs(layout)
     problem = question.problem(layout, question.lengths)
     division = divide(
@@ -177,9 +179,9 @@ def exactly(question: Question, layout: Layout) -> Entry:
 
 
 def plain(question: Question, layout: Layout, shares: Sequence[Share]) -> Plain | None:
-    """Megatron's 1F1B with the better of its ways to fill microbatches; None where neither fits.
+    """Evaluate Megatron's 1F1B with the better of its ways to fill microbatches; None if neither fits.
 
-    Kinder than the original: of sharing out the batch by count and by work, which Megatron does not do, the better counts.
+    This favours 1F1B: the batch is divided by count and by work, which Megatron does not do, and the better result counts.
     """
     costs, best = question.costs(layout), None
     work_us = sequence_work(question.problem(layout, question.lengths), costs)
@@ -199,11 +201,11 @@ def plain(question: Question, layout: Layout, shares: Sequence[Share]) -> Plain 
 
 
 def _parts(question: Question, layout: Layout, made: Plan, mean: float) -> Parts:
-    """Parts of a step.
+    """Compute the parts of a step.
 
     Args:
-        made: of the slowest replica.
-        mean: time of all replicas on the mean, over that of the slowest.
+        made: plan of the slowest replica.
+        mean: mean time of all replicas, divided by that of the slowest.
     """
     shape, rates, ranks = question.shape(layout), question.rates(layout), made.num_ranks
     makespan_us = made.predicted.makespan_us
@@ -223,5 +225,5 @@ def _parts(question: Question, layout: Layout, made: Plan, mean: float) -> Parts
 
 
 def gib(num_bytes: float) -> str:
-    """``71.5 GiB``."""
+    """Format bytes as ``71.5 GiB``."""
     return f"{num_bytes / 2**30:,.1f} GiB"

@@ -12,13 +12,13 @@ from megatron_epp.plan.placement import Placement
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """How a model and a batch are spread over devices.
+    """Distribution of a model and a batch over devices.
 
     Attributes:
         tensor, context, pipeline, data: parallel sizes; their product is the number of devices.
         expert: ranks that share experts; they are among the context- and data-parallel ones.
         virtual: stages on each rank.
-        placement: of the stages where a rank has several, as ``--epp-placement`` takes it.
+        placement: of the stages if a rank has several, a value of ``--epp-placement``.
         layers: of every stage, in the model's order.
     """
 
@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def sharing(self) -> tuple[int, int, int]:
-        """Tensor-, context- and expert-parallel size: which ranks share a layer."""
+        """Tensor-, context- and expert-parallel sizes, which determine the ranks that share a layer."""
         return self.tensor, self.context, self.expert
 
     @property
@@ -51,13 +51,13 @@ class Layout:
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:
-        """Replicas that share experts: context-parallel ranks do so first."""
+        """Groups of replicas that share experts; context-parallel ranks share them first."""
         size = max(1, self.expert // self.context)
         return tuple(tuple(range(first, first + size)) for first in range(0, self.data, size))
 
     @property
     def name(self) -> str:
-        """``TP 2 CP 1 PP 4 DP 8``, and what is not usual about it."""
+        """Name such as ``TP 2 CP 1 PP 4 DP 8``, followed by sizes other than the default."""
         words = [f"TP {self.tensor} CP {self.context} PP {self.pipeline} DP {self.data}"]
         words += [f"EP {self.expert}"] * (self.expert > 1)
         words += [f"VPP {self.virtual} {self.placement}"] * (self.virtual > 1)
@@ -66,13 +66,13 @@ class Layout:
 
     @property
     def layers_text(self) -> str:
-        """``4x8``, or ``9 2x8 7``."""
+        """Layers per stage in short form: ``4x8``, or ``9 2x8 7``."""
         runs = [(len(list(same)), count) for count, same in groupby(self.layers)]
         return " ".join(f"{times}x{count}" if times > 1 else str(count) for times, count in runs)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Megatron's flags for it, with underscores."""
+        """Megatron's flags for the layout, with underscores."""
         flags: dict[str, Any] = {
             "tensor_model_parallel_size": self.tensor,
             "sequence_parallel": self.tensor > 1,

@@ -1,4 +1,4 @@
-"""What is asked: a model, a cluster, a batch; and what a layout costs there."""
+"""The input of the advice, a model, a cluster and a batch, and the costs of a layout for it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, sha
 from megatron_epp.planner import Options, Problem
 
 type Sharing = tuple[int, int, int]
-"""Tensor-, context- and expert-parallel sizes: which ranks share a layer."""
+"""Tensor-, context- and expert-parallel sizes, which determine the ranks that share a layer."""
 REDUCED_BYTES = 4
-"""Of a parameter's gradient, which is reduced in fp32."""
+"""Bytes of a parameter's gradient in the reduction, which is in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to advise on.
+    """Input of the advice.
 
     Attributes:
-        flags: Megatron's, of the model; parallel sizes in it do not matter.
-        cluster: of machines.
-        devices: to use.
-        cap_bytes: what one device may hold.
+        flags: Megatron's flags of the model; parallel sizes among them are ignored.
+        cluster: kind of machine.
+        devices: number of devices to use.
+        cap_bytes: memory cap of one device.
         lengths: tokens of every sequence of a global batch.
-        context: tokens of the longest sequence there may be.
-        fixed: sizes that are not to be searched, by names of `Layout`.
+        context: largest number of tokens of a sequence.
+        fixed: sizes that are not searched, by names of `Layout`.
         options: of the planner.
-        measured: profiles that take the place of formulas, by which ranks share a layer; where there are any, nothing else is
-            searched.
-        costs_files: where each of them is.
-        documents: what becomes of documents longer than the context (`LONG_DOCUMENTS`); `lengths` are of what they have become.
+        measured: profiles that replace formulas, by sizes that share a layer; if there are any, no other sizes are searched.
+        costs_files: path of each of them.
+        documents: treatment of documents longer than the context (`LONG_DOCUMENTS`), already applied to `lengths`.
     """
 
     flags: dict[str, Any]
@@ -57,16 +56,16 @@ class Question:
         return 2 if self.flags.get("bf16") or self.flags.get("fp16") else 4
 
     def shape(self, layout: Layout) -> ModelShape:
-        """Raises `EppError`: the heads cannot be shared so."""
+        """Return the model's shape with the layout's sizes. Raises `EppError` if the heads cannot be shared evenly."""
         return shape_of(
             self.flags | layout.settings | {"seq_length": self.context, "expert_model_parallel_size": layout.expert}
         )
 
     def rates(self, layout: Layout) -> Rates:
-        """Of the cluster, with the links that the layout's ranks have.
+        """Rates of the cluster, with the links between the layout's ranks.
 
         Tensor-parallel ranks are neighbours, then context-parallel ones, then replicas, then stages, as Megatron numbers them.
-        Stages are taken to be on nodes of their own, unless there is one node only.
+        Stages are assumed to be on different nodes, unless there is only one node.
         """
         rates, node = self.cluster.rates, self.cluster.devices_per_node
         if self.devices <= node:
@@ -79,13 +78,13 @@ class Question:
         return replace(rates, exchange_bytes=1 / ((1 - abroad) / rates.exchange_bytes + abroad / rates.message_bytes))
 
     def profile(self, layout: Layout) -> Profile:
-        """As it was measured with the layout's sizes, else by formula."""
+        """Profile measured with the layout's sizes, or by formula if there is none."""
         return self.measured.get(layout.sharing) or analytic_profile(self.shape(layout), self.rates(layout))
 
     def costs(self, layout: Layout) -> PipelineCosts:
-        """Of every stage of the layout, with what a device holds beside what autograd keeps.
+        """Costs of every stage of the layout, including device memory in addition to the tensors that autograd keeps.
 
-        The optimizer's state is shared by all ranks that hold the same weights; experts' are held by fewer.
+        The optimizer's state is sharded over all ranks that hold the same weights; experts' weights are held by fewer ranks.
         """
         profile, shape = self.profile(layout), self.shape(layout)
         holders, share = layout.context * layout.data, shape.expert_parameters_on_rank / shape.layer_parameters_on_rank
@@ -94,21 +93,21 @@ class Question:
         return on_device(costs, buffers=profile.gradient_buffers(layout.num_stages))
 
     def problem(self, layout: Layout, lengths: tuple[int, ...]) -> Problem:
-        """One iteration of one replica."""
+        """Planning problem of one iteration of one replica."""
         caps = (self.cap_bytes,) * layout.pipeline
         return Problem(lengths, layout.rank_of, caps, token_multiple=layout.tensor * layout.context)
 
     def layers(self, layout: Layout, partition: str) -> tuple[int, ...]:
-        """Of every stage, ``even`` or ``balanced``. Raises `EppError` where there are more stages than layers."""
+        """Layers of every stage, ``even`` or ``balanced``. Raises `EppError` if there are more stages than layers."""
         num_layers = int(self.flags["num_layers"])
         if partition == "even":
             return even_layers(num_layers, layout.num_stages)
         return balanced_layers(self.profile(layout), num_layers, layout.num_stages, self.lengths)
 
     def reduction_us(self, layout: Layout) -> float:
-        """Time to reduce gradients and to gather weights over the ranks that hold the same, as a distributed optimizer does.
+        """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).
 
-        The slowest rank's, with nothing of it hidden behind compute. A ring over nodes uses every member's link.
+        It is that of the slowest rank, without overlap with compute. A ring over nodes uses every member's link.
         """
         shape, holders = self.shape(layout), layout.context * layout.data
         layers = [0] * layout.pipeline
@@ -124,7 +123,7 @@ class Question:
         return slowest_us
 
     def _ring_us(self, parameters: float, group: int, apart: int) -> float:
-        """For a group of ranks with so many parameters each, that are `apart` from each other in a node."""
+        """Time of `reduction_us` for a group of ranks with the given parameters each, spaced `apart` ranks in a node."""
         rates, node = self.cluster.rates, self.cluster.devices_per_node
         in_node = max(1, min(group, node // apart))
         rate = rates.exchange_bytes

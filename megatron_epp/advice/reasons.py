@@ -1,4 +1,4 @@
-"""Why a layout loses, in words with numbers."""
+"""Reasons for which a layout is slower than the best, in words with numbers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from megatron_epp.advice.judge import Entry, Parts
 from megatron_epp.advice.question import Question
 
 CLOSE = 0.02
-"""A layout that takes no longer than this share more is said to be as good."""
+"""Share of the best step's time by which a layout may be slower and still be called as good."""
 _NOTICED = 0.005
-"""Of the best step: what a part must take longer to be named."""
+"""Share of the best step's time that a part must take longer to be named as the reason."""
 
 
 def why_slower(question: Question, entry: Entry, best: Entry) -> str:
-    """What costs a layout most of what it takes longer than the best one."""
+    """Describe the part of a step that contributes most to a layout's extra time over the best one."""
     slower = entry.parts.step_us / best.parts.step_us
     name = max((part.name for part in fields(Parts)), key=lambda name: _excess_us(entry, best, name))
     about = "" if entry.is_exact else "about "

@@ -26,7 +26,7 @@ _EXAMPLES = {
     "eval_iters": 0,
 }
 _WIDTH = 112
-"""Of a line of flags."""
+"""Characters of a line of flags."""
 _OURS_TO_SAY = """\
 # Sizes are those that `megatron-epp advise` found best for {lengths}, in batches of {batch}.
 # Learning rate, iterations and folders are examples: set your own.{defaults}
@@ -45,7 +45,7 @@ def megatron_settings(question: Question, layout: Layout) -> dict[str, Any]:
 
 
 def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
-    """Those of this package, without the prefix."""
+    """This package's flags for the layout, without the prefix."""
     ours: dict[str, Any] = {}
     if not is_unlimited(question.cap_bytes):
         ours["memory_cap_gb"] = round(question.cap_bytes / 2**30, 2)
@@ -63,7 +63,7 @@ def epp_settings(question: Question, layout: Layout) -> dict[str, Any]:
 
 
 def flags_text(question: Question, layout: Layout) -> str:
-    """As a command line takes them, over several lines."""
+    """Format the flags for a command line, over several lines."""
     ours = {f"epp_{name}": value for name, value in epp_settings(question, layout).items()}
     lines = [""]
     for name, value in (megatron_settings(question, layout) | {"epp": True} | ours).items():
@@ -75,11 +75,11 @@ def flags_text(question: Question, layout: Layout) -> str:
 
 
 def recipe_text(question: Question, layout: Layout, model: str | None, lengths: str) -> str:
-    """A recipe in YAML.
+    """Format a recipe in YAML.
 
     Args:
-        model: the name of a shipped model; None writes its flags out.
-        lengths: where they came from.
+        model: the name of a shipped model; None writes the model's flags instead.
+        lengths: source of the sequence lengths.
     """
     import yaml  # type: ignore[import-untyped,unused-ignore]
 
@@ -106,7 +106,7 @@ def recipe_text(question: Question, layout: Layout, model: str | None, lengths: 
 
 
 def without_sizes(flags: dict[str, Any]) -> dict[str, Any]:
-    """A model's flags but for the parallel sizes."""
+    """A model's flags without the parallel sizes."""
     return {name: value for name, value in flags.items() if name not in _SIZES}
 
 

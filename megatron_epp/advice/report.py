@@ -15,14 +15,14 @@ from megatron_epp.report.table import format_us, table
 
 _WIDTH = 128
 _LINES = 6
-"""Reasons of a kind that are printed where not all are asked for."""
+"""Number of reasons of a kind that are printed unless all are requested."""
 _NEAR = 0.1
-"""How much longer plain 1F1B may take and still be said to come close."""
+"""Share by which plain 1F1B may be slower than the best layout and still be called close."""
 _FILLS = {"1f1b-packed": "packed", "1f1b-padded": "padded"}
 
 
 def as_text(advice: Advice, show: int, everything: bool) -> str:
-    """What was asked, the best few, whether plain 1F1B is as good, and why the others lose."""
+    """Format the advice: the input, the best layouts, a comparison with plain 1F1B, and the reasons against other layouts."""
     best, question = advice.best[0], advice.question
     tried = len(advice.best) + len(advice.slower)
     fits = f"{tried} layouts fit, {len(advice.best)} of them were planned as training would plan them; "
@@ -57,7 +57,7 @@ def _wrapped(text: str) -> str:
 
 
 def _asked(advice: Advice) -> str:
-    """Machine and batch."""
+    """Describe the machine and the batch."""
     question = advice.question
     node, lengths = question.cluster.devices_per_node, question.lengths
     nodes = f", nodes of {node}" if question.devices > node else ""
@@ -113,7 +113,7 @@ def _plain_text(advice: Advice) -> str:
 
 
 def _close_text(advice: Advice, count: int) -> str:
-    """Of those as good as the first, which may even be faster."""
+    """Describe the layouts that are as good as the first one or even faster."""
     best = advice.best[0]
     text = f"{count} {'other is' if count == 1 else 'others are'} as good within {CLOSE * 100:.0f} %."
     if min(entry.parts.step_us for entry in advice.best) < best.parts.step_us:
@@ -130,7 +130,7 @@ def _listed(title: str, lines: list[tuple[str, str]], limit: int | None) -> Iter
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """Every figure, with units in the names."""
+    """Return every figure, with units in the names."""
     best, question = advice.best[0], advice.question
     plain = advice.plain
     return {

@@ -1,4 +1,4 @@
-"""The search: all layouts roughly, the best of them exactly, and Megatron's own 1F1B beside them."""
+"""The search over layouts: rough plans of all, exact plans of the best, and Megatron's own 1F1B for comparison."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner.service.replica_balance import Share
 
 VARIED = 6
-"""Layouts whose variants are judged: those with the best rough plans."""
+"""Number of layouts whose variants are evaluated: those with the best rough plans."""
 PLANNED = 12
-"""Layouts that are judged exactly."""
+"""Number of layouts that are evaluated exactly."""
 TIE = 0.03
-"""Megatron's own 1F1B is as good where it takes no longer than this share more."""
+"""Share by which Megatron's own 1F1B may be slower than the best layout and still be called as good."""
 WORTH = 0.01
-"""What several stages on a rank, or unequal layers, must gain to go before the same sizes without."""
+"""Share of time that several stages on a rank, or unequal layers, must save to be ranked above the same sizes without them."""
 _NEAR = 8
-"""Refused layouts among which the nearest to fitting is looked for."""
+"""Number of refused layouts among which the one nearest to fitting is searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What came of it.
+    """Result of the search.
 
     Attributes:
-        question: that was asked.
-        best: layouts judged exactly, the best first; never empty.
-        slower: those that a rough plan ruled out, the best first.
-        refused: those that cannot run, the nearest to running first.
-        plain: Megatron's own 1F1B at its best layout; None where it fits nowhere.
+        question: input of the search.
+        best: layouts evaluated exactly, the best first; never empty.
+        slower: layouts ruled out by a rough plan, the best first.
+        refused: layouts that cannot run, the nearest to fitting first, then the sizes that were ruled out.
+        plain: Megatron's own 1F1B at its best layout; None if it fits no layout.
     """
 
     question: Question
@@ -52,15 +52,15 @@ class Advice:
 
 
 class NothingFitsError(InfeasibleError):
-    """No layout fits. The message says the smallest change that would let one through."""
+    """No layout fits. The message names the smallest changes with which one would fit."""
 
 
 def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
-    """Search. Equal questions get equal advice.
+    """Search for the best layouts. The result is deterministic.
 
     Args:
-        question: what is asked.
-        say: told how far it has got.
+        question: input of the search.
+        say: called with messages about the progress.
 
     Raises:
         NothingFitsError: no layout can run.
@@ -86,7 +86,7 @@ def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> A
 
 
 class _Search:
-    """What was found so far."""
+    """State of the search: results found so far."""
 
     def __init__(self, question: Question, say: Callable[[str], None]) -> None:
         self.question, self.say = question, say
@@ -97,7 +97,7 @@ class _Search:
         self._shares: dict[int, tuple[Share, ...]] = {}
 
     def look_at(self, layouts: Iterable[Layout], what: str) -> None:
-        """Judge roughly."""
+        """Evaluate layouts by rough plans."""
         listed = list(layouts)
         for number, layout in enumerate(listed):
             self.say(f"{number} of {len(listed)} {what}")
@@ -115,7 +115,7 @@ class _Search:
                 self.plains.append(plain(self.question, layout, shares))
 
     def plan_best(self) -> None:
-        """Judge the best exactly; where one turns out not to fit, the next takes its place."""
+        """Evaluate the best layouts exactly; if one does not fit, the next replaces it."""
         for entry in sorted(self.entries, key=_speed):
             if len(self.exact) == PLANNED:
                 break
@@ -137,7 +137,7 @@ def _speed(entry: Entry) -> tuple[float, Layout]:
 
 
 def _plainest_first(entries: list[Entry]) -> list[Entry]:
-    """The fastest first, or before it the plain layout of the same sizes where that takes hardly longer."""
+    """Sort entries by time, but put the plain layout of the fastest one's sizes first if it is at most `WORTH` slower."""
     ranked = sorted(entries, key=_speed)
     fastest = ranked[0]
     for entry in ranked:
@@ -149,7 +149,7 @@ def _plainest_first(entries: list[Entry]) -> list[Entry]:
 
 
 def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsError:
-    """Says how much more memory, how much less context, or which size to change would let a layout through."""
+    """Make the error that names how much more memory, less context or how many more devices would let a layout fit."""
     tight = sorted((one for one in refused if one.layout is not None), key=lambda one: (one.needed_bytes, one.name))
     if not tight:
         lines = "; ".join(f"{one.name}: {one.why}" for one in refused[:3])
@@ -171,14 +171,14 @@ def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsErro
 
 
 def _least_cap(question: Question, layout: Layout) -> int:
-    """Bytes that would do for a layout."""
+    """Smallest sufficient memory cap of a layout, in bytes."""
     while (refusal := misfit(question, layout)) is not None:
         question = replace(question, cap_bytes=max(refusal.needed_bytes, question.cap_bytes + 1))
     return question.cap_bytes
 
 
 def _context_that_fits(question: Question, layout: Layout) -> int | None:
-    """The context halved as often as it takes, at the layout that is nearest to fitting."""
+    """Largest context, halved repeatedly, with which a layout fits; None if there is none."""
     context = question.context
     while (context := context // 2) >= layout.tensor * layout.context:
         shorter = replace(question, context=context, lengths=tuple(min(length, context) for length in question.lengths))
@@ -191,7 +191,7 @@ def _context_that_fits(question: Question, layout: Layout) -> int | None:
 
 
 def _enough_devices(question: Question) -> int | None:
-    """The least of two, four, eight times as many that have a layout that fits."""
+    """Smallest of two, four and eight times the devices for which a layout fits; None if none does."""
     for times in (2, 4, 8):
         more = replace(question, devices=times * question.devices)
         if any(misfit(more, layout) is None for layout in reversed(candidates(more)[0])):

@@ -39,9 +39,9 @@ the lengths of your own documents, with tensor parallelism left at 2
 """
 _BATCH = 512
 _FREE = ("num_layers", "loss_block_tokens")
-"""What a pipeline may have otherwise than the model that was measured."""
+"""Model settings in which a pipeline may differ from the model that was measured."""
 _SAMPLE = 65536
-"""Lengths that stand for a distribution that has no end."""
+"""Smallest number of lengths drawn as a sample of a distribution."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from megatron_epp.report.side_by_side import side_by_side
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one planner made of one batch. refusal: why there is no plan."""
+    """Result of one planner for one batch. refusal: why there is no plan."""
 
     planner: str
     plan: Plan | None

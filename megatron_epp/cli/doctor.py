@@ -27,10 +27,10 @@ from megatron_epp.plan.errors import EppError
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 _CHANNELS = (64, 128, 256)
-"""Of a head, that people use."""
+"""Common head dimensions (channels per head), for which kernels are checked."""
 
 _ENTRIES = 128256
-"""Of a vocabulary."""
+"""Vocabulary size for which the loss kernel is checked."""
 
 EXAMPLE = """\
 example: in a job script, before anything is started

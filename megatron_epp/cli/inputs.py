@@ -120,13 +120,13 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def add_split_weight(group: argparse._ArgumentGroup) -> None:
-    """Add the flag that has weight gradients planned apart."""
+    """Add the flag that plans weight gradients as separate actions."""
     names = "--split-weight", "--epp-split-weight-gradient"
     group.add_argument(*names, action="store_true", help="weight gradients as actions of their own (default: off)")
 
 
 def add_offload(group: argparse._ArgumentGroup) -> None:
-    """Add the flag that has copies to the host planned."""
+    """Add the flag that plans offload copies to host memory."""
     group.add_argument(
         "--offload",
         "--epp-offload",
@@ -185,7 +185,7 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
 
 
 def options_of(args: argparse.Namespace, planner: str) -> Options:
-    """Raises `EppError` when ``--recompute`` is neither auto nor a number."""
+    """Return the planner options of the flags. Raises `EppError` if ``--recompute`` is neither auto nor a number."""
     if args.recompute != "auto" and not _is_layers(args.recompute):
         raise EppError(f"--recompute {shown(args.recompute)}: give auto or a number of layers, up to {MOST_LAYERS:,}")
     recompute: Literal["auto"] | int = "auto" if args.recompute == "auto" else int(args.recompute)
@@ -252,7 +252,7 @@ def _costs_by(args: argparse.Namespace, profile: Profile, num_layers: int, lengt
 
 
 def has_costs_of_stages(args: argparse.Namespace) -> bool:
-    """Whether ``--costs`` names costs of a whole pipeline, whose layers are settled."""
+    """True if ``--costs`` names costs of a whole pipeline, whose layers per stage are fixed."""
     return args.costs is not None and isinstance(load_costs(args.costs), PipelineCosts)
 
 

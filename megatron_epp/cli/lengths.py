@@ -17,13 +17,13 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_BYTES, naming, read_text, shown
 
 LIKE = {"wikipedia": sequence_lengths.wikipedia, "code": sequence_lengths.code, "chat": sequence_lengths.chat}
-"""Lengths to draw where there is no file."""
+"""Length distributions to draw from when no file is given, by name."""
 _DRAWN = 512
 SOURCES = (
     "tokens of every document: a file with one number per line (commas and spaces will do), a Megatron .idx file, - for "
     f"stdin, the numbers themselves, or {', '.join(LIKE)} for lengths drawn like those"
 )
-"""What `read_lengths` takes, as help says it."""
+"""Help text for the sources that `read_lengths` accepts."""
 
 
 def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:

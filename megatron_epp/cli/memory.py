@@ -31,7 +31,7 @@ example: before anything is launched, what a batch takes on 8 GPUs of 80 GB, and
 """
 
 _BESIDE_CURVE = 20
-"""Characters."""
+"""Width in characters reserved next to the curve."""
 _NO_MEGATRON = "Megatron's own estimate: Megatron is not installed here"
 
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Plan, take the plan apart, look for limits, print. Raises `EppError`."""
+    """Plan, account for the plan's memory, search for limits, and print. Raises `EppError`."""
     problem, options = problem_of(args), options_of(args, args.planner)
     costs = costs_of(args, problem.lengths)
     refusal, made = "", None

@@ -21,7 +21,7 @@ _MODEL: dict[str, Any] = {
     "swiglu": True,
     "bf16": True,
 }
-"""Without --model: as Llama 3 8B, so that planning needs no YAML."""
+"""Model used without --model: the shape of Llama 3 8B, so that planning needs no YAML."""
 
 
 def add_model(costs: argparse._ArgumentGroup) -> None:

@@ -58,7 +58,7 @@ def _write(stream: TextIO | None, text: str, flush: bool) -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Let what is not written yet, and all that follows, go nowhere: Python writes it once more when it ends."""
+    """Redirect a stream to the null device: Python writes what is still buffered once more when it exits."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -13,14 +13,17 @@ from megatron_epp.report.table import printable
 
 
 class Parser(argparse.ArgumentParser):
-    """Commands added to it are of its kind."""
+    """Argument parser with one-line errors. The parsers of its subcommands are of this class too."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.set_defaults(parser=self)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """As `parse_args`, where the command itself tells words that it does not know, and files that it could not write."""
+        """Parse arguments as `parse_args` does, with errors raised by the subcommand's own parser.
+
+        The subcommand reports words that it does not know, and output files that it could not write.
+        """
         found, unknown = self.parse_known_args(argv)
         command: Parser = found.parser
         if unknown:

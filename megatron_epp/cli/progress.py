@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from megatron_epp.report.table import printable
 
 PATIENCE_S = 2.0
-"""What takes less says nothing."""
+"""Seconds before the first progress line: shorter work prints nothing."""
 _TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
 
 

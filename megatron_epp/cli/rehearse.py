@@ -1,4 +1,4 @@
-"""The command that rehearses a plan on this machine."""
+"""The command ``rehearse``, which emulates a plan on this machine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ example: eight ranks of an 8B model, rehearsed, and both laid side by side
   megatron-epp show plan.json --measured measured.json --png both.png
 """
 _ACTION_US = 200_000.0
-"""Length of an average action that makes this machine's overhead small beside it."""
+"""Mean length of an action, in microseconds, for which this machine's overhead is small."""
 _LONGEST_US = 60e6
-"""No longer than that, unless asked for."""
+"""Longest rehearsal in microseconds, unless asked for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearse and print measured against simulated. Raises `EppError`."""
+    """Emulate the plan and print measured against simulated times. Raises `EppError`."""
     plan = load(args.plan)
     if faults := check(plan):
         raise PlanError(f"{args.plan}: {faults[0].reason}; see `megatron-epp check {args.plan}`")

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list[str]:
-    """The flags of a run of so many processes, looked at as the training script will; with its files where they are wanted.
+    """Return the flags of a run of `world_size` processes, checked as the training script does; with its files if wanted.
 
     Raises:
         EppError: a key, a value, or several of them together are refused.

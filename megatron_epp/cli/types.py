@@ -95,7 +95,7 @@ def picture(text: str) -> str:
 
 
 def unwritable(path: Path) -> str:
-    """What keeps a file from being written, told before anything is computed; empty where nothing does."""
+    """Return why a file cannot be written, known before anything is computed; empty if it can."""
     if path.is_dir():
         return f"{path} is a folder: give a file in it"
     return "" if path.parent.is_dir() else f"{path}: there is no folder {path.parent}; make it first"

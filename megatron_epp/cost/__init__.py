@@ -1,4 +1,4 @@
-"""Time and memory of every action: the cost model, and where its coefficients come from."""
+"""Time and memory of every action: the cost model and the sources of its coefficients."""
 
 from megatron_epp.cost.analytic import CPU, H100, Rates, analytic_costs, analytic_profile
 from megatron_epp.cost.device import on_device

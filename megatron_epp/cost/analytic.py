@@ -25,7 +25,7 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What one rank does per second, and what each pass costs on top.
+    """Rates of one rank, and the fixed costs that each pass adds.
 
     Attributes:
         name: for the plan's record.
@@ -89,8 +89,8 @@ CPU = Rates(
     host_latency_us=20.0,
     host_bytes=4e9,
 )
-"""One core of a server in fp32, and gloo: for tests and laptops. Fitted to a GPT of 64 channels, sliced and whole. Its host is
-itself: what is offloaded is copied in its memory.
+"""One core of a server in fp32, and gloo: for tests and laptops. Fitted to a GPT of 64 channels, sliced and whole. The device
+is its own host: offloaded data is copied within the same memory.
 """
 
 
@@ -144,11 +144,13 @@ def analytic_profile(shape: ModelShape, rates: Rates) -> Profile:
 
 
 def _layer(shape: ModelShape, rates: Rates) -> Part:
-    """Backward has twice the matrix products with weights, half of them for the weights' gradient, and five products over the
+    """Costs of one transformer layer.
+
+    Backward has twice the matrix products with weights, half of them for the weight gradient, and five products over the
     pairs where forward has two.
 
-    Where what weight gradients need stays, there is a gradient of residual width beside what the layer kept, and when the
-    backward of attention has run, the MLP's inputs and gradients, four more of that width, are there still.
+    With a split weight gradient, the tensors that it needs stay in memory: a gradient of residual width in addition to the
+    kept activations, and, after the backward of attention, still the MLP's inputs and gradients, four more of that width.
     """
     overhead = Line(rates.layer_overhead_us)
     linear = _linear(shape.parameters_per_token / shape.ranks, rates)
@@ -175,7 +177,7 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
 
 
 def _mlp_again(shape: ModelShape, rates: Rates) -> Line:
-    """Forward of a layer's MLP and norms."""
+    """Time of recomputing the forward of a layer's MLP and norms."""
     linear = _linear(shape.mlp_parameters_per_token / shape.ranks, rates)
     moved_bytes = 2 * (shape.mlp_bytes_per_token + 3 * shape.hidden_bytes_per_token)
     exchanged_s = shape.mlp_exchanged_bytes_per_token / rates.exchange_bytes
@@ -187,8 +189,8 @@ def _mlp_again(shape: ModelShape, rates: Rates) -> Line:
 def _head(shape: ModelShape, rates: Rates) -> Part:
     """Final norm, logits and loss; they keep the norm's two tensors and fp32 probabilities.
 
-    By blocks the probabilities are not kept, backward has the product that makes the logits too, none of it is put off, and the
-    weight's gradient is among the workspace.
+    With a loss by blocks the probabilities are not kept, backward also recomputes the product that makes the logits, its weight
+    gradient is never split off, and that gradient is counted with the workspace.
     """
     logits, norm = 4.0 * shape.vocab_size / shape.ranks, 2 * shape.hidden_bytes_per_token
     linear = _linear(shape.vocabulary_parameters / shape.ranks, rates)
@@ -216,7 +218,7 @@ def _head(shape: ModelShape, rates: Rates) -> Part:
 
 
 def _linear(parameters_per_token: float, rates: Rates) -> Line:
-    """One matrix product with each of so many parameters."""
+    """Time of matrix products that use the given number of parameters once per token."""
     per_token_us = MICROSECONDS * 2 * parameters_per_token / rates.linear_flops
     return Line(rates.saturation_tokens * per_token_us, per_token_us)
 

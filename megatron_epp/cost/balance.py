@@ -1,4 +1,4 @@
-"""How evenly stages share the work, and how many layers each should have so that none makes the others wait."""
+"""Balance of work over stages, and the number of layers per stage that minimizes the busiest stage's time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Spread:
 
     Attributes:
         layers: of every stage, first to last.
-        excess: by how much the busiest stage's time exceeds the mean: of every iteration the others wait so long.
+        excess: share of the mean by which the busiest stage's time exceeds it; the other stages wait that long.
     """
 
     layers: tuple[int, ...]
@@ -25,19 +25,21 @@ class Spread:
 
 
 WORTH = 0.05
-"""Of the mean: what other layers must save the busiest stage to be spoken of."""
+"""Smallest saving of the busiest stage's time, as a share of the mean, for which `advice` suggests other layers per stage."""
 
 
 def layout_flag(layers: Sequence[int]) -> str:
-    """As Megatron's ``--pipeline-model-parallel-layout`` takes them, with embedding and loss: ``Et*7|t*8|t*7L``."""
+    """Format layers per stage for Megatron's ``--pipeline-model-parallel-layout``, embedding and loss included:
+    ``Et*7|t*8|t*7L``.
+    """
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
     return f"E{'|'.join(stages)}L"
 
 
 def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int) -> tuple[int, ...]:
-    """Layers of each stage such that the busiest stage's time is least. Every stage has one at least.
+    """Layers of each stage that minimize the busiest stage's time. Every stage has at least one.
 
-    Each layer goes to the stage that has least to do, the latest among equals, where fewest chunks are held at a time.
+    Each layer goes to the stage with the least work; among equals to the latest, which holds the fewest chunks at a time.
 
     Args:
         layer_us: time of a layer.
@@ -55,7 +57,7 @@ def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int) -
 
 
 def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Spread]:
-    """The layers as they are and as they should be, where every rank has one stage and all layers are alike.
+    """Current and balanced layers per stage, for one stage per rank and identical layers.
 
     Args:
         costs: of the stages.
@@ -64,7 +66,7 @@ def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Sprea
     tokens, pairs = sum(lengths), sum(causal_pairs(0, length) for length in lengths)
 
     def times_us(stage: StageCosts) -> tuple[float, float]:
-        """A layer's, and what comes on top of all layers; without the fixed part of a pass."""
+        """Time of one layer, and of the stage's work besides its layers, without the fixed part of a pass."""
         lines = (stage.forward + stage.backward, stage.extra_forward + stage.extra_backward)
         layer_us, extra_us = (line.per_token_us * tokens + line.per_pair_us * pairs for line in lines)
         return layer_us, extra_us
@@ -82,15 +84,15 @@ def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Sprea
 
 
 def advice(costs: PipelineCosts, placement: Sequence[int], lengths: Sequence[int], flag: str | None = None) -> str | None:
-    """A sentence where other layers would save the busiest stage `WORTH`; None elsewhere.
+    """A sentence of advice if other layers per stage would save the busiest stage at least `WORTH`; None otherwise.
 
-    Nothing is said where ranks have several stages, or stages are to be without layers.
+    Also None if ranks have several stages, or there are fewer layers than stages.
 
     Args:
         costs: of the stages.
         placement: the rank of every stage.
         lengths: tokens of sequences like those to come.
-        flag: that would set them so; Megatron's if None.
+        flag: the flag that would set the balanced layers; None for Megatron's.
     """
     if len(set(placement)) < len(placement) or sum(costs.num_layers) < len(placement) or not lengths:
         return None

@@ -1,4 +1,4 @@
-"""Costs of a model with what a device holds beside the tensors that autograd keeps."""
+"""Costs of a model including device memory in addition to the tensors that autograd keeps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def on_device(
     *,
     buffers: Sequence[int] | None = None,
 ) -> PipelineCosts:
-    """The costs with what a device holds beside what autograd keeps.
+    """Add to the costs the device memory that is used in addition to the tensors that autograd keeps.
 
     A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
     each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size.
 
     Args:
-        costs: that count what is kept, and nothing else.
-        fragmentation_share: of what chunks hold, that is lost between the blocks of an allocator; None as in the costs.
-        buffers: of every stage, see `Static`; None as in the costs.
+        costs: costs that count kept tensors only.
+        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks; None as in the costs.
+        buffers: bytes of each stage, see `Static`; None as in the costs.
     """
     stages = []
     for number, stage in enumerate(costs.stages):

@@ -1,4 +1,4 @@
-"""Costs made of what JSON has in their place, every field of its type and within limits."""
+"""Construction of cost dataclasses from JSON values; every field is checked for its type and limits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
 
     Args:
         kind: dataclass whose fields are numbers, text, or such dataclasses again.
-        body: of the JSON object; null stands for a field that is not there.
-        where: it is inside the file, for errors; empty at the top.
-        ignore_unknown: leave out names that are no fields.
+        body: the JSON object; null stands for a missing field.
+        where: path of the object inside the file, for errors; empty at the top.
+        ignore_unknown: ignore names that are not fields.
 
     Raises:
-        EppError: it is no object, a field is missing, unknown, of another type, negative or above its limit. The message names
-            the field.
+        EppError: it is not an object, or a field is missing, unknown, of another type, negative or above its limit. The message
+            names the field.
     """
     if not isinstance(body, dict):
         raise EppError(f"{where or 'the file'} is {shown(body)}, which is no object with names")
@@ -47,7 +47,7 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
 
 
 def check_part(where: str, part: Line, whole: Line) -> None:
-    """Raise `EppError` where a line is above the one that it is a part of: what is left would be negative."""
+    """Raise `EppError` if a line exceeds the line that it is a part of: the remainder would be negative."""
     if part.within(whole) != part:
         raise EppError(f"{where} is above the backward that it is a part of ({part} and {whole})")
 

@@ -1,4 +1,4 @@
-"""From measured points to lines of the cost model, with what the lines leave over."""
+"""Fits of the cost model's lines to measured points, with their residuals."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Fit:
     errors: tuple[float, ...]
 
     def residuals(self) -> dict[str, float]:
-        """How far the points lie off, as shares of what was measured."""
+        """Number of points, and the median and largest absolute relative error of the line."""
         distances = np.abs(self.errors)
         return {"points": len(self.errors), "median": float(np.median(distances)), "worst": float(distances.max())}
 
 
 def fit_line(points: Sequence[Point], pairs: bool = True) -> Fit:
-    """Least squares over relative errors, so that large points do not drown small ones; no coefficient below zero.
+    """Fit by least squares over relative errors, so that large points do not dominate; no coefficient is below zero.
 
     Args:
         points: at least one.
@@ -66,9 +66,10 @@ def fit_line(points: Sequence[Point], pairs: bool = True) -> Fit:
 def fit_profile(
     points: Mapping[str, Sequence[Point]], shape: ModelShape, rates: Rates, name: str, origin: dict[str, Any]
 ) -> Profile:
-    """Put a profile together from measurements.
+    """Build a profile from measurements.
 
-    Memory is by formula, and so are the link, the host copy and what ranks that share a layer exchange, where not measured.
+    Memory and the exchange between ranks that share a layer follow formulas, and so do the link between stages and the host
+    copy if they were not measured.
 
     Args:
         points: by kind, as `megatron_epp.runtime.tools.profiling.measure` names them, and ``message``.

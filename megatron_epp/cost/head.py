@@ -1,22 +1,22 @@
-"""The loss by blocks of tokens: how many a block has, and what there is only while one is computed."""
+"""The loss by blocks of tokens: tokens of a block, and workspace while a block is computed."""
 
 from __future__ import annotations
 
 AUTO = "auto"
 BLOCK_BYTES = 2**30
-"""Of a block's fp32 logits, where nobody says how many tokens it has."""
+"""Size of a block's fp32 logits if the number of tokens of a block is not set."""
 
 
 def loss_block_tokens(setting: str | int, vocabulary: int, longest: int) -> int:
-    """Tokens of a block; 0 where the logits of a whole chunk are to be there at once.
+    """Tokens of a block of the loss; 0 if the logits of a whole chunk are computed at once.
 
-    A block makes its logits again in backward, which is one more product with the output layer's weight. So by itself (auto)
-    this is done where the fp32 logits of the longest sequence would take more than two blocks' bytes.
+    A block recomputes its logits in backward, which is one more product with the output layer's weight. So ``auto`` uses blocks
+    only if the fp32 logits of the longest sequence would take more than the bytes of two blocks.
 
     Args:
         setting: a number, or auto.
         vocabulary: entries on a rank.
-        longest: tokens of the longest sequence on a rank; 0 where that is not known.
+        longest: tokens of the longest sequence on a rank; 0 if unknown.
     """
     if setting != AUTO:
         return int(setting)
@@ -35,19 +35,19 @@ def loss_workspace_bytes(
     fused_accumulation: bool = False,
     in_place: bool = False,
 ) -> int:
-    """What there is beside activations while a pass computes a loss by blocks.
+    """Bytes of workspace, in addition to activations, while a pass computes a loss by blocks.
 
-    Logits are fp32, and where values are narrower there is a copy of them or of their gradient as such. The weight's gradient
-    is summed over the blocks in fp32, and where values are narrower a block's part of it is one more tensor.
+    Logits are fp32; if values are narrower, there is also a copy of them or of their gradient in that type. The weight gradient
+    is summed over the blocks in fp32; if values are narrower, a block's contribution is one more tensor.
 
     Args:
-        block_tokens: of a block; 0 where there are none, which takes nothing.
+        block_tokens: tokens of a block; 0 for no blocks, which takes no memory.
         vocabulary: entries on a rank.
         hidden_size: of the model.
         bytes_per_value: of activations and weights.
-        fused_accumulation: blocks add to the weight's main gradient themselves; then a tensor only stands for it.
-        in_place: a kernel turns logits as narrow as values into their gradient, where they are; then a block's input is there
-            once more, times its tokens' weights.
+        fused_accumulation: blocks accumulate into the weight's main gradient directly; only a placeholder tensor is allocated.
+        in_place: a kernel overwrites logits, stored in the type of the values, with their gradient; then there is a second copy
+            of a block's input, scaled by the weights of its tokens.
     """
     if block_tokens == 0:
         return 0

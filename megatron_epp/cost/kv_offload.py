@@ -1,10 +1,10 @@
-"""What it takes to have keys and values of sliced sequences at the host, and to bring them past attention piece by piece.
+"""Time and memory of KV offload: keys and values of sliced sequences are in host memory and streamed to attention in pieces.
 
-A *piece* is a group of heads of one layer. While attention runs on one, the next arrives; in backward its gradient comes and
-goes besides. What attention hides costs nothing; of what is longer, the rest counts, and so do a pass's first piece, ahead of
-which nothing runs that could hide it, and its last on the way out. The device has keys and values of the piece that runs and
-of the next, and in backward the gradient of one as well. What attention's backward makes before it is added to that counts with
-the layer, see `cost.prefix`.
+A *piece* is a group of heads of one layer. While attention runs on one piece, the next is loaded; in backward its gradient is
+loaded and stored too. Copies overlapped with attention cost no time; the excess over attention's time counts, and so do the
+load of a pass's first piece and the store of its last one, which overlap with nothing. The device holds keys and values of the
+running piece and of the next, and in backward also the gradient of one piece. Gradients that attention's backward makes before
+they are added to that are counted with the layer, see `cost.prefix`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron_epp.plan.size_class import size_classes
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """Of one stage, as columns with one entry per chunk; 0 where a chunk holds no slice.
+    """Time and memory of KV offload on one stage, as columns with one entry per chunk; 0 for chunks without a slice.
 
     Attributes:
-        forward_us, backward_us: on top of a pass.
-        again_us: on top of a layer that runs attention again.
-        forward_bytes, backward_bytes: on the device while a pass runs, in the place of the caches.
-        cache_bytes, gradient_bytes: at the host, of the whole sequence.
+        forward_us, backward_us: time added to a pass.
+        again_us: time added to each layer that recomputes attention.
+        forward_bytes, backward_bytes: device memory while a pass runs, in place of the caches.
+        cache_bytes, gradient_bytes: host memory of the whole sequence.
     """
 
     forward_us: TimeColumn
@@ -42,11 +42,11 @@ class Hosting:
 
 
 CopyTime = Callable[[float | TimeColumn, IntColumn], TimeColumn]
-"""Microseconds that a copy of keys and values, or of their gradients, takes one way: of bytes per token, and tokens."""
+"""Function from bytes per token and tokens to the microseconds of a one-way copy of keys and values or of their gradients."""
 
 
 def hosting(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragmentation_share: float) -> Hosting:
-    """Time and memory that KV offload takes on a stage.
+    """Compute the time and memory that KV offload takes on a stage.
 
     Args:
         own: costs of the stage.

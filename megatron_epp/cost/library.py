@@ -23,11 +23,11 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import MOST_LAYERS, naming, number, read_text, shown
 
 RATES = {"h100": H100, "cpu": CPU}
-"""Rates by name: what a cluster file starts from."""
+"""Rates by name, from which a cluster file starts."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
-"""Where shipped files are: inside an installed package, or beside the package in a checkout."""
+"""Folders of the shipped files: inside an installed package, or next to the package in a checkout."""
 _VOCABULARY_MULTIPLE = 128
 MOST_SIZE = (1 << 31) - 1
 """Largest width, vocabulary, or number of heads, experts or devices."""
@@ -36,7 +36,7 @@ MOST_GB = 1e9
 MOST_RATE = 1e30
 """Largest rate, per second."""
 DEVICES_PER_NODE = 8
-"""Where a cluster file does not say it."""
+"""Devices per node if a cluster file does not set them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Cluster:
     Attributes:
         name: of its file.
         rates: of one device, and of the links between devices.
-        device_memory_gb: of one device, in 2^30 bytes; None where it sets no cap.
-        devices_per_node: that reach each other at `rates.exchange_bytes`; all others do at `rates.message_bytes`.
+        device_memory_gb: memory of one device, in 2^30 bytes; None for no cap.
+        devices_per_node: devices that reach each other at `rates.exchange_bytes`; all others do at `rates.message_bytes`.
     """
 
     name: str
@@ -62,13 +62,13 @@ def shipped(kind: str) -> list[str]:
 
 
 def locate(name: str, kind: str = "", beside: Path = Path()) -> Path | None:
-    """A file by its path, as seen from a folder, or a shipped one by its name; None where there is neither."""
+    """Find a file by its path, relative to a folder, or a shipped file by its name; None if there is neither."""
     shipped_as = (folder / kind / f"{name}{suffix}" for folder in FOLDERS for suffix in ("", ".yaml", ".json"))
     return next((path for path in (beside / name, *shipped_as) if path.is_file()), None)
 
 
 def find(kind: str, name: str) -> Path:
-    """The file that a name or a path stands for.
+    """Path of the file that a name or a path denotes.
 
     Raises:
         EppError: there is none; the message lists the shipped names.
@@ -116,7 +116,7 @@ def load_costs(name: str) -> Profile | PipelineCosts:
         name: of a file, or of a shipped profile.
 
     Raises:
-        EppError: there is no such file, or it is neither.
+        EppError: there is no such file, or it is neither a profile nor the costs of a pipeline.
     """
     path = find("profiles", name)
     with naming(path):
@@ -125,7 +125,7 @@ def load_costs(name: str) -> Profile | PipelineCosts:
 
 
 def shape_of(flags: dict[str, Any]) -> ModelShape:
-    """The shape that Megatron's flags describe, with Megatron's defaults.
+    """Shape of the model that Megatron's flags describe, with Megatron's defaults.
 
     Args:
         flags: names with underscores; those that do not bear on the shape are ignored.
@@ -203,7 +203,8 @@ def _blocks(value: Any) -> str | int:
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage, as even as whole layers allow.
 
-    Those just before the last take one more: earlier ones hold more chunks at a time, and the last has the head.
+    Stages just before the last take the remaining layers, one each: earlier ones hold more chunks at a time, and the last has
+    the head.
 
     Raises:
         EppError: there are more stages than layers.
@@ -215,15 +216,15 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def balanced_layers(profile: Profile, num_layers: int, num_stages: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
-    """Layers of each stage such that the stages' times come close: a large vocabulary takes layers off the last.
+    """Layers of each stage that make the stages' times nearly equal: a large vocabulary leaves the last stage fewer layers.
 
-    The longer the sequences, the fewer: attention makes layers take longer, and the vocabulary's work stays.
+    With longer sequences the difference is smaller: attention makes layers take longer, and the vocabulary's work stays.
 
     Args:
         profile: times of a layer, of the embedding and of the head.
         num_layers: of the model.
         num_stages: to spread them over.
-        lengths: tokens of sequences like those to come; without any, attention counts for nothing.
+        lengths: tokens of typical sequences; if empty, attention takes no time.
 
     Raises:
         EppError: there are more stages than layers.
@@ -241,8 +242,8 @@ def balanced_layers(profile: Profile, num_layers: int, num_stages: int, lengths:
 
 
 def _range(rate: str) -> tuple[float, float]:
-    """Least and largest value of a rate: times are divided by all that count something per second, but for a link that may be
-    absent.
+    """Smallest and largest value of a rate. Rates per second are divisors, so they are at least 1, except that of the link to
+    the host, which may be absent.
     """
     divides = rate.endswith(("_flops", "_bytes")) and rate != "host_bytes"
     return (1.0 if divides else 0.0), MOST_RATE

@@ -1,4 +1,4 @@
-"""What a pass takes: a straight line in tokens and attention pairs; and what recompute of a part of a layer comes to."""
+"""Time of a pass as a linear function of tokens and attention pairs, and costs of recomputing a part of a layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Line:
         return Line(self.fixed_us * factor, self.per_token_us * factor, self.per_pair_us * factor)
 
     def within(self, whole: Line) -> Line:
-        """The line, held below one that it is a part of."""
+        """Return the line with each coefficient limited to that of the line it is a part of."""
         return Line(
             min(self.fixed_us, whole.fixed_us),
             min(self.per_token_us, whole.per_token_us),
@@ -59,10 +59,10 @@ class Level:
     """A layer that recomputes a part of its forward.
 
     Attributes:
-        again: time of what it runs again.
-        bytes_per_token: kept from forward to backward; with its K and V where attention does not run again.
-        full_bytes_per_token: the most that it keeps while its backward runs, with its K and V; None where that is as much
-            as of a layer that keeps everything.
+        again: time of the recomputed part.
+        bytes_per_token: kept from forward to backward, K and V included if attention is not recomputed.
+        full_bytes_per_token: peak during its backward, K and V included; None if it equals that of a layer that keeps
+            everything.
     """
 
     again: Line

@@ -1,4 +1,4 @@
-"""What the bytes of a rank are for: names of the items, what a stage holds throughout, and what a device takes on top."""
+"""Names of the items of a rank's memory, the static memory of a stage, and the allowances of a device."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ DYNAMIC = (
     WEIGHT_INPUTS,
     FRAGMENTATION,
 )
-"""Items that come and go with chunks, in the order in which reports list them."""
+"""Items that are allocated and freed with chunks, in the order in which reports list them."""
 
 FRAGMENTATION_SHARE = 0.05
-"""Of what chunks hold, on a GPU, where nobody says: a caching allocator's blocks are larger than what lies in them."""
+"""Default share of the bytes held by chunks on a GPU that is lost because a caching allocator's blocks exceed their tensors."""
 DEVICE_SHARE = 0.9
-"""Of a device's memory, that plans may fill where nobody gives a cap: libraries and communicators take some of it too."""
+"""Share of a device's memory that plans may fill if no cap is given, so that libraries and communicators have room."""
 SETUP_MARGIN_BYTES = 1 << 30
-"""Of what is free after set-up, that plans leave: kernels are loaded, and workspaces made, when they are first used."""
+"""Bytes of the memory free after set-up that plans leave unused, for kernels and workspaces allocated at their first use."""
 _CAP_STEP_BYTES = 1 << 28
-"""Caps of what is free are multiples of this, so that a resumed run, for which a little more or less is free, plans alike."""
+"""Granularity of caps derived from free memory, so that a resumed run with slightly different free memory makes equal plans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Static:
-    """What a stage holds throughout, in bytes.
+    """Bytes that a stage holds throughout.
 
     Attributes:
-        weights: as the model computes with them. In files from before they were told apart: everything.
-        gradients: the buffers they are added up in, out of which data-parallel ranks reduce them.
+        weights: as the model computes with them. In older files, which do not distinguish the items: all static bytes.
+        gradients: the buffers in which gradients are accumulated and from which data-parallel ranks reduce them.
         optimizer: its states and its copy of the weights.
         buffers: the largest weight's gradient before it is added to its buffer.
     """
@@ -71,12 +71,12 @@ class Static:
 
     @staticmethod
     def of(parameters: float, state_bytes: float, weight_bytes: float = 2.0, gradient_bytes: float = 4.0) -> Static:
-        """Of so many parameters.
+        """Static bytes of a number of parameters.
 
         Args:
             parameters: on the rank.
-            state_bytes: of each, in all.
-            weight_bytes, gradient_bytes: of these; the rest is the optimizer's.
+            state_bytes: total bytes per parameter.
+            weight_bytes, gradient_bytes: parts of these for weight and gradient; the rest is the optimizer's.
         """
         ends = [min(state_bytes, weight_bytes), min(state_bytes, weight_bytes + gradient_bytes), state_bytes]
         weights, both, everything = (int(parameters * end) for end in ends)
@@ -87,11 +87,11 @@ NO_STATIC = Static()
 
 
 def room_bytes(free_bytes: int, reserved_bytes: int) -> int:
-    """The most that a rank may hold on a device that is set up.
+    """Bytes that a rank may hold at most on a device after set-up.
 
     Args:
-        free_bytes: that nothing and nobody has taken of the device.
-        reserved_bytes: that torch's allocator has, in use or not.
+        free_bytes: unallocated memory of the device.
+        reserved_bytes: memory reserved by torch's allocator, in use or not.
     """
     room = free_bytes + reserved_bytes - SETUP_MARGIN_BYTES
     return max(0, room // _CAP_STEP_BYTES * _CAP_STEP_BYTES)

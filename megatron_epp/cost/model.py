@@ -1,4 +1,4 @@
-"""The cost model a planner reads: straight lines in tokens and attention pairs for time, bytes per token for memory.
+"""The cost model of the planners: time linear in tokens and attention pairs, memory in bytes per token.
 
 The form is InfiniPipe's (section III): attention costs per pair, everything else per token, and every pass has a fixed part.
 Coefficients come from `analytic_costs` or from measurement; either way they are these dataclasses.
@@ -26,7 +26,7 @@ from megatron_epp.plan.size_class import size_classes
 
 _FORM = Form("cost profile", "megatron-epp/costs", 1)
 _IN_OLDER_FILES = "message_bytes_per_token"
-"""Of a stage; what it counted is `PipelineCosts.message_bytes_per_token` now."""
+"""Field of a stage in older files; now `PipelineCosts.message_bytes_per_token`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,16 @@ class PipelineCosts:
     Attributes:
         name: of the profile; the plan records it.
         stages: one entry per stage, first to last.
-        hidden_bytes_per_token: what a message carries per padded token.
-        message_bytes_per_token: device memory of a message per padded token; 0 where messages in flight are not counted.
+        hidden_bytes_per_token: bytes that a message carries per padded token.
+        message_bytes_per_token: device memory of a message per padded token; 0 if messages in flight are not counted.
         message_latency_us: fixed time of a message.
         message_us_per_byte: time per byte.
         host_latency_us: fixed time of a copy between device and host, either way.
-        host_us_per_byte: time per byte; infinite where nothing can be offloaded.
-        host_turns: ranks of the pipeline in a row that share a link to the host and take turns on it (`host_link.divide`).
-        offloadable_share: most of a chunk's activation bytes that may leave the device.
-        fragmentation_share: of what chunks hold, what an allocator loses between its blocks. It is in every size but `static`.
+        host_us_per_byte: time per byte; infinite if nothing can be offloaded.
+        host_turns: consecutive pipeline ranks that share a link to the host and take turns on it (`host_link.divide`).
+        offloadable_share: largest share of a chunk's activation bytes that may be offloaded.
+        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks. Included in every
+            size except `static`.
     """
 
     name: str
@@ -65,17 +66,17 @@ class PipelineCosts:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """For every stage the first one with the same costs."""
+        """Index of the first stage with the same costs, for each stage."""
         return tuple(map(self.stages.index, self.stages))
 
     @property
     def splits_weight(self) -> bool:
-        """The weight gradient has a time of its own, so that W can be an action of its own."""
+        """True if the weight gradient has a separate time, so that W can be a separate action."""
         return any(stage.stage_weight != NO_TIME for stage in self.stages)
 
     @property
     def recompute_levels(self) -> tuple[str, ...]:
-        """Levels of recompute whose costs are known of all stages, most recompute first."""
+        """Recompute modes whose costs are known for all stages, most recompute first."""
         return tuple(name for name in LEVELS if all(stage.level(name) is not None for stage in self.stages))
 
     def forward_line(self, stage: int) -> Line:
@@ -95,17 +96,17 @@ class PipelineCosts:
         return self.stages[stage].stage_weight.time_us(work.tokens, work.pairs)
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
-        """What recompute adds to the backward."""
+        """Time that recompute adds to the backward."""
         levels = self._levels(stage, recompute)
         return sum((count * level.again.time_us(work.tokens, work.pairs) for _, count, level in levels), 0.0 * work.tokens)
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
-        """Kept from forward to backward, the cache of a sliced sequence's keys and values apart."""
+        """Bytes kept from forward to backward, without the cache of a sliced sequence's keys and values."""
         parts = self._kept_per_token(stage, work, recompute)
         return self._whole_bytes(sum((more for _, more in parts), 0.0 * work.tokens) * work.tokens)
 
     def activation_items(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> dict[str, IntColumn]:
-        """What `activation_bytes` are for: they are its sum."""
+        """Bytes of `activation_bytes` by item; their sum is `activation_bytes`."""
         items: dict[str, IntColumn] = {}
         per_token, before = 0.0 * work.tokens, np.zeros(len(work.tokens), dtype=np.int64)
         for name, more in self._kept_per_token(stage, work, recompute):
@@ -130,7 +131,7 @@ class PipelineCosts:
         return own.bytes_per_token - self._in_cache(stage, work) * (level == "mlp")
 
     def _in_cache(self, stage: int, work: ChunkWork) -> TimeColumn:
-        """Of what a layer keeps per token, what lies in the sequence's cache."""
+        """Bytes per token of a layer's kept activations that are in the sequence's key and value cache."""
         return np.where(work.sliced, self.stages[stage].kv_bytes_per_token, 0.0)
 
     def _gradient_of_layer(self, stage: int, work: ChunkWork) -> TimeColumn:
@@ -145,28 +146,30 @@ class PipelineCosts:
                 yield name, count, level
 
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Held from the end of B to the end of W where the two are split."""
+        """Bytes held from the end of B to the end of W if the two are split."""
         costs = self.stages[stage]
         per_token = costs.num_layers * costs.weight_bytes_per_token + costs.extra_weight_bytes_per_token
         return self._whole_bytes(per_token * work.tokens)
 
     def layer_weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Of these, one layer's."""
+        """Bytes of one layer among `weight_bytes`."""
         return self._whole_bytes(self.stages[stage].weight_bytes_per_token * work.tokens)
 
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Keys and values of the whole sequence a chunk holds a slice of, all layers, in buffers of the sizes there are."""
+        """Bytes of keys and values, in all layers, of the whole sequence that a chunk holds a slice of, in buffers rounded up
+        by `size_classes`.
+        """
         costs = self.stages[stage]
         return self._whole_bytes(costs.num_layers * costs.kv_bytes_per_token * size_classes(work.cache_tokens))
 
     def hosting(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> Hosting:
-        """What it takes to have keys and values of slices at the host.
+        """Time and memory of KV offload of slices.
 
         Args:
             stage: number of the stage.
             work: of the chunks.
-            sharing: how many times slower the link is because its rank uses it otherwise too. Other ranks that share it have
-                slices of the same sequence to stream at the same times.
+            sharing: factor by which the link is slower because its rank also uses it for other copies. Other ranks that share
+                the link stream slices of the same sequence at the same times.
         """
 
         def copy_us(per_token: float | TimeColumn, tokens: IntColumn) -> TimeColumn:
@@ -175,22 +178,22 @@ class PipelineCosts:
         return hosting(self.stages[stage], work, copy_us, self.fragmentation_share)
 
     def gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """The gradient of that sequence's keys and values, all layers. It comes with the backward of the last slice, layer by
-        layer, as long as the sequence is.
+        """Bytes of the gradient of that sequence's keys and values, in all layers and for its whole length. It is allocated
+        layer by layer in the backward of the last slice.
         """
         return self._whole_bytes(self.stages[stage].num_layers * self._gradient_of_layer(stage, work))
 
     def layer_bytes(self, stage: int, work: ChunkWork, level: str = "") -> IntColumn:
-        """What one layer keeps that recomputes at a level, or nothing: what a backward lets go when it has passed it."""
+        """Bytes kept by one layer with the given recompute mode (empty: none), which backward frees after the layer."""
         return -self._whole_bytes(-self._layer_per_token(stage, work, level) * work.tokens)
 
     def layer_peak_bytes(self, stage: int, work: ChunkWork, level: str = "", *, apart: bool = False) -> LayerPeak:
-        """The most there is of one layer while its backward runs: at its beginning, when everything is there that forward made
-        or recompute has made again; or when its attention has made the gradient of keys and values (of the whole sequence, with
-        the last slice) and what lies behind attention has gone.
+        """Peak bytes of one layer while its backward runs: either at its beginning, with all activations of the forward or of
+        recompute, or after its attention has made the gradient of keys and values (of the whole sequence, with the last slice)
+        and the activations after attention have been freed.
 
         Args:
-            apart: the backward keeps what weight gradients need.
+            apart: the weight gradient is split, so the backward keeps the tensors that it needs.
         """
         full, attended = self.stages[stage].peaks_per_token(level, apart)
         in_cache = self._in_cache(stage, work)
@@ -201,17 +204,17 @@ class PipelineCosts:
         return LayerPeak(*map(self._whole_bytes, (np.maximum(early, late), comes, made)))
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """What a backward lets go before it reaches the layers."""
+        """Bytes that a backward frees before it reaches the layers."""
         return -self._whole_bytes(-self.stages[stage].head_bytes_per_token * work.tokens)
 
     def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """What a forward without backward (evaluation) holds while it runs: one layer's activations and the stage's extras."""
+        """Bytes held while a forward without backward (evaluation) runs: one layer's activations and the stage's extras."""
         costs = self.stages[stage]
         return self._whole_bytes((costs.layer_bytes_per_token + costs.extra_bytes_per_token) * work.tokens)
 
     def static_items(self, stage: int) -> dict[str, int]:
-        """Held throughout, by item, and the workspace as if it were: a pass of the last stage holds most when it computes the
-        loss.
+        """Bytes held throughout, by item. The workspace is counted as static too, because a pass of the last stage peaks while
+        it computes the loss.
         """
         costs = self.stages[stage]
         return costs.static.items() | {LOSS_BLOCK: costs.workspace_bytes}
@@ -221,7 +224,7 @@ class PipelineCosts:
         return sum(self.static_items(stage).values())
 
     def pass_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
-        """What there is only while a pass of a chunk runs, beside what is kept and what recompute makes again."""
+        """Bytes, by item, held only while a pass of a chunk runs, in addition to kept and recomputed activations."""
         return {WORKING: self._whole_bytes(self.stages[stage].working_bytes_per_token * work.tokens)}
 
     def message_bytes(self, work: ChunkWork) -> IntColumn:
@@ -233,7 +236,7 @@ class PipelineCosts:
         return self.message_latency_us + self.message_us_per_byte * self.hidden_bytes_per_token * work.tokens
 
     def host_us(self, num_bytes: float) -> float:
-        """Time to copy bytes from the device to the host, or back; infinite where there is no such link."""
+        """Time to copy bytes from the device to the host, or back; infinite if there is no such link."""
         if math.isinf(self.host_us_per_byte):
             return math.inf
         return self.host_latency_us + self.host_us_per_byte * num_bytes
@@ -242,12 +245,12 @@ class PipelineCosts:
         return np.ceil(amount * (1.0 + self.fragmentation_share)).astype(np.int64)
 
     def to_json(self) -> str:
-        """Canonical JSON; `from_json` gives an equal object. No link to the host is written as null."""
+        """Return canonical JSON; `from_json` gives an equal object. A missing link to the host is written as null."""
         return _FORM.write(self)
 
     @staticmethod
     def from_json(text: str) -> PipelineCosts:
-        """Read `to_json`; what older files lack keeps its default. Raises `EppError` when the text is something else."""
+        """Read `to_json`; fields that older files lack keep their defaults. Raises `EppError` for any other text."""
         return _FORM.read(text, _costs)
 
 
@@ -264,7 +267,7 @@ def _costs(body: dict[str, Any]) -> PipelineCosts:
 
 
 def _told_apart(stage: Any) -> Any:
-    """A stage with `static` in the place of `static_bytes`, which older files have: everything is among the weights."""
+    """Replace `static_bytes` of older files by `static`, with all bytes counted as weights."""
     if not isinstance(stage, dict):
         return stage
     rest = {name: value for name, value in stage.items() if name not in ("static_bytes", _IN_OLDER_FILES)}

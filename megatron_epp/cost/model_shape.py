@@ -1,4 +1,4 @@
-"""Shape of a GPT: what is counted from it, per layer and token, on one rank."""
+"""Shape of a GPT, and the parameters and bytes per layer and token that follow from it on one rank."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Of the keys, and again of the values."""
+        """Width of the keys, which is also that of the values."""
         groups = self.num_query_groups or self.num_attention_heads
         return groups * (self.kv_channels or self.hidden_size // self.num_attention_heads)
 
     @property
     def ranks(self) -> int:
-        """That share the work of one layer on one chunk."""
+        """Number of ranks that share the work of one layer on one chunk."""
         return self.tensor_parallel * self.context_parallel
 
     @property
@@ -79,22 +79,24 @@ class ModelShape:
 
     @property
     def kv_copies(self) -> int:
-        """Context-parallel ranks that hold the same keys and values: a rank has whole heads, so too few are repeated."""
+        """Number of context-parallel ranks that hold the same keys and values: ranks hold whole heads, so heads are replicated
+        if there are too few.
+        """
         return math.lcm(self.kv_heads_per_tensor_rank, self.context_parallel) // self.kv_heads_per_tensor_rank
 
     @property
     def kv_heads_on_rank(self) -> int:
-        """Heads of keys and values that a rank has inside attention."""
+        """Number of heads of keys and values that a rank has inside attention."""
         return self.kv_heads_per_tensor_rank * self.kv_copies // self.context_parallel
 
     @property
     def queries_per_key(self) -> int:
-        """Query heads that share a head of keys and values on a rank."""
+        """Number of query heads that share a head of keys and values on a rank."""
         return max(1, self.num_attention_heads // (self.ranks * self.kv_heads_on_rank))
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one MLP, or one expert."""
+        """Parameters of one MLP, or of one expert."""
         return (3 if self.gated_mlp else 2) * self.hidden_size * self.ffn_hidden_size
 
     @property
@@ -103,13 +105,13 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """All of a layer's, of every expert."""
+        """Parameters of a layer, all experts included."""
         router = 0 if self.num_experts is None else self.hidden_size * self.num_experts
         return self.attention_parameters + router + (self.num_experts or 1) * self.mlp_parameters
 
     @property
     def parameters_per_token(self) -> int:
-        """Those of a layer that a token meets."""
+        """Parameters of a layer that one token uses."""
         if self.num_experts is None:
             return self.layer_parameters
         router = self.hidden_size * self.num_experts
@@ -117,20 +119,20 @@ class ModelShape:
 
     @property
     def layer_parameters_on_rank(self) -> float:
-        """Those that one rank holds of a layer."""
+        """Parameters of a layer that one rank holds."""
         experts = 0 if self.num_experts is None else self.num_experts * self.mlp_parameters
         return (self.layer_parameters - experts) / self.tensor_parallel + self.expert_parameters_on_rank
 
     @property
     def expert_parameters_on_rank(self) -> float:
-        """Of these, the experts'."""
+        """Expert parameters of a layer that one rank holds."""
         if self.num_experts is None:
             return 0.0
         return self.num_experts * self.mlp_parameters / (self.expert_parallel * self.tensor_parallel)
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Of the embedding, and again of the output layer where it is not tied."""
+        """Parameters of the embedding, which is also the number of the output layer if it is not tied."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -142,7 +144,7 @@ class ModelShape:
 
     @property
     def hidden_bytes_per_token(self) -> float:
-        """The residual stream of one token on one rank."""
+        """Bytes of the residual stream of one token on one rank."""
         shared = self.tensor_parallel if self.sequence_parallel else 1
         return self.hidden_size * self.bytes_per_value / (shared * self.context_parallel)
 
@@ -152,40 +154,40 @@ class ModelShape:
 
     @property
     def inner_bytes_per_token(self) -> float:
-        """Queries, keys, values and attention's output, and what enters and leaves the MLP's nonlinearity."""
+        """Bytes of queries, keys, values, attention's output, and the input and output of the MLP's nonlinearity."""
         mlp = (3 if self.gated_mlp else 2) * self.ffn_hidden_size * self.experts_per_token
         return (2 * self.query_width + 2 * self.kv_width + mlp) * self.bytes_per_value / self.ranks
 
     @property
     def attention_result_bytes_per_token(self) -> float:
-        """What core attention's backward needs of its forward beside queries, keys and values: its output and one fp32 number
-        per head (log-sum-exp).
+        """Bytes that core attention's backward needs from its forward in addition to queries, keys and values: its output and
+        one fp32 number per head (log-sum-exp).
         """
         return (self.query_width * self.bytes_per_value + 4 * self.num_attention_heads) / self.ranks
 
     @property
     def mlp_bytes_per_token(self) -> float:
-        """Kept by the MLP, or by the experts a token passes: what enters and leaves the nonlinearity, and routed copies."""
+        """Bytes kept by the MLP, or by a token's experts: input and output of the nonlinearity, and routed copies."""
         width = (3 if self.gated_mlp else 2) * self.ffn_hidden_size * self.experts_per_token
         return width * self.bytes_per_value / self.ranks + self.routed_bytes_per_token
 
     @property
     def mlp_parameters_per_token(self) -> int:
-        """Of the MLP, or the router and the experts a token passes."""
+        """Parameters of the MLP, or of the router and a token's experts."""
         return self.parameters_per_token - self.attention_parameters
 
     @property
     def routed_bytes_per_token(self) -> float:
-        """A token's copies as its experts take them in, and as they give them back."""
+        """Bytes of a token's copies that are the inputs and outputs of its experts."""
         if self.num_experts is None:
             return 0.0
         return 2 * self.experts_per_token * self.hidden_size * self.bytes_per_value / self.ranks
 
     @property
     def layer_bytes_per_token(self) -> float:
-        """Kept by a layer: four of residual width (input and output of either norm), the inner ones, routed copies, and one
-        fp32 number per head (log-sum-exp). Under context parallelism attention's output is kept twice, by heads and by tokens,
-        and keys and values as often as they are repeated.
+        """Bytes kept by a layer: four tensors of residual width (input and output of either norm), the inner ones, routed
+        copies, and one fp32 number per head (log-sum-exp). With context parallelism attention's output is kept twice, by heads
+        and by tokens, and keys and values as often as they are replicated.
         """
         repeated = 2 * self.kv_width * (self.kv_copies - 1) + (self.query_width if self.context_parallel > 1 else 0)
         inside = self.inner_bytes_per_token + (4 * self.num_attention_heads + repeated * self.bytes_per_value) / self.ranks
@@ -193,33 +195,33 @@ class ModelShape:
 
     @property
     def attended_bytes_per_token(self) -> float:
-        """Of `layer_bytes_per_token`, what is there when attention's backward has run: not the MLP's, nor its norm's input and
-        output.
+        """Bytes of `layer_bytes_per_token` still held after attention's backward: without those of the MLP and without its
+        norm's input and output.
         """
         return self.layer_bytes_per_token - self.mlp_bytes_per_token - 2 * self.hidden_bytes_per_token
 
     @property
     def weight_bytes_per_token(self) -> float:
-        """What the weight gradients of a layer need: the input and the output gradient of every linear layer. Four are of
+        """Bytes that the weight gradients of a layer need: the input and the output gradient of every linear layer. Four are of
         residual width (in and out of attention and of the MLP), the others of the inner widths.
         """
         return 4 * self.hidden_bytes_per_token + self.inner_bytes_per_token + self.routed_bytes_per_token
 
     @property
     def mlp_exchanged_bytes_per_token(self) -> float:
-        """What of `exchanged_bytes_per_token` is for the MLP or the experts."""
+        """Bytes of `exchanged_bytes_per_token` for the MLP or the experts."""
         tensor, expert = (1 - 1 / n for n in (self.tensor_parallel, self.expert_parallel))
         residual = self.hidden_size * self.bytes_per_value / self.context_parallel
         return 2 * tensor * residual + expert * self.routed_bytes_per_token
 
     @property
     def tensor_exchanged_bytes_per_token(self) -> float:
-        """What of `exchanged_bytes_per_token` goes between tensor-parallel ranks."""
+        """Bytes of `exchanged_bytes_per_token` sent between tensor-parallel ranks."""
         return 4 * (1 - 1 / self.tensor_parallel) * self.hidden_size * self.bytes_per_value / self.context_parallel
 
     @property
     def exchanged_bytes_per_token(self) -> float:
-        """What a rank sends in a layer's forward, and again in its backward, to those that share the layer.
+        """Bytes that a rank sends in a layer's forward, and again in its backward, to the ranks that share the layer.
 
         Tensor parallelism: attention and the MLP each reduce the residual stream (as reduce-scatter and all-gather, or both
         in one). Context parallelism: queries, keys, values and the output go to the ranks of their heads. Expert parallelism:

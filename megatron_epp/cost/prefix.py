@@ -1,4 +1,4 @@
-"""What attention's backward makes of a slice's prefix, on top of what the chunk's own tokens take."""
+"""Memory of the gradients that attention's backward makes for a slice's prefix, in addition to those of the chunk's tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_epp.plan.kv_offload import head_parts
 
 
 def prefix_bytes(costs: StageCosts, work: ChunkWork) -> TimeColumn:
-    """Gradients of keys and values of one layer as they are made, before they are added to the sums, less what is made of the
-    chunk's own tokens, which `working_bytes_per_token` has. Where that is 0, what passes make does not count, nor does this.
+    """Bytes of the newly made gradients of keys and values of one layer, before they are added to the sums, without those of
+    the chunk's own tokens, which `working_bytes_per_token` includes. 0 if that is 0: then memory of passes is not counted.
 
-    Every kernel is taken to make them for each query head where key heads are shared, as all that are known do, in fp32, as the
-    one that takes most does.
+    Every kernel is assumed to make them for each query head if key heads are shared, as all known kernels do, and in fp32, as
+    the one with the largest memory does.
     """
     if not costs.working_bytes_per_token:
         return np.zeros(len(work.tokens))

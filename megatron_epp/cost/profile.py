@@ -1,4 +1,4 @@
-"""A profile: what one layer, the embedding and the head of a model cost on one machine, to be put together to any pipeline.
+"""A profile: costs of one layer, the embedding and the head of a model on one machine, from which any pipeline is composed.
 
 JSON form, times in microseconds and sizes in bytes, everything per rank::
 
@@ -7,7 +7,7 @@ JSON form, times in microseconds and sizes in bytes, everything per rank::
                "bytes_per_token": 180000.0, "weight_bytes_per_token": 150000.0, "parameters": 218103808},
      "embedding": {...}, "head": {...}, "recomputed_layer_bytes_per_token": 8192.0, ...}
 
-`origin` says where the figures come from (machine, versions, date, model shape, residuals); nothing is computed from it.
+`origin` records the source of the figures (machine, versions, date, model shape, residuals); nothing is computed from it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Part:
         forward: of a chunk.
         backward: of a chunk, weight gradient included.
         weight: the weight gradient, a part of `backward`.
-        linear, mlp: of a layer, recompute of all but core attention, and of MLP and norms; None where that is not known.
+        linear, mlp: of a layer, recompute of all but core attention, and of MLP and norms; None if unknown.
         bytes_per_token: kept from forward to backward.
-        attended_bytes_per_token, apart_bytes_per_token, apart_attended_bytes_per_token: of a layer, the most there is at
-            moments of its backward, see `StageCosts`; None where that is not known.
-        weight_bytes_per_token: what the weight gradient needs, kept from B to W where the two are split.
+        attended_bytes_per_token, apart_bytes_per_token, apart_attended_bytes_per_token: peaks of a layer at moments of its
+            backward, see `StageCosts`; None if unknown.
+        weight_bytes_per_token: needed by the weight gradient, kept from B to W if the two are split.
         parameters: on one rank.
-        largest_weight: of these, those of the largest weight whose gradient is a tensor before it is added to the others; 0
-            where nobody knows.
-        workspace_bytes: there only while a pass runs, whatever its tokens.
+        largest_weight: parameters of the largest weight whose gradient is a separate tensor before it is accumulated; 0 if
+            unknown.
+        workspace_bytes: held only while a pass runs, independent of its tokens.
     """
 
     forward: Line = NO_TIME
@@ -70,19 +70,19 @@ class Profile:
 
     Attributes:
         name: for the plan's record.
-        num_layers: of the model that was profiled; a pipeline of it may have others.
+        num_layers: of the profiled model; a pipeline made from the profile may have another number.
         layer, embedding, head: the parts.
         recomputed_layer_bytes_per_token: kept by a layer that recomputes whole: its input.
         kv_bytes_per_token: keys and values of one layer.
-        kv_heads: heads of keys and values that a rank has inside attention; 1 where nobody knows.
+        kv_heads: heads of keys and values that a rank has inside attention; 1 if unknown.
         queries_per_key: query heads that share one of them.
         hidden_bytes_per_token: the residual stream, which is what a message carries.
         weight_bytes: of a weight as the model computes with it.
         message_latency_us, message_us_per_byte: of the link between stages.
         stage_ranks: ranks that share each layer, tensor and context parallel.
-        host_latency_us, host_us_per_byte: of a copy between device and host, either way, of a device that has the link to
-            itself; infinite where there is no link.
-        host_sharing: devices in a row that share that link.
+        host_latency_us, host_us_per_byte: of a copy between device and host, either way, of a device that does not share the
+            link; infinite if there is no link.
+        host_sharing: consecutive devices that share that link.
         origin: machine, versions, date, shape, residuals.
     """
 
@@ -114,10 +114,11 @@ class Profile:
             layers_per_stage: layers of each stage.
             state_bytes_per_parameter: weight, gradient and optimizer state; 18 is bf16 Adam with fp32 gradients and master
                 weights and nothing sharded. With a distributed optimizer over d replicas it is 6 + 12 / d.
-            replicas: data-parallel ranks between one stage's ranks and the next's, where devices share a link to the host.
+            replicas: data-parallel ranks between one stage's ranks and the next's, which matters if devices share a link to the
+                host.
 
         Raises:
-            EppError: a stage of fewer than no layers, or no stage.
+            EppError: a stage has a negative number of layers, or there is no stage.
         """
         if min(layers_per_stage, default=-1) < 0:
             raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline (--num-layers)")
@@ -168,25 +169,25 @@ class Profile:
         )
 
     def adam_bytes(self, replicas: int = 1) -> float:
-        """What a parameter takes with its gradient and Adam's state, which replicas share: its moments, and where the weight is
-        not fp32 a copy that is.
+        """Bytes of a parameter with its gradient and Adam's state, which replicas shard: its moments, and an fp32 copy of the
+        weight if the weight is not fp32.
         """
         return self.weight_bytes + 4 + (12 if self.weight_bytes < 4 else 8) / replicas
 
     def gradient_buffers(self, num_stages: int) -> list[int]:
-        """Bytes of the largest weight's gradient, of every stage."""
+        """Bytes of the largest weight's gradient on each stage."""
         sizes = [self.layer.largest_weight] * num_stages
         sizes[0] = max(sizes[0], self.embedding.largest_weight)
         sizes[-1] = max(sizes[-1], self.head.largest_weight)
         return [int(size * self.weight_bytes) for size in sizes]
 
     def to_json(self) -> str:
-        """Canonical JSON; `from_json` gives an equal object. No link to the host is written as null."""
+        """Return canonical JSON; `from_json` gives an equal object. A missing link to the host is written as null."""
         return FORM.write(self)
 
     @staticmethod
     def from_json(text: str) -> Profile:
-        """Read `to_json`. Raises `EppError` when the text is something else."""
+        """Read `to_json`. Raises `EppError` for any other text."""
         return FORM.read(text, _profile)
 
 

@@ -1,4 +1,4 @@
-"""Costs of one pipeline stage: lines in tokens and attention pairs for time, bytes per token for memory."""
+"""Costs of one pipeline stage: time linear in tokens and attention pairs, memory in bytes per token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_epp.plan.kv_sums import MOST_ROUNDED
 
 _FORM = Form("cost profile", "megatron-epp/costs", 1)
 _IN_OLDER_FILES = "message_bytes_per_token"
-"""Of a stage; what it counted is `PipelineCosts.message_bytes_per_token` now."""
+"""Field of a stage in older files; now `PipelineCosts.message_bytes_per_token`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,33 +25,33 @@ class StageCosts:
         num_layers: transformer layers of the stage.
         forward: one layer's forward; recomputing a layer whole costs the same.
         backward: one layer's backward, weight gradient included, recompute not.
-        weight: one layer's weight gradient, a part of `backward`: where W is an action of its own, B takes the rest.
-        extra_forward: what the stage does besides its layers: embedding, or final norm, logits and loss.
+        weight: one layer's weight gradient, a part of `backward`: if W is a separate action, B takes the rest.
+        extra_forward: the stage's work besides its layers: embedding, or final norm, logits and loss.
         extra_backward: the same, backward.
         extra_weight: the same, weight gradient, a part of `extra_backward`.
         layer_bytes_per_token: kept from forward to backward by a layer that does not recompute, its K and V included.
-        full_bytes_per_token: the most that it, or one that recomputes whole, keeps while its backward runs; None where that is
-            all of these.
-        attended_bytes_per_token: what is there when the backward of its attention has made the gradient of K and V;
-            None where that is not known, and so may be all.
+        full_bytes_per_token: peak of such a layer, or of one that recomputes whole, while its backward runs; None if it is
+            `layer_bytes_per_token`.
+        attended_bytes_per_token: held when the backward of its attention has made the gradient of K and V; None if unknown,
+            then all bytes of the layer are assumed.
         recomputed_layer_bytes_per_token: kept by a layer that recomputes whole: its input.
-        linear: a layer that recomputes all but core attention; None where that is not known.
-        mlp: a layer that recomputes its MLP and norms; None where that is not known.
-        extra_bytes_per_token: kept by the stage whatever its layers do: embedding output or received input, logits, loss.
-        head_bytes_per_token: of these, what backward lets go before it reaches the layers: logits, loss.
+        linear: a layer that recomputes all but core attention; None if unknown.
+        mlp: a layer that recomputes its MLP and norms; None if unknown.
+        extra_bytes_per_token: kept by the stage independent of its layers: embedding output or received input, logits, loss.
+        head_bytes_per_token: the part of these that backward frees before it reaches the layers: logits, loss.
         kv_bytes_per_token: K and V of one layer.
-        kv_gradient_bytes_per_token: their gradient, while it is added up; None where it takes as much.
-        many_kv_gradient_bytes_per_token: the same of sequences with more slices than `kv_sums.MOST_ROUNDED`; None where that
-            is no other.
+        kv_gradient_bytes_per_token: their gradient while it is accumulated; None if it takes as much as K and V.
+        many_kv_gradient_bytes_per_token: the same for sequences with more slices than `kv_sums.MOST_ROUNDED`; None if it is
+            the same size.
         kv_heads: heads of keys and values that a rank has inside attention.
         queries_per_key: query heads that share one of them.
-        weight_bytes_per_token: what a layer's W still needs after its B: inputs and output gradients of the linear layers.
-        apart_bytes_per_token: the most there is of a layer while a backward runs that keeps them; None where that is not known.
-        apart_attended_bytes_per_token: the same, as `attended_bytes_per_token`.
-        extra_weight_bytes_per_token: the same of the stage's extras.
+        weight_bytes_per_token: needed by a layer's W after its B: inputs and output gradients of the linear layers.
+        apart_bytes_per_token: peak of a layer during a backward with split weight gradient, which keeps them; None if unknown.
+        apart_attended_bytes_per_token: `attended_bytes_per_token` of such a backward; None if unknown.
+        extra_weight_bytes_per_token: `weight_bytes_per_token` of the stage's extras.
         static: weights, gradients, optimizer state.
-        workspace_bytes: there only while a pass runs, whatever its tokens: a block's logits.
-        working_bytes_per_token: there only while a pass runs, of the layer it is at: gradients, workspace of its kernels.
+        workspace_bytes: held only while a pass runs, independent of its tokens: a block's logits.
+        working_bytes_per_token: held only while a pass runs, for its current layer: gradients, workspace of its kernels.
     """
 
     num_layers: int
@@ -84,23 +84,23 @@ class StageCosts:
 
     @property
     def static_bytes(self) -> int:
-        """Weights, gradients, optimizer state."""
+        """Bytes of weights, gradients and optimizer state."""
         return self.static.num_bytes
 
     def level(self, name: str) -> Level | None:
-        """A level of recompute by its name in `Recompute`; None where its costs are not known."""
+        """Costs of a recompute mode by its name in `Recompute`; None if unknown."""
         if name == "whole":
             return Level(self.forward, self.recomputed_layer_bytes_per_token)
         return self.linear if name == "linear" else self.mlp
 
     def kv_gradient_per_token(self, work: ChunkWork) -> TimeColumn:
-        """Bytes of the gradient of one layer's keys and values while it is added up, of each chunk's sliced sequence."""
+        """Bytes per token of the gradient of one layer's keys and values while it is accumulated, for each chunk's sequence."""
         few = self.kv_bytes_per_token if self.kv_gradient_bytes_per_token is None else self.kv_gradient_bytes_per_token
         many = few if self.many_kv_gradient_bytes_per_token is None else self.many_kv_gradient_bytes_per_token
         return np.where(work.num_slices > MOST_ROUNDED, many, few)
 
     def peaks_per_token(self, level: str, apart: bool) -> tuple[float, float]:
-        """Bytes of one layer when its backward begins, and when its attention has made the gradient of K and V."""
+        """Bytes per token of one layer when its backward begins, and when its attention has made the gradient of K and V."""
         if apart:
             everything = self.layer_bytes_per_token + self.weight_bytes_per_token
             sizes = self.apart_bytes_per_token, self.apart_attended_bytes_per_token
@@ -113,15 +113,15 @@ class StageCosts:
 
     @property
     def stage_forward(self) -> Line:
-        """All the stage does in a forward."""
+        """Time of the stage's whole forward."""
         return self.forward.scaled(self.num_layers) + self.extra_forward
 
     @property
     def stage_backward(self) -> Line:
-        """All the stage does in a backward without recompute."""
+        """Time of the stage's whole backward, without recompute."""
         return self.backward.scaled(self.num_layers) + self.extra_backward
 
     @property
     def stage_weight(self) -> Line:
-        """All weight gradients of the stage, a part of `stage_backward`."""
+        """Time of all weight gradients of the stage, a part of `stage_backward`."""
         return self.weight.scaled(self.num_layers) + self.extra_weight

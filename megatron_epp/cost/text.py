@@ -13,21 +13,21 @@ from megatron_epp.plan.reading import parse_json, shown
 
 
 class HostCosts(Protocol):
-    """A dataclass of costs."""
+    """Dataclass of costs that include a link to the host."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def host_us_per_byte(self) -> float:
-        """Infinite without a link to the host."""
+        """Time per byte of a copy between device and host; infinite without a link."""
 
 
 class Form(NamedTuple):
     """A kind of file.
 
     Attributes:
-        name: as errors call it.
-        schema, version: as it says of itself.
+        name: used in error messages.
+        schema, version: values of these fields in the file.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Form(NamedTuple):
     version: int
 
     def write(self, costs: HostCosts) -> str:
-        """Canonical JSON; no link to the host is written as null."""
+        """Return canonical JSON; a missing link to the host is written as null."""
         body = {"schema": self.schema, "version": self.version, **asdict(costs)}
         if math.isinf(costs.host_us_per_byte):
             body["host_us_per_byte"] = None

@@ -1,4 +1,4 @@
-"""What a chunk asks of a stage: tokens, query-key pairs, and where it stands in a sliced sequence."""
+"""Work of a chunk on a stage: tokens, query-key pairs, and its position in a sliced sequence."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ BoolColumn = NDArray[np.bool_]
 
 
 def causal_pairs(start: int, end: int) -> int:
-    """Query-key pairs of tokens ``[start, end)`` that attend to every earlier token of their sequence and to themselves."""
+    """Number of query-key pairs of tokens ``[start, end)``, which attend to every earlier token of their sequence and
+    themselves.
+    """
     return (end * (end + 1) - start * (start + 1)) // 2
 
 
 def pairs_per_token(lengths: Sequence[int]) -> float:
-    """Query-key pairs of whole sequences, per token of them; 0 where there are none."""
+    """Mean number of query-key pairs per token of whole sequences; 0 if there are none."""
     tokens = sum(lengths)
     return sum(causal_pairs(0, length) for length in lengths) / tokens if tokens else 0.0
 
@@ -39,9 +41,9 @@ class ChunkWork:
         first: it holds the first slice, whose forward allocates the sequence's keys and values.
         last: it holds the last slice, whose backward allocates their gradient.
         prefix_tokens: of that sequence, ahead of the slice.
-        cache_tokens: tokens of that sequence's key and value cache: all padded tokens of its chunks, so the short sequences
-            that ride with the tail are included. Zero where nothing is sliced, or where it is at the host.
-        num_slices: of that sequence; zero where nothing is sliced.
+        cache_tokens: tokens of that sequence's key and value cache: all padded tokens of its chunks, including the short
+            sequences in the same chunk as the last slice. Zero without a slice, or if the cache is offloaded.
+        num_slices: of that sequence; zero without a slice.
     """
 
     tokens: IntColumn
@@ -55,17 +57,17 @@ class ChunkWork:
 
     @property
     def hosted(self) -> BoolColumn:
-        """Chunks with a slice whose keys and values are not on the device."""
+        """True for chunks with a slice whose keys and values are offloaded to the host."""
         return np.asarray(self.sliced & (self.cache_tokens == 0), dtype=np.bool_)
 
 
 class LayerPeak(NamedTuple):
-    """The most there is of a layer while its backward runs, as columns over chunks.
+    """Peak memory of a layer while its backward runs, as columns over chunks.
 
     Attributes:
-        num_bytes: of all.
-        gradient: of these, the sums of the gradient of keys and values, which stay.
-        prefix: of these, that gradient as attention's backward makes it, see `cost.prefix`.
+        num_bytes: total.
+        gradient: the part for accumulated gradients of keys and values, which remain allocated.
+        prefix: the part for that gradient as attention's backward makes it, see `cost.prefix`.
     """
 
     num_bytes: IntColumn

@@ -17,7 +17,7 @@ def parse_yaml(text: str, what: str) -> Any:
 
     Args:
         text: of one document.
-        what: it is, for errors.
+        what: name of the text, for errors.
 
     Raises:
         EppError: PyYAML is missing, the text is not YAML, or it holds too many values, too deep.
@@ -37,7 +37,7 @@ def parse_yaml(text: str, what: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The names and values of a file. Raises `EppError`: it cannot be read, is not YAML, or holds no names."""
+    """Read the names and values of a file. Raises `EppError` if it cannot be read, is not YAML, or holds no names."""
     with naming(path):
         text = read_text(path, MOST_YAML_BYTES)
     body = parse_yaml(text, str(path))

@@ -1,4 +1,4 @@
-"""An iterator run by a thread, a few items ahead of whoever takes them."""
+"""An iterator that a thread runs a few items ahead of its consumer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 class Ahead[T](Iterator[T]):
     """The items of another iterator, in order.
 
-    When that raises, the items made before are still yielded, then `__next__` raises the error, now and at every later call.
+    If that raises, the items made before are still yielded, then `__next__` raises the error, then and at every later call.
 
     Args:
-        items: run by the thread only.
-        depth: how many items may wait, at least 1 (one more is in the making).
+        items: the iterator, run by the thread only.
+        depth: number of items that may wait, at least 1 (one more is being made).
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
@@ -38,11 +38,11 @@ class Ahead[T](Iterator[T]):
         raise self._error
 
     def is_ready(self) -> bool:
-        """Whether `__next__` would return, or raise, at once."""
+        """True if `__next__` would return, or raise, without waiting."""
         return self._error is not None or self._stop.is_set() or not self._ready.empty()
 
     def close(self) -> None:
-        """Stop and drop what is ready; waits for the item in the making. Afterwards the iterator is exhausted."""
+        """Stop and drop the ready items; waits for the item being made. Afterwards the iterator is exhausted."""
         self._finalizer()
         self._thread.join()
 
@@ -54,12 +54,12 @@ def _fill[T](items: Iterator[T], ready: queue.Queue[tuple[T] | BaseException], s
             if stop.is_set():
                 return
         ready.put(StopIteration())
-    except BaseException as error:  # an error of any kind must reach whoever takes the items, or it would wait for ever
+    except BaseException as error:  # an error of any kind must reach the consumer, or it would wait for ever
         ready.put(error)
 
 
 def _release[T](ready: queue.Queue[tuple[T] | BaseException], stop: threading.Event) -> None:
-    """Let the thread end: after `stop` it puts at most one item, for which emptying the queue makes room."""
+    """Stop the thread: after `stop` it puts at most one item, for which emptying the queue makes room."""
     stop.set()
     try:
         while True:

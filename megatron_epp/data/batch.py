@@ -33,7 +33,7 @@ class SequenceDataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrays:
-    """What the first and the last stage need of a chunk. All are CPU tensors of shape [padded tokens], or of a part of them.
+    """Inputs of the first and the last stage for a chunk: CPU tensors of shape [padded tokens], or of a part of them.
 
     Attributes:
         tokens: int64 inputs.
@@ -48,7 +48,7 @@ class ChunkArrays:
     position_ids: torch.Tensor
 
     def part(self, index: int, parts: int) -> ChunkArrays:
-        """What one of so many ranks that share the chunk's tokens has of them: in order, the same number each.
+        """Part of the arrays for one of the ranks that share the chunk's tokens in order, an equal number each.
 
         Args:
             index: of the rank.
@@ -62,15 +62,15 @@ class ChunkArrays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """This replica's part of one global batch. Tokens are read only when a chunk is asked for.
+    """This replica's part of one global batch. Tokens are read only when a chunk is requested.
 
     Attributes:
         indices: of the sequences in the dataset.
         lengths: the positions each sequence trains.
-        plan: how to run them; None when whoever asked for the batch does not run plans.
+        plan: the plan that runs them; None if the batch is used without a plan.
         global_size: sequences of the whole batch, over all replicas.
-        planning_us: how long the plan took to make, on the rank that made it.
-        dataset: where tokens come from.
+        planning_us: time of planning, on the planning rank.
+        dataset: source of the tokens.
         mask_loss_of: positions whose input is this token do not count in the loss (``--eod-mask-loss``).
     """
 
@@ -83,7 +83,7 @@ class GlobalBatch:
     planning_us: float = field(default=0.0, compare=False)
 
     def part(self, share: Sequence[int]) -> GlobalBatch:
-        """A replica's part of a batch that holds the whole: the sequences at these positions."""
+        """A replica's part of a whole batch: the sequences at these positions."""
         return replace(self, indices=tuple(self.indices[at] for at in share), lengths=tuple(self.lengths[at] for at in share))
 
     def chunk(self, chunk: int) -> ChunkArrays:

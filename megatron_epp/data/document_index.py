@@ -1,4 +1,4 @@
-"""Megatron's ``.idx`` files as numpy reads them: how many tokens each document has, without Megatron and without a token.
+"""Reader of Megatron's ``.idx`` files with numpy: tokens of each document, without Megatron and without reading tokens.
 
 Layout: 9 bytes magic, u64 version, u8 type code, u64 sequences, u64 document boundaries; then an int32 length and an int64 byte
 offset per sequence, an int64 boundary per document plus one, and for multimodal files an int8 mode per sequence.
@@ -21,7 +21,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 
 
 class Header(NamedTuple):
-    """What an index announces."""
+    """Header of an index: type code and numbers of entries."""
 
     type_code: int
     num_sequences: int
@@ -29,10 +29,10 @@ class Header(NamedTuple):
 
 
 def read_header(path: str) -> Header:
-    """Read a header whose index is of that version and as long as it says.
+    """Read a header and check the index's version and size.
 
     Raises:
-        EppError: it is not, or there are no documents.
+        EppError: the file is no such index, or there are no documents.
     """
     num_bytes = os.path.getsize(path)
     with open(path, "rb") as stream:
@@ -67,15 +67,15 @@ def document_tokens(path: str) -> NDArray[np.int64]:
 
 
 def sequence_ends(path: str, lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Tokens up to each boundary between sequences, the first and the last included.
+    """Number of tokens before each boundary between sequences, the first and the last included.
 
     Args:
         path: of the index, for errors.
         lengths: tokens of each sequence.
-        boundaries: sequences before each document, and all of them.
+        boundaries: number of sequences before each document, and of all sequences.
 
     Raises:
-        EppError: these cannot be.
+        EppError: lengths and boundaries are inconsistent.
     """
     rises = boundaries[0] == 0 and boundaries[-1] == len(lengths) and not np.any(np.diff(boundaries) < 0)
     if not rises or np.any(lengths < 0):

@@ -1,4 +1,4 @@
-"""A replica's part of global batches on one of its ranks: every rank samples them, one plans them ahead for all."""
+"""A replica's part of global batches on one of its ranks: every rank samples them, one rank plans them ahead for all."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_epp.planner.service.background import PackedPlan, PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
 
 MakePlan = Callable[[tuple[int, ...]], PackedPlans]
-"""From the lengths of a whole global batch to the plans for the shares of some replicas."""
+"""Function from the lengths of a whole global batch to the plans for the shares of some replicas."""
 
 Item = PackedPlans | Exception
-"""What the planning rank gives to the others for one batch: its plans, or why there are none."""
+"""Message of the planning rank to the others for one batch: its plans, or the error of planning."""
 
 KNOWN = 2
-"""Plans given out when a batch is taken, its own included, if they are made: the next one is unpacked while this one runs."""
+"""Number of plans sent when a batch is taken, its own included, if they are ready: the next is unpacked while this one runs."""
 
 
 class DisagreementError(EppError):
@@ -31,19 +31,19 @@ class DisagreementError(EppError):
 
 @dataclass(frozen=True, slots=True)
 class PlanSource:
-    """How a rank comes by the plans of its replica.
+    """Source of the plans of a rank's replica.
 
     Attributes:
         make: divides a batch and plans the shares of the replicas that it plans for, in a background thread; None on the ranks
-            that get their plans from another.
-        exchange: called by all ranks of these replicas together, once per batch, with what the planning rank gives out and with
-            nothing on the others; returns what the planning rank gave.
-        place: of this rank's replica among them.
-        agree: called by all ranks of the job together, once per batch, with the checksum of its division, or None where its
-            planning failed; raises where replicas have divided it differently, or another's planning has failed.
-        prepare: called with every plan in the background, ahead of its batch.
-        version: of what plans are made for; the same on all ranks when they take the same batch. Plans made or given out under
-            another one are made anew.
+            that receive their plans from another rank.
+        exchange: called by all ranks of these replicas together, once per batch, with the items of the planning rank and an
+            empty list on the others; returns the items of the planning rank.
+        place: index of this rank's replica among them.
+        agree: called by all ranks of the job together, once per batch, with the checksum of its division, or None if its
+            planning failed; raises if replicas have divided it differently, or another's planning has failed.
+        prepare: called with every plan in the background, before its batch.
+        version: returns the version of the conditions for which plans are made; equal on all ranks when they take the same
+            batch. Plans made or sent under another version are made again.
     """
 
     make: MakePlan | None
@@ -55,19 +55,19 @@ class PlanSource:
 
 
 class PlannedBatches(Iterator[GlobalBatch]):
-    """Yields one `GlobalBatch` per iteration, in the sampler's order.
+    """Iterator that yields one `GlobalBatch` per iteration, in the sampler's order.
 
     A thread reads lengths and plans a few batches ahead. The plans are exchanged in `__next__`, in the order of the batches, so
-    every rank of a replica must take its batches at the same points. What goes wrong in planning is raised by all of them where
-    the batch would have come, after the batches before it, and again at every later call.
+    every rank of a replica must take its batches at the same points. Errors of planning are raised by all of them in place of
+    the batch, after the batches before it, and again at every later call.
 
     Args:
-        dataset: where lengths, and later tokens, come from.
+        dataset: source of lengths and, later, of tokens.
         sampler: yields the sequence indices of global batches; the same on every rank of the job.
         plans: None yields batches without a plan, divided over replicas by count.
-        depth: how many batches may wait, at least 1 (one more is in the making, and one more given out).
+        depth: number of batches that may wait, at least 1 (one more is being made, and one more has been sent).
         mask_loss_of: see `GlobalBatch`.
-        replica, replicas: this rank's data-parallel replica, and how many there are.
+        replica, replicas: this rank's data-parallel replica, and the number of replicas.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class PlannedBatches(Iterator[GlobalBatch]):
         self._plans = plans
         self._replica, self._replicas = replica, replicas
         self._ahead = Ahead(_batches(dataset, sampler, plans, mask_loss_of), depth)
-        self._taken: deque[GlobalBatch] = deque()  # their plans are given out
-        self._waiting: deque[GlobalBatch] = deque()  # drawn before, without a plan that holds
+        self._taken: deque[GlobalBatch] = deque()  # their plans have been sent
+        self._waiting: deque[GlobalBatch] = deque()  # drawn before, without a valid plan
         self._last: GlobalBatch | None = None
         self._version = 0
         self._is_closed = False
@@ -118,7 +118,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
         return replace(batch, plan=plan, planning_us=packed.planning_us)
 
     def again(self) -> GlobalBatch:
-        """The batch given last, planned anew. All ranks of the job must call this at the same point."""
+        """Return the batch returned last, planned again. All ranks of the job must call this at the same point."""
         assert self._last is not None, "no batch was given yet"
         self._forget_plans()
         if not self._waiting or self._waiting[0] is not self._last:  # where its planning has failed it waits already
@@ -126,7 +126,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
         return next(self)
 
     def close(self) -> None:
-        """Stop planning and drop what is ready; waits for the plan in the making. Afterwards the iterator is exhausted."""
+        """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""
         self._is_closed = True
         self._ahead.close()
         self._unpacker.shutdown(cancel_futures=True)
@@ -134,7 +134,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
             drawn.clear()
 
     def _forget_plans(self) -> None:
-        """Those given out for later batches."""
+        """Drop the plans sent for later batches, which are planned again."""
         self._given.clear()
         self._waiting.extendleft(reversed(self._taken))
         self._taken.clear()
@@ -146,7 +146,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
         return next(self._ahead)[0]
 
     def _made(self) -> list[Item]:
-        """What the planning rank gives out now: this batch's plan, unless it did so before, and the next one if it is made."""
+        """Items that the planning rank sends now: this batch's plan, unless sent before, and the next one if it is ready."""
         items: list[Item] = []
         while self._plans is not None and self._plans.make is not None:
             known = len(self._given) + len(items)
@@ -176,7 +176,7 @@ def _batches(
     plans: PlanSource | None,
     mask_loss_of: int | None,
 ) -> Iterator[tuple[GlobalBatch, PackedPlans | None, int]]:
-    """Whole batches, their plans where this rank makes them, and the version these are of."""
+    """Yield whole batches, their plans if this rank makes them, and the version of these."""
     for indices in sampler:
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
         version = 0 if plans is None else plans.version()  # before planning, so that what changes meanwhile is noticed
@@ -193,7 +193,7 @@ def _batches(
 
 
 def _portable(error: Exception) -> Exception:
-    """The error as other ranks can read it."""
+    """Convert an error to one that other ranks can unpickle."""
     if isinstance(error, EppError | StopIteration):
         return error
     portable = EppError(f"the next batch cannot be planned: {type(error).__name__}: {error}")
@@ -212,7 +212,7 @@ def _unpacked(item: Item, source: PlanSource) -> tuple[Plan, PackedPlan]:
 
 @functools.lru_cache(maxsize=4)
 def _unpack(message: bytes) -> Plan:
-    """Batches of equal lengths come with equal plans, often one after the other."""
+    """Unpack a plan; cached, because consecutive batches of equal lengths often have equal plans."""
     return unpack(message)
 
 

@@ -1,4 +1,4 @@
-"""Which sequences form each global batch."""
+"""Selection of the sequences of each global batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_epp.plan.errors import EppError
 
 
 def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
-    """A permutation of ``range(num_sequences)`` that depends on nothing but the arguments.
+    """A permutation of ``range(num_sequences)`` that depends only on the arguments.
 
     Args:
         num_sequences: at least 1.
@@ -24,21 +24,21 @@ def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
 
 
 class GlobalBatchSampler(Iterator[tuple[int, ...]]):
-    """Yields the sequence indices of one global batch after the other, for ever.
+    """Infinite iterator over the sequence indices of global batches.
 
     The global order is epoch 0, epoch 1, ... one after the other, each a permutation of all sequences, and every iteration
-    takes the next `global_batch_size` of it, across an epoch's end where need be. So the whole state is `consumed_samples`, the
+    takes the next `global_batch_size` of it, across an epoch's end if necessary. So the whole state is `consumed_samples`, the
     number of sequences taken so far over all replicas, and a run resumes exactly from it, under any data-parallel size. How a
     batch is divided over replicas is decided elsewhere and is no part of the state (`planner.service.replica_balance`).
 
     Args:
         num_sequences: in the dataset.
         global_batch_size: sequences per iteration over all replicas.
-        consumed_samples: where to start (Megatron's ``consumed_train_samples``).
+        consumed_samples: start position (Megatron's ``consumed_train_samples``).
         shuffle: False takes the sequences in dataset order in every epoch.
 
     Raises:
-        EppError: no sequences, or a batch of none.
+        EppError: there are no sequences, or the batch size is below 1.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Lengths of sequences as corpora have them, drawn deterministically: for benchmarks and for advice without data at hand."""
+"""Deterministic samples of sequence lengths typical of corpora, for benchmarks and for advice without data."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ WIKIPEDIA = (
 
 
 def wikipedia(count: int, seed: int) -> Lengths:
-    """From the quantile table, log-linear between its points."""
+    """Draw from the quantile table of Wikipedia articles, log-linear between its points."""
     shares, lengths = zip(*WIKIPEDIA, strict=True)
     return np.exp(np.interp(np.random.RandomState(seed).rand(count), shares, np.log(lengths))).astype(int)
 
 
 def code(count: int, seed: int) -> Lengths:
-    """Like repositories: a log-normal body of files (median 2,000) and one in twenty a Pareto tail from 16,384 up."""
+    """Draw lengths like those of code repositories: log-normal (median 2,000), and one in twenty Pareto from 16,384 up."""
     draw = np.random.RandomState(seed)
     body, tail = 2000 * np.exp(1.3 * draw.randn(count)), 16384 * (1 + draw.pareto(0.8, count))
     return np.where(draw.rand(count) < 0.95, body, tail).clip(1, 1 << 24).astype(int)
 
 
 def chat(count: int, seed: int) -> Lengths:
-    """Bimodal: short dialogues (median 600), and one in sixteen with long documents in it (median 60,000)."""
+    """Draw bimodal lengths of chats: short dialogues (median 600), one in sixteen with long documents (median 60,000)."""
     draw = np.random.RandomState(seed)
     short, long = 600 * np.exp(0.6 * draw.randn(count)), 60000 * np.exp(1.0 * draw.randn(count))
     return np.where(draw.rand(count) < 15 / 16, short, long).clip(1, 1 << 24).astype(int)

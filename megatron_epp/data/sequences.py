@@ -1,4 +1,4 @@
-"""The sequences that documents make under a limit of positions: as many as they fill, or one each."""
+"""Sequences made of documents under a limit of positions: split into several, or truncated to one each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LONG_DOCUMENTS = ("split", "truncate")
-"""What becomes of a document with more positions than a sequence may have: several sequences, or its beginning alone."""
+"""Treatments of a document with more positions than a sequence may have: several sequences, or its beginning only."""
 
 Index = NDArray[np.integer[Any]]
 
@@ -24,11 +24,11 @@ class Sequences:
 
     Attributes:
         lengths: int32 [sequences], the positions of each, at most `limit`.
-        limit: the most positions of a sequence.
-        documents: [kept documents], which they are of all.
-        ends: [kept documents], sequences up to and including the last one of each; None where each is one sequence.
+        limit: largest number of positions of a sequence.
+        documents: [kept documents], their indices among all documents.
+        ends: [kept documents], number of sequences up to and including the last one of each; None if each is one sequence.
         num_long: documents of more than `limit` positions.
-        num_left_out: tokens that documents have beyond their only sequence.
+        num_left_out: tokens of truncated documents beyond their only sequence.
     """
 
     lengths: NDArray[np.int32]
@@ -42,7 +42,7 @@ class Sequences:
         return len(self.lengths)
 
     def place(self, sequence: int) -> tuple[int, int]:
-        """The document that a sequence is of, and the token of it that is the sequence's first."""
+        """Return the document of a sequence, and the index in it of the sequence's first token."""
         if self.ends is None:
             return int(self.documents[sequence]), 0
         # A number of the array's own type: with any other numpy would convert the array first.
@@ -52,11 +52,11 @@ class Sequences:
 
 
 def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -> Sequences:
-    """The sequences of documents.
+    """Return the sequences of documents.
 
     Args:
-        num_tokens: [documents], of each.
-        limit: the most positions of a sequence, at least 1.
+        num_tokens: [documents], tokens of each.
+        limit: largest number of positions of a sequence, at least 1.
         long_documents: one of `LONG_DOCUMENTS`.
     """
     kept = num_tokens >= 2
@@ -74,5 +74,5 @@ def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -
 
 
 def _narrow(rising: NDArray[np.int64]) -> Index:
-    """In four bytes each where they fit: for hundreds of millions of documents that counts, on every rank."""
+    """Convert to four bytes each if values fit, which saves memory on every rank with hundreds of millions of documents."""
     return rising.astype(np.uint32) if len(rising) and rising[-1] < 2**32 else rising

@@ -1,4 +1,4 @@
-"""Which tokenizer made the tokens of a ``.bin``/``.idx`` pair, in a small JSON beside it, and whether a run has the same."""
+"""Record of the tokenizer of a ``.bin``/``.idx`` pair in a small JSON file next to it, and checks against a run's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 from megatron_epp.plan.errors import EppError
 
 SUFFIX = ".tokenizer.json"
-"""Behind the prefix of the pair."""
+"""Suffix of the file, after the prefix of the pair."""
 _SCHEMA = "megatron-epp/tokenizer"
 _IDS = "NullTokenizer"
-"""The kind that reads ids and no text."""
+"""The kind of tokenizer that reads ids instead of text."""
 _SAMPLE = (
     "The quick brown fox jumps over 13 lazy dogs; it's 2.50 EUR (or $3,14), isn't it?\n\n"
     "\tdef f(x: int) -> list[str]:\n        return [f'{x!r}_{i:>8}' for i in range(10**6)]  # https://example.org/?q=a%20b\n"
@@ -26,19 +26,19 @@ _SAMPLE = (
     "\u4f60\u597d\uff0c\u4e16\u754c \u3053\u3093\u306b\u3061\u306f \uc548\ub155\ud558\uc138\uc694 "
     "\U0001f600\u200d\u2192 \u2211\u2a7d\u221e  \r\n"
 )
-"""Text in which tokenizers differ: scripts, numbers, code, spaces."""
+"""Text that different tokenizers encode differently: scripts, numbers, code, spaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """What tells one tokenizer from another.
+    """Properties that distinguish tokenizers.
 
     Attributes:
         kind: Megatron's ``--tokenizer-type``.
-        model: its name or path; None where it has none.
-        vocab_size: ids are below it, `eod` included.
-        eod: the id that ends a document; None where there is none.
-        digest: of a text's ids (`digest_of`); None where it reads no text, but ids (``NullTokenizer``).
+        model: its name or path; None if it has none.
+        vocab_size: all ids are below it, `eod` included.
+        eod: the id that ends a document; None if there is none.
+        digest: of a text's ids (`digest_of`); None if it reads ids instead of text (``NullTokenizer``).
     """
 
     kind: str
@@ -53,13 +53,13 @@ class Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """What is known of the tokens of a pair.
+    """Record of the tokens of a pair.
 
     Attributes:
-        tokenizer: that made them.
-        flags: of Megatron, with which a run has it.
-        num_documents, num_tokens: of the pair that was written, to notice another one under its name.
-        max_token: the largest id there is.
+        tokenizer: the tokenizer that made them.
+        flags: Megatron's flags that give a run this tokenizer.
+        num_documents, num_tokens: of the written pair, to detect another pair under the same name.
+        max_token: the largest id.
     """
 
     tokenizer: Tokenizer
@@ -76,7 +76,7 @@ class TokenRecord:
 
 
 def load_record(prefix: str) -> TokenRecord | None:
-    """The record beside a pair; None where there is none.
+    """Read the record of a pair; None if there is none.
 
     Raises:
         EppError: it cannot be read.
@@ -98,16 +98,16 @@ def load_record(prefix: str) -> TokenRecord | None:
 
 
 def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_eod: bool = False) -> None:
-    """Raise `EppError` where tokens are not those of a run's tokenizer.
+    """Raise `EppError` if tokens are not those of a run's tokenizer.
 
-    Two that make the same ids of a text are the same, whatever the names and paths of their models. Tokens that are bytes, or
-    were ids before, go with ``NullTokenizer`` of any vocabulary that has them.
+    Two tokenizers are the same if they make the same ids of a text, whatever the names and paths of their models. Tokens that
+    are bytes, or were ids before, are compatible with a ``NullTokenizer`` of any vocabulary that includes them.
 
     Args:
         prefix: of the pair.
-        record: beside it.
-        run: the run's.
-        masks_eod: the run looks for ends of documents (``--eod-mask-loss``).
+        record: of the pair.
+        run: the run's tokenizer.
+        masks_eod: True if the run uses ends of documents (``--eod-mask-loss``).
     """
     made = record.tokenizer
     same = made.digest == run.digest and (made.digest is not None or made.kind == run.kind)
@@ -121,12 +121,12 @@ def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_e
 
 
 def check_kind(prefix: str, record: TokenRecord, kind: str, model: str | None) -> None:
-    """Raise `EppError` where a run's tokenizer reads text and the tokens are bytes or ids, or the other way round: what its
-    flags alone tell.
+    """Raise `EppError` if a run's tokenizer reads text and the tokens are bytes or ids, or the reverse. This check needs the
+    run's flags only.
 
     Args:
         prefix: of the pair.
-        record: beside it.
+        record: of the pair.
         kind, model: of the run's tokenizer, as in `Tokenizer`.
     """
     if (record.tokenizer.kind == _IDS) != (kind == _IDS):
@@ -141,7 +141,7 @@ def _refusal(prefix: str, record: TokenRecord, named: str) -> EppError:
 
 
 def check_ids(prefix: str, ids: np.ndarray, vocab_size: int) -> None:
-    """Raise `EppError` where an id is not in the vocabulary."""
+    """Raise `EppError` if an id is not in the vocabulary."""
     if len(ids) and ids.max() >= vocab_size:
         raise EppError(
             f"{prefix} has token {int(ids.max()):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}: the tokens "
@@ -150,8 +150,8 @@ def check_ids(prefix: str, ids: np.ndarray, vocab_size: int) -> None:
 
 
 def digest_of(tokenize: Callable[[str], Iterable[int]]) -> str | None:
-    """Sixteen digits of the ids that a tokenizer makes of a text, without those it puts around any text; None where it reads
-    ids and no text.
+    """Digest, of 16 hexadecimal digits, of the ids that a tokenizer makes of a text, without those that it adds to any text;
+    None if it reads ids instead of text.
     """
     try:
         around = set(tokenize(""))

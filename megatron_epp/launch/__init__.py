@@ -1,1 +1,1 @@
-"""From YAML files and overrides to the command that trains. Imports neither torch nor Megatron."""
+"""Construction of the training command from YAML files and overrides. Imports neither torch nor Megatron."""

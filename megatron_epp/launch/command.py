@@ -1,4 +1,4 @@
-"""The command that trains on one node, and what is saved beside the run so that it can be repeated without this loader."""
+"""The command that trains on one node, and the files saved with a run so that it can be repeated without this loader."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from megatron_epp.launch.nearest import nearest
 from megatron_epp.launch.settings import Settings, SettingsError
 
 REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-"""Whose product is the ranks of one data-parallel replica."""
+"""Parallel sizes whose product is the number of ranks of one data-parallel replica."""
 OURS = "megatron_epp.mcore.pretrain_gpt"
 _ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 _ANY = 1 << 31
 _RANGES = (("nodes", 1, _ANY), ("processes_per_node", 1, _ANY), ("master_port", 0, 65535), ("wait_seconds", 1, _ANY))
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "numba", "omegaconf")
-"""Whose versions are noted."""
+"""Packages whose versions are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a run is started: the `launch` section.
+    """Settings of the `launch` section, which start a run.
 
     Attributes:
-        nodes: in all.
-        node_rank: of this one.
-        processes_per_node: one for each GPU; None counts them, and without any starts what the parallel sizes ask for.
-        master_addr, master_port: where the first node listens. Port 0 takes a free one, on a single node.
-        wait_seconds: how long nodes wait for each other to come up.
-        script: a `pretrain_gpt.py` of one's own; None uses ours.
-        folder: where the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
+        nodes: number of nodes.
+        node_rank: of this node.
+        processes_per_node: one for each GPU; None counts GPUs, and without any starts the ranks that the parallel sizes need.
+        master_addr, master_port: address on which the first node listens. Port 0 selects a free one, on a single node.
+        wait_seconds: time limit for all nodes to start.
+        script: a custom `pretrain_gpt.py`; None uses that of this package.
+        folder: folder in which the settings are saved; None: the run's ``save`` folder, or ``runs/NAME``.
         name: of the run, and of its folder.
-        environment: variables to set where they are not set already; see `launch.environment`.
+        environment: variables to set unless they are set already; see `launch.environment`.
     """
 
     nodes: int = 1
@@ -60,7 +60,7 @@ class Launch:
 
     @staticmethod
     def of(settings: Settings) -> Launch:
-        """Raises SettingsError for an unknown key or a value of the wrong type."""
+        """Read the `launch` section. Raises SettingsError for an unknown key or an invalid value."""
         section = {key: value for key, value in (settings.get("launch") or {}).items() if value is not None}
         known = {one.name: one for one in fields(Launch)}
         for key, value in section.items():
@@ -92,7 +92,7 @@ class Launch:
 
 
 def world_of(megatron: Mapping[str, Any]) -> int:
-    """Ranks of one data-parallel replica. Raises SettingsError for a size below 1."""
+    """Number of ranks of one data-parallel replica. Raises SettingsError for a size below 1."""
     sizes = [1 if megatron.get(name) is None else megatron[name] for name in REPLICA_SIZES]
     for name, size in zip(REPLICA_SIZES, sizes, strict=True):
         if not isinstance(size, int) or size < 1:
@@ -101,15 +101,15 @@ def world_of(megatron: Mapping[str, Any]) -> int:
 
 
 def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]:
-    """torchrun for this node.
+    """Build the torchrun command for this node.
 
     Args:
-        launch: how.
+        launch: settings of the launch.
         argv: flags of the training script.
-        processes: on this node.
+        processes: number of processes on this node.
 
     Raises:
-        PortError: this node is to listen on a port that is taken.
+        PortError: the port on which this node must listen is taken.
     """
     port = usable_port(launch.master_port) if launch.node_rank == 0 else launch.master_port
     where = ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank), "--nproc-per-node", str(processes)]
@@ -125,12 +125,12 @@ def folder_of(launch: Launch, megatron: dict[str, Any]) -> Path:
 def save_run(folder: Path, settings: Settings, command: Sequence[str], environment: Mapping[str, Any]) -> None:
     """Write ``command.sh`` (runs as it is), ``settings.yaml`` (all files and overrides merged) and ``versions.json``.
 
-    Only their owner can read them where a variable's name is that of a secret.
+    Only their owner can read them if a variable's name indicates a secret.
 
     Args:
-        folder: where to; made where it is not there.
+        folder: target folder, created if it does not exist.
         settings: of the run.
-        command: that trains.
+        command: the training command.
         environment: the `launch.environment` section.
 
     Raises:
@@ -155,7 +155,7 @@ def save_run(folder: Path, settings: Settings, command: Sequence[str], environme
 
 
 def _write(path: Path, text: str, is_private: bool) -> None:
-    """Replace a file as a whole. A private one can at no time be read by others."""
+    """Replace a file atomically. A private file is never readable by others."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     try:
@@ -168,6 +168,6 @@ def _write(path: Path, text: str, is_private: bool) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of this package, Python and what training runs on; None for what is not installed."""
+    """Versions of this package, Python and the packages that training uses; None for a package that is not installed."""
     ours: dict[str, str | None] = {"megatron-epp": megatron_epp.__version__, "python": platform.python_version()}
     return ours | {package: version_of(package) for package in PACKAGES}

@@ -1,6 +1,6 @@
-"""The variables that a run sets, the `launch.environment` section: as values, and as lines of a shell script.
+"""The environment variables that a run sets (`launch.environment` section), as values and as lines of a shell script.
 
-A value may refer to variables of the environment. It is replaced where a process is started; a script keeps the reference.
+A value may refer to environment variables. References are replaced when a process is started; a script keeps them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)S?(_|$)", re.IGNORECASE)
 _MASK = "'***'"
 _UNSET = "null"
-"""The default that leaves a variable out, where it is that of a reference which is the whole value."""
+"""Default of a reference that omits a variable, if the reference is the variable's whole value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class _Part:
     """A part of a value.
 
     Attributes:
-        source: the variable that it refers to; None where it is literal.
-        text: literal, or the reference's default; None where the reference has none.
+        source: the variable that it refers to; None if it is literal.
+        text: the literal text, or the reference's default; None if the reference has none.
     """
 
     source: str | None
@@ -35,7 +35,7 @@ class _Part:
 
 
 def check_environment(values: Mapping[Any, Any]) -> None:
-    """Raise SettingsError for a name or a value that no variable can have."""
+    """Raise SettingsError for an invalid name or value of a variable."""
     for name, value in values.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise SettingsError(
@@ -46,12 +46,12 @@ def check_environment(values: Mapping[Any, Any]) -> None:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable of this name is likely to hold a secret, such as ``WANDB_API_KEY`` or ``HF_TOKEN``."""
+    """True if a variable of this name is likely to hold a secret, such as ``WANDB_API_KEY`` or ``HF_TOKEN``."""
     return _SECRET.search(name) is not None
 
 
 def environment_to_set(values: Mapping[str, Any]) -> dict[str, str]:
-    """The variables to set: those that have a value and are not set already.
+    """Variables to set: those that have a value and are not set already.
 
     Raises:
         SettingsError: a value refers to a variable that is not set and gives no default.
@@ -61,13 +61,13 @@ def environment_to_set(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def exports(values: Mapping[str, Any], masked: bool = False) -> list[str]:
-    """Lines of a shell script that set what `environment_to_set` does.
+    """Lines of a shell script that set the same variables as `environment_to_set`.
 
-    What came from the environment is taken from it again, and a script ends with an error where it is not there.
+    Values taken from the environment are read from it again, and a script ends with an error if they are not set.
 
     Args:
         values: text or numbers by name.
-        masked: with a mask in the place of secrets.
+        masked: replace secrets by a mask.
     """
     lines = []
     for name, value in sorted(values.items()):
@@ -89,7 +89,7 @@ def _parts(value: Any) -> list[_Part]:
 
 
 def _text(name: str, value: Any) -> str | None:
-    """A variable's value with its references replaced; None where it is left out."""
+    """A variable's value with its references replaced; None if the variable is omitted."""
     parts = _parts(value)
     if value is None or (len(parts) == 1 and parts[0].text == _UNSET and parts[0].source not in {None, *os.environ}):
         return None
@@ -103,7 +103,7 @@ def _text(name: str, value: Any) -> str | None:
 
 
 def _word(name: str, part: _Part, masked: bool) -> str:
-    """A part of a variable's value in a shell: a reference where it comes from the environment, else quoted, or masked."""
+    """Part of a variable's value in a shell: a reference if it comes from the environment, otherwise quoted, or masked."""
     if part.source is not None and part.source in os.environ:
         return f'"${{{part.source}?is not set, and {name} takes its value}}"'
     return _MASK if masked and part.text else shlex.quote(part.text or "")

@@ -12,7 +12,7 @@ from megatron_epp.launch.settings import Settings, SettingsError
 
 EPP_PREFIX = "epp_"
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
-"""A number that argparse reads as a value."""
+"""Pattern of negative numbers, which argparse reads as values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Flag:
         option: as on the command line, ``--num-layers``.
         takes_value: false for a switch.
         takes_several: one or more values.
-        opposite: of a switch that can be switched off by a flag of its own, ``--no-x``.
-        says_on_or_off: takes these words, which YAML reads as true and false.
+        opposite: flag that switches a switch off, ``--no-x``; None if there is none.
+        says_on_or_off: takes the words on and off, which YAML reads as true and false.
     """
 
     option: str
@@ -35,17 +35,17 @@ class Flag:
 
 
 Flags = Mapping[str, Flag]
-"""By name with underscores, ``num_layers``."""
+"""Flags by name with underscores, such as ``num_layers``."""
 
 
 def argv_of(settings: Settings, flags: Flags) -> list[str]:
-    """The command line that a run's settings stand for.
+    """Convert a run's settings to command line arguments.
 
-    ``true`` gives a switch, ``false`` its opposite where there is one, ``null`` nothing; a list gives several values. An `epp`
-    section gives ``--epp`` and its keys with the prefix, unless it says ``enabled: false``.
+    ``true`` gives a switch, ``false`` its opposite if there is one, ``null`` nothing; a list gives several values. An `epp`
+    section gives ``--epp`` and its keys with the prefix, unless it has ``enabled: false``.
 
     Raises:
-        SettingsError: a key is no flag (the message names the nearest that is), or a value does not go with its flag.
+        SettingsError: a key is not a flag (the message names the most similar one), or a value is invalid for its flag.
     """
     arguments: list[str] = []
     for name, value in (settings.get("megatron") or {}).items():

@@ -15,16 +15,16 @@ from megatron_epp.launch.meet import usable_port
 from megatron_epp.plan.errors import EppError
 
 _PATIENCE_S = 60.0
-"""For a process that is told to end, and ends others first."""
+"""Time limit for a process to end, which ends its own child processes first."""
 
 
 class Forks:
-    """A process that has prepared Megatron once and forks the ranks of one job after the other.
+    """A process that imports Megatron once and forks the ranks of one job after the other.
 
-    It starts with the first job, and ends with the process that made it, however that ends.
+    It starts when this object is made, and ends with the process that made it, however that one ends.
 
     Args:
-        environment: set in it before it imports anything.
+        environment: variables set in it before it imports anything.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -45,13 +45,13 @@ class Forks:
     def run(
         self, num_processes: int, command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float
     ) -> int | None:
-        """Run a script, or a module behind ``-m``, as the ranks of a job; what they print is added to a log.
+        """Run a script, or a module after ``-m``, as the ranks of a job; their output is appended to a log.
 
-        They meet on a free port, or where `environment` says.
+        Their rendezvous is on a free local port, or at the address that `environment` sets.
 
         Returns:
-            The exit code of the first rank that failed, 0 where none did, None where one took longer than `limit_s`; every
-            process of the job is gone then.
+            The exit code of the first rank that failed, 0 if none did, None if one took longer than `limit_s`. Every process of
+            the job has ended then.
 
         Raises:
             EppError: the process that forks has ended.
@@ -66,7 +66,7 @@ class Forks:
         return code
 
     def close(self) -> None:
-        """End the process, and what it runs."""
+        """End the process and the job that it runs."""
         self._connection.close()
         try:
             self._process.wait(_PATIENCE_S)

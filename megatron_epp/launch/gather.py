@@ -1,6 +1,6 @@
-"""The first node's side of a meeting: it hears all callers at once, so that none can keep it from another.
+"""The first node's side of the rendezvous: it serves all callers concurrently, so that none can block another.
 
-Callers have a few seconds to prove that they are a node of this run, and hold their place as long as they stay connected.
+Callers have a few seconds to prove that they are a node of this run, and count as present while they stay connected.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatron_epp.launch import handshake
 
 logger = logging.getLogger(__name__)
 PROOF_S = 10.0
-"""The time that a caller has to say who it is."""
+"""Time limit for a caller to identify itself."""
 _CLOSE_S = 5.0
-"""The time that callers have to hang up first, once they are answered: the port then does not linger here."""
+"""Time limit for callers to disconnect after the answer: if they close first, the port is not left in TIME_WAIT here."""
 _MOST_UNPROVED = 128
-"""The number of callers, beside one per node, that may be yet to say who they are; of more, the oldest are dropped."""
+"""Largest number of unidentified callers, in addition to one per node; beyond it, the oldest are dropped."""
 
 
 @contextlib.contextmanager
 def listening(address: str, port: int, backlog: int) -> Iterator[list[socket.socket]]:
-    """Sockets that listen on the addresses of this machine that a name stands for.
+    """Open sockets that listen on the addresses of this machine that a name resolves to.
 
-    They listen on all interfaces where the name does not tell: where its addresses are a gateway's, or where it stands for the
-    loopback here, as a machine's own name often does, and for something else on other machines.
+    They listen on all interfaces if the name does not determine one: if its addresses are a gateway's, or if it resolves to the
+    loopback here, as a machine's own name often does, and to another address on other machines.
 
     Raises:
         OSError: the port is taken.
@@ -64,15 +64,15 @@ def _servers(address: str, port: int, backlog: int) -> list[socket.socket]:
 
 @dataclass(slots=True, eq=False)
 class _Caller:
-    """Who has called.
+    """A caller.
 
     Attributes:
-        connection: to it, which does not block.
-        address: where it called from.
-        until_s: when its proof must be there, as `time.monotonic` counts.
-        nonce: that it was greeted with.
-        received: of its line.
-        hello: what it has proved; None before.
+        connection: non-blocking socket.
+        address: its remote address.
+        until_s: deadline of its proof, a time of `time.monotonic`.
+        nonce: the nonce of its greeting.
+        received: part of its line received so far.
+        hello: its proved identity; None before.
     """
 
     connection: socket.socket
@@ -84,15 +84,15 @@ class _Caller:
 
 
 class Gathering:
-    """Waits for the other nodes of a run. Use as a context manager, which hangs up on all callers at its end.
+    """Wait for the other nodes of a run. Use as a context manager, which disconnects all callers at its end.
 
     Args:
-        servers: that listen.
-        nodes: in all.
+        servers: listening sockets.
+        nodes: number of nodes.
         token: of the run.
 
     Attributes:
-        num_refused: callers that did not know the token.
+        num_refused: number of callers that did not know the token.
     """
 
     def __init__(self, servers: Iterable[socket.socket], nodes: int, token: bytes) -> None:
@@ -115,7 +115,7 @@ class Gathering:
         self._selector.close()
 
     def wait(self, deadline_s: float) -> list[int]:
-        """The nodes that are not there when all are, or at the deadline."""
+        """Wait until all nodes are present or the deadline has passed, and return the missing nodes."""
         while len(self._there) < self._nodes - 1 and (now_s := time.monotonic()) < deadline_s:
             for caller in [caller for caller in self._unproved if caller.until_s <= now_s]:
                 self._drop(caller)
@@ -124,9 +124,9 @@ class Gathering:
         return [rank for rank in range(1, self._nodes) if rank not in self._there]
 
     def answer(self, text: str) -> None:
-        """Tell all that are there to go, with an empty text, or why they may not, and let them hang up.
+        """Tell all present nodes to start (empty text), or the reason why they may not, and wait for them to disconnect.
 
-        Those who call from now on are not heard.
+        Later callers are ignored.
         """
         for server in self._servers:
             self._selector.unregister(server)
@@ -139,7 +139,7 @@ class Gathering:
             self._attend(left_s)
 
     def _attend(self, limit_s: float) -> None:
-        """Hear whoever calls or says something, as soon as somebody does."""
+        """Handle new callers and received data, as soon as there are any or the time limit has passed."""
         for key, _ in self._selector.select(max(limit_s, 0.0)):
             if isinstance(key.data, _Caller):
                 self._hear(key.data)
@@ -175,7 +175,7 @@ class Gathering:
             self._admit(caller)
 
     def _admit(self, caller: _Caller) -> None:
-        """Give a caller the place that it proves to be its own, or say why not."""
+        """Admit a caller as the node that it proves to be, or tell it the reason for refusal."""
         found = handshake.read_hello(self._token, caller.nonce, handshake.decoded(caller.received))
         if found is None:
             self.num_refused += 1

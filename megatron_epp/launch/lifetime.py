@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that ends: a run that is killed leaves none behind."""
+"""Processes that end with the process that started them, however that ends, so that a killed run leaves none behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> None:
-    """Make this process end with the torchrun that started it; nothing where none did.
+    """Make this process end with the torchrun that started it; do nothing if none did.
 
     torchrun by itself leaves ranks running when it is killed.
     """
@@ -35,7 +35,7 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, even if this process is stopped or hangs.
+    """Make the kernel kill this process when the thread that started it ends, even if this process is stopped or hangs.
 
     Only on Linux, and only for processes whose parent's main thread starts them.
     """
@@ -49,17 +49,17 @@ def end_with_parent() -> None:
 
 
 class EndingWithParent:
-    """What a process of `multiprocessing` is to run, in a process that ends when its parent does.
+    """Target of a `multiprocessing` process that makes the process end when its parent does.
 
     Args:
-        target: what to run.
+        target: function to run.
     """
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self._target = target
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Run it."""
+        """Run the function."""
         threading.Thread(target=_end_after_parent, name="end with parent", daemon=True).start()
         return self._target(*args, **named)
 

@@ -1,4 +1,4 @@
-"""This machine in a few words."""
+"""Short description of this machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """This machine's processor and how many cores it has, as profiles name it."""
+    """Name of this machine's processor and its number of cores, as profiles record it."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package."""
+    """Version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -25,14 +25,14 @@ def version_of(package: str) -> str | None:
 
 
 def count_gpus() -> int:
-    """That torch sees."""
+    """Number of GPUs that torch sees."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def machine() -> str:
-    """Its GPUs, else its processor."""
+    """Name of this machine's GPUs, or of its processor if it has none."""
     if not (gpus := count_gpus()):
         return cpu_name()
     import torch

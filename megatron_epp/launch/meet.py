@@ -1,4 +1,4 @@
-"""Nodes of a run wait for each other before torchrun starts, so that one that does not come up is named within minutes.
+"""Rendezvous of the nodes of a run before torchrun starts, so that a node that does not start is named within minutes.
 
 torchrun itself would wait longer and end in a traceback on every node that is up.
 """
@@ -21,7 +21,7 @@ _MOST_LISTED = 16
 
 
 class AbsentError(EppError):
-    """A node did not come up in time."""
+    """A node did not start in time."""
 
 
 class PortError(EppError):
@@ -29,7 +29,7 @@ class PortError(EppError):
 
 
 def usable_port(port: int) -> int:
-    """The port, or a free one for 0. Raises PortError where nobody may listen on it here."""
+    """Return the port, or a free one for 0. Raises PortError if it cannot be listened on here."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -50,14 +50,15 @@ def meet(nodes: int, node_rank: int, address: str, port: int, wait_s: float = WA
     """Return when all nodes have called this. The port is free again then.
 
     Args:
-        nodes: in all.
-        node_rank: of this one.
-        address, port: where the first one listens, for this and then for torchrun.
-        wait_s: how long to wait for the others.
-        token: by which they know each other; None: `shared_token`.
+        nodes: number of nodes.
+        node_rank: of this node.
+        address, port: address on which the first node listens, for this and then for torchrun.
+        wait_s: time limit for the other nodes.
+        token: by which nodes authenticate each other; None: `shared_token`.
 
     Raises:
-        AbsentError: a node, or the first one, did not come up, or this one has the place of another. All that did are told.
+        AbsentError: a node, or the first one, did not start, or this one has the node rank of another. All nodes that started
+            are told.
         PortError: the port is taken on the first node.
         TokenError: there is no token.
     """
@@ -117,10 +118,10 @@ def _report(own: Hello, address: str, port: int, wait_s: float, deadline_s: floa
 
 
 def _asked(first: socket.socket, own: Hello, deadline_s: float, token: bytes) -> str:
-    """What the first node tells this one: nothing when it may go, else why not.
+    """Answer of the first node to this one: empty if it may start, otherwise the reason.
 
     Raises:
-        OSError: who listens there proves not to be a node of this run.
+        OSError: the listener does not prove to be a node of this run, or does not answer.
     """
     nonce = read_greeting(receive_line(first, min(deadline_s, time.monotonic() + PROOF_S)))
     if nonce is None:

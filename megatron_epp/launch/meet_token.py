@@ -1,4 +1,4 @@
-"""The token that the nodes of a run share, by which they know each other from strangers."""
+"""The token that the nodes of a run share to authenticate each other."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 from megatron_epp.plan.errors import EppError
 
 TOKEN_VARIABLE = "EPP_MEET_TOKEN"
-"""Given by who starts the nodes; scripts/train.sbatch makes one for every job."""
+"""Variable that the launch script of the nodes sets; scripts/train.sbatch makes a token for every job."""
 LEAST_CHARACTERS = 16
 TOKEN_REMEDY = f"set {TOKEN_VARIABLE} to the same {LEAST_CHARACTERS} or more random characters on every node"
 
 
 class TokenError(EppError):
-    """There is no token, or one that others may know."""
+    """There is no token, or other users may know it."""
 
 
 def shared_token() -> bytes:
-    """The token in the environment; without one the user's own, in a file of the home folder that nodes usually share.
+    """Return the token in the environment, or the user's own in a file of the home folder, which nodes usually share.
 
-    The file is made by the first node that looks for it.
+    The file is made by the first node that needs it.
 
     Raises:
-        TokenError: the token is short, or the file cannot be used or is not its owner's alone.
+        TokenError: the token is short, or the file cannot be used or is accessible to other users.
     """
     given = os.environ.get(TOKEN_VARIABLE)
     if given is not None:
@@ -46,7 +46,7 @@ def _folder() -> Path:
 
 
 def _make(path: Path) -> None:
-    """Make the file where there is none, complete from its first moment: other nodes may be about to do the same."""
+    """Make the file atomically if there is none: other nodes may do the same concurrently."""
     if path.exists():
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

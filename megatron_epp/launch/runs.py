@@ -1,4 +1,4 @@
-"""Short training runs of a small GPT on this machine, and what they report. For the quickstart and the benchmarks."""
+"""Short training runs of a small GPT on this machine, and their figures, for the quickstart and the benchmarks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megatron_epp.plan.reading import naming, parse_json, read_text
 
 _LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 _REASON = re.compile(r"^(?:\[rank\d+\]: )?(megatron_epp, rank \d+: .*|\S*(?:Error|Exception)\b.*)$", re.MULTILINE)
-"""In a log. torch puts the rank in front of every line of a traceback."""
+"""Pattern of the reason of a failure in a log. torch puts the rank in front of every line of a traceback."""
 _LIMIT_S = 3600.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""Of a run, where nothing else is set."""
+"""Default environment variables of a run."""
 
 
 class RunError(EppError):
-    """A training run did not end well. The message says why, as far as its log does."""
+    """A training run failed. The message gives the reason, as far as its log does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,17 @@ class Run:
         return [line["loss"] for line in self.lines]
 
     def tokens_per_second(self, skip: int = 2) -> float:
-        """Of the median iteration after the first few: with the time of the second Megatron prints the mean of the first two.
+        """Tokens per second of the median iteration after the first ones.
 
-        Of a run that has no more iterations than that, the last one's.
+        The first `skip` are omitted because Megatron prints the mean of the first two as the time of the second. For a run with
+        no more iterations than that, it is the rate of the last one.
         """
         rates = [int(line["tokens"]) / ms for line, ms in zip(self.lines, self.iteration_ms, strict=True)]
         return 1e3 * statistics.median(rates[min(skip, len(rates) - 1) :])
 
     @property
     def peak_activation_bytes(self) -> list[int]:
-        """Largest of all iterations, per pipeline rank."""
+        """Peak activation bytes over all iterations, per pipeline rank."""
         return [max(column) for column in zip(*(line["peak_activation_bytes"] for line in self.lines), strict=True)]
 
 
@@ -69,16 +70,16 @@ def tiny_gpt(**changes: Any) -> dict[str, Any]:
 
 
 def pipeline_size(wanted: int) -> int:
-    """As wanted on CPU; no more than there are GPUs otherwise."""
+    """Return the wanted size, limited to the number of GPUs unless the machine has none."""
     return min(wanted, count_gpus() or wanted)
 
 
 def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: float = _LIMIT_S) -> Run:
-    """Train on this machine and read the figures: with torchrun on GPUs, without any in forked processes, which start sooner.
+    """Train on this machine and read the figures: with torchrun on GPUs, otherwise in forked processes, which start faster.
 
     Args:
-        folder: where the log and the figures go; figures of an earlier run are removed.
-        num_ranks: processes.
+        folder: folder of the log and the figures; figures of an earlier run are removed.
+        num_ranks: number of processes.
         settings: flags, `--epp` ones included.
 
     Raises:
@@ -112,7 +113,7 @@ def train(folder: Path, num_ranks: int, settings: dict[str, Any], timeout_s: flo
 
 
 def _forked(num_ranks: int, program: list[str], log: Path, limit_s: float) -> int | None:
-    """As `_exit_code`, of ranks that are forked. Raises `RunError` where there is nothing that forks them any more."""
+    """Run forked ranks and return their exit code, like `_exit_code`. Raises `RunError` if the forking process has ended."""
     forks = _forks()
     try:
         return forks.run(num_ranks, program, {}, log, limit_s)
@@ -130,7 +131,7 @@ def _forks() -> Forks:
 
 
 def _exit_code(command: list[str], log: Path, limit_s: float) -> int | None:
-    """Of a command that adds to a log; None where it takes longer."""
+    """Run a command that appends to a log and return its exit code; None if it takes longer than the limit."""
     with open(log, "a", encoding="utf-8") as output:
         try:
             done = subprocess.run(
@@ -142,13 +143,13 @@ def _exit_code(command: list[str], log: Path, limit_s: float) -> int | None:
 
 
 def reason_in(log: str) -> str | None:
-    """The first line of a log that says why a run failed."""
+    """First line of a log that gives the reason for a failure; None if there is none."""
     found = _REASON.search(log)
     return found[1] if found else None
 
 
 def _flags_of(settings: dict[str, Any]) -> list[str]:
-    """``{"num_layers": 4, "swiglu": True}`` as ``["--num-layers", "4", "--swiglu"]``; False and None are left out."""
+    """Convert ``{"num_layers": 4, "swiglu": True}`` to ``["--num-layers", "4", "--swiglu"]``; False and None are omitted."""
     flags: list[str] = []
     for name, value in settings.items():
         if value is None or value is False:

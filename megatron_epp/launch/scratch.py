@@ -1,4 +1,4 @@
-"""A launcher's folder for temporary files of the processes that it starts, removed at its end, or after a kill by the next."""
+"""A launcher's folder for temporary files of its processes, removed at its end, or by the next launcher if it was killed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from multiprocessing import current_process
 from pathlib import Path
 
 FOLDER_VARIABLE = "EPP_LAUNCHER_FOLDER"
-"""Tells processes below the launcher of the folder."""
+"""Environment variable that names the folder to the launcher's processes."""
 _LOCK = "lock"
 _MOST_BYTES = 107 - len("/pymp-12345678/listener-12345678")
-"""The longest path of a folder in which paths of sockets are short enough for the system."""
+"""Longest path of a folder in which the paths of sockets are short enough for the system."""
 
 
 @contextlib.contextmanager
 def launcher_folder() -> Iterator[Path]:
-    """A new folder in the one for temporary files, named in the environment and locked as long as this process lives.
+    """Make a new temporary folder, named in the environment and locked as long as this process lives.
 
-    Folders that launchers of the same user have left behind are removed.
+    Abandoned folders of launchers of the same user are removed.
 
     Raises:
         OSError: it cannot be made.
@@ -41,13 +41,13 @@ def launcher_folder() -> Iterator[Path]:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Whether a launcher's folder is there and its launcher is not."""
+    """True if a launcher's folder exists and its launcher has ended."""
     with _if_abandoned(folder) as abandoned:
         return abandoned
 
 
 def keep_sockets_in_folder() -> None:
-    """Let this process and its children make the sockets of `multiprocessing` in the launcher's folder, if it has one."""
+    """Make this process and its children create `multiprocessing` sockets in the launcher's folder, if there is one."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
         return
@@ -60,12 +60,12 @@ def keep_sockets_in_folder() -> None:
 
 
 def _prefix() -> str:
-    """The beginning of this machine's names: other machines may see the same place, and not the same locks."""
+    """Prefix of this machine's folders: other machines may share the file system but not its locks."""
     return f"epp-{hashlib.sha256(platform.node().encode()).hexdigest()[:4]}-"
 
 
 def _locked() -> tuple[Path, int]:
-    """A new folder, and the open file that locks it."""
+    """Make a new folder; return it and the open file that locks it."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_prefix()))
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -80,7 +80,7 @@ def _locked() -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def _if_abandoned(folder: Path) -> Iterator[bool]:
-    """Whether a folder is abandoned; where it is, no other process can lock it meanwhile."""
+    """Yield True if a folder is abandoned; no launcher can lock it within the context."""
     handle = _shared_lock(folder)
     try:
         yield handle is not None
@@ -90,7 +90,7 @@ def _if_abandoned(folder: Path) -> Iterator[bool]:
 
 
 def _shared_lock(folder: Path) -> int | None:
-    """The file of a folder of this user, locked and open; None where its launcher locks it, or it has none."""
+    """Open the lock file of a folder of this user with a shared lock; None if its launcher locks it or it has no such file."""
     try:
         handle = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

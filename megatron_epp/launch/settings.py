@@ -15,25 +15,25 @@ from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import shown
 
 SECTIONS = ("include", "cluster", "megatron", "epp", "launch")
-"""What a file may hold: other files; the kind of machine it is meant for; Megatron's flags; ours; how to start."""
+"""Sections of a file: included files, intended kind of machine, Megatron's flags, flags of this package, launch settings."""
 _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)(?::([^{}]*))?\}")
 REFERENCE = re.compile(
     r"\$\{(?:(?P<name>[A-Z_][A-Z0-9_]*)(?::(?P<default>[^{}]*))?"
     r"|oc\.env:(?P<oc_name>[A-Za-z_][A-Za-z0-9_]*)(?:,(?P<oc_default>[^{}'\"]*))?)\}"
 )
-"""A reference to a variable, as values of ``launch.environment`` keep it: what is saved of a run then holds no secret."""
+"""Reference to a variable in a value of ``launch.environment``, kept as it is so that saved settings hold no secrets."""
 _HELD = "\0{"
-"""Stands for ``${`` of such a reference while settings are merged, which would replace it."""
+"""Placeholder for ``${`` of such a reference while settings are merged, which would replace the reference."""
 
 Settings = dict[str, Any]
 
 
 class SettingsError(EppError):
-    """A file, key or value that cannot be used. The message names it and says what would do."""
+    """A file, key or value cannot be used. The message names it and states what is valid."""
 
 
 def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Settings:
-    """Merge files and overrides; what comes later wins, and a file wins over what it includes.
+    """Merge files and overrides; later ones take precedence, and a file takes precedence over its includes.
 
     Args:
         files: paths, or names of shipped files such as ``recipes/llama3-8b-128k``.
@@ -52,12 +52,12 @@ def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) ->
 
 
 def _loaded(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) -> Any:
-    """One file over everything that it includes.
+    """Load one file, merged over everything that it includes.
 
     Args:
         path: of the file.
-        chain: the files that led to it.
-        known: files loaded before, so that none is loaded twice however many include it.
+        chain: the files through which it is included.
+        known: files loaded before, so that none is loaded twice.
     """
     if path in chain:
         loop = " -> ".join(str(one) for one in (*chain[chain.index(path) :], path))
@@ -88,7 +88,7 @@ def _over_includes(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) 
 
 
 def _found(name: str, includer: Path | None) -> Path:
-    """A path (beside the file that includes it, or from here), or a shipped file by its name."""
+    """Find a file by its path (relative to the including file, or to the working folder), or a shipped file by its name."""
     path = locate(name, beside=Path() if includer is None else includer.parent)
     if path is not None:
         return path.resolve()
@@ -98,15 +98,15 @@ def _found(name: str, includer: Path | None) -> Path:
 
 
 def read_settings(path: Path) -> Settings:
-    """The names and values of a file, its variables replaced from the environment, but for those in `launch.environment`.
+    """Read the names and values of a file; variables are replaced from the environment, except in `launch.environment`.
 
-    Raises `EppError`: it is no such file.
+    Raises `EppError` if the file cannot be read or is not valid.
     """
     return {key: _section(key, value, path) for key, value in read_yaml(path).items()}
 
 
 def _section(name: str, value: Any, path: Path | str) -> Any:
-    """The section with its variables replaced; `launch.environment` as it is, where it holds names with values."""
+    """Return the section with its variables replaced, except in `launch.environment` if that holds names with values."""
     if name != "launch" or not isinstance(value, dict):
         return _substituted(value, path)
     kept = {key: inner for key, inner in value.items() if key == "environment" and isinstance(inner, dict)}
@@ -114,7 +114,7 @@ def _section(name: str, value: Any, path: Path | str) -> Any:
 
 
 def _with_environment(settings: Mapping[str, Any], change: Callable[[str], str]) -> Settings:
-    """Settings with the text of every value in `launch.environment` changed."""
+    """Return settings with the text of every value in `launch.environment` changed."""
     launch = settings.get("launch")
     if not isinstance(launch, dict) or not isinstance(values := launch.get("environment"), dict):
         return dict(settings)
@@ -123,7 +123,9 @@ def _with_environment(settings: Mapping[str, Any], change: Callable[[str], str])
 
 
 def _substituted(value: Any, path: Path | str) -> Any:
-    """Values, ``${NAME}`` and ``${NAME:default}`` replaced from the environment; what is nothing else is read as YAML."""
+    """Replace ``${NAME}`` and ``${NAME:default}`` in values from the environment; a value that is only a reference is then
+    parsed as YAML.
+    """
     if isinstance(value, dict):
         if unnamed := [key for key in value if not isinstance(key, str)]:
             raise SettingsError(f"{path}: {shown(unnamed[0])} stands where a name should; put it in quotes if it is one")
@@ -159,11 +161,11 @@ def _assigned(override: str) -> dict[str, Any]:
 
 
 def _merged(under: Any, over: Mapping[str, Any], source: str) -> Any:
-    """Settings over others.
+    """Merge settings over others.
 
     Args:
         under, over: the two.
-        source: of those that win, for errors.
+        source: of `over`, for errors.
     """
     from omegaconf.errors import OmegaConfBaseException
 
@@ -176,7 +178,7 @@ def _merged(under: Any, over: Mapping[str, Any], source: str) -> Any:
 
 
 def _resolved(merged: Any, source: str) -> Settings:
-    """Plain names and values, what refers to other settings in its place."""
+    """Convert merged settings to plain names and values, with references to other settings replaced."""
     from omegaconf.errors import OmegaConfBaseException
 
     try:

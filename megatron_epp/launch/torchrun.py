@@ -1,6 +1,6 @@
-"""torchrun that ends in one line where one of its processes does not end well; that process has said why.
+"""torchrun that ends with a one-line message if one of its processes fails; that process has printed the reason.
 
-Temporary files of its processes are in a folder that it removes.
+Temporary files of its processes are in a folder that it removes at its end.
 
 `python -m megatron_epp.launch.torchrun` takes what torchrun takes.
 """
@@ -14,7 +14,7 @@ from megatron_epp.launch.scratch import launcher_folder
 
 
 def main() -> None:
-    """Run torchrun; exit with code 1 where it raises for a process that failed or for a signal."""
+    """Run torchrun; exit with code 1 if it raises for a process that failed or for a signal."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(launcher_folder())

@@ -1,1 +1,1 @@
-"""Everything that imports Megatron."""
+"""The part of the package that imports Megatron."""

@@ -1,7 +1,7 @@
-"""Stands in for CUDA where there is no GPU, so that Megatron's own training loop runs on any machine.
+"""Replacements for CUDA on machines without a GPU, so that Megatron's own training loop runs on any machine.
 
 `activate()` does nothing on a machine with a GPU. Elsewhere it replaces, for this process, the few things Megatron asks
-of CUDA. Each stand-in below says why it is there. `torch.cuda.is_available()` keeps telling the truth.
+of CUDA. A comment explains each replacement below. `torch.cuda.is_available()` still returns the true answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _active = False
 
 
 def activate() -> bool:
-    """Turn torch's stand-ins on if this machine has no GPU; True when they are on.
+    """Replace functions of torch if this machine has no GPU. Returns True if they are replaced.
 
     Call it before megatron is imported, and apply `patches()` afterwards.
     """
@@ -45,7 +45,7 @@ def activate() -> bool:
 
 
 class _Stream:
-    """Everything on the CPU happens in program order, so a stream has nothing to do."""
+    """A stream that does nothing, because the CPU executes everything in program order."""
 
     def wait_stream(self, stream: Any) -> None:
         pass
@@ -54,7 +54,7 @@ class _Stream:
         return self
 
     def synchronize(self) -> None:
-        """As an event: what it follows has happened."""
+        """Return at once, as an event would: everything before it has completed."""
 
 
 def _nothing() -> Callable[..., None]:
@@ -118,7 +118,7 @@ def _stand_in_for_device_arguments() -> None:
 
 
 def _called_by_megatron() -> bool:
-    """Whether the function that asks was called from a megatron module."""
+    """True if the caller of this function was itself called from a megatron module."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.")
 
 
@@ -139,7 +139,7 @@ def _stand_in_for_compilation() -> None:
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """What has to be replaced in Megatron itself; apply it after `activate`, and only where that returned True."""
+    """Return the patches of Megatron itself; apply them after `activate`, and only if that returned True."""
     nowhere = _nothing()
     return (
         Patch(

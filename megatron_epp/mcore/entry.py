@@ -1,4 +1,4 @@
-"""What every way into Megatron does first."""
+"""Preparation that every entry point does before it uses Megatron."""
 
 import contextlib
 import logging
@@ -31,9 +31,9 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """End the process with exit code 1 and the message alone where this package refuses something.
+    """End the process with exit code 1 and only the message if this package raises an `EppError`.
 
-    Where the message wraps another error, its traceback comes first: somebody will have to find it.
+    If the error was caused by another kind of error, the traceback of that one is printed first, for debugging.
     """
     try:
         yield

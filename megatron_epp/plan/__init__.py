@@ -1,4 +1,4 @@
-"""The plan language: chunks, actions, plans, and what can be asked of them without running anything."""
+"""The plan language: chunks, actions, plans, and checks and simulations that need no training run."""
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check import Violation, check, report

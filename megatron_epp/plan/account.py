@@ -1,4 +1,4 @@
-"""What the live bytes of a plan are made of, item by item, at every moment of its simulation."""
+"""Composition of a plan's live bytes, by item, at every moment of its simulation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron_epp.plan.plan import AnyStep
 from megatron_epp.plan.simulate import Timeline
 
 Items = Mapping[str, int]
-"""Bytes by what they are for."""
+"""Bytes by item."""
 
 
 class Moment(NamedTuple):
-    """What a rank holds from a time on.
+    """Memory of a rank from a point in time on.
 
     Attributes:
-        time_us: when it begins.
-        items: bytes by what they are for, those held throughout included; none is zero.
-        step: what begins or ends then; None at the start.
+        time_us: begin of the moment.
+        items: bytes by item, those held throughout included; none is zero.
+        step: the step that begins or ends then; None at the start.
     """
 
     time_us: float
@@ -35,15 +35,16 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The bytes of a simulated plan by what they are for.
+    """The bytes of a simulated plan by item.
 
     Attributes:
         timeline: of the plan.
         static: held throughout, by rank.
-        takes, gives: what every step takes when it starts and gives back when it ends. Their sums are the step's
+        takes, gives: bytes that every step allocates when it starts and frees when it ends. Their sums are the step's
             `alloc_bytes` and `free_bytes`; an item that a step turns into another may be below zero.
-        order: names of what comes and goes, as reports list them. The last is what an allocator loses.
-        loss_share: that, as a share of all else that comes and goes; it is in every other item until it is told apart here.
+        order: names of the items that are not static, as reports list them. The last one is the allocator's loss.
+        loss_share: that loss, as a share of all other items that are not static; `takes` and `gives` include it in every item,
+            and it is separated here.
     """
 
     timeline: Timeline
@@ -60,7 +61,7 @@ class Account:
         return [name for name in (*self.static[0], *self.order) if name in there]
 
     def moments(self, rank: int) -> list[Moment]:
-        """What a rank holds, from the start on, whenever that changes; the sums are those of `Timeline.live_bytes`."""
+        """Return a rank's memory at the start and after every change; the sums are those of `Timeline.live_bytes`."""
         live: Counter[str] = Counter()
         found = [Moment(0.0, self._shown(rank, live), None)]
         for event in self.timeline.memory_events[rank]:
@@ -73,11 +74,13 @@ class Account:
         return found
 
     def peak(self, rank: int) -> Moment:
-        """When a rank first holds most."""
+        """Return the first moment at which a rank's memory is at its maximum."""
         return max(self.moments(rank), key=lambda moment: moment.num_bytes)
 
     def alive(self, rank: int, until: Moment) -> list[tuple[int, int]]:
-        """Stage and chunk of what has run forward at a moment of `moments`, and has not ended its backward, in order."""
+        """Return stage and chunk of each pass whose forward has started by a moment of `moments` and whose backward has not
+        ended, in order.
+        """
         alive: dict[tuple[int, int], None] = {}
         for event in self.timeline.memory_events[rank]:
             op, *key = event.step.action

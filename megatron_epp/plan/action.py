@@ -1,4 +1,4 @@
-"""Operations and actions: the alphabet of a plan.
+"""Operations and actions, the elements of a plan.
 
 An action prints as ``2F5`` (stage 2, forward, chunk 5), the form `torch.distributed.pipelining` uses, and parses back.
 """
@@ -14,7 +14,7 @@ from megatron_epp.plan.reading import shown
 
 
 class Op(StrEnum):
-    """What an action does. A new kind is one member here, one rule in `deps`, one handler in the runtime."""
+    """Operation of an action. A new one needs one member here, one rule in `deps` and one handler in the runtime."""
 
     F = "F"
     """Forward of a chunk through a stage."""
@@ -23,13 +23,13 @@ class Op(StrEnum):
     W = "W"
     """Weight gradient, split off its backward."""
     R = "R"
-    """Recompute as an action of its own, ahead of the backward that needs it."""
+    """Recompute as a separate action, before the backward that needs it."""
     O = "O"  # noqa: E741 - the letter is the field's name for offload
     """Offload of a chunk's activations to host memory, on the copy stream."""
     L = "L"
-    """Load of what `O` moved, on the copy stream."""
+    """Load of the activations that `O` moved, on the copy stream."""
     FREE = "FREE"
-    """Give back the device's memory of what `O` has moved. Added by lowering, as are the five below."""
+    """Release of the device memory of the activations that `O` has moved. Added by lowering, as are the five below."""
     SEND_F = "SEND_F"
     """Send the activation to the next stage."""
     RECV_F = "RECV_F"

@@ -1,4 +1,4 @@
-"""Chunks: what one forward or backward works on."""
+"""Chunks, the unit of work of one forward or backward."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Chunk:
         return None
 
     def kind(self, lengths: Sequence[int]) -> str:
-        """``batched``, ``split`` or ``hybrid``."""
+        """Kind of the chunk: ``batched``, ``split`` or ``hybrid``."""
         if self.slice_of(lengths) is None:
             return "batched"
         return "split" if len(self.segments) == 1 else "hybrid"
@@ -58,7 +58,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """For every chunk, the chunks that hold the slice just before and just after its own (None where there is none)."""
+    """Chunks that hold the slices just before and just after that of each chunk; None if there is none."""
 
     previous: tuple[int | None, ...]
     following: tuple[int | None, ...]
@@ -68,7 +68,7 @@ def slice_neighbours(chunks: Sequence[Chunk]) -> Neighbours:
     """Link the slices of each sequence in token order.
 
     Args:
-        chunks: the chunk table. Segments that do not join up simply get no link; `check` reports them.
+        chunks: the chunk table. Segments that are not adjacent get no link; `check` reports them.
     """
     starts = {(s.sequence, s.start): c for c, chunk in enumerate(chunks) for s in chunk.segments}
     previous: list[int | None] = [None] * len(chunks)

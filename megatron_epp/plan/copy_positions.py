@@ -1,7 +1,8 @@
-"""Where a rank issues its offloads and loads, which run one at a time beside compute, among its compute actions.
+"""Positions among a rank's compute actions at which it issues offloads and loads, which run one at a time, overlapped with
+compute.
 
-That is when their memory comes and goes: a load has its own from where it is issued, and what an offload moves is given back
-where `FREE` stands behind it. So the simulator's account of memory, lowering and planners all ask here.
+These positions determine the memory of copies: a load's memory is allocated when it is issued, and an offload's is released at
+the `FREE` after it. So the simulator's memory account, lowering and planners all use this module.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron_epp.plan.graph import Graph
 
 
 class CopyTimes(NamedTuple):
-    """A copy and its times; `latest` is the place of its chunk's backward among the rank's compute actions."""
+    """A copy and its times; `latest` is the index of its chunk's backward among the rank's compute actions."""
 
     action: Action
     start_us: float
@@ -25,8 +26,8 @@ class CopyTimes(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The compute actions, by place in their rank's list, before which a copy is issued, and before which it changes what the
-    rank holds: a load when it is issued, an offload at its `FREE`. Changes before one action come in the order of their copies.
+    """Indices, in the rank's list, of the compute actions before which a copy is issued and before which it changes the rank's
+    memory: a load when it is issued, an offload at its `FREE`. Changes before one action are in the order of their copies.
     """
 
     issued: int
@@ -34,12 +35,12 @@ class Places(NamedTuple):
 
 
 def places(start_us: Sequence[float], end_us: Sequence[float], copies: Iterable[CopyTimes]) -> Iterator[Places]:
-    """Where a rank issues its copies, in their order.
+    """Yield the positions at which a rank issues its copies, in their order.
 
-    A copy stands before the compute action that runs, or is the next to run, when it starts: so it can start no later. `FREE`
-    stands before the first action that starts when the offload has ended. A load stands behind the `FREE` of its own chunk even
-    where both lie within one action, which is of no use to anybody; it may then start later than simulated. No copy of a chunk
-    stands behind its backward; times say so too, unless actions take none.
+    A copy is issued before the compute action that runs, or is the next to run, when it starts, so it can start no later.
+    `FREE` is before the first action that starts after the offload has ended. A load is issued after the `FREE` of its own
+    chunk even if both fall within one action, a case without benefit, and may then start later than simulated. No copy of a
+    chunk is issued after its backward; the times imply that too, unless actions take no time.
 
     Args:
         start_us, end_us: of the rank's compute actions.
@@ -57,7 +58,7 @@ def places(start_us: Sequence[float], end_us: Sequence[float], copies: Iterable[
 
 
 def place_copies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float], rank: int) -> dict[int, list[Action]]:
-    """What a rank issues right before each of its compute actions, `FREE` included, by the action's place in its list.
+    """Copies that a rank issues right before each of its compute actions, `FREE` included, by the action's index in its list.
 
     Args:
         start_us, end_us: of every step of the graph.
@@ -66,7 +67,7 @@ def place_copies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float
     placed: dict[int, list[Action]] = defaultdict(list)
     if not copies:
         return placed
-    freed: list[tuple[int, Action]] = []  # by place, which only grows
+    freed: list[tuple[int, Action]] = []  # by index, which only grows
     actions = [graph.steps[number].action for number in copies]
     latest = (graph.index.get(Action(Op.B, stage, chunk), compute.stop) - compute.start for _, stage, chunk in actions)
     began, ended = ([column[row.start : row.stop] for row in (compute, copies)] for column in (start_us, end_us))

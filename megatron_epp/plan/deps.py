@@ -1,4 +1,4 @@
-"""What must precede what: the one statement of it. `check`, `simulate`, lowering and the planners all ask here."""
+"""Dependencies between actions, defined only here for `check`, `simulate`, lowering and the planners."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Needs = Callable[[Action], list[Action]]
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What the rules may look at."""
+    """Facts about a plan that the rules use."""
 
     num_stages: int
     neighbours: Neighbours
@@ -73,8 +73,8 @@ def deps(chunks: Sequence[Chunk], num_stages: int, optional: Collection[Action] 
         optional: the `R`, `O` and `L` actions the plan contains; a backward waits for those of its own stage and chunk.
 
     Returns:
-        ``needs(action)``: the actions that must have ended before it starts. Where the two are on neighbouring stages, the
-        message between them must have arrived as well.
+        ``needs(action)``: the actions that must have ended before it starts. If the two are on neighbouring stages, the message
+        between them must have arrived as well.
     """
     facts = _Facts(num_stages, slice_neighbours(chunks), frozenset(optional))
 

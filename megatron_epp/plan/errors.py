@@ -1,4 +1,4 @@
-"""Errors a person can act on: one or two lines with the numbers and the flag to change."""
+"""Errors for users: one or two lines with the numbers and the flag to change."""
 
 
 class EppError(Exception):
@@ -10,10 +10,10 @@ class PlanError(EppError):
 
 
 class InfeasibleError(EppError):
-    """No plan fits the limits. The message names the smallest limit that would do, or the flag to change.
+    """No plan fits the limits. The message names the smallest sufficient limit, or the flag to change.
 
     Attributes:
-        least_cap_bytes: the smallest memory cap that would do; 0 where the limit is another.
+        least_cap_bytes: the smallest sufficient memory cap; 0 if another limit is the reason.
     """
 
     def __init__(self, message: str, least_cap_bytes: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""A plan as a graph over small integers: `deps` asked once, for everything that walks a plan action by action."""
+"""A plan as a graph over small integers: `deps` is evaluated once, for all code that walks a plan action by action."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Graph:
         steps: the steps of all tracks, track after track.
         tracks: the numbers of each track's steps.
         num_ranks: tracks of compute; copies of rank ``r`` are track ``num_ranks + r``.
-        links: the link to the host of every rank.
+        links: index of the link to the host, for every rank.
         index: number of each action.
-        needs: for each step, the steps it waits for and the time of the message that lies between (zero when none).
+        needs: for each step, the steps it waits for and the time in microseconds of the message between them (zero if none).
     """
 
     steps: list[AnyStep]
@@ -54,7 +54,7 @@ class Graph:
 
 
 def receiver(plan: Plan, action: Action) -> int | None:
-    """The stage on another rank that gets the result of an action as a message; None when none does."""
+    """The stage on another rank that receives the result of an action as a message; None if there is none."""
     op, stage, _ = action
     to = stage + 1 if op is Op.F else stage - 1
     if op not in (Op.F, Op.B) or not 0 <= to < plan.num_stages or plan.placement[to] == plan.placement[stage]:
@@ -63,7 +63,7 @@ def receiver(plan: Plan, action: Action) -> int | None:
 
 
 def build_graph(plan: Plan) -> Graph:
-    """Number the steps and link each to what it waits for.
+    """Number the steps and link each to the steps it waits for.
 
     Raises:
         PlanError: an action occurs twice, or needs one that the plan lacks.

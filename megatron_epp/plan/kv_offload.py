@@ -1,5 +1,5 @@
-"""Caches of keys and values that stages have at the host: the pieces they move in, in plans and at run time alike, and what
-of a plan is at the host when, in the units in which a run takes host memory.
+"""KV offload, the key and value caches of stages in host memory: the pieces in which plans and runs move them, and the host
+memory of a plan over time, in the units in which a run allocates it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from megatron_epp.plan.plan import Hosted, Plan
 from megatron_epp.plan.simulate import Timeline
 
 MOST_PARTS = 4
-"""Into so many groups of heads attention is divided at most: fewer heads at a time would leave a GPU idle at short slices."""
+"""Largest number of groups of heads of attention: fewer heads at a time would leave a GPU idle at short slices."""
 
 
 HOST_UNIT_BYTES = 256
-"""Host memory is taken in so many bytes: for what is offloaded of a chunk, and for the cache of a sequence on a stage."""
+"""Unit in which host memory is allocated: for a chunk's offloaded activations and for a sequence's cache on a stage."""
 
 
 def in_units(num_bytes: int) -> int:
-    """What so many bytes take at the host."""
+    """Host memory that a number of bytes takes, rounded up to whole units."""
     return -(-num_bytes // HOST_UNIT_BYTES) * HOST_UNIT_BYTES
 
 
 def head_parts(kv_heads: int) -> int:
-    """Groups of heads that attention over a hosted cache runs by: as many as divide the heads, up to `MOST_PARTS`.
+    """Number of groups of heads for attention with KV offload: the largest divisor of the heads up to `MOST_PARTS`.
 
     Args:
         kv_heads: heads of keys and values on a rank.
@@ -35,10 +35,10 @@ def head_parts(kv_heads: int) -> int:
 
 
 def host_levels(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
-    """What a rank has at the host: steps ``(time_us, bytes)`` from time 0, each until the next.
+    """Host memory of a rank over time: steps ``(time_us, bytes)`` from time 0, each valid until the next.
 
-    What is offloaded is there from where its offload is issued to where its load is, whose memory then is that of copies behind
-    it; keys and values as `Hosted` says.
+    Offloaded activations take host memory from the issue of their offload to that of their load, after which later copies reuse
+    it; keys and values as described in `Hosted`.
     """
     plan, level = timeline.plan, 0
     here = [entry for entry in plan.hosted if plan.placement[entry.stage] == rank]
@@ -58,12 +58,12 @@ def host_levels(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
 def hosted_changes(
     entries: Iterable[Hosted], slices: Mapping[int, Sequence[int]], forward_only: bool
 ) -> Iterator[tuple[Action, bool, int]]:
-    """When what is hosted comes to the host and goes: ``(action, whether at its end, bytes)``, in units of host memory.
+    """Yield the changes of host memory by KV offload: ``(action, whether at its end, bytes)``, in units of host memory.
 
     Args:
         entries: of a plan.
-        slices: of every sequence that is cut, its chunks in order.
-        forward_only: there are no backwards.
+        slices: the chunks of every sliced sequence, in order.
+        forward_only: the plan has no backwards.
     """
     for stage, sequence, cache, gradient in entries:
         first, last = slices[sequence][0], slices[sequence][-1]
@@ -76,17 +76,17 @@ def hosted_changes(
 
 
 def host_peaks(timeline: Timeline) -> tuple[int, ...]:
-    """Most bytes that each rank has at the host at one time."""
+    """Peak host memory of each rank, in bytes."""
     return tuple(max(size for _, size in host_levels(timeline, rank)) for rank in range(timeline.plan.num_ranks))
 
 
 def slices_of(plan: Plan) -> dict[int, list[int]]:
-    """Of every sequence that is cut, its chunks in the order of its slices."""
+    """Chunks of every sliced sequence of a plan, in the order of its slices."""
     return slices_in(plan.chunks, plan.lengths)
 
 
 def slices_in(chunks: Sequence[Chunk], lengths: Sequence[int]) -> dict[int, list[int]]:
-    """The same of a chunk table."""
+    """Chunks of every sliced sequence of a chunk table, in the order of its slices."""
     found: dict[int, list[tuple[int, int]]] = {}
     for c, chunk in enumerate(chunks):
         if (part := chunk.slice_of(lengths)) is not None:

@@ -15,32 +15,32 @@ SEND = {Op.F: Op.SEND_F, Op.B: Op.SEND_B}
 RECEIVE = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}
 
 _Moment = tuple[float, int, int]
-"""A point of the simulation: time, place of the step in the order played, and 0 at its start, 1 at its end, more behind it."""
+"""A point of the simulation: time, index of the step in playback order, and 0 at its start, 1 at its end, more after it."""
 
 _Posted = tuple[_Moment, int, Action]
-"""A send, receive or reduction of one rank: when it is due, the stream that it runs on, and itself."""
+"""A send, receive or reduction of one rank: its due moment, its stream, and the action."""
 
 
 def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
     """Add messages and reductions to a plan, and put copies among the compute actions (`place_copies`).
 
-    All ranks follow one order of events. A message stands at the end of its producer on both sides. A compute action stands
-    between its simulated start and end: at its start, but behind the receives of messages that are produced while it runs, up
-    to the second of one link. So such a message travels beside compute, and no receive keeps compute waiting for the receive
-    ahead of it on its stream. The reduction of a stage's gradients stands behind the last of them and behind the reductions of
-    all later stages. Stages on one rank exchange no messages.
+    All ranks follow one order of events. A message is placed at the end of its producer on both sides. A compute action is
+    placed between its simulated start and end: at its start, but after the receives of messages that are produced while it
+    runs, up to the second of one link. So such a message is overlapped with compute, and no receive makes compute wait for the
+    receive before it on its stream. The reduction of a stage's gradients is placed after the last of them and after the
+    reductions of all later stages. Stages on one rank exchange no messages.
 
-    That order is of a simulation without copies. Replicas that share experts have equal compute times and copies of their own,
-    so they all have one order of forwards, backwards and messages.
+    That order is taken from a simulation without copies. Replicas that share experts have equal compute times but different
+    copies, so they all have the same order of forwards, backwards and messages.
 
     The result cannot hang, whatever times actions and messages really take. Each rank's row is its part of one order, in which
-    everything stands behind what it needs and both sides of a message stand together. So the first event of that order which
-    has not ended can always run, even where each launch waits for the end of all earlier launches of its rank. That is
-    stricter than any number of CUDA hardware queues, and than device-wide synchronisation before any launch. Over replicas,
-    gathers of parameters come by ascending stage and reductions by descending stage in every plan's order, so one order holds
-    all replicas' events too. `launches.blocked` checks rows for it.
+    every event is after those it needs and both sides of a message are together. So the first event of that order which has
+    not ended can always run, even if each launch waits for the end of all earlier launches of its rank. That is stricter than
+    any number of CUDA hardware queues, and than device-wide synchronisation before any launch. Over replicas, gathers of
+    parameters are by ascending stage and reductions by descending stage in every plan's order, so one order covers all
+    replicas' events too. `launches.blocked` checks rows for it.
 
-    Messages are matched first in, first out per link: source rank, destination rank and direction (F or B).
+    Messages are paired first in, first out per link: source rank, destination rank and direction (F or B).
 
     Raises:
         PlanError: an action is missing or doubled, or the order deadlocks.
@@ -53,7 +53,7 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
 
 
 def issue_order(plan: Plan, graph: Graph, played: Playback) -> tuple[tuple[Action, ...], ...]:
-    """Rows of a plan that played to its end, see `lower`."""
+    """Return the lowered rows of a plan whose playback reached its end, see `lower`."""
     alone = played if (compute := graph.without_copies()) is graph else play(compute)
     places = [0] * len(compute.steps)
     for place, number in enumerate(alone.order):
@@ -101,7 +101,7 @@ def _messages(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> list[list[_P
 
 
 def _reductions(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> Iterator[tuple[int, _Posted]]:
-    """The reduction of every stage, last stage first, each with its rank."""
+    """Yield the reduction of every stage, last stage first, each with its rank."""
     last: dict[int, int] = {}
     for numbers in graph.tracks[: plan.num_ranks]:
         last |= {graph.steps[n].action.stage: n for n in numbers if graph.steps[n].action.op in (Op.B, Op.W)}
@@ -113,7 +113,7 @@ def _reductions(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> Iterator[t
 
 
 def _count_ahead(due: Sequence[_Posted], at: int, end: _Moment) -> int:
-    """Index of the first entry that may not stand ahead of an action which ends then: a stream's second, or one due later."""
+    """Index of the first entry that may not precede an action that ends then: the second of a stream, or one due later."""
     streams = set()
     while at < len(due) and due[at][0] < end and due[at][1] not in streams:
         streams.add(due[at][1])

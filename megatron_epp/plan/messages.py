@@ -12,14 +12,14 @@ _NEXT = {Op.F: 1, Op.B: -1, Op.SEND_F: 1, Op.SEND_B: -1}
 
 
 def message_peaks(plan: Plan, rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """Most bytes of messages that each rank holds at one time.
+    """Peak bytes of messages on each rank.
 
     A payload takes memory from the start of the action that makes it to the next send on its link, which waits for its
     transfer; a stage on the same rank takes it over instead. A received one takes memory from where its receive is posted: an
     activation to the start of its forward, whose own bytes hold it from there on, a gradient to the end of its backward.
 
     Args:
-        plan: what was lowered; `plan.messages.num_bytes` are the sizes.
+        plan: the lowered plan; `plan.messages.num_bytes` are the sizes.
         rows: of every rank (`lower`).
     """
     if not plan.messages.num_bytes:
@@ -28,7 +28,7 @@ def message_peaks(plan: Plan, rows: Sequence[Sequence[Action]]) -> tuple[int, ..
 
 
 def check_messages(plan: Plan, rows: Sequence[Sequence[Action]]) -> Iterator[Violation]:
-    """Yield a violation for each rank with more in flight than `plan.message_bytes` set aside for it."""
+    """Yield a violation for each rank with more bytes in flight than `plan.message_bytes` reserves for it."""
     if not plan.message_bytes:
         return
     for rank, (size, peak) in enumerate(zip(plan.message_bytes, message_peaks(plan, rows), strict=True)):
@@ -37,7 +37,7 @@ def check_messages(plan: Plan, rows: Sequence[Sequence[Action]]) -> Iterator[Vio
 
 
 def _held(plan: Plan, row: Sequence[Action]) -> Iterator[int]:
-    """Bytes held from the start of a rank's row on, at each change upwards."""
+    """Yield the bytes held by messages at the start of a rank's row and after each increase."""
     sizes, last = plan.messages.num_bytes, plan.num_stages - 1
     leaving: dict[tuple[int, Op], int] = {}
     held = 0

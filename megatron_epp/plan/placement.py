@@ -1,4 +1,4 @@
-"""Which stage is on which pipeline rank, and which of a rank's model chunks it is."""
+"""Placement of stages on pipeline ranks and their model chunks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Stages on ranks, as many on each. A rank's chunks ascend with their stages.
+    """Placement of stages on ranks, equally many on each. A rank's chunks are in the order of their stages.
 
     Attributes:
         kind: ``looped`` goes round the ranks again and again, as Megatron's interleaved pipelines do; ``v`` turns round at
             either end, so that neighbouring stages there share a rank.
         num_ranks: pipeline ranks.
-        num_chunks: model chunks of each.
+        num_chunks: model chunks of each rank.
     """
 
     kind: Literal["looped", "v"]
@@ -29,7 +29,7 @@ class Placement:
 
     @property
     def is_looped(self) -> bool:
-        """Every chunk is the stage that Megatron takes it for."""
+        """True if every chunk is the stage that Megatron assumes."""
         return self.kind == "looped" or self.num_chunks == 1
 
     @property
@@ -39,16 +39,16 @@ class Placement:
 
     @property
     def last_rank(self) -> int:
-        """Where the last stage is, and with it the loss."""
+        """Rank of the last stage and of the loss."""
         return self._rank(self.num_stages - 1)
 
     @property
     def ends_meet(self) -> bool:
-        """The first and the last stage are different chunks of one rank."""
+        """True if the first and the last stage are different chunks of one rank."""
         return self.num_stages > 1 and self.last_rank == 0
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """Of the chunks of a rank, in order."""
+        """Stages of a rank's chunks, in order."""
         return tuple(stage for stage, where in enumerate(self.rank_of) if where == rank)
 
     def _rank(self, stage: int) -> int:
@@ -57,7 +57,7 @@ class Placement:
 
 
 def neighbours_apart(rank_of: Sequence[int]) -> tuple[int, ...]:
-    """Of every stage, how many of the one before and the one after are on other ranks.
+    """Number of adjacent stages (0 to 2) that are on other ranks, for each stage.
 
     Args:
         rank_of: the rank of every stage.

@@ -1,6 +1,6 @@
 """The plan: everything one pipeline does in one iteration, as plain data.
 
-A plan holds no tensors, groups or callables. It prints, diffs, loads and replays; `check` proves it, `simulate` times it,
+A plan holds no tensors, groups or callables. It prints, diffs, loads and replays; `check` verifies it, `simulate` times it,
 `lower` adds its messages and the runtime interprets it. Times are microseconds, sizes are bytes, indices count from 0.
 """
 
@@ -16,16 +16,16 @@ from megatron_epp.plan.recompute import Recompute
 SCHEMA = "megatron-epp/plan"
 VERSION = 2
 UNLIMITED_BYTES = 1 << 62
-"""A memory cap that binds nobody."""
+"""No memory cap."""
 
 
 def is_unlimited(cap_bytes: int) -> bool:
-    """The cap is none."""
+    """True if the value stands for no cap."""
     return cap_bytes >= UNLIMITED_BYTES
 
 
 class Step(NamedTuple):
-    """An action with what it was planned to cost.
+    """An action with its planned time and memory.
 
     `alloc_bytes` become live when it starts, `free_bytes` are released when it ends; memory used only inside the action counts
     as allocated at its start and freed at its end. `time_us` includes recompute done inside the action.
@@ -40,8 +40,9 @@ class Step(NamedTuple):
 class Copy(NamedTuple):
     """An offload or a load: a step of a rank's copies, issued as soon as the rank's compute action `after` has ended.
 
-    That is what times loads: a copy starts when it is issued, the copies listed before it are done, and the link to the host is
-    free in its direction (`simulate`). None: from the start. `time_us` is that of a copy which has the link to itself.
+    `after` determines the time of loads: a copy starts when it is issued, the copies listed before it are done, and the link to
+    the host is free in its direction (`simulate`). None: issued at the start. `time_us` is the time of a copy that does not
+    share the link.
     """
 
     action: Action
@@ -55,11 +56,11 @@ AnyStep = Step | Copy
 
 
 class Hosted(NamedTuple):
-    """A sliced sequence of which a stage has keys and values at the host, and on the device only what attention is at.
+    """KV offload of a sliced sequence on a stage: keys and values are in host memory, only those in use on the device.
 
     The host has `cache_bytes` from the start of the first slice's forward on, and `gradient_bytes` more from the start of the
-    last slice's backward on, up to the end of the first slice's backward. What passes through the device is among the bytes of
-    the steps, and what of the copies is not hidden by attention among their times.
+    last slice's backward on, up to the end of the first slice's backward. The steps' bytes include the device memory of the
+    streamed pieces, and their times include copies not overlapped with attention.
     """
 
     stage: int
@@ -70,9 +71,9 @@ class Hosted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Time of each message, ``[stage][chunk]``, for the ``num_stages - 1`` boundaries; zero where both sides share a rank.
+    """Time of each message, ``[stage][chunk]``, for the ``num_stages - 1`` boundaries; zero if both sides share a rank.
 
-    `num_bytes` is the device memory of a chunk's activation, or its gradient, between stages; empty where it is not counted.
+    `num_bytes` is the device memory of a chunk's activation, or its gradient, between stages; empty if it is not counted.
     """
 
     activation_us: tuple[tuple[float, ...], ...]
@@ -82,9 +83,9 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says of a plan, and a lower bound of its makespan. `peak_bytes` is per rank, static bytes included.
+    """Simulated figures of a plan, and a lower bound of its makespan. `peak_bytes` is per rank, static bytes included.
 
-    `check` compares it with a simulation, but for the bound, which may be anything up to the makespan.
+    `check` compares it with a simulation, except for the bound, which may be any value up to the makespan.
     """
 
     makespan_us: float
@@ -94,7 +95,7 @@ class Prediction:
 
     @classmethod
     def none(cls, num_ranks: int) -> Prediction:
-        """Of a plan that nobody has simulated, one written by hand for instance: all zero."""
+        """Prediction of a plan that was not simulated, such as one written by hand: all values are zero."""
         return cls(0.0, 0.0, (0,) * num_ranks, 0.0)
 
 
@@ -107,23 +108,23 @@ class Plan:
         chunks: the chunk table; every token of every sequence is in exactly one chunk.
         num_layers: transformer layers of each stage.
         placement: the rank that runs each stage.
-        recompute: ``[stage][chunk]``, how many of the stage's layers run which part of their forward again in backward.
-        recompute_us: ``[stage][chunk]``, what that takes, as a part of the backward's time.
-        offload_share: ``[stage][chunk]``, share of the activation bytes that leaves the device between forward and backward.
+        recompute: ``[stage][chunk]``, number of the stage's layers that recompute in backward, for each recompute mode.
+        recompute_us: ``[stage][chunk]``, time of recompute, a part of the backward's time.
+        offload_share: ``[stage][chunk]``, share of the activation bytes that is offloaded between forward and backward.
         ranks: the compute steps of each rank, in order.
-        copies: the offload and load steps of each rank, in order, one at a time beside compute.
-        hosted: sequences whose keys and values stages have at the host.
-        host_links: the link to the host that each rank copies over; empty where every rank has one of its own.
+        copies: the offload and load steps of each rank, in order, one at a time and overlapped with compute.
+        hosted: stages and sequences with KV offload.
+        host_links: index of the link to the host that each rank uses; empty if no link is shared.
         messages: time of every message.
         static_bytes: bytes each rank holds throughout (weights, gradients, optimizer), `message_bytes` included.
-        message_bytes: of these, what each rank sets aside for messages in flight; empty where they are not counted.
-        cap_bytes: what each rank may hold at most; `UNLIMITED_BYTES` for no cap.
-        host_cap_bytes: what each rank may have at the host at most; empty where nobody says.
+        message_bytes: the part of these that each rank reserves for messages in flight; empty if they are not counted.
+        cap_bytes: memory cap of each rank; `UNLIMITED_BYTES` for no cap.
+        host_cap_bytes: host memory cap of each rank; empty if unspecified.
         predicted: the simulator's numbers for this plan.
         token_multiple: chunk token counts are padded to a multiple of this.
         forward_only: an evaluation plan; it has no backward.
         costs: name or path of the cost profile.
-        planner: who made it.
+        planner: name of the planner.
         seed: of the planner's search.
         notes: lines for people.
     """
@@ -162,7 +163,7 @@ class Plan:
 
     @property
     def tables(self) -> tuple[tuple[bool, tuple[tuple[AnyStep, ...], ...]], ...]:
-        """The steps of all ranks, and, marked, their copies."""
+        """Tables of steps, each with a flag: False for the compute steps of all ranks, True for their copies."""
         return (False, self.ranks), (True, self.copies)
 
     @property
@@ -174,7 +175,7 @@ class Plan:
         return self.chunks[chunk].padded_tokens(self.token_multiple)
 
     def hosted_by(self, stage: int) -> frozenset[int]:
-        """Sequences whose keys and values a stage has at the host."""
+        """Sequences with KV offload on a stage."""
         return frozenset(entry.sequence for entry in self.hosted if entry.stage == stage)
 
     def actions(self, rank: int) -> tuple[Action, ...]:

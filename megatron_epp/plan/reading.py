@@ -1,4 +1,4 @@
-"""Reading of files that others wrote, within limits, so that a bad one ends in a line that names it and what is wrong.
+"""Reading of untrusted files within limits, with errors of one line that name the file and the fault.
 
 Every reader of JSON and YAML in this package goes through these functions: sizes, depths and numbers are bounded in one place.
 """
@@ -17,15 +17,15 @@ from megatron_epp.plan.errors import EppError
 MOST_BYTES = 1 << 28
 """Largest size of a file that is read as a whole."""
 MOST_DEPTH = 100
-"""Most lists and objects inside each other."""
+"""Largest nesting depth of lists and objects."""
 MOST_VALUES = 20_000
-"""Most values of a YAML file, those that aliases repeat counted each time."""
+"""Largest number of values of a YAML file; those that aliases repeat are counted each time."""
 MOST_NUMBER = 1e24
 """Largest number: of microseconds, bytes, or rates of them."""
 MOST_WHOLE = (1 << 63) - 1
-"""Largest whole number: what 64 bits hold."""
+"""Largest whole number, the largest signed 64-bit integer."""
 MOST_LAYERS = 10_000
-"""Most layers of a model."""
+"""Largest number of layers of a model."""
 
 _CONTAINERS = frozenset({dict, list, tuple, set})
 _SHORT = reprlib.Repr(maxlevel=3, maxstring=60, maxother=60, maxlong=40)
@@ -37,7 +37,7 @@ def naming(path: str | os.PathLike[str], kind: type[EppError] = EppError) -> Ite
 
     Args:
         path: of the file.
-        kind: of the error that is raised in the place of an `EppError` or `OSError`.
+        kind: type of the error raised in place of an `EppError`, `OSError` or `UnicodeDecodeError`.
     """
     try:
         yield
@@ -51,11 +51,11 @@ def naming(path: str | os.PathLike[str], kind: type[EppError] = EppError) -> Ite
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """The text of a file.
+    """Read the text of a file.
 
     Raises:
         EppError: it is larger than the limit.
-        OSError, UnicodeDecodeError: it cannot be read, or is not UTF-8. `naming` makes them errors with the file's name.
+        OSError, UnicodeDecodeError: it cannot be read, or is not UTF-8. `naming` turns them into errors with the file's name.
     """
     with open(path, "rb") as stream:
         raw = stream.read(most_bytes + 1)
@@ -69,8 +69,8 @@ def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
 
     Args:
         text: of the document.
-        what: it is, for errors.
-        with_nan: take the words NaN and Infinity, which are not JSON's but are often written.
+        what: name of the text or value, for errors.
+        with_nan: accept NaN and Infinity, which are not part of JSON but are often written.
 
     Raises:
         EppError: it is not JSON, or nested deeper than `MOST_DEPTH`.
@@ -86,12 +86,12 @@ def parse_json(text: str | bytes, what: str, *, with_nan: bool = False) -> Any:
 
 
 def check_nested(value: Any, what: str, most_values: int | None = None) -> None:
-    """Raise `EppError` where lists and objects are nested too deep, as in one that contains itself, or hold too many values.
+    """Raise `EppError` if lists and objects are nested too deep, as in one that contains itself, or hold too many values.
 
     Args:
         value: as a parser returned it.
-        what: it is, for errors.
-        most_values: that it may hold, repeated ones counted each time; None where the text's size limits them.
+        what: name of the text or value, for errors.
+        most_values: largest number of values, repeated ones counted each time; None if the text's size limits them.
     """
     level, count = [value], 0
     for _ in range(MOST_DEPTH + 1):
@@ -109,7 +109,7 @@ def check_nested(value: Any, what: str, most_values: int | None = None) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value in few characters, for an error."""
+    """Format a value in few characters, for an error."""
     try:
         return _SHORT.repr(value)
     except ValueError:  # Python prints no whole number of more than 4,300 digits
@@ -117,7 +117,7 @@ def shown(value: Any) -> str:
 
 
 def number(value: Any, least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> float:
-    """A finite number. Raises `EppError` for anything else, or one outside the limits."""
+    """Return a finite number as float. Raises `EppError` for any other value, or one outside the limits."""
     if type(value) not in (int, float):
         raise EppError(f"{shown(value)} is not a number")
     if not least <= value <= most:
@@ -126,7 +126,7 @@ def number(value: Any, least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -
 
 
 def whole(value: Any, least: int = -MOST_WHOLE, most: int = MOST_WHOLE) -> int:
-    """A whole number. Raises `EppError` for anything else, or one outside the limits."""
+    """Return a whole number. Raises `EppError` for any other value, or one outside the limits."""
     if type(value) is not int:
         raise EppError(f"{shown(value)} is not a whole number")
     if not least <= value <= most:

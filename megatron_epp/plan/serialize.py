@@ -1,4 +1,4 @@
-"""Plans as JSON, lossless, one step per line; the digest says whether two plans are the same."""
+"""Plans as lossless JSON, one step per line, with a digest that identifies a plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def digest(plan: Plan) -> str:
 
 
 def to_json(plan: Plan) -> str:
-    """The plan as a JSON document of schema ``megatron-epp/plan``, version 2; `from_json` gives back an equal plan.
+    """Return the plan as a JSON document of schema ``megatron-epp/plan``, version 2; `from_json` gives back an equal plan.
 
     Raises:
         PlanError: a number in it is infinite or not a number.
@@ -69,7 +69,7 @@ def from_json(text: str) -> Plan:
 
 
 def pack(plan: Plan) -> bytes:
-    """`to_json`, compressed: a message for other ranks. `unpack` gives back an equal plan."""
+    """Return `to_json`, compressed, as a message for other ranks. `unpack` gives back an equal plan."""
     return zlib.compress(to_json(plan).encode(), level=1)
 
 
@@ -83,7 +83,7 @@ def unpack(message: bytes) -> Plan:
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan; the file is there whole or not at all. Raises `PlanError`, which names the file."""
+    """Write a plan file atomically. Raises `PlanError`, which names the file."""
     target = Path(path)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
@@ -102,7 +102,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 
 def _document(plan: Plan) -> dict[str, Any]:
-    """Plain data in the file's layout. Times become floats and sizes ints, whatever numeric type they came as."""
+    """Convert a plan to plain data in the file's layout. Times become floats and sizes ints, whatever their numeric type."""
     optional: dict[str, Any] = {}  # empty fields are not written
     if plan.hosted:
         optional["hosted"] = [_ints(entry) for entry in plan.hosted]
@@ -179,7 +179,7 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 
 def _value(name: str, value: Any) -> str:
-    """Layout: steps and rows one per line, short lists and scalars on the field's own line."""
+    """Format a field's value: steps and rows one per line, short lists and scalars on the field's own line."""
     if name in ("ranks", "copies"):
         rows = ["    [" + ",".join("\n      " + _dumps(step) for step in row) + "]" for row in value]
     elif isinstance(value, list) and name not in _COLUMNS:

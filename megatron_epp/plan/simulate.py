@@ -1,4 +1,4 @@
-"""Event simulation of a plan: when every action runs, how idle the ranks are, how many bytes are live."""
+"""Event simulation of a plan: times of every action, idle share of the ranks, and live bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from megatron_epp.plan.plan import AnyStep, Plan
 
 
 class Message(NamedTuple):
-    """One message on its way: leaves when its producer ends, arrives `end_us`. `action` is a `SEND_F` or `SEND_B`."""
+    """One message in flight: sent at `start_us`, when its producer ends, and received at `end_us`. `action` is a `SEND_F` or
+    `SEND_B`.
+    """
 
     action: Action
     src_rank: int
@@ -27,10 +29,11 @@ class Message(NamedTuple):
 
 
 class MemoryEvent(NamedTuple):
-    """A step takes its bytes (`delta_bytes` >= 0) or gives them back (<= 0).
+    """Allocation (`delta_bytes` >= 0) or release (<= 0) of a step's bytes.
 
-    A compute step takes when it starts and gives back when it ends. A load takes, and an offload gives back, where the rank
-    issues that (`plan.copy_positions`): what starts or ends while a compute step runs counts for all of that step.
+    A compute step allocates when it starts and releases when it ends. A load allocates, and an offload releases, at the
+    position at which the rank issues that (`plan.copy_positions`): a copy that starts or ends while a compute step runs counts
+    for all of that step.
     """
 
     time_us: float
@@ -42,14 +45,14 @@ class MemoryEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What happens when. Tables are ``[rank][position]``, positions as in `plan.ranks` and `plan.copies`.
+    """Simulated times and memory of a plan. Tables are ``[rank][position]``, positions as in `plan.ranks` and `plan.copies`.
 
     Attributes:
         plan: the plan that was simulated.
         start_us, end_us: of the compute steps.
-        copy_start_us, copy_end_us: of the offload and load steps; a row per rank, empty where there are none.
+        copy_start_us, copy_end_us: of the offload and load steps; a row per rank, empty if there are none.
         makespan_us: end of the last step over all ranks.
-        memory_events: of each rank, what steps take and give back, in the order in which the rank issues it.
+        memory_events: allocations and releases of each rank, in the order in which the rank issues them.
         peak_bytes: most bytes live on each rank at one time, static bytes included.
     """
 
@@ -64,7 +67,7 @@ class Timeline:
 
     @property
     def busy_us(self) -> tuple[float, ...]:
-        """Compute time of each rank; copies run beside it and do not count."""
+        """Compute time of each rank; copies are overlapped with it and do not count."""
         return tuple(sum(step.time_us for step in steps) for steps in self.plan.ranks)
 
     @property
@@ -74,13 +77,13 @@ class Timeline:
         return 1.0 - sum(self.busy_us) / total_us if total_us > 0 else 0.0
 
     def live_bytes(self, rank: int) -> list[tuple[float, int]]:
-        """Steps ``(time_us, bytes)`` of the rank's live bytes, from its static bytes at time 0; each holds until the next."""
+        """Steps ``(time_us, bytes)`` of the rank's live bytes, from its static bytes at time 0, each valid until the next."""
         events = [event for event in self.memory_events[rank] if event.delta_bytes]
         times = (0.0, *(event.time_us for event in events))
         return list(zip(times, _live(self.plan.static_bytes[rank], events), strict=True))
 
     def planned_bytes(self, rank: int, action: Action) -> int:
-        """The rank's live bytes while one of its actions runs. Raises `PlanError` when it has no such action."""
+        """Live bytes of the rank while one of its actions runs. Raises `PlanError` if it has no such action."""
         live = self.plan.static_bytes[rank]
         for event in self.memory_events[rank]:
             live += event.delta_bytes
@@ -105,7 +108,7 @@ class Timeline:
 
 
 class Blocked(NamedTuple):
-    """A track that cannot go on: the step at its head waits for one that never ends."""
+    """A track that cannot proceed: the step at its head waits for one that never ends."""
 
     number: int
     waits_for: int
@@ -113,7 +116,9 @@ class Blocked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Playback:
-    """Times of every step by number, and the numbers in an order that respects all dependencies; `blocked` when it hangs."""
+    """Times of every step by number, and the numbers in an order that respects all dependencies; `blocked` lists the tracks
+    that hang.
+    """
 
     start_us: list[float]
     end_us: list[float]
@@ -122,11 +127,11 @@ class Playback:
 
 
 def play(graph: Graph) -> Playback:
-    """Run every track as far as it goes; each step starts as soon as its track is free and all it waits for has arrived.
+    """Run every track as far as possible; each step starts as soon as its track is free and all its dependencies have arrived.
 
     A copy also waits for its turn on its rank's link to the host, which carries one copy at a time in either direction: first
-    come, first served, and of those that come at once the lowest rank's. Where nothing runs on without a turn, the copy that
-    came first has it: whatever comes later comes when one of those that wait has ended, so it is not passed over.
+    come, first served, and the lowest rank first among equals. When no track can proceed without a turn, the copy that came
+    first gets it: any later copy becomes ready only after one of the waiting ones has ended, so none is overtaken.
     """
     steps, needs, tracks = graph.steps, graph.needs, graph.tracks
     start = [0.0] * len(steps)
@@ -174,13 +179,13 @@ def simulate(plan: Plan) -> Timeline:
     """Time a plan.
 
     A step starts when its rank is free and everything it needs is done and its message has arrived, in the order of its
-    rank's list. Offloads and loads run beside compute, one at a time per rank, and where ranks share a link to the host
-    (`Plan.host_links`), one at a time in either direction of it: they take turns. A link carries both directions at once, each
-    at its full rate, as PCI Express does.
+    rank's list. Offloads and loads are overlapped with compute, one at a time per rank; ranks that share a link to the host
+    (`Plan.host_links`) take turns, one copy at a time in either direction. A link carries both directions at once, each at its
+    full rate, as PCI Express does.
 
-    On hardware, copies of two ranks that overlap share the link evenly instead. The last of them ends when it would by turns;
-    one before it ends later than here, by no more than the others take. Planners keep copies out of each other's way, so
-    that little of this is left.
+    On hardware, copies of two ranks that overlap share the link evenly instead. The last of them ends at the same time as with
+    turns; earlier ones end later than simulated, by at most the time of the others. Planners avoid overlapping copies, so that
+    the difference is small.
 
     Returns:
         start and end of every step in microseconds and the live bytes over time, per rank.
@@ -197,7 +202,7 @@ def simulate(plan: Plan) -> Timeline:
 
 
 def timeline_of(plan: Plan, graph: Graph, played: Playback) -> Timeline:
-    """The timeline of a plan that played to its end."""
+    """Return the timeline of a plan whose playback reached its end."""
     rows = [slice(numbers.start, numbers.stop) for numbers in graph.tracks]
     start = [tuple(played.start_us[row]) for row in rows]
     end = [tuple(played.end_us[row]) for row in rows]
@@ -213,7 +218,7 @@ def timeline_of(plan: Plan, graph: Graph, played: Playback) -> Timeline:
 
 
 def explain(graph: Graph, blocked: Blocked) -> str:
-    """``rank 0 at position 1: 0B0 waits for 1B0 (rank 1, position 3)``."""
+    """Format a blocked track as ``rank 0 at position 1: 0B0 waits for 1B0 (rank 1, position 3)``."""
     rank, position = graph.where(blocked.number)
     waits_rank, waits_position = graph.where(blocked.waits_for)
     action, waits_for = graph.steps[blocked.number].action, graph.steps[blocked.waits_for].action
@@ -221,7 +226,7 @@ def explain(graph: Graph, blocked: Blocked) -> str:
 
 
 def _memory_events(graph: Graph, played: Playback, rank: int) -> Iterator[MemoryEvent]:
-    """Copies change what a rank holds between two of its compute steps."""
+    """Yield the allocations and releases of a rank; copies change its memory between two of its compute steps."""
     start, end, compute = played.start_us, played.end_us, graph.tracks[rank]
     issued = place_copies(graph, start, end, rank)
     now_us = 0.0
@@ -237,7 +242,7 @@ def _memory_events(graph: Graph, played: Playback, rank: int) -> Iterator[Memory
 
 
 def _change(graph: Graph, played: Playback, rank: int, action: Action) -> MemoryEvent:
-    """What a copy takes when it starts, or an offload gives back when it ends (`FREE`)."""
+    """Allocation of a copy when it starts, or release of an offload when it ends (`FREE`)."""
     at_end = action.op is Op.FREE
     number = graph.index[action._replace(op=Op.O) if at_end else action]
     position, step = number - graph.tracks[graph.num_ranks + rank].start, graph.steps[number]

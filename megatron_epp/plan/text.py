@@ -18,7 +18,7 @@ _LINE = re.compile(r"(rank|copy) +(\d+) \|(.*)")
 def to_grid(plan: Plan | Rows) -> str:
     """Print a plan, or rows of actions such as those of `lower`, one line per rank.
 
-    A plan with offloads or loads gets a second block of lines, ``copy 0 | 0O1 0L1``, for what runs beside compute.
+    A plan with offloads or loads gets a second block of lines, ``copy 0 | 0O1 0L1``, for the copies overlapped with compute.
     """
     if not isinstance(plan, Plan):
         return _block("rank", plan)
@@ -32,7 +32,7 @@ def from_grid(text: str, block: Literal["rank", "copy"] = "rank") -> tuple[tuple
     """Read back what `to_grid` printed: the lines of one block, in rank order. Blank lines are skipped.
 
     Raises:
-        PlanError: a line is no such line, ranks are not numbered 0, 1, 2, ..., or something is not an action.
+        PlanError: a line has another form, ranks are not numbered 0, 1, 2, ..., or a word is not an action.
     """
     rows: list[tuple[Action, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -50,7 +50,7 @@ def from_grid(text: str, block: Literal["rank", "copy"] = "rank") -> tuple[tuple
 
 
 def label(block: str, rank: int, num_ranks: int) -> str:
-    """The head of a line, as wide for every rank."""
+    """Head of a line, equally wide for every rank."""
     return f"{block} {rank:>{len(str(num_ranks - 1))}} |"
 
 

@@ -33,13 +33,13 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
     Args:
         problem: the batch, the pipeline and its memory caps.
         costs: time and memory of every stage.
-        options: what the user fixed.
+        options: the settings of the user.
 
     Returns:
         A plan that `check` finds nothing wrong with, with the simulator's predictions.
 
     Raises:
-        InfeasibleError: nothing fits the caps; the message names the smallest cap that would do and the flags to change.
+        InfeasibleError: nothing fits the caps; the message names the smallest cap that would suffice and the flags to change.
         PlanError: the arguments make no sense, there is no such planner, it fails, or (a bug in it) its plan does not pass
             `check`; then the message is the report.
     """
@@ -63,7 +63,13 @@ def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -
 
 
 def _planner(name: str) -> Planner:
-    """By its name in `PLANNERS`, or imported as ``module:function``, which works in every process that finds the module."""
+    """Return the planner of a name in `PLANNERS`, or import ``module:function``.
+
+    An imported planner works in every process that finds the module.
+
+    Raises:
+        PlanError: there is no such planner, its module cannot be imported, or it is not callable.
+    """
     if name in PLANNERS:
         return PLANNERS[name]
     module, colon, function = name.partition(":")
@@ -83,10 +89,10 @@ def _planner(name: str) -> Planner:
 
 @contextmanager
 def _of_user(failed: str) -> Iterator[None]:
-    """Turn what a user's own code leads to into a line that says where.
+    """Turn an error of a user's planner into a `PlanError` that names its file and line.
 
     Args:
-        failed: what has, for the line.
+        failed: start of the message: the step that failed.
     """
     try:
         yield
@@ -104,7 +110,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without cyclic garbage collection: plans are many small tuples and no cycles, and looking for cycles takes a third."""
+    """Suspend cyclic garbage collection: plans are many small tuples without cycles, and looking for cycles takes a third."""
     was_on = gc.isenabled()
     gc.disable()
     try:

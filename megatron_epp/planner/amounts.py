@@ -1,4 +1,4 @@
-"""Whether the times and bytes of a batch are numbers that a plan can hold, asked before any planner adds them up."""
+"""Check that the times and bytes of a batch are numbers that a plan can hold, before any planner adds them up."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1)
 
     Args:
         lengths: tokens of every sequence.
-        costs: of every stage.
+        costs: time and memory of every stage.
         token_multiple: chunks are padded to a multiple of this.
 
     Raises:
-        PlanError: one is. The message names the stage and the amount.
+        PlanError: a time or size is out of range. The message names the stage and the amount.
     """
     tokens = sum(-(-length // token_multiple) * token_multiple for length in lengths)
     pairs = sum(causal_pairs(0, length) for length in lengths)
@@ -95,7 +95,7 @@ def _bytes(stage: int, work: ChunkWork, costs: Costs) -> Iterator[int]:
 
 
 def _positive(name: str, amounts: np.ndarray) -> float:
-    """The one amount there is. Raises `OverflowError`: it is below zero."""
+    """Return the only entry of `amounts`. Raises `OverflowError` if it is negative."""
     amount = float(amounts[0])
     if amount < 0:
         raise OverflowError(f"{name} is {amount:.3g}")

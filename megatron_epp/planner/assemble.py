@@ -25,8 +25,8 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     """Turn decisions into a plan with the simulator's predictions.
 
     Args:
-        problem, costs, options: what was asked.
-        made: what was decided.
+        problem, costs, options: the arguments of the planner.
+        made: the decisions.
         tables: of the chunks, where something else than the costs alone decides times.
 
     Raises:
@@ -95,7 +95,7 @@ def _with_messages(plan: Plan, message_bytes: tuple[int, ...]) -> Plan:
 
 
 class _Writer:
-    """Writes what each action was planned to cost."""
+    """Writer of each action with its planned time and bytes."""
 
     def __init__(self, tables: Tables, made: Decisions) -> None:
         self.tables, self.layers, self.offload = tables, made.layers, made.offload
@@ -107,7 +107,7 @@ class _Writer:
         return Step(action, self.times_us[op][stage][c], takes, gives)
 
     def share(self, stage: int, c: int) -> float:
-        """Of the kept bytes, what is moved: what was decided, or what least there is to move."""
+        """Share of a chunk's kept bytes that is offloaded: as decided, but at least the input of one layer."""
         share = self.offload[stage][c] if self.offload else 0.0
         kept = self.tables.kept_bytes(stage, c, self.layers[stage][c])
         moved = moved_bytes(self.tables, self.layers, stage, c, share)

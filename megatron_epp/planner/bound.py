@@ -19,22 +19,22 @@ def lower_bound_us(
     problem: Problem | None = None,
     options: Options = Options(),  # noqa: B008 - frozen
 ) -> float:
-    """No order, recompute, offload or moment of a weight gradient gives this chunk table a shorter makespan.
+    """Compute a makespan, in microseconds, that no order, recompute, offload or placement of weight gradients can beat.
 
     It is a bound for the chunk table, not for all ways to cut the batch: a finer table has a shorter fill and drain and more
     overhead. The larger of two numbers:
 
     *A rank's time.* A rank runs every forward, backward and weight gradient of its stages one after another. It cannot start
-    before some chunk has come through all earlier stages, and after its last backward that chunk still has to go back
-    through them (in a forward-only plan, on through the later ones). To that comes recompute that the cap forces: when the
-    backward of a sequence's last slice starts, all slices of the sequence have run forward and none backward, so what they
-    all keep is live beside the static bytes and the sequence's keys, values and their gradient. What is above the cap must
-    have been given up by recomputing layers of these slices. The least time that can take is that of the fractional knapsack:
-    layers in the order of time per byte. A chunk belongs to one sequence (or is one batched chunk), so the times of several
-    sequences add. With a link to the host, keys and values may be there, and bytes may be copied away and back instead; copies
-    of a rank run one at a time, so the copied bytes cannot take longer than the makespan, and what is dearest to recompute is
-    copied. Weight gradients that are split off can run while the last chunk goes back, so then the rank's time is the larger of
-    all its work, and of its work without them followed by that way back.
+    before some chunk has come through all earlier stages, and after its last backward that chunk still has to go back through
+    them (in a forward-only plan, on through the later ones). To that comes recompute that the cap forces: when the backward of
+    a sequence's last slice starts, all slices of the sequence have run forward and none backward, so what they all keep is live
+    in addition to the static bytes and the sequence's keys, values and their gradient. The bytes above the cap must have been
+    given up by recomputing layers of these slices. The least time that can take is that of the fractional knapsack: layers in
+    the order of time per byte. A chunk belongs to one sequence (or is one batched chunk), so the times of several sequences
+    add. With a link to the host, keys and values may be there, and bytes may be copied away and back instead; copies of a rank
+    run one at a time, so the copied bytes cannot take longer than the makespan, and what is dearest to recompute is copied.
+    Weight gradients that are split off can run while the last chunk goes back, so then the rank's time is the larger of all its
+    work, and of its work without them followed by that way back.
 
     *A chunk's time.* Every chunk passes all stages forward and back one after another, and on the first its weight gradient
     follows.
@@ -112,7 +112,13 @@ def _forced(
 
 
 def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_byte: float) -> float:
-    """The least time when bytes may be copied away instead of recomputed, dearest first, as long as copies take no longer."""
+    """Compute the least time if bytes may be copied instead of recomputed, dearest first, while copies take no longer.
+
+    Args:
+        base_us: time of the rank without recompute.
+        pieces: forced recompute, as ``(microseconds per byte, bytes)``.
+        copy_us_per_byte: time of a copy to the host and back; infinite where copies are not allowed.
+    """
     total_us = base_us + sum(price * size for price, size in pieces)
     copied_us = 0.0
     dearest_first = sorted((piece for piece in pieces if piece[0] > 0), reverse=True)
@@ -127,7 +133,7 @@ def _with_copies(base_us: float, pieces: list[tuple[float, float]], copy_us_per_
 
 
 def _ways(times: Times, hops: Times, first: list[float]) -> Times:
-    """For every stage and chunk, the time through all earlier stages and the messages between, and `first` at the start."""
+    """Sum, for every stage and chunk, `first`, the times of all earlier stages and those of the messages between."""
     ways = [first]
     for row, hop_us in zip(times[:-1], hops, strict=True):
         ways.append([way + time + hop for way, time, hop in zip(ways[-1], row, hop_us, strict=True)])

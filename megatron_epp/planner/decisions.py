@@ -21,8 +21,8 @@ class Decisions:
     Attributes:
         chunks: the chunk table.
         order: the actions of every rank.
-        layers: recompute ``[stage][chunk]``, in steps on the ladders of `levels`.
-        levels: of recompute that were to choose from.
+        layers: recompute ``[stage][chunk]``, in recompute steps on the frontiers of `levels`.
+        levels: names of the recompute levels that were available.
         token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
@@ -39,7 +39,7 @@ class Decisions:
     hosted: Pairs = frozenset()
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
-        """Times and sizes of what was decided."""
+        """Times and sizes of the decisions."""
         tables = tabulate(self.chunks, problem, costs, self.levels)
         if not self.hosted:
             return tables
@@ -48,5 +48,5 @@ class Decisions:
 
     @property
     def beside(self) -> Offload:
-        """What is copied, if anything is."""
+        """Offload of the decisions: recompute, shares and copies; empty shares and copies if nothing is copied."""
         return Offload(self.layers, self.offload, self.copies)

@@ -1,4 +1,4 @@
-"""How good an order is, without building a plan: the same arithmetic as `simulate`, reduced to what a search asks for."""
+"""Makespan of an order without building a plan: the arithmetic of `simulate`, reduced to the needs of a search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 
 Layers = Sizes
-"""Recompute ``[stage][chunk]``: steps taken on the tables' ladders, which are layers where whole layers are the only level."""
+"""Recompute ``[stage][chunk]`` in recompute steps (see `memory.ladder`): layers, where whole layers are the only level."""
 
 Copies = Sequence[Sequence[tuple[Action, float, Action | None]]]
 """Offloads and loads of every rank in order, each with its time and the compute action that it is issued after."""
@@ -57,7 +57,7 @@ def backward_times(tables: Tables, layers: Layers, order: Order = ()) -> Times:
 
 
 def recompute_times(tables: Tables, layers: Layers) -> tuple[tuple[float, ...], ...]:
-    """What recompute takes of each backward, ``[stage][chunk]``."""
+    """Compute the part of each backward that is recompute, in microseconds, ``[stage][chunk]``."""
     return tuple(tuple(tables.recompute_us(stage, c, taken) for c, taken in enumerate(row)) for stage, row in enumerate(layers))
 
 
@@ -68,14 +68,27 @@ def split_off(order: Order) -> set[tuple[int, int]]:
 
 
 def moved_bytes(tables: Tables, layers: Layers, stage: int, c: int, share: float) -> int:
-    """What an offload of a share of a chunk's kept bytes moves, and at least the input of a layer: to split one tensor takes
-    room that another has made by leaving whole (see `runtime.offload.activations.choose`).
+    """Compute the bytes that an offload moves: a share of a chunk's kept bytes, but at least the input of one layer.
+
+    Splitting one tensor takes room that another has made by leaving whole (see `runtime.offload.activations.choose`).
+
+    Args:
+        tables: sizes of the chunks.
+        layers: recompute ``[stage][chunk]``.
+        stage, c: the stage and chunk.
+        share: share of the kept bytes; nothing moves where it is zero.
     """
     return moved_of(tables.kept_bytes(stage, c, layers[stage][c]), tables.layer_input[stage][c], share)
 
 
 def moved_of(kept: int, layer_input: int, share: float) -> int:
-    """The same, of what is kept."""
+    """Compute the bytes that an offload moves, from the kept bytes (see `moved_bytes`).
+
+    Args:
+        kept: bytes that the chunk keeps from forward to backward.
+        layer_input: bytes of the input of one layer.
+        share: share of the kept bytes; nothing moves where it is zero.
+    """
     return max(int(kept * share), min(kept, layer_input)) if share > 0.0 else 0
 
 

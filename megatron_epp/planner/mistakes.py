@@ -43,8 +43,8 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
     """Look at everything but the recompute.
 
     Args:
-        made: what a planner returned.
-        problem, costs: what it was asked.
+        made: the decisions of a planner.
+        problem, costs: the arguments of the planner.
         planner: its name, for the error.
 
     Raises:
@@ -60,9 +60,16 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
 
 
 def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> Layers:
-    """The recompute as lists of whole numbers, which have to be within the ladders of the tables.
+    """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
 
-    Raises as `refuse_mistakes` does.
+    Args:
+        made: the decisions of a planner.
+        problem, costs: the arguments of the planner.
+        tables: of the chunks.
+        planner: its name, for the error.
+
+    Raises:
+        PlanError: the shape, type or range of the recompute is wrong; the message is the report.
     """
     stages, chunks = problem.num_stages, len(made.chunks)
     if len(made.layers) != stages or any(len(row) != chunks for row in made.layers):
@@ -134,7 +141,7 @@ def _types(made: Decisions) -> Iterator[str]:
 
 
 def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
-    """Tables that do not fit the problem, the recompute apart."""
+    """Yield the tables that do not fit the problem, recompute excluded."""
     stages, chunks, ranks = problem.num_stages, len(made.chunks), problem.num_ranks
     for name, table in (("order", made.order), ("copies", made.copies or ((),) * ranks)):
         if len(table) != ranks:
@@ -151,7 +158,7 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
 
 
 def _is_known(made: Decisions, problem: Problem) -> bool:
-    """Whether every chunk is of the batch, and every action of the pipeline and the chunks; some may be missing or doubled."""
+    """True if every chunk is of the batch, and every action of the pipeline and the chunks; some may be missing or doubled."""
     lengths, stages, chunks = problem.lengths, problem.num_stages, len(made.chunks)
     ops = _EVALUATION if problem.forward_only else _TRAINING
     if not made.chunks or not all(chunk.segments for chunk in made.chunks):

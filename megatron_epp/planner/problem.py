@@ -1,4 +1,4 @@
-"""What a planner is asked: the batch and the machine (`Problem`), and what the user fixed (`Options`)."""
+"""Input of a planner: the batch and the machine (`Problem`), and the settings of the user (`Options`)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Problem:
     Attributes:
         lengths: tokens of every sequence of the batch.
         placement: the rank that runs each stage.
-        cap_bytes: what each rank may hold at most, static bytes included; `UNLIMITED_BYTES` where it does not matter.
+        cap_bytes: most bytes that each rank may hold, static bytes included; `UNLIMITED_BYTES` where it does not matter.
         token_multiple: chunk token counts are padded to a multiple of this, and slices end on one.
         forward_only: plan an evaluation, without backward.
-        host_cap_bytes: what each rank may have at the host at most.
-        message_bytes: what each rank sets aside for messages in flight while the order is not known; empty for a guess.
+        host_cap_bytes: most bytes that each rank may have at the host.
+        message_bytes: bytes that each rank sets aside for messages in flight while the order is not known; empty for a guess.
     """
 
     lengths: tuple[int, ...]
@@ -51,7 +51,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user fixed; the planner decides the rest.
+    """Settings that the user fixed; the planner decides the rest.
 
     Attributes:
         chunk_tokens: most padded tokens of a chunk (--epp-chunk-tokens); None for no limit.
@@ -63,7 +63,7 @@ class Options:
         planner: a name in `PLANNERS`, or ``module:function``.
         split_weight: run weight gradients as actions of their own (W) where the costs tell them apart.
         offload: copy activations to the host and back where the costs have a link, and have keys and values of slices there.
-        hosting: with `offload`, have keys and values of slices at the host where memory is short.
+        hosting: with `offload`, use KV offload for slices where memory is short.
         steps: of the local search that follows; each tries one change. Equal numbers give equal plans on every machine.
         budget_ms: time for planning with the planner "greedy", spent on the local search where the rest leaves any. Then plans
             depend on the machine. 0 takes no steps but `steps`.
@@ -111,7 +111,7 @@ def require_whole(problem: Problem, options: Options, tokens: int) -> None:
 
 
 def validate(problem: Problem, costs: Costs, options: Options) -> None:
-    """Refuse what no planner here can plan.
+    """Refuse a problem that no planner here can plan.
 
     Raises:
         PlanError: sizes do not match, a number is out of range, a rank has no stage, or the batch is larger than plans hold.

@@ -1,4 +1,4 @@
-"""The costs of one chunk table as plain rows ``[stage][chunk]``, computed once and read many times."""
+"""Costs of one chunk table as plain rows ``[stage][chunk]``, computed once and read many times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _climbed = plain(climb.climbed)
 
 @dataclass(frozen=True, slots=True)
 class RungRows:
-    """One rung of the ladder of recompute of every stage and chunk, ``[stage][chunk]``; see `ladder.Rung`."""
+    """One step of the recompute frontier of every stage and chunk, ``[stage][chunk]``; see `ladder.Rung`."""
 
     level: Sizes
     saved: Sizes
@@ -46,19 +46,19 @@ class Tables:
         weight_us: of the weight gradient, a part of the backward.
         message_us: of each chunk's message, ``[chunk]``.
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
-        activation: kept from forward to backward with nothing recomputed.
-        rungs: of the ladders of recompute, first to last. What planners call layers, where they have rungs, are steps taken.
-        layer_input: of the chunk, what a layer that recomputes whole keeps.
-        forward_alloc, forward_free: of the forward, `activation` apart: caches of keys and values, and in a forward-only plan
-            what is gone at its end.
-        backward_head: what a backward lets go before it reaches the layers.
-        backward_passed: what it lets go with each layer that keeps everything, with keys and values and their gradient if it is
-            the sequence's first slice, less their gradient if it is the last.
-        backward_surge: what it makes at such a layer, at the most, above what was there when it came.
-        backward_throughout: what a backward holds all along besides: buffers of keys and values that are at the host.
-        backward_net: what a backward leaves behind, without the activations it frees: gradients of keys and values, opened or
-            closed.
-        weight_bytes: of what the backward keeps for a weight gradient that is split off.
+        activation: bytes kept from forward to backward without recompute.
+        rungs: steps of the recompute frontiers, first to last. In the planners, counts of layers are counts of recompute steps.
+        layer_input: bytes of the chunk that a layer that recomputes whole keeps.
+        forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
+            the bytes freed at its end.
+        backward_head: bytes that a backward frees before it reaches the layers.
+        backward_passed: bytes that it frees with each layer that keeps everything, with keys and values and their gradient if
+            it is the sequence's first slice, less their gradient if it is the last.
+        backward_surge: peak bytes at such a layer above those live when the backward reaches it.
+        backward_throughout: further bytes that a backward holds all along: buffers of KV offload.
+        backward_net: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
+            opened or closed.
+        weight_bytes: bytes that the backward keeps for a split weight gradient.
         weight_layer: of these, one layer's.
         weight_surge: as `backward_surge`, of a backward that keeps them.
         static: bytes of each rank held throughout, and what the pass that takes most needs while it runs, as if it were; and
@@ -104,7 +104,7 @@ class Tables:
 
     @property
     def columns(self) -> Columns:
-        """The same as flat columns, made when first asked for."""
+        """The tables as flat columns, made on the first use."""
         if not self._columns:
             self._columns.append(columns_of(self))
         return self._columns[0]
@@ -114,18 +114,27 @@ class Tables:
 
     @property
     def saved(self) -> Sizes:
-        """Of the first rung: where whole layers are the only level, less kept for each layer that recomputes."""
+        """Bytes that one layer saves by the first recompute step; the only one where whole layers are the only level."""
         return self.rungs[0].saved
 
     @property
     def layer_us(self) -> Times:
-        """Of the first rung: where whole layers are the only level, added to the backward by each that recomputes."""
+        """Microseconds that the first recompute step of one layer adds; the only step where whole layers are the only level."""
         return self.rungs[0].layer_us
 
     def at_ends(self, stage: int, chunk: int, apart: bool) -> tuple[int, int]:
-        """Where whole layers are the only level: the most that a backward holds at the layer that it comes to first, where a
-        layer that recomputes adds `saved`, above what is live when it starts; and at the one that it comes to last, of the
-        chunk and what it makes, whatever was recomputed. See `kernels.memory.risen`.
+        """Compute the peak bytes of a backward at its first and its last layer, where whole layers are the only level.
+
+        See `kernels.memory.risen`.
+
+        Args:
+            stage, chunk: the stage and chunk.
+            apart: the weight gradient is split off.
+
+        Returns:
+            the most above the live bytes when the backward starts, at the layer that it comes to first, where a layer that
+            recomputes adds `saved`; and the most at the layer that it comes to last, of the chunk and what it makes, whatever
+            was recomputed.
         """
         first, passed = -self.backward_head[stage][chunk], self.backward_passed[stage][chunk]
         layers, surge = self.num_layers[stage], self.backward_surge[stage][chunk]
@@ -137,19 +146,39 @@ class Tables:
         return first, self.activation[stage][chunk] + first - max(0, layers - 1) * passed
 
     def recompute(self, stage: int, chunk: int, taken: int) -> Recompute:
-        """What so many steps on the ladder come to."""
+        """Return the recomputed layers per level after `taken` recompute steps.
+
+        Args:
+            stage, chunk: the stage and chunk.
+            taken: number of recompute steps.
+        """
         return recompute_of([rung.level[stage][chunk] for rung in self.rungs], self.num_layers[stage], taken)
 
     def taken(self, stage: int, chunk: int, recompute: Recompute) -> int:
-        """The steps on the ladder that come to this."""
+        """Number of recompute steps that amounts to a given recompute.
+
+        Args:
+            stage, chunk: the stage and chunk.
+            recompute: layers per level.
+        """
         return taken_by(recompute, [rung.level[stage][chunk] for rung in self.rungs])
 
     def recompute_us(self, stage: int, chunk: int, taken: int) -> float:
-        """What so many steps on the ladder add to the backward."""
+        """Microseconds that `taken` recompute steps add to the backward.
+
+        Args:
+            stage, chunk: the stage and chunk.
+            taken: number of recompute steps.
+        """
         return _climbed([rung.layer_us[stage][chunk] for rung in self.rungs], 0, self.num_layers[stage], taken)
 
     def kept_bytes(self, stage: int, chunk: int, taken: int) -> int:
-        """Activations from forward to backward after so many steps on the ladder of recompute."""
+        """Bytes of activations kept from forward to backward after `taken` recompute steps.
+
+        Args:
+            stage, chunk: the stage and chunk.
+            taken: number of recompute steps.
+        """
         saved = [rung.saved[stage][chunk] for rung in self.rungs]
         return self.activation[stage][chunk] - _climbed(saved, 0, self.num_layers[stage], taken)
 
@@ -168,17 +197,17 @@ def tabulate(
     in_order: bool = False,
     work: ChunkWork | None = None,
 ) -> Tables:
-    """Evaluate the costs of every stage and chunk. Stages with equal costs share their rows, which nobody changes.
+    """Evaluate the costs of every stage and chunk. Stages with equal costs share their rows, which must not be changed.
 
     A sliced sequence's keys and values are allocated by the forward of its first slice, their gradient by the backward of its
     last; both are freed when the backward of the first slice ends. Without backward, the forward of the last slice frees
     the keys and values, and of everything else a forward holds only what it needs while it runs.
 
     Args:
-        chunks, problem, costs: what is to be planned.
+        chunks, problem, costs: the table, the batch and the costs to plan with.
         levels: of recompute, to choose from.
         in_order: see `ladder`.
-        work: of the chunks, where it is not what follows from the problem.
+        work: of the chunks; None for the one that follows from the problem.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple) if work is None else work
     stages, alike, trains = range(problem.num_stages), costs.alike, not problem.forward_only
@@ -219,7 +248,13 @@ def tabulate(
 
 
 def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[str, int]:
-    """What a rank with these stages holds throughout, and room for the largest pass; passes run one at a time."""
+    """Compute the bytes by item that a rank holds throughout, with room for its largest pass; passes run one at a time.
+
+    Args:
+        stages: of the rank.
+        work: of the chunks.
+        costs: time and memory of every stage.
+    """
     items: Counter[str] = Counter()
     for stage in stages:
         items.update(costs.static_items(stage))
@@ -228,7 +263,7 @@ def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[s
 
 
 def _rungs(found: dict[int, list[Rung]], alike: Sequence[int]) -> tuple[RungRows, ...]:
-    """Ladders side by side, the shorter ones filled up."""
+    """Combine the recompute frontiers of all stages, shorter ones padded with `ABSENT` steps."""
     longest = max(map(len, found.values()))
     rows = {}
     for stage, rungs in found.items():

@@ -1,1 +1,1 @@
-"""Plans and runs for people to look at: text, tables, Chrome traces, Gantt pictures. Import from the modules."""
+"""Reports of plans and runs: text, tables, Chrome traces, Gantt pictures. Import from the modules."""

@@ -1,4 +1,4 @@
-"""Planned and measured iterations as one kind of thing: boxes on the time axis, which traces and pictures draw."""
+"""Planned and measured iterations in one form: boxes on the time axis, which traces and pictures draw."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def planned_boxes(timeline: Timeline) -> list[Box]:
 
 
 def measured_boxes(plan: Plan, measured: Measured) -> list[Box]:
-    """Boxes of a run of the plan. Raises `PlanError` when the run was of another plan, or has actions that the plan has not."""
+    """Boxes of a run of the plan. Raises `PlanError` if the run was of another plan, or has actions that the plan lacks."""
     if (mine := digest(plan)) != measured.plan_digest:
         raise PlanError(f"the measurement is of plan {measured.plan_digest[:12]}, this is plan {mine[:12]}")
     if len(measured.ranks) != plan.num_ranks:

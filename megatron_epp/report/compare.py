@@ -13,10 +13,10 @@ from megatron_epp.report.table import format_bytes, format_cap, format_us, table
 
 
 def comparison(plans: Sequence[tuple[str, Plan | None]]) -> str:
-    """One line per plan: makespan, its ratio to the shortest, bubble, highest peak and its rank's cap, recompute, chunks.
+    """Table with one line per plan: makespan, ratio to the shortest, bubble, highest peak and its cap, recompute, chunks.
 
     Args:
-        plans: name and plan, in the order to print; None where there is no plan, which the line says. Recompute is the share
+        plans: name and plan, in the order to print; None if there is no plan, which the line states. Recompute is the share
             of all ranks' compute time.
     """
     if not plans:
@@ -38,7 +38,7 @@ def comparison(plans: Sequence[tuple[str, Plan | None]]) -> str:
 
 
 def against(plan: Plan, measured: Measured) -> str:
-    """A plan beside a run of it: makespan, bubble, and the compute time of each kind of action over all ranks.
+    """Table that compares a plan with a run of it: makespan, bubble, and compute time of each operation over all ranks.
 
     Raises:
         PlanError: the measurement is of another plan, or the order deadlocks.

@@ -1,4 +1,4 @@
-"""Figures that several reports show, read off a plan."""
+"""Figures of a plan that several reports show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bubble_fraction(plan: Plan, rank: int) -> float:
 
 
 def recompute_layers(plan: Plan, rank: int) -> tuple[int, int]:
-    """Layers whose forward, or a part of it, a rank runs twice, and all it runs, counted over stages and chunks."""
+    """Number of layers that a rank recomputes, wholly or in part, and of all layers it runs, over stages and chunks."""
     stages = [stage for stage, on in enumerate(plan.placement) if on == rank]
     twice = sum(recompute.num_layers for stage in stages for recompute in plan.recompute[stage])
     return twice, sum(plan.num_layers[stage] for stage in stages) * len(plan.chunks)
@@ -34,25 +34,25 @@ def recompute_share(plan: Plan) -> float:
 
 
 def recompute_counts(plan: Plan) -> Recompute:
-    """Layers that recompute at each level, counted over stages and chunks."""
+    """Number of layers with each recompute mode, over stages and chunks."""
     found = [recompute for row in plan.recompute for recompute in row]
     return Recompute(*map(sum, zip(*found, strict=True))) if found else NO_RECOMPUTE
 
 
 def copies_us(plan: Plan) -> float:
-    """Time of all ranks' copies to and from the host, which run beside compute."""
+    """Time of all ranks' copies to and from the host in microseconds; they are overlapped with compute."""
     return sum(copy.time_us for copies in plan.copies for copy in copies)
 
 
 def offloaded_bytes(plan: Plan) -> int:
-    """What all ranks copy to the host."""
+    """Bytes of activations that all ranks offload to the host."""
     return sum(copy.free_bytes for copies in plan.copies for copy in copies)
 
 
 def recompute_in_backward(plan: Plan) -> dict[Action, float]:
     """Share of each backward's time that is recompute inside it, by action.
 
-    Backwards without recompute, and those with an `R` of their own, are left out.
+    Backwards without recompute, and those with a separate `R`, are omitted.
     """
     steps = {step.action: step for rank in plan.ranks for step in rank}
     shares = {}
@@ -65,16 +65,16 @@ def recompute_in_backward(plan: Plan) -> dict[Action, float]:
 
 
 def offload_share(plan: Plan) -> float:
-    """Mean of the shares of their activations that chunks have away between forward and backward, over stages and chunks."""
+    """Mean share of activations offloaded between forward and backward, over stages and chunks."""
     shares = [share for row in plan.offload_share for share in row]
     return sum(shares) / len(shares) if shares else 0.0
 
 
 def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
-    """Most bytes that each rank has at the host at one time.
+    """Peak host memory of each rank, in bytes.
 
     Args:
-        timeline: of the plan; None to simulate it, where it has anything there.
+        timeline: of the plan; None to simulate it if it uses host memory.
     """
     if not plan.hosted and not any(plan.copies):
         return [0] * plan.num_ranks
@@ -82,5 +82,5 @@ def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
 
 
 def hosted_bytes(plan: Plan) -> int:
-    """What all ranks have of keys, values and their gradient at the host."""
+    """Bytes of keys, values and their gradients that all ranks have in host memory (KV offload)."""
     return sum(entry.cache_bytes + entry.gradient_bytes for entry in plan.hosted)

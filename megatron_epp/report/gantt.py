@@ -1,6 +1,6 @@
-"""A picture of one iteration: every rank's actions as planned, the same as measured, and memory against the cap.
+"""A picture of one iteration: every rank's actions, planned and measured, and memory against the cap.
 
-Colours are Okabe and Ito's (distinguishable with every kind of colour blindness). The hue tells the operation; the shade tells
+Colours are Okabe and Ito's (distinguishable with every kind of colour blindness). The hue shows the operation; the shade shows
 whether a chunk holds whole short sequences (light) or a slice of a long one (dark, one shade per sequence).
 matplotlib is imported only when a picture is drawn (``pip install "megatron-epp[viz]"``).
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CAP_IN_SIGHT = 3
-"""The cap is drawn when it is at most this many times the peak: further up it would press the curves flat."""
+"""Largest ratio of cap to peak for which the cap is drawn; a higher one would flatten the curves."""
 
 
 def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> Figure:
@@ -65,7 +65,7 @@ def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> 
 
 
 def save_gantt(plan: Plan, path: str | Path, measured: Measured | None = None) -> None:
-    """Write `gantt` to a picture; the suffix picks the format (.png, .svg, .pdf). Raises as it does."""
+    """Write `gantt` to a picture; the suffix selects the format (.png, .svg, .pdf). Raises the errors of `gantt`."""
     gantt(plan, measured).savefig(path)
 
 
@@ -77,12 +77,12 @@ def _title(plan: Plan) -> str:
 
 
 def _draw_memory(axis: Axes, timeline: Timeline) -> None:
-    """Live bytes of every rank as steps; the cap as a dashed line, or as a note where it is far above."""
+    """Draw live bytes of every rank as steps, and the cap as a dashed line, or as a note if it is far above."""
     plan = timeline.plan
     peak, caps = max(timeline.peak_bytes), sorted(set(plan.cap_bytes))
     size, unit = byte_unit(peak)
     for rank in range(plan.num_ranks):
-        # At one instant (to the nanosecond) what is freed makes room first: the last level is the one that holds.
+        # Of several changes at one instant (to the nanosecond), releases come first: the last level is valid.
         levels = {round(time_us, 3): num_bytes for time_us, num_bytes in timeline.live_bytes(rank)}
         colour = tint("#0B1F3A", 0.2 + 0.8 * (1 - rank / plan.num_ranks))
         times_ms, heights = [time_us / 1e3 for time_us in levels], [num_bytes / size for num_bytes in levels.values()]

@@ -23,13 +23,13 @@ _LANE = 0.84
 _COPY_LANE = 0.2
 _TEXT_POINTS = (8.0, 5.0)
 _MANY_SECONDS = 10
-"""Of an iteration whose time axis is in seconds."""
+"""Seconds of an iteration from which its time axis is in seconds."""
 _ROOMY_PIXELS = 10
-"""Average width of a box from which white edges between boxes do not pass for bubbles; numbers are written from there on."""
+"""Average width of a box, in pixels, above which white edges are distinguishable from bubbles and numbers are written."""
 
 
 def matplotlib_classes() -> tuple[Any, Any]:
-    """Matplotlib's figure and canvas. Raises `EppError` where it is not installed."""
+    """Matplotlib's figure and canvas classes. Raises `EppError` if it is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -39,19 +39,19 @@ def matplotlib_classes() -> tuple[Any, Any]:
 
 
 def lane_inches(num_ranks: int) -> float:
-    """Height of a lane where so many ranks are drawn."""
+    """Height of a lane for the given number of ranks."""
     return min(0.45, max(0.26, 3.6 / num_ranks))
 
 
 def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], shades: Shades, longest_us: float) -> None:
-    """One collection of bars per rank and stream, chunk numbers where boxes are wide, recompute at the front of its backward.
+    """Draw bars per rank and stream, chunk numbers in wide boxes, and recompute at the beginning of its backward.
 
     Args:
         axis: to draw on; its time is in ms.
         plan: of the boxes.
         boxes: planned or measured.
         shades: the plan's.
-        longest_us: what the axis is wide.
+        longest_us: length of the time axis.
     """
     recompute = recompute_in_backward(plan)
     pixels_per_us = WIDTH_INCHES * DPI * 0.93 / longest_us
@@ -87,7 +87,7 @@ def _front(box: Box, share: float) -> Box:
 
 
 def _number(axis: Axes, plan: Plan, box: Box, colour: str, y: float, pixels_per_us: float) -> None:
-    """Write the chunk (and the stage, where a rank has several) in a box, as large as fits, or not at all."""
+    """Write the chunk (and the stage, if a rank has several) in a box, as large as fits, or not at all."""
     label = str(box.action.chunk) if plan.num_stages == plan.num_ranks else f"{box.action.stage}.{box.action.chunk}"
     width_points = (box.end_us - box.start_us) * pixels_per_us * 72 / DPI
     size = next((size for size in _TEXT_POINTS if width_points >= 0.68 * size * len(label)), None)
@@ -97,7 +97,7 @@ def _number(axis: Axes, plan: Plan, box: Box, colour: str, y: float, pixels_per_
 
 
 def label_time(axis: Axes, longest_us: float) -> None:
-    """Name the time axis: ms, or s where an iteration takes many."""
+    """Label the time axis: ms, or s for an iteration of many seconds."""
     unit = "ms"
     if longest_us >= _MANY_SECONDS * 1e6:
         unit = "s"
@@ -106,7 +106,7 @@ def label_time(axis: Axes, longest_us: float) -> None:
 
 
 def operations(figure: Figure, plans: Sequence[Plan], shades: Sequence[tuple[str, str]]) -> None:
-    """The legend below a picture: the operations that the plans have, then colour and meaning of shades."""
+    """Draw the legend below a picture: the operations of the plans, then colour and meaning of shades."""
     from matplotlib.patches import Patch
 
     present = {step.action.op for plan in plans for _, table in plan.tables for steps in table for step in steps}

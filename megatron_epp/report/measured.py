@@ -1,11 +1,11 @@
-"""What a run of a plan really took: the runtime writes it, the reports lay it beside the plan.
+"""Measured times of a run of a plan: the runtime writes them, the reports compare them with the plan.
 
 JSON form, times in microseconds since the start of the iteration::
 
     {"schema": "megatron-epp/measured", "version": 1, "plan_digest": "hex",
      "ranks": [[["0F0", 0.0, 812.5], ["0F1", 830.2, 1650.0, 790.4]]]}
 
-The fourth number, where it is there, is processor time.
+The optional fourth number is processor time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ VERSION = 1
 class Event(NamedTuple):
     """One action as it ran: microseconds since the start of the iteration, on a clock the ranks share.
 
-    `cpu_us` is the processor time it took where the host computes: less than the time that passed where other programs had the
-    core meanwhile. None on a GPU.
+    `cpu_us` is its processor time if the host computes, which is less than the elapsed time if other programs used the core
+    meanwhile. None on a GPU.
     """
 
     action: Action
@@ -47,7 +47,7 @@ class Measured:
     Attributes:
         plan_digest: digest of the plan that was run.
         ranks: the events of each rank in order of start. Compute actions (F, B, W, R) feed the pictures; copies (O, L) and
-            waits for messages (under the name of the receive) may be there too.
+            waits for messages (under the name of the receive) may be included.
     """
 
     plan_digest: str
@@ -55,7 +55,7 @@ class Measured:
 
     @property
     def makespan_us(self) -> float:
-        """From the start of the iteration to the end of its last action."""
+        """Time from the start of the iteration to the end of its last action."""
         return max((event.end_us for events in self.ranks for event in events), default=0.0)
 
     @property
@@ -74,7 +74,7 @@ class Measured:
 
     @staticmethod
     def from_json(text: str) -> Measured:
-        """Raises `PlanError` when the text is not a measurement of a version this package reads."""
+        """Read `to_json`. Raises `PlanError` if the text is not a measurement of a version this package reads."""
         try:
             data = parse_json(text, "the text")
             if (data["schema"], data["version"]) != (SCHEMA, VERSION):
@@ -92,7 +92,7 @@ class Measured:
 
     @staticmethod
     def load(path: str | Path) -> Measured:
-        """Raises `PlanError` when the file is missing or is not a measurement."""
+        """Read a file. Raises `PlanError` if it is missing or is not a measurement."""
         with naming(path, PlanError):
             return Measured.from_json(read_text(path))
 

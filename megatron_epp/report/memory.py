@@ -1,4 +1,4 @@
-"""The memory of a plan as text: per rank what its peak is made of, and a small curve of its live bytes."""
+"""The memory of a plan as text: per rank, the items of its peak and a small curve of its live bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_epp.report.facts import host_peak_bytes
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, table
 
 _COLUMNS = 8
-"""Ranks side by side."""
+"""Number of ranks in one table."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 _LINE = "-"
 
 
 def peak_table(account: Account) -> list[str]:
-    """A column per rank: what is held throughout, what comes on top at the peak, and what the cap leaves."""
+    """Table with a column per rank: static items, items added at the peak, and headroom below the cap."""
     ranks = list(range(len(account.static)))
     peaks = [account.peak(rank) for rank in ranks]
     size, unit = byte_unit(max(peak.num_bytes for peak in peaks))
@@ -55,7 +55,7 @@ def _table(account: Account, peaks: Sequence[Moment], ranks: Sequence[int], size
 
 
 def peak_lines(account: Account) -> Iterator[str]:
-    """A line per rank: what runs at its peak, and which chunks wait for their backward, by how they recompute."""
+    """Yield a line per rank: the action at its peak, and the chunks that wait for their backward, by recompute modes."""
     plan = account.timeline.plan
     for rank in range(plan.num_ranks):
         peak = account.peak(rank)
@@ -69,7 +69,7 @@ def peak_lines(account: Account) -> Iterator[str]:
 
 
 def curves(account: Account, width: int) -> list[str]:
-    """A line per rank: live bytes over time, up to the cap or, where that is far away, up to the highest peak.
+    """Lines with a curve of live bytes over time per rank, up to the cap or, if that is far higher, up to the highest peak.
 
     Args:
         width: characters of a curve.
@@ -86,7 +86,7 @@ def curves(account: Account, width: int) -> list[str]:
 
 
 def figures(account: Account) -> list[dict[str, Any]]:
-    """The same as data, an entry per rank."""
+    """Return the figures of the memory report as data, one entry per rank."""
     plan, hosts = account.timeline.plan, host_peak_bytes(account.timeline.plan, account.timeline)
     found = []
     for rank in range(plan.num_ranks):
@@ -112,7 +112,7 @@ def figures(account: Account) -> list[dict[str, Any]]:
 
 
 def main_items(items: dict[str, int], most: int = 3) -> str:
-    """``12.00 GiB layers that keep everything, 3.31 GiB gradients, ...``: the largest of a moment's items."""
+    """Format the largest items of a moment: ``12.00 GiB layers that keep everything, 3.31 GiB gradients, ...``."""
     largest = sorted(items.items(), key=lambda entry: -entry[1])[:most]
     return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest)
 
@@ -128,7 +128,7 @@ def _most_per_column(levels: list[tuple[float, int]], makespan_us: float, width:
 
 
 def _numbers(chunks: Sequence[int]) -> str:
-    """``0-3 5``."""
+    """Format numbers as ranges, such as ``0-3 5``."""
     chunks = sorted(set(chunks))
     cuts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(chunks)) if b > a + 1), len(chunks)]
     runs = [chunks[a:b] for a, b in pairwise(cuts)]

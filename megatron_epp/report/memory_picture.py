@@ -1,4 +1,4 @@
-"""The memory of a plan as a picture: per rank, what its live bytes are made of over time, against the cap."""
+"""The memory of a plan as a picture: per rank, the items of its live bytes over time, against the cap."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def memory_picture(account: Account) -> Figure:
 
 
 def save_memory_picture(account: Account, path: str | Path) -> None:
-    """Write `memory_picture`; the suffix picks the format. Raises as it does."""
+    """Write `memory_picture` to a file; the suffix selects the format. Raises the errors of `memory_picture`."""
     memory_picture(account).savefig(path)
 
 

@@ -11,14 +11,14 @@ OP_NAMES = {Op.F: "forward", Op.B: "backward", Op.W: "weight gradient", Op.R: "r
 _BATCHED = 0.5
 """Strength of the colour of chunks of whole sequences."""
 _SLICED = (1.0, 0.7, 0.85)
-"""Strengths for the slices of long sequences, in turn."""
+"""Strengths of the colours of chunks with slices, used in turn for the long sequences."""
 _ODD = 0.86
-"""Odd chunks are this much lighter, which tells neighbours apart where there is no room for edges."""
+"""Factor of the strength for odd chunks, which distinguishes neighbours if there is no room for edges."""
 _LEGEND_BASE = "#444444"
 
 
 class Shades:
-    """Colour of every action of a plan: hue by operation, strength by what the chunk holds."""
+    """Colour of every action of a plan: hue by operation, strength by the kind of chunk."""
 
     def __init__(self, plan: Plan) -> None:
         slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
@@ -60,6 +60,6 @@ def tint(colour: str, strength: float) -> str:
 
 
 def text_colour(background: str) -> str:
-    """Black or white, whichever reads better on ``#RRGGBB``."""
+    """Return black or white, whichever has more contrast with ``#RRGGBB``."""
     red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"

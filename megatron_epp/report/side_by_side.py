@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEIGHT_INCHES = 9.0
-"""Of all lanes together, as far as lanes stay legible."""
+"""Height of all lanes together, as long as lanes stay legible."""
 _LANE_INCHES = (0.16, 0.3)
 
 
 def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
-    """Draw plans one below the other, the same time at the same place in all.
+    """Draw plans one below the other, on a common time axis.
 
     Args:
         plans: name and plan.

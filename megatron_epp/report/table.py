@@ -10,37 +10,37 @@ _BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def byte_unit(largest: float) -> tuple[int, str]:
-    """The unit in which a column whose largest entry is `largest` bytes reads well: ``(bytes in it, name)``."""
+    """Return a suitable unit for a column whose largest entry is `largest` bytes: ``(bytes in it, name)``."""
     return next((unit for unit in _BINARY if largest >= unit[0]), _BINARY[-1])
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``1.50 GiB``."""
+    """Format bytes as ``1.50 GiB``."""
     size, name = byte_unit(num_bytes)
     return f"{num_bytes / size:.2f} {name}"
 
 
 def format_cap(cap_bytes: int) -> str:
-    """As `format_bytes`; no cap prints as ``unlimited``."""
+    """Format a cap like `format_bytes`, or as ``unlimited`` for no cap."""
     return "unlimited" if is_unlimited(cap_bytes) else format_bytes(cap_bytes)
 
 
 def format_us(time_us: float) -> str:
-    """``812.5 us``, ``12.35 ms`` or ``3.210 s``."""
+    """Format microseconds as ``812.5 us``, ``12.35 ms`` or ``3.210 s``."""
     if time_us < 1e3:
         return f"{time_us:.1f} us"
     return f"{time_us / 1e3:.2f} ms" if time_us < 1e6 else f"{time_us / 1e6:.3f} s"
 
 
 def printable(text: str) -> str:
-    """Text from a file on one line: characters that would move a terminal's cursor, or that cannot be encoded, as escapes."""
+    """Escape characters of untrusted text that would move a terminal's cursor or cannot be encoded; the result is one line."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
 
 
 def clip(line: str, width: int | None) -> str:
-    """Cut a line to `width` characters, the last of them ``…`` when something is missing."""
+    """Cut a line to `width` characters, the last of them ``…`` if text was cut."""
     return line if width is None or len(line) <= width else line[: max(width - 1, 0)] + "…"
 
 

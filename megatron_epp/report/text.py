@@ -1,4 +1,4 @@
-"""A plan in a few lines of text: what is in it, what each rank does, and the order."""
+"""A plan in a few lines of text: its contents, the work of each rank, and the order of actions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_epp.report.table import byte_unit, clip, format_bytes, format_cap,
 
 _KINDS = ("split", "hybrid", "batched")
 UNEVEN = 1.1
-"""Load of the busiest rank over the average from which it is worth a line."""
+"""Smallest ratio of the busiest rank's load to the average for which `uneven_load` prints a line."""
 
 
 def headline(plan: Plan) -> list[str]:
-    """Who made the plan for what, how it is cut, what it is predicted to take, and the planner's notes."""
+    """Lines with the planner, the pipeline and the batch, the chunks, the predicted figures, and the planner's notes."""
     kinds = Counter(chunk.kind(plan.lengths) for chunk in plan.chunks)
     cut = ", ".join(f"{kinds[kind]} {kind}" for kind in _KINDS if kinds[kind])
     predicted = plan.predicted
@@ -38,7 +38,7 @@ def headline(plan: Plan) -> list[str]:
 
 
 def _levers(plan: Plan) -> list[str]:
-    """What recompute and offload cost, and what is at the host; nothing where there is none."""
+    """Costs of recompute, offload and KV offload on one line; an empty list if there are none."""
     counts, copied = facts.recompute_counts(plan), facts.offloaded_bytes(plan)
     parts = []
     if counts.num_layers:
@@ -66,7 +66,9 @@ def _stages(plan: Plan) -> str:
 
 
 def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) -> list[str]:
-    """One line per chunk: kind, tokens, segments. A slice prints as ``sequence[start:end]``, a whole sequence as its number."""
+    """Table with one line per chunk: kind, tokens, segments. A slice prints as ``sequence[start:end]``, a whole sequence as its
+    number.
+    """
     shown = plan.chunks if max_rows is None else plan.chunks[:max_rows]
     rows = [[str(c), k.kind(plan.lengths), f"{k.num_tokens:,}", _segments(k, plan)] for c, k in enumerate(shown)]
     lines = [clip(line, width) for line in table(("chunk", "kind", "tokens", "segments"), rows, left=(1, 3))]
@@ -76,7 +78,7 @@ def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) 
 
 
 def rank_table(plan: Plan) -> list[str]:
-    """One line per rank: stages, busy time, bubble, peak memory against its cap, layers that recompute."""
+    """Table with one line per rank: stages, busy time, bubble, peak memory and its cap, layers that recompute."""
     peak_size, peak_unit = byte_unit(max(plan.predicted.peak_bytes))
     rows = []
     for rank in range(plan.num_ranks):
@@ -89,7 +91,7 @@ def rank_table(plan: Plan) -> list[str]:
 
 
 def uneven_load(plan: Plan) -> list[str]:
-    """A line or two where, with as many layers on every stage, one rank computes much longer than the others."""
+    """One or two lines if one rank computes much longer than the others although every stage has equally many layers."""
     busy = [facts.busy_us(plan, rank) for rank in range(plan.num_ranks)]
     most, least = max(busy), min(busy)
     times = most * len(busy) / sum(busy) if most else 1.0
@@ -103,7 +105,7 @@ def uneven_load(plan: Plan) -> list[str]:
 
 
 def summary(plan: Plan, width: int | None = 120, max_chunks: int | None = 16) -> str:
-    """The whole report: headline, chunks, ranks, and the order of each rank.
+    """Format the whole report: headline, chunks, ranks, and the order of each rank.
 
     Args:
         plan: a complete plan; its own predictions are printed, nothing is simulated.

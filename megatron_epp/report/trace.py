@@ -26,11 +26,11 @@ _VERBS = {Op.F: "forward", Op.B: "backward", Op.W: "weight gradient", Op.R: "rec
 
 
 def trace(plan: Plan, measured: Measured | None = None) -> dict[str, Any]:
-    """The trace as a JSON-ready dictionary in Chrome's trace event format; times in microseconds.
+    """Return the trace as a JSON-ready dictionary in Chrome's trace event format; times in microseconds.
 
     Args:
         plan: the plan; it is simulated.
-        measured: a run of this plan, laid beside it.
+        measured: a run of this plan, shown for comparison.
 
     Raises:
         PlanError: the order deadlocks, or the measurement is of another plan.
@@ -49,7 +49,7 @@ def trace(plan: Plan, measured: Measured | None = None) -> dict[str, Any]:
 
 
 def save_trace(plan: Plan, path: str | Path, measured: Measured | None = None) -> None:
-    """Write `trace` to a file. Raises as it does."""
+    """Write `trace` to a file. Raises the errors of `trace`."""
     Path(path).write_text(json.dumps(trace(plan, measured), separators=(",", ":")) + "\n", encoding="utf-8")
 
 
@@ -88,7 +88,7 @@ def _complete(plan: Plan, source: str, box: Box) -> Event:
 
 
 def _arrows(plan: Plan, source: str, boxes: Sequence[Box], ids: Iterator[int]) -> Iterator[Event]:
-    """An arrow per message: from inside the end of its producer to the start of its consumer, on another rank."""
+    """Yield an arrow per message, from just before the end of its producer to the start of its consumer on another rank."""
     needs = deps(plan.chunks, plan.num_stages)
     by_action = {box.action: box for box in boxes if box.action.op in COMPUTE_OPS}
     for action, consumer in by_action.items():

@@ -1,4 +1,4 @@
-"""What a stage is told about the chunk it is running."""
+"""Context of a chunk, passed to the stage that runs it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ChunkContext:
         table: layout of its segments.
         relay: the stage's KV caches.
         view: the chunk's slice of a long sequence, or None when all its sequences are whole.
-        recompute: how many of the stage's layers run which part of their forward again in backward.
+        recompute: number of the stage's layers that recompute their forward in backward, by the part recomputed.
         forward_only: no backward follows.
-        attended: of a layer that runs again without its attention; None elsewhere.
+        attended: kept attention output of a layer that is recomputed without its attention; None otherwise.
     """
 
     chunk: int
@@ -37,17 +37,17 @@ class ChunkContext:
 
 
 class ChunkLayout(NamedTuple):
-    """What is the same for a chunk on every stage."""
+    """Layout of a chunk, the same on every stage."""
 
     table: SegmentTable
     view: SliceView | None
 
 
 def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
-    """The layout of every chunk of a plan."""
+    """Return the layout of every chunk of a plan."""
     slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
     num_slices = Counter(part.sequence for part in slices if part is not None)
-    room: dict[int, int] = {}  # in the buffer of a sequence, so that every chunk fits behind the start of its slice
+    room: dict[int, int] = {}  # in the buffer of a sequence, so that every chunk fits after the start of its slice
     for c, part in enumerate(slices):
         if part is not None:
             room[part.sequence] = max(part.start + plan.padded_tokens(c), room.get(part.sequence, 0))

@@ -1,7 +1,7 @@
-"""A rank that ran out of memory ends its plan without computing: it takes what it is sent and hands on zeros.
+"""Completion of a plan without computing, on a rank that ran out of memory: it receives its messages and sends zeros.
 
-Its peers end their plans as they always do, though with garbage, and no communicator is left with half a message. Whoever runs
-the plan must throw away what came of it, on all ranks.
+Its peers complete their plans as usual, with invalid values, and no communicator is left with an unmatched message. The caller
+must discard the results of the plan on all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_epp.runtime.stage import Mover, Stage
 
 
 class DrainedStage:
-    """Stands in for a stage that computes no more. Implements `runtime.stage.Stage`; makes tensors without storage only."""
+    """Replaces a stage that no longer computes. Implements `runtime.stage.Stage` with zeros that share one element."""
 
     def __init__(self, stage: Stage) -> None:
         stage.abandon()
@@ -28,29 +28,29 @@ class DrainedStage:
         return blank(*self._stage.message(context.table.num_tokens))
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
-        """Computes none."""
+        """Do nothing: no gradient is computed."""
 
     def weight(self, chunk: int) -> None:
-        """None was kept."""
+        """Do nothing: no weight gradient was kept."""
 
     def before_last_gradient(self) -> None:
-        """Nothing is reduced: the gradients are void."""
+        """Do nothing: the gradients are invalid and are not reduced."""
 
     def reduce_gradients(self) -> None:
-        """Do nothing: replicas whose last gradients are void must not wait here."""
+        """Do nothing: replicas whose last gradients are invalid must not wait here."""
 
     def release_output(self, output: Tensor) -> None:
-        """It has no storage."""
+        """Do nothing: the output has no storage of its own."""
 
     def abandon(self) -> None:
-        """Done."""
+        """Do nothing: the stage was abandoned at construction."""
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         return self._stage.message(num_tokens)
 
 
 class DrainedOffload:
-    """Stands in for offload where nothing is kept any more."""
+    """Replaces offload when nothing is kept any more. Implements `runtime.stage.Mover`."""
 
     def __init__(self, offload: Mover) -> None:
         offload.abandon()
@@ -59,24 +59,24 @@ class DrainedOffload:
         return nullcontext()
 
     def out(self, owner: Owner, share: float, timed: AbstractContextManager[None] | None = None) -> None:
-        """Nothing leaves."""
+        """Do nothing: there is nothing to copy to the host."""
 
     def free(self, owner: Owner) -> None:
-        """As above."""
+        """Do nothing: no device memory is held."""
 
     def back(self, owner: Owner, timed: AbstractContextManager[None] | None = None) -> None:
-        """As above."""
+        """Do nothing: there is nothing to copy back."""
 
     def before_backward(self, owner: Owner) -> None:
-        """As above."""
+        """Do nothing: there is no copy to wait for."""
 
     def abandon(self) -> None:
-        """Done."""
+        """Do nothing: offload was abandoned at construction."""
 
     def assert_empty(self) -> None:
-        """It is."""
+        """Do nothing: offload holds no data after `abandon`."""
 
 
 def blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, with storage for one of them."""
+    """Return zeros of a shape, all views of one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)

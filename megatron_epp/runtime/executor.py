@@ -1,6 +1,6 @@
 """Interprets one rank's part of a plan.
 
-The dispatch table below is the only place that says what an op does at run time. The executor knows nothing of the model: a
+The dispatch table below is the only definition of what an op does at run time. The executor knows nothing of the model: a
 `Stage` runs forward and backward of one chunk, `Links` carries tensors, and the plan says everything else.
 """
 
@@ -35,27 +35,28 @@ class RunError(EppError):
 
 
 class ShortageRunError(RunError):
-    """An action found no memory. The message holds the action, the rank, what was planned and what is in use."""
+    """An action ran out of memory. The message holds the action, the rank, the planned bytes and the bytes in use."""
 
 
 class Executor:
     """Runs one plan on one rank, once.
 
-    A handler changes what the executor holds only when all else is done, so one that ran out of memory can run again.
+    A handler changes the executor's state only after all else is done, so a handler that ran out of memory can run again.
 
     Attributes:
-        shortage: what this rank ran out of memory for, where it went on all the same; then nothing it computed counts.
+        shortage: the out-of-memory failure after which this rank went on without computing, if any; its results are then
+            invalid.
 
     Args:
         plan: a checked plan.
         rank: this rank's index in the pipeline.
         stages: the stages placed on this rank.
         links: communicators of the pipeline; None when it has a single rank.
-        recorder: where the times go.
+        recorder: records the times of actions.
         watchdog: ends the run when an action or a wait outlasts its limit.
-        offload: moves activations; None where the plan moves none on this rank.
-        host: where the plan has keys and values of slices; None where it has none there on this rank.
-        on_shortage: what to do when memory runs out.
+        offload: offloads activations; None if the plan offloads none on this rank.
+        host: host memory for KV offload; None if the plan offloads no KV cache on this rank.
+        on_shortage: policy for running out of memory.
 
     Raises:
         RunError: the plan places other stages on this rank, or has actions that this runtime cannot run.
@@ -121,11 +122,11 @@ class Executor:
             raise RunError(f"a plan over {plan.num_ranks} ranks needs links")
 
     def run(self) -> None:
-        """Execute every action of this rank in order; gradients are with the stages then. Once only.
+        """Execute every action of this rank in order, after which the stages hold their gradients. May be called once.
 
         Raises:
-            ShortageRunError: an action found no memory, and `on_shortage` does not survive it.
-            RunError: another action failed. Either names the action, the rank and, this one, the grid.
+            ShortageRunError: an action ran out of memory, and `on_shortage` does not survive it. Names the action and the rank.
+            RunError: an action failed otherwise. Names the action, the rank and the grid.
         """
         self.recorder.begin()
         if self.host is not None:
@@ -158,7 +159,7 @@ class Executor:
         handler(action)  # out here, where the error no longer holds what the action had made
 
     def _run_short(self, action: Action, error: Exception) -> None:
-        """Go on without computing, or raise."""
+        """Handle an action that ran out of memory: go on without computing, or raise `ShortageRunError`."""
         shortage = self.on_shortage.examine(self.plan, self.rank, action, error)
         text = f"{self._where(self._progress.host)} failed: {shortage.text}"
         if not self.on_shortage.survives or shortage.cap_bytes is None or self.shortage is not None:
@@ -194,7 +195,7 @@ class Executor:
         self._received.pop(action._replace(op=Op.RECV_F), None)
         if is_local:
             self._received[Action(Op.RECV_F, stage + 1, chunk)] = output.detach()
-            if not self.plan.forward_only:  # or nobody could move what the next stage keeps of it
+            if not self.plan.forward_only:  # else what the next stage saves of it could not be offloaded
                 self.stages[stage].release_output(output)
         if not self.plan.forward_only:
             self._contexts[stage, chunk] = context
@@ -262,7 +263,7 @@ class Executor:
     # What they share.
 
     def _announce(self, action: Action) -> None:
-        """Tell the stage where an action is the last that gives its parameters a gradient."""
+        """Tell the stage if an action is the last that gives its parameters a gradient."""
         if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
 
@@ -275,11 +276,11 @@ class Executor:
         self._arriving[action] = self._links.post_receive(*self._shape(action), peer=peer, gradient=gradient)
 
     def _shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """What messages of an action's stage and chunk are like."""
+        """Return shape, dtype and device of messages of an action's stage and chunk."""
         return self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
 
     def _message(self, action: Action, receive: Op) -> Tensor:
-        """What an action was sent, from another rank or from this one. It stays until the action is done."""
+        """Return the message an action receives, from another rank or from this one. It is kept until the action is done."""
         key = action._replace(op=receive)
         if key in self._received:
             return self._received[key]

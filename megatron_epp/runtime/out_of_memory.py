@@ -1,4 +1,4 @@
-"""Memory that runs out: what was planned, what is there, what to change, and how far to go down."""
+"""Out-of-memory handling: compares planned bytes with bytes in use, advises on flags, and derives a lower cap for a retry."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from megatron_epp.launch import allocator
 from megatron_epp.plan import Action, EppError, Op, Plan, is_unlimited, simulate
 
 LEAST_SHARE = 0.05
-"""Of the bytes that come and go: another plan's peak must be lower by this at least. Where the device gave out below the plan,
-or nobody counts, there is no excess to go by.
+"""Least share of the dynamic bytes (peak minus static) by which the peak of the retry's plan must be lower.
+
+It is needed where there is no excess to go by: the device ran out below the planned bytes, or usage is not counted.
 """
 
 _GAPS = 0.1
-"""More of the reserved memory than this lying idle is a sign of fragments."""
+"""Share of the reserved memory above which unallocated memory is a sign of fragmentation."""
 
 _IN_PLAN = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.B, Op.FREE: Op.O, Op.REDUCE: Op.B}
-"""What lowering adds, and what it belongs to."""
+"""Ops that lowering adds, each with the planned op whose memory it is compared with."""
 _WANTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class ShortageError(EppError):
-    """Something else than the device has no more memory to give: a pool of host memory, for instance.
+    """Memory other than the device's is exhausted: a pool of host memory, for instance.
 
     Args:
-        message: says what, with numbers.
-        advice: the flags that help, most likely first.
+        message: what is exhausted, with numbers.
+        advice: the flags that may help, most likely first.
     """
 
     def __init__(self, message: str, advice: tuple[str, ...] = ()) -> None:
@@ -42,25 +43,25 @@ class ShortageError(EppError):
 
 
 SHORTAGES = (torch.OutOfMemoryError, ShortageError)
-"""What an action raises when memory runs out."""
+"""Exceptions that an action raises when it runs out of memory."""
 
 
 class Usage(NamedTuple):
-    """Bytes a rank has in use, and how many it has taken from the device to serve them, where that differs."""
+    """Bytes a rank has in use, and bytes it has reserved from the device for them; None if that is the same."""
 
     allocated_bytes: int
     reserved_bytes: int | None = None
 
 
 def device_usage(static_bytes: int) -> Usage | None:
-    """What torch has taken from the current GPU; None without one. It counts the static bytes itself."""
+    """Return the bytes torch has allocated and reserved on the current GPU, static bytes included; None without a GPU."""
     if not torch.cuda.is_initialized():
         return None
     return Usage(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
 
 
 def device_peak() -> Usage | None:
-    """As above, but the most that either has been so far; None without a GPU."""
+    """Return the peaks of allocated and reserved bytes on the current GPU so far; None without a GPU."""
     if not torch.cuda.is_initialized():
         return None
     return Usage(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
@@ -68,12 +69,12 @@ def device_peak() -> Usage | None:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """An action that found no memory.
+    """An out-of-memory failure of an action.
 
     Attributes:
         text: what happened and what to change, in a few lines.
-        cap_bytes: what the rank's cap should be for another try: lower by what was in use beyond the plan, and in any
-            case below the plan's peak. None where it is not the device that ran out: a lower cap would not help.
+        cap_bytes: the rank's cap for a retry: lower by the bytes in use beyond the plan, and in any case below the plan's peak.
+            None if it was not the device that ran out of memory: a lower cap would not help.
     """
 
     text: str
@@ -82,12 +83,12 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class ShortagePolicy:
-    """What a rank does when memory runs out.
+    """Policy of a rank for running out of memory.
 
     Attributes:
-        survives: go on without computing, so that other ranks can end the plan (`runtime.drain`); else the run ends.
-        usage: from the rank's static bytes to what is in use; None where nobody counts.
-        recompute_is_fixed: the planner was not free to choose how much recomputes.
+        survives: go on without computing, so that other ranks can complete the plan (`runtime.drain`); else the run ends.
+        usage: function from the rank's static bytes to its usage, or to None if that is not counted.
+        recompute_is_fixed: the planner was not free to choose the amount of recompute.
     """
 
     survives: bool = False
@@ -95,7 +96,10 @@ class ShortagePolicy:
     recompute_is_fixed: bool = False
 
     def examine(self, plan: Plan, rank: int, action: Action, error: Exception) -> Shortage:
-        """What to say of an action that found no memory. Call it while the error's frames still hold what they had made."""
+        """Describe an action that ran out of memory and compute the cap for a retry.
+
+        Call it while the error's frames still hold the tensors of the action, so that they count as in use.
+        """
         timeline = simulate(plan)
         planned = timeline.planned_bytes(rank, action._replace(op=_IN_PLAN.get(action.op, action.op)))
         peak, cap, static = timeline.peak_bytes[rank], plan.cap_bytes[rank], plan.static_bytes[rank]
@@ -111,7 +115,7 @@ class ShortagePolicy:
         return Shortage("\n".join(lines), None if isinstance(error, ShortageError) else lower)
 
     def _advice(self, plan: Plan, action: Action, error: Exception, usage: Usage | None, lower: int | None) -> list[str]:
-        """The two flags most likely to help, by the signs there are."""
+        """Return the two changes most likely to help, by the error and the memory in use."""
         found = list(error.advice) if isinstance(error, ShortageError) else []
         if _has_gaps(usage) and not allocator.segments_expand(os.environ, torch.__version__):
             found.append(f"{allocator.variables(torch.__version__)[0]}={allocator.EXPANDABLE}")
@@ -130,7 +134,7 @@ def _has_gaps(usage: Usage | None) -> bool:
 
 
 def _wanted_bytes(error: Exception) -> int:
-    """What could not be had, as torch tells it; 0 where nobody does."""
+    """Return the size in bytes of the failed allocation, from torch's message; 0 if the message does not have it."""
     found = _WANTED.search(str(error))
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
 

@@ -1,4 +1,4 @@
-"""What one rank must know of a plan before it runs: made from the plan alone, so it can be made ahead."""
+"""A rank's program: its lowered actions and chunk layouts, made from the plan alone, so that it can be prepared ahead."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Program:
     """One rank's part of a plan.
 
     Attributes:
-        actions: in order, sends and receives included.
-        layouts: of every chunk.
+        actions: its actions in order, sends and receives included.
+        layouts: layouts of every chunk.
     """
 
     actions: tuple[Action, ...]
@@ -27,7 +27,7 @@ class Program:
 def prepare(plan: Plan, rank: int) -> Program:
     """Lower a plan and lay out its chunks.
 
-    The last few results are kept. Whoever plans ahead calls this too, beside the running iteration: for large plans it takes
-    tens of milliseconds, which the executor then does not spend.
+    The last 16 results are cached. Planning ahead calls this too, overlapped with the running iteration: for large plans it
+    takes tens of milliseconds, which the executor then saves.
     """
     return Program(lower(plan)[rank], chunk_layouts(plan))

@@ -41,7 +41,7 @@ class Stage(Protocol):
         """Drop everything that is kept between actions: no more of them follow in this iteration."""
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """Shape, dtype and device of the hidden states of a chunk with so many (padded) tokens."""
+        """Return shape, dtype and device of the hidden states of a chunk with `num_tokens` (padded) tokens."""
 
 
 class Mover(Protocol):

@@ -1,4 +1,4 @@
-"""When each action really started and ended, and what the device held."""
+"""Measured start and end times of actions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_epp.plan import Action
 
 @dataclass(slots=True)
 class Recorder:
-    """Times of one rank's actions in one iteration, in microseconds from its start: of compute, of copies, and of the waits for
-    messages, each under the name of its receive.
+    """Times of one rank's actions in one iteration, in microseconds from its start.
 
-    On a GPU the times are the device's (events on the current stream), and every action is an NVTX range; elsewhere they are
-    the clock's, and the processor time of the thread is taken too, which falls behind where other programs take the core.
+    Compute, copies, and waits for messages are recorded, each wait under the name of its receive. On a GPU the times are the
+    device's (events on the current stream), and every action is an NVTX range. Otherwise they are wall-clock times, and the
+    processor time of the thread is recorded too, which is smaller if other programs use the core.
     """
 
     enabled: bool = True
@@ -61,14 +61,14 @@ class Recorder:
 
     @contextmanager
     def waiting(self, receive: Action) -> Iterator[None]:
-        """Time the wait for a message. `wait_us` grows by what the host waited: nothing on a GPU, where the device waits."""
+        """Time the wait for a message. `wait_us` grows by the host's waiting time: about 0 on a GPU, where the device waits."""
         start = time.perf_counter()
         with self.action(receive):
             yield
         self.wait_us += (time.perf_counter() - start) * 1e6
 
     def events(self) -> tuple[tuple[str, float, float, float | None], ...]:
-        """``(action, start_us, end_us, cpu_us)`` in order of start. On a GPU this waits for the device; `cpu_us` is None."""
+        """Return ``(action, start_us, end_us, cpu_us)`` by start. On a GPU this waits for the device, and `cpu_us` is None."""
         for _, _, end, _ in self._marks:
             if not isinstance(end, float):
                 end.synchronize()

@@ -85,7 +85,7 @@ class Watchdog:
             closed = activity.closed  # before asking: what the body does last must not be missed
             try:
                 place = activity.progress()
-            except Exception as error:  # a device that has failed says so to whoever asks it, and gets no further
+            except Exception as error:  # a device that has failed raises when queried, and makes no progress
                 place, activity.failure = activity.place, error
             else:
                 if closed and place is None:

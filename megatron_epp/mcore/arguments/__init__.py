@@ -1,1 +1,1 @@
-"""The `--epp-*` flags, and what Megatron's flags allow beside them."""
+"""The `--epp-*` flags, and checks of Megatron's flags that are given together with them."""

@@ -1,4 +1,4 @@
-"""What the `--epp-*` flags rule out, and what follows from them."""
+"""Checks of Megatron's flags against the `--epp-*` flags, and values that follow from both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_AMOUNT = 1e9
 
 
 class _Conflict(NamedTuple):
-    """A flag of Megatron's that a plan cannot honour, or can with some values only."""
+    """A Megatron flag that a plan cannot honour, or only with certain values."""
 
     flag: str
     allowed: tuple[Any, ...] = (None, False)
@@ -103,8 +103,8 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     """Check and complete the namespace before Megatron validates it.
 
     Raises:
-        ArgumentError: flags cannot be honoured together with `--epp`; the message names all that are refused by name, and the
-            first problem of every other kind, a line for each.
+        ArgumentError: flags cannot be honoured together with `--epp`; the message has one line per problem: all flags of
+            `_CONFLICTS`, and the first problem that each of the other checks finds.
     """
     if not getattr(args, "epp", False):
         return
@@ -127,9 +127,9 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
 
 
 def refuse_restart(args: argparse.Namespace) -> None:
-    """Raise `ArgumentError` where a run is to be restarted in its processes.
+    """Raise `ArgumentError` if the run is to be restarted within its processes (``--inprocess-restart``).
 
-    Scripts ask for that before they validate anything, and what is raised afterwards may only restart the run.
+    Scripts set up the restart before they validate flags, and an error raised after that may merely restart the run.
     """
     if getattr(args, "epp", False):
         _check_conflicts(args, (_NO_RESTART,))
@@ -156,20 +156,22 @@ def _splits(args: argparse.Namespace) -> bool:
 
 
 def _check_weight_gradients(args: argparse.Namespace) -> None:
-    """Transformer Engine's layers, and Megatron's data parallelism with them, put weight gradients off where plans do. Megatron
-    checks whether the Transformer Engine that is installed can.
+    """Refuse `--delay-wgrad-compute` unless plans split weight gradients.
+
+    It makes Transformer Engine's layers, and Megatron's data parallelism with them, delay weight gradients, as such plans need.
+    Megatron checks that the installed Transformer Engine can do so.
     """
     if args.delay_wgrad_compute and not _splits(args):
         raise ArgumentError("--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute")
 
 
 def token_multiple(args: argparse.Namespace) -> int:
-    """What chunks' token counts are padded to: the ranks that share a chunk's tokens."""
+    """Multiple to which chunks' token counts are padded: the number of ranks that share a chunk's tokens."""
     return args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
 
 
 def placement_of(args: argparse.Namespace) -> Placement:
-    """Of the pipeline's stages, by validated arguments."""
+    """Return the placement of the pipeline's stages on ranks, from validated arguments."""
     ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     return Placement(args.epp_placement, ranks, chunks)
 
@@ -190,7 +192,7 @@ def _check_context_parallel(args: argparse.Namespace) -> None:
 
 
 def _check_oom_retry(args: argparse.Namespace) -> None:
-    """A rank that computes no more must not have others wait for it inside a layer."""
+    """Refuse `--epp-oom-retry` where ranks share layers: the others would wait inside a layer for a rank that has stopped."""
     if not args.epp_oom_retry:
         return
     names = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")

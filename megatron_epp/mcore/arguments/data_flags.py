@@ -1,4 +1,4 @@
-"""Megatron's data flags that `--epp` takes and that change nothing: it is so anyway, or they have nothing to do."""
+"""Megatron's data flags that `--epp` accepts but that have no effect: `--epp` implies them, or makes no use of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Flag(NamedTuple):
-    """A flag and its default, which is not spoken of."""
+    """A flag and its default, at which it is not reported."""
 
     flag: str
     default: Any = False
@@ -42,10 +42,10 @@ _EOD = _Flag("--eod-mask-loss")
 
 
 def tell_data_flags(args: argparse.Namespace) -> None:
-    """Say once which of the data flags that were given change nothing, and why.
+    """Log once which of the given data flags have no effect, and why.
 
     Args:
-        args: before Megatron has completed them.
+        args: Megatron's arguments, before Megatron completes them.
     """
     if args.rank != 0:
         return

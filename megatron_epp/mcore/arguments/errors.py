@@ -1,7 +1,7 @@
-"""What is raised for flags."""
+"""The error that is raised for flags."""
 
 from megatron_epp.plan.errors import EppError
 
 
 class ArgumentError(EppError):
-    """Flags that do not go together. The message names them."""
+    """Flags that cannot be combined. The message names them."""

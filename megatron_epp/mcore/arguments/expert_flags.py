@@ -7,7 +7,7 @@ import argparse
 from megatron_epp.mcore.arguments.errors import ArgumentError
 
 _BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
-"""Ways to balance experts that look at one chunk at a time: any other needs replicas to run their chunks in step."""
+"""Load-balancing types that look at one chunk at a time; any other would need replicas that run their chunks in lockstep."""
 
 
 def check_experts(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The flags of Megatron's own argument parser, ours included: what YAML settings are checked against."""
+"""The flags of Megatron's argument parser, including the `--epp-*` flags, against which YAML settings are checked."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_epp.mcore.arguments.yaml_cfg import take_defaults
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage, which has hundreds of lines here, and exit."""
+    """A parser that raises `SettingsError` where argparse would print its usage, here hundreds of lines, and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise SettingsError(f"the training script refuses this: {message}")
 
 
 def megatron_parser() -> argparse.ArgumentParser:
-    """A parser with all of Megatron's flags and ours. Raises EppError where Megatron is missing or unknown."""
+    """Return a parser with all of Megatron's flags and ours. Raises EppError if Megatron is missing or unknown."""
     entry.prepare()
     from megatron.training import arguments
 
@@ -29,7 +29,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, Flag]:
-    """Every option of a parser, by its name with underscores."""
+    """Return every option of a parser by its name, with underscores."""
     found = {}
     for action in parser._actions:
         options = [option for option in action.option_strings if option.startswith("--")]
@@ -43,7 +43,7 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, Flag]:
 
 
 def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse as the training script will. Raises EppError with the flag and the value that it does not take."""
+    """Parse as the training script will. Raises EppError that names the flag and the value it does not accept."""
     args = parser.parse_args(list(argv))
     if args.yaml_cfg is not None and args.epp:
         take_defaults(parser, args.yaml_cfg)
@@ -52,10 +52,10 @@ def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def check_run(args: argparse.Namespace, world_size: int) -> None:
-    """Refuse what every rank of a run would refuse when it starts.
+    """Refuse flags that every rank of a run would refuse at start-up.
 
     Args:
-        args: as `check` returns them; changed as training changes them.
+        args: as `check` returns them; modified as training modifies them.
         world_size: processes of the run.
 
     Raises:
@@ -74,7 +74,7 @@ def check_run(args: argparse.Namespace, world_size: int) -> None:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Refuse data paths that lead to no files on this node. Raises EppError."""
+    """Raise EppError for data paths without files on this node."""
     if not args.epp:
         return
     from megatron_epp.mcore.data.documents import check_files_of
@@ -83,7 +83,7 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def _opposite(option: str, options: Sequence[str], action: Any) -> str | None:
-    """``--no-x`` where one action has both, as `argparse.BooleanOptionalAction` does."""
+    """Return ``--no-x`` if one action defines both ``--x`` and ``--no-x`` (`argparse.BooleanOptionalAction`), else None."""
     if not isinstance(action, argparse.BooleanOptionalAction) or option.startswith("--no-"):
         return None
     negative = f"--no-{option.removeprefix('--')}"

@@ -1,4 +1,4 @@
-"""What cannot be shared out over ranks, and layers that cannot run: told from the arguments, before anything is started."""
+"""Checks that processes and sequences divide over ranks and that all layers can run, from the arguments, before start-up."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _REFUSED_LAYERS = {
     "E": "mixture-of-experts",
     "/": "multi-token prediction",
 }
-"""By symbol of `--hybrid-layer-pattern`. Of attention (``*``) and MLP (``-``) layers slices hand on all there is."""
+"""Names of layer types that cannot run, by their symbol in `--hybrid-layer-pattern`.
+
+Attention (``*``) and MLP (``-``) layers can: keys and values are all the state that slices pass on.
+"""
 
 
 def check_layout(args: argparse.Namespace) -> None:
-    """Raise `ArgumentError`, with the flags and numbers, where the processes or sequences of a run do not divide."""
+    """Raise `ArgumentError`, with flags and numbers, if a run's processes or sequences do not divide evenly over replicas."""
     replica = world_of(vars(args))
     names = [f"{_flag(name)} {getattr(args, name)}" for name in REPLICA_SIZES]
     if args.world_size % replica != 0:
@@ -39,10 +42,10 @@ def check_layout(args: argparse.Namespace) -> None:
 
 
 def check_pattern(pattern: str | None) -> None:
-    """Raise `ArgumentError` for a hybrid model with layers whose state slices cannot hand on.
+    """Raise `ArgumentError` for a hybrid model with layers whose state cannot be passed from slice to slice.
 
     Args:
-        pattern: as `--hybrid-layer-pattern` has it; None where a model has none, and so the layers of its default.
+        pattern: the value of `--hybrid-layer-pattern`; None where a model has none, and so has its default layers.
     """
     if pattern is None:
         raise ArgumentError("--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; only * and - can run")

@@ -27,7 +27,7 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _add_planning(add: Callable[..., Any]) -> None:
-    """Whether and by whom plans are made."""
+    """Add the flags that turn planning on and choose the schedule, the planner and its time budget."""
     add("--epp", action="store_true", help="Plan every iteration from the lengths of its sequences and run the plan.")
     add(
         "--epp-schedule",
@@ -56,7 +56,7 @@ def _add_planning(add: Callable[..., Any]) -> None:
 
 
 def _add_data(add: Callable[..., Any]) -> None:
-    """What becomes of documents."""
+    """Add the flag that chooses how long documents become sequences."""
     add(
         "--epp-documents",
         choices=list(LONG_DOCUMENTS),
@@ -69,7 +69,7 @@ def _add_data(add: Callable[..., Any]) -> None:
 
 
 def _add_memory(add: Callable[..., Any]) -> None:
-    """What plans may hold, and what they give up for it."""
+    """Add the flags that limit memory and control chunk size, slices, recompute and offload."""
     add(
         "--epp-memory-cap-gb",
         type=float,
@@ -120,7 +120,7 @@ def _add_memory(add: Callable[..., Any]) -> None:
 
 
 def _add_running(add: Callable[..., Any]) -> None:
-    """How plans are run."""
+    """Add the flags that control execution: placement, weight gradients, costs, gradient precision, retry and loss blocks."""
     add(
         "--epp-placement",
         choices=["looped", "v"],
@@ -170,7 +170,7 @@ def _add_running(add: Callable[..., Any]) -> None:
 
 
 def _add_watching(add: Callable[..., Any]) -> None:
-    """Planning ahead, limits of waiting, and what is written."""
+    """Add the flags for lookahead, wait limits, reports and memory measurement."""
     add("--epp-lookahead", type=int, default=2, metavar="N", help="Iterations to plan ahead of training (default: 2).")
     add(
         "--epp-wait-limit-seconds",

@@ -1,4 +1,4 @@
-"""The flags that say how layers are shared out over stages: what of them can be run, and what is refused."""
+"""Checks of the flags that divide layers among pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LAYOUT = "--pipeline-model-parallel-layout"
 
 
 def check_stages(args: argparse.Namespace) -> None:
-    """Refuse what gives no pipeline, or one that the schedule asked for cannot run, before Megatron meets it.
+    """Refuse flags that describe no valid pipeline, or one that the requested schedule cannot run, before Megatron uses them.
 
     Raises:
-        ArgumentError: naming the flags.
+        ArgumentError: with the names of the flags.
     """
     flags = {
         flag: value
@@ -74,7 +74,7 @@ def _indivisible(what: str, over: str, multiple: int) -> ArgumentError:
 
 
 def _check_uneven(args: argparse.Namespace, flag: str, value: int | str | None) -> int:
-    """With numbers of their own for the first or the last rank. Returns the stages of a rank."""
+    """Check layer counts given separately for the first or the last rank. Returns the number of stages per rank."""
     if flag == _PER_STAGE:
         raise ArgumentError(
             f"{flag} {value} needs as many layers on every rank: with --decoder-first-pipeline-num-layers or "
@@ -99,7 +99,7 @@ def _check_uneven(args: argparse.Namespace, flag: str, value: int | str | None) 
 
 
 def _check_layout(layout: str, num_layers: int | None, ranks: int) -> int:
-    """Returns the stages of a rank."""
+    """Check a `--pipeline-model-parallel-layout`. Returns the number of stages per rank."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -115,7 +115,7 @@ def _check_layout(layout: str, num_layers: int | None, ranks: int) -> int:
 
 
 def _check_stock(args: argparse.Namespace) -> None:
-    """With several stages on a rank, Megatron's own schedule is its interleaved one."""
+    """Refuse what Megatron's interleaved schedule cannot run; Megatron uses it where a rank has several stages."""
     schedule = f"--epp-schedule {args.epp_schedule}"
     if args.epp_placement != "looped":
         raise ArgumentError(

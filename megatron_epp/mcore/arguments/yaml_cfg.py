@@ -1,8 +1,8 @@
-"""Megatron's `--yaml-cfg FILE` beside `--epp`: what the file says counts as flags do, and flags given beside it win.
+"""Megatron's `--yaml-cfg FILE` with `--epp`: the file's values count as flags, and flags on the command line take precedence.
 
-Megatron itself puts the file in the place of all flags. In releases 0.17 to 0.19 no file can satisfy it: it looks for
-``account_for_embedding_in_pipeline_split`` beside the sections, its model is made of what is in them, and it refuses the key in
-both places. So here the file gives defaults to the parser, and Megatron then reads and checks a command line as always.
+Megatron itself replaces all flags by the file. In releases 0.17 to 0.19 no file can satisfy it: it looks for
+``account_for_embedding_in_pipeline_split`` outside the sections, builds its model from the sections' content, and refuses the
+key in both places. Therefore the file gives defaults to the parser here, and Megatron reads and checks a command line as usual.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _FLAG_OF_FIELD = {
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "fp8_param": "fp8_param_gather",
 }
-"""Fields whose flag has another name, in some release at least."""
+"""Fields whose flag has another name, in at least one release."""
 _ACTIVATIONS = {"swiglu": "swiglu", "squaredrelu": "squared_relu", "gelu": None}
-"""Values of the field ``activation_func``, and the switch of each."""
+"""Values of the field ``activation_func``, and the switch for each; None where it needs none."""
 
 type Extra = Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
 
 
 def reading_yaml(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
-    """Megatron's `parse_args`, for which ``--yaml-cfg`` beside ``--epp`` is a file of defaults."""
+    """Return Megatron's `parse_args`, wrapped so that ``--yaml-cfg`` together with ``--epp`` names a file of defaults."""
 
     def parse_args(extra_args_provider: Extra = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
         path = _path_beside_epp(sys.argv[1:])
@@ -61,10 +61,10 @@ def reading_yaml(original: Callable[..., argparse.Namespace]) -> Callable[..., a
 
 
 def take_defaults(parser: argparse.ArgumentParser, path: str) -> None:
-    """Give a parser the values of a file as defaults, and keep its ``--yaml-cfg`` from Megatron (as ``epp_yaml_cfg``).
+    """Set the values of a file as a parser's defaults, and hide ``--yaml-cfg`` from Megatron (as ``epp_yaml_cfg``).
 
     Raises:
-        ArgumentError: a value does not go with its flag.
+        ArgumentError: a value does not fit its flag.
         EppError: the file cannot be read.
     """
     body = _flat(read_settings(Path(path)), path)
@@ -92,7 +92,7 @@ def _path_beside_epp(argv: Sequence[str]) -> str | None:
 
 
 def _flat(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """Keys of the sections beside those that are in none."""
+    """Return a flat dictionary of the keys of all sections and of the top-level keys."""
     if "megatron" in body:
         raise ArgumentError(f"--yaml-cfg {path} has a section `megatron:`; such files are for `megatron-epp train -c {path}`")
     flat = {key: value for key, value in body.items() if key not in (*_NESTED, "epp") or not isinstance(value, dict)}
@@ -109,7 +109,7 @@ def _flat(body: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _translate(body: dict[str, Any], by_name: dict[str, argparse.Action]) -> None:
-    """Put flags in the place of the fields that are none."""
+    """Replace fields that are not flags by the flags that correspond to them."""
     for field, flag in _FLAG_OF_FIELD.items():
         if field in body and field not in by_name:
             body.setdefault(flag, body.pop(field))
@@ -128,7 +128,7 @@ def _translate(body: dict[str, Any], by_name: dict[str, argparse.Action]) -> Non
 
 
 def _default(parser: argparse.ArgumentParser, action: argparse.Action, key: str, value: Any, path: str) -> dict[str, Any]:
-    """A value as the flag's own type and choices make it, by the flag's name in the namespace."""
+    """Convert a value by the flag's own type and choices; return it keyed by the flag's name in the namespace."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ArgumentError(f"{path}: {key} is {value!r}; {action.option_strings[0]} is a switch: give true or false")
@@ -151,7 +151,7 @@ def _default(parser: argparse.ArgumentParser, action: argparse.Action, key: str,
 
 
 def _warn(unused: dict[str, Any], by_name: dict[str, argparse.Action], path: str) -> None:
-    """Say once which keys did nothing, but for those that ask for nothing: nulls, and fields at the value they have anyway."""
+    """Log once which keys have no effect, except nulls and fields at their default, which request nothing."""
     from megatron.core.transformer import TransformerConfig
 
     usual = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}

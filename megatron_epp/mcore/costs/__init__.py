@@ -1,1 +1,1 @@
-"""Costs of the model at hand: measured at start-up, from a profile, or from a file."""
+"""Costs of the model to be trained: measured at start-up, from a profile, or from a file."""

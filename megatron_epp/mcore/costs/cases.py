@@ -1,4 +1,4 @@
-"""Which chunks are timed on a stage, so that its lines hold for the batches that will come."""
+"""Choice of the chunks that are timed on a stage, so that the fitted lines hold for the batches of the run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.slice_view import SliceView
 
 MULTIPLE = 64
-"""Of all numbers of tokens, or a multiple of it that the ranks that share them can divide."""
+"""Divisor of every token count; replaced by a multiple of it where the ranks that share tokens need that to divide them."""
 LONGEST_CONTEXT = 8192
-"""That is measured where nothing else is said; what is longer is left to the line."""
+"""Longest context in tokens that is measured by default; longer ones are extrapolated from the fitted line."""
 
 _TOKENS = (128, 512, 1024, 2048)
 _PACKED = _SLICES = (128, 512, 1024)
 _PREFIX_SHARES = (0.25, 0.5, 0.75)
-"""Of the context: what lies before a slice."""
+"""Prefix lengths of the timed slices, as shares of the context."""
 _SEGMENTS = 8
 _SHORTEST_CONTEXT = 1024
 
 
 class Case(NamedTuple):
-    """One sequence, a slice behind a prefix, or several sequences of one length."""
+    """A chunk to be timed: one sequence, a slice behind a prefix, or several sequences of equal length."""
 
     tokens: int
     segments: int = 1
@@ -38,7 +38,7 @@ class Case(NamedTuple):
         return Chunk(tuple(Segment(sequence + i, self.prefix, self.prefix + each) for i in range(self.segments)))
 
     def view(self, sequence: int) -> SliceView | None:
-        """As the last slice of a sequence."""
+        """Return the view of the case as the last slice of a sequence; None where it has no prefix."""
         length = self.prefix + self.tokens
         return SliceView(sequence, self.prefix, length, length, length) if self.prefix else None
 
@@ -46,14 +46,14 @@ class Case(NamedTuple):
 def cases_of(
     context: int, multiple: int = MULTIPLE, factor: int = 1, most_tokens: int = 1 << 30, longest: int = LONGEST_CONTEXT
 ) -> tuple[Case, ...]:
-    """What to time.
+    """Return the chunks to time.
 
     Args:
         context: tokens of the longest sequence.
-        multiple: of all numbers of tokens.
-        factor: on the tokens of every case.
-        most_tokens: that the device has room for.
-        longest: context that is measured; what is longer is left to the line.
+        multiple: divisor of every token count.
+        factor: multiplies the token count of every case.
+        most_tokens: largest number of tokens that fits on the device.
+        longest: longest context in tokens that is measured; longer ones are extrapolated from the fitted line.
     """
     context = min(max(context, _SHORTEST_CONTEXT), longest) // multiple * multiple
 

@@ -1,4 +1,4 @@
-"""Megatron's own estimate of memory, from the flags of a model, to be set beside a plan's."""
+"""Megatron's own memory estimate from the flags of a model, for comparison with a plan's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Flags(SimpleNamespace):
-    """Megatron's arguments as far as its estimator asks: those that nobody set are None."""
+    """The arguments that Megatron's estimator reads; those that are not set are None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -25,12 +25,12 @@ class _Flags(SimpleNamespace):
 
 
 def estimate(flags: dict[str, Any], stages: int, data_parallel: int, lengths: Sequence[int]) -> dict[str, Any]:
-    """What Megatron says its first pipeline rank takes, in its own schedule, which pads every sequence to the longest.
+    """Return Megatron's estimate in bytes for the first pipeline rank in its own schedule, padded to the longest sequence.
 
     Args:
         flags: Megatron's flags of the model, with underscores.
-        stages: of the pipeline.
-        data_parallel: replicas that share the optimizer's state.
+        stages: number of pipeline stages.
+        data_parallel: number of replicas that shard the optimizer's state.
         lengths: tokens of every sequence.
     """
     if strange := patching.unknown(fingerprints.SHOWN):

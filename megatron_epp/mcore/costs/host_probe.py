@@ -1,4 +1,4 @@
-"""Small measurements for offload: how long a copy to the host takes, and what of a chunk's bytes can leave at all."""
+"""Small measurements for offload: the time of a copy to the host, and the share of a chunk's bytes that can be offloaded."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _REPEATS = 8
 
 
 def measure_host_link(device: torch.device) -> tuple[float, float]:
-    """Latency in microseconds, and microseconds per byte, of copies to the host: the fastest of some.
+    """Measure copies to the host: latency in microseconds, and microseconds per byte, from the fastest of `_REPEATS` copies.
 
-    On a CPU, where the host stands for itself, of copies in its memory.
+    On a CPU, copies within host memory are measured instead.
     """
     points = []
     for num_bytes in _COPIED_BYTES:
@@ -40,7 +40,7 @@ def measure_host_link(device: torch.device) -> tuple[float, float]:
 
 
 def measure_offloadable_share(stage: MegatronStage) -> float:
-    """Of the bytes that a chunk keeps, what nobody else holds; the least over all levels of recompute."""
+    """Share of the bytes a chunk keeps whose storage nothing else holds (0 to 1): the smallest over all recompute levels."""
     layers = stage.num_layers
     levels = [NO_RECOMPUTE, *(Recompute(**{name: layers}) for name in LEVELS)]
     return min(_offloadable_share(stage, recompute) for recompute in levels)

@@ -1,4 +1,4 @@
-"""What a chunk's bytes are on a rank's own stage, counted by what autograd keeps of small ones."""
+"""Bytes that a chunk takes on a rank's own stage, measured by counting what autograd keeps of a small chunk."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ _TOKENS = 256
 
 
 def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
-    """Bytes per token that a chunk keeps: of a layer, from one layer more that recomputes, at every level whose time is known;
-    of all else; and of the head. What a layer holds at the most while its backward runs, and when its attention has made the
-    gradient of keys and values; those themselves, and their gradient.
+    """Measure the bytes per token that a chunk takes on a stage, and return `costs` with them.
 
-    Where layers recompute a stage keeps a little more (rotary angles, as an input of what runs again); that counts as the
-    stage's own whether they do or not, so that a plan promises too much rather than too little. Where weight gradients are
-    apart: what a backward keeps for them, too; of which the stage's extras have none where their weight takes its gradient in
-    the backward.
+    These are the bytes kept by a layer at every recompute level whose time is known (from the difference that one layer makes),
+    by everything else, and by the head; the most a layer holds while its backward runs, and at the time its attention has
+    computed the gradient of keys and values; and the bytes of keys and values and of their gradient.
+
+    Where layers recompute, a stage keeps a little more (rotary angles, as an input of the part that runs again). This is always
+    counted as the stage's own, so that a plan overestimates memory rather than underestimates it. Where weight gradients are
+    split, the bytes that a backward keeps for them are measured too; they are zero for the stage's extras if the weights of
+    these receive their gradients in the backward.
     """
     layers = stage.num_layers
     if stage.weights is not None:
@@ -50,7 +52,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     alike = len({type(layer) for layer in stage.decoder.layers}) == 1  # not so a hybrid model's attention and MLP layers
 
     def at(known: Level, level: str) -> Level:
-        """What a layer of a level keeps, by what more is kept than where all recompute whole, and the most it holds."""
+        """Measure what a layer keeps at a level, by comparison with a stage that recomputes whole, and the most it holds."""
         found = _held(stage, _with(level, 1, whole=layers - 1) if alike else _with(level, layers))
         kept = least + (found.kept - base.kept) / (1 if alike else layers)
         return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + found.surge if alike else None)
@@ -85,7 +87,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
 
 
 def _with(level: str, count: int, whole: int = 0) -> Recompute:
-    """So many layers of a level, behind those that recompute whole; no level for layers that keep everything."""
+    """Return a `Recompute` of `whole` layers, then `count` layers at `level`; an empty level means that they keep all."""
     return Recompute(whole)._replace(**{level: count} if level else {})
 
 
@@ -93,9 +95,9 @@ class Held(NamedTuple):
     """Bytes per token.
 
     Attributes:
-        kept: from forward to backward.
-        head: of these, what goes before the backward reaches the layers.
-        surge: what there is more at the most, above what was there then, while the last layer's backward runs.
+        kept: held from forward to backward.
+        head: part of `kept` that is freed before the backward reaches the layers.
+        surge: peak while the last layer's backward runs, above what was live when it began.
     """
 
     kept: float
@@ -116,12 +118,12 @@ def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False
 
 
 class _LastLayer:
-    """Looks at a meter while the backward of a stage's last layer runs, which is the first to do so.
+    """Observer of a meter while the backward of a stage's last layer runs, which is the first layer in the backward.
 
     Attributes:
-        runs: it runs now.
-        begin_bytes: live when the gradient of the layer's output is there.
-        peak_bytes: the most until that of its input is.
+        runs: True while that backward runs.
+        begin_bytes: bytes live when the gradient of the layer's output has been computed.
+        peak_bytes: peak from then until the gradient of the layer's input has been computed.
     """
 
     def __init__(self, stage: MegatronStage, meter: SavedTensors) -> None:
@@ -156,22 +158,22 @@ class _LastLayer:
 
 
 def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2) -> tuple[float, float, float]:
-    """Two slices of a sequence, of which the last runs backward and meets the gradient of keys and values in its last layer.
+    """Run two slices of a sequence and measure the second one's backward, which creates the gradient of keys and values.
 
     Args:
         stage: runs them.
         keep_weights: the backward keeps what weight gradients need.
-        num_slices: that the sequence is taken to have.
+        num_slices: number of slices that the sequence is declared to have.
 
     Returns:
-        bytes per token of a layer's keys and values, of their gradient, and of what is there of the last layer, at the most and
-        above what was there when it came, when the gradient is, which does not count.
+        bytes per token of a layer's keys and values; of their gradient; and the most that the last layer's backward holds when
+        this gradient is created, above what was live when that backward began and not counting the gradient itself.
     """
     (segment,) = bytes_chunk(stage).segments
     tokens, relay, left_bytes = segment.end, stage.relay, [0]
 
     def cached() -> int:
-        """Bytes of the relay. That they have grown in a backward is seen while what attention kept is still there."""
+        """Return the relay's bytes; note the live bytes if it has grown, while what attention kept is still held."""
         if last.runs and relay.num_bytes > cache_bytes:
             left_bytes.append(meter.live_bytes - last.begin_bytes)
         return relay.num_bytes
@@ -195,13 +197,13 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
 
 
 def message_bytes(stage: MegatronStage) -> float:
-    """Per token, which is what a layer is given."""
+    """Return the bytes per token of a message, which is the input of a layer."""
     shape, dtype, _ = stage.message(_TOKENS * stage.token_multiple)
     return math.prod(shape) * dtype.itemsize / (_TOKENS * stage.token_multiple)
 
 
 def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
-    """Bytes per token that a backward keeps for the weight gradients of the layers, and for all."""
+    """Measure the bytes per token that a backward keeps for the layers' weight gradients, and for all weight gradients."""
     meter = SavedTensors(stage.parameters)
     chunk = bytes_chunk(stage)
     with meter:

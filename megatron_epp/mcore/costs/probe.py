@@ -1,4 +1,4 @@
-"""Small measurements on a rank's own stage: what a chunk makes autograd keep, and how long its messages take."""
+"""Small measurements on a rank's own stage: forward and backward of a test chunk, and the time of its messages."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links.links import Links
 
 _VOCABULARY = 32
-"""Tokens that every model has."""
+"""Number of token ids that every model's vocabulary contains."""
 _LINK_TOKENS = (64, 1024)
 _LINK_REPEATS = 12
 
 
 class Link(NamedTuple):
-    """What messages take.
+    """Costs of a message.
 
     Attributes:
-        latency_us, us_per_byte: on their way.
-        host_us: of the thread that computes, at either end. On a GPU, whose host runs ahead, this is nothing.
+        latency_us, us_per_byte: transfer time, in microseconds and in microseconds per byte.
+        host_us: time of the computing thread, in microseconds, at either end; 0 on a GPU, where the host runs ahead.
     """
 
     latency_us: float = 0.0
@@ -41,7 +41,7 @@ class Link(NamedTuple):
 
 
 def measure_link(stage: MegatronStage, links: Links, rank: int) -> Link:
-    """Of a message between the first two ranks: half a round trip, the fastest of some.
+    """Measure messages between the first two ranks: half a round trip, the fastest of `_LINK_REPEATS`.
 
     Every rank of the pipeline may call this; those after the second return zeros at once.
     """
@@ -70,7 +70,7 @@ def measure_link(stage: MegatronStage, links: Links, rank: int) -> Link:
 
 
 def _arrays(tokens: int) -> ChunkArrays:
-    """Of many different tokens, so that a router spreads them; positions are all the first, for learned ones may be few."""
+    """Return varied tokens, so that a router spreads them, all at position 0, since a model may have few positions."""
     ids = torch.arange(tokens) % _VOCABULARY
     return ChunkArrays(ids, ids.clone(), torch.ones(tokens), torch.zeros_like(ids))
 
@@ -91,7 +91,7 @@ def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_w
 
 
 def by_place(stage: MegatronStage, kept: list[Kept | PutOff]) -> tuple[list[Kept | PutOff], list[Kept | PutOff]]:
-    """Weight gradients of the layers, and the others."""
+    """Separate the weight gradients of the layers from the others."""
     inside = {id(weight) for weight in stage.decoder.layers.parameters()}
     return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]
 

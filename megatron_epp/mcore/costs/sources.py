@@ -1,4 +1,4 @@
-"""Costs of the model at hand: the model itself for memory; for time formulas, a profile, or on request a measurement."""
+"""Costs of the model to be trained: memory is measured on the model; times come from formulas, a profile or a measurement."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def pipeline_costs(
     placement: Sequence[int],
     note: Callable[[str], None] = lambda step: None,
 ) -> PipelineCosts:
-    """Costs of the whole pipeline, the same on every rank of the run: replicas divide batches by them.
+    """Return the costs of the whole pipeline, the same on every rank of the run, since replicas divide batches by them.
 
-    Bytes are always measured: a forward of a small chunk, counting what autograd keeps. They do not vary from run to run, and
-    are those of the run's precision whatever that of a profile. Times vary, so they are formulas, or those of the profile that
-    `--epp-costs` names, unless `--epp-costs measure` asks otherwise; then they are kept with the checkpoints, and a resumed run
-    whose stages are the same plans as the interrupted one did. A file with costs of a whole pipeline is taken as it is but for
-    heads, by which the run splits, and for what gradients of keys and values are added up in, so one of another precision is
-    refused.
+    Bytes are always measured, by counting what autograd keeps in a forward of a small chunk. They do not vary from run to run,
+    and are those of the run's precision whatever that of a profile. Measured times vary, so by default times come from formulas
+    or from the profile that `--epp-costs` names. With `--epp-costs measure` they are measured and kept with the checkpoints, so
+    that a resumed run with the same stages plans as the interrupted one did. A file with costs of a whole pipeline is used
+    unchanged except for two things that follow the run: the numbers of heads, and the precision in which gradients of keys and
+    values are summed. Such a file is refused if it is of another precision.
 
     Args:
         args: Megatron's arguments.
-        stages: this rank's, by number.
-        links: of this pipeline.
+        stages: this rank's stages, by number.
+        links: links of this pipeline.
         placement: the rank of every stage.
-        note: called with what is to be done next, as it goes on.
+        note: called with a description of each step before the step starts.
     """
     note("reading --epp-costs")
     given = stored_costs.named(args)
@@ -106,13 +106,13 @@ def _with_measured_times(
 def _host_link(
     args: argparse.Namespace, costs: PipelineCosts, base: PipelineCosts, stages: Mapping[int, MegatronStage]
 ) -> dict[str, float]:
-    """What `--epp-offload` asks: the link to the host, measured where asked for or not known, and what can leave.
+    """Return the costs of offload: the link to the host, measured where requested or unknown, and the offloadable share.
 
     Args:
         args: Megatron's arguments.
-        costs: with the link that an earlier run has measured, if it has.
-        base: with that of the profile.
-        stages: this rank's.
+        costs: costs with the link that an earlier run measured, if there is one.
+        base: costs with the link of the profile.
+        stages: this rank's stages.
     """
     found = {"host_latency_us": costs.host_latency_us, "host_us_per_byte": costs.host_us_per_byte}
     was_measured = costs.host_us_per_byte != base.host_us_per_byte
@@ -123,7 +123,7 @@ def _host_link(
 
 
 def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One link for all ranks."""
+    """Combine the links of all ranks into one: the largest times and the smallest offloadable share."""
     return {name: (min if name == "offloadable_share" else max)(host[name] for host in hosts) for name in hosts[0]}
 
 
@@ -133,13 +133,13 @@ def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageC
 
 
 def _heads(args: argparse.Namespace) -> dict[str, int]:
-    """What a rank has of them inside attention: what a run makes at once of a prefix's gradients goes by it."""
+    """Return this rank's head counts inside attention, which determine how much of a prefix's gradient is computed at once."""
     shape = model_shape(args)
     return {"kv_heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
 
 
 def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, float]:
-    """What gradients of a layer's keys and values take in the run, per token, of sequences with few and with many slices."""
+    """Return the bytes per token of a layer's key and value gradients, for sequences with few and with many slices."""
     kept = costs.kv_bytes_per_token
     wide = kept * torch.float32.itemsize / model_shape(args).bytes_per_value
     few, many = (wide if in_fp32(args.epp_fp32_kv_gradients, count) else kept for count in (MOST_ROUNDED, MOST_ROUNDED + 1))
@@ -147,8 +147,9 @@ def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, float]:
 
 
 def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCosts]:
-    """With the most that each stage takes on any rank of the job: plans are for all replicas, and where the loss's kernel is
-    missing, or fails, one takes more. A collective call of all ranks.
+    """Replace every stage's workspace bytes by the largest on any rank of the job. A collective call of all ranks.
+
+    Plans are made for all replicas, and a rank on which the loss kernel is missing or fails needs more workspace.
     """
     everyone: list[dict[int, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, {number: costs.workspace_bytes for number, costs in mine.items()})
@@ -159,20 +160,22 @@ def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCost
 
 
 def model_shape(args: argparse.Namespace) -> ModelShape:
-    """The model's shape from Megatron's arguments. How the loss is computed is up to the last stage."""
+    """Return the model's shape from Megatron's arguments, without loss blocks, which are up to the last stage."""
     return shape_of({**vars(args), "vocab_size": args.padded_vocab_size, "epp_loss_block_tokens": 0})
 
 
 def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
-    """Of a last stage that computes its loss by blocks: one more product in the backward, which takes as long as the one for
-    the weight's gradient, and none that could be put off. Times of a profile that is by blocks already stay as they are.
+    """Return the costs of a last stage that computes its loss by blocks.
+
+    Its backward has one more matrix product, which takes as long as the one for the weight's gradient, and its weight gradient
+    cannot be split off. Times of a profile that assumes blocks already stay as they are.
     """
     again = costs.extra_backward + costs.extra_weight
     return replace(costs, extra_backward=again, extra_weight=Line(), workspace_bytes=workspace_bytes)
 
 
 def _with_link(costs: PipelineCosts, link: Link, placement: Sequence[int]) -> PipelineCosts:
-    """With what messages take, and the host's time for one to or from every neighbour, in either pass."""
+    """Set the times of messages, and add the host's time for one message per neighbour on another rank to both passes."""
     stages = []
     for stage, neighbours in zip(costs.stages, neighbours_apart(placement), strict=True):
         handling = Line(link.host_us * neighbours)
@@ -182,7 +185,7 @@ def _with_link(costs: PipelineCosts, link: Link, placement: Sequence[int]) -> Pi
 
 
 def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
-    """Of a profile, with messages as they are."""
+    """Set a profile's message size to this run's bytes per token, with a warning if they differ."""
     if not math.isclose(costs.hidden_bytes_per_token, token_bytes) and dist.get_rank() == 0:
         logger.warning(
             "profile %s has %s: bytes are measured on the model, but times are the profile's (or --epp-costs measure)",
@@ -193,13 +196,13 @@ def _with_bytes(costs: PipelineCosts, token_bytes: float) -> PipelineCosts:
 
 
 def _by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:
-    """One value per stage of the pipeline, from those of every rank's stages."""
+    """Gather one value per stage of the pipeline from all ranks, in the order of stages."""
     everyone = {number: value for values in gathered(mine, links) for number, value in values.items()}
     return tuple(everyone[number] for number in sorted(everyone))
 
 
 def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgetter(0)) -> list[T]:
-    """One value per pipeline rank, in pipeline order: of the ranks that share its layers the first's, or what is chosen."""
+    """Gather one value per pipeline rank, in pipeline order; `choose` picks among ranks that share layers (the first)."""
     everyone: list[tuple[int, int, T] | None] = [None] * dist.get_world_size(links.control)
     dist.all_gather_object(everyone, (links.position, dist.get_rank(), mine), group=links.control)
     found: dict[int, list[T]] = {}
@@ -209,7 +212,7 @@ def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgett
 
 
 def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
-    """Weights, their gradients' buffers and Adam's state of this rank; what the distributed optimizer shards is divided."""
+    """Return the bytes of this rank's weights, gradient buffers and Adam state, the latter divided where it is sharded."""
     low_precision = args.bf16 or args.fp16
     weight, gradient = (2 if low_precision else 4), (4 if args.accumulate_allreduce_grads_in_fp32 or not low_precision else 2)
     sharded, optimizer, count = 12 if low_precision else 8, 0.0, 0
@@ -225,13 +228,13 @@ def _static(args: argparse.Namespace, stage: MegatronStage) -> Static:
 
 
 def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> int:
-    """The largest gradient that autograd makes before it is added to its buffer. Fused layers make none."""
+    """Bytes of the largest gradient that autograd creates before it is added to its buffer. Fused layers create none."""
     inside = {id(weight) for weight in stage.decoder.parameters()} if args.gradient_accumulation_fusion else set()
     return max((weight.nbytes for weight in stage.model.parameters() if id(weight) not in inside), default=0)
 
 
 def _beside(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
-    """With what there is beside what autograd keeps. On a CPU nothing else is measured, so nothing else is planned."""
+    """Add the memory that is not kept by autograd. On a CPU it is not measured, so only a given fragmentation share is set."""
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():
         return on_device(costs, FRAGMENTATION_SHARE if share is None else share)
@@ -240,7 +243,7 @@ def _beside(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
 
 @contextmanager
 def _undisturbed(stages: Iterable[MegatronStage]) -> Iterator[None]:
-    """Leave random states, gradients, buffers and what routers have counted as they were."""
+    """Restore random states, gradients, buffers and the routers' counts on exit."""
     models = [stage.model for stage in stages]
     before = Snapshot(models)
     with torch.enable_grad(), ExitStack() as held:

@@ -1,6 +1,6 @@
-"""Costs that a file holds: the one that `--epp-costs` names, and times measured before, which are kept with the checkpoints.
+"""Costs stored in files: the file that `--epp-costs` names, and times measured earlier, which are kept with the checkpoints.
 
-The first rank of the job looks, reads and decides for all: a folder may be there on its machine only, or come late to others.
+The first rank of the job reads and decides for all, since a folder may exist on its machine only, or appear late on others.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ _FLAGS = (
     "epp_loss_block_tokens",
     "epp_split_weight_gradient",
 )
-"""What two runs must have in common, beside layers and messages, for times to hold in both. Replicas may be more or fewer.
+"""Flags that must agree between two runs, besides layers and messages, for times of one to hold in the other.
 
-Times of a stage include what its messages to neighbours take, so it must lie on the same ranks too.
+The number of replicas may differ. Times of a stage include those of its messages to neighbours, so the placement must agree.
 """
 
 _DEVICE = "device"
-"""What else they must have in common: its name, beside those of flags."""
+"""Key of the device's name, which must agree as well, among those of the flags."""
 
 
 def of_first[T](make: Callable[[], T]) -> T:
-    """What the first rank of the job makes, or the error that it raises, on all ranks: replicas measure, or read files, for
-    themselves, and must go by the same figures. A collective call of all ranks.
+    """Return the value that `make` gives on the first rank of the job, or raise its error, on all ranks. A collective call.
+
+    Replicas measure, or read files, on their own, and must plan with the same figures.
 
     Raises:
-        EppError: whatever the first rank has raised: the others wait for its answer, so none may be kept from them.
+        EppError: any error of the first rank, since all other ranks wait for its answer.
     """
     shared: list[T | EppError | None] = [None]
     if dist.get_rank() == 0:
@@ -83,10 +84,10 @@ def of_first[T](make: Callable[[], T]) -> T:
 
 
 def named(args: argparse.Namespace) -> Profile | PipelineCosts | None:
-    """What the file holds that `--epp-costs` names, by its path or as a shipped profile. A collective call of all ranks.
+    """Read the file or shipped profile that `--epp-costs` names; None if it names none. A collective call of all ranks.
 
     Raises:
-        EppError: there is no such file, or it is neither a profile nor costs of a pipeline.
+        EppError: the file does not exist, or contains neither a profile nor costs of a pipeline.
     """
     if args.epp_costs in ("analytic", "measure"):
         return None
@@ -102,7 +103,7 @@ def _read(name: str) -> Profile | PipelineCosts:
 
 
 def checked(costs: PipelineCosts, source: str, num_stages: int, token_bytes: float) -> PipelineCosts:
-    """The costs of a file that is taken as it is. Raises `EppError` where they are of another pipeline or precision."""
+    """Return costs of a whole pipeline read from a file. Raises `EppError` if they are of another pipeline or precision."""
     if len(costs.stages) != num_stages:
         raise EppError(
             f"{source} has costs of {len(costs.stages)} stages but the pipeline has {num_stages}: give another file, or "
@@ -114,19 +115,20 @@ def checked(costs: PipelineCosts, source: str, num_stages: int, token_bytes: flo
 
 
 def kept_times(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | None:
-    """The costs with the times that the run being resumed has measured; None where there are none that hold in this run, which
-    a warning says. A collective call of all ranks.
+    """Return costs with the times that the resumed run measured; None if there are none. A collective call of all ranks.
+
+    Times that do not hold in this run are left out, with a warning.
 
     Args:
         args: Megatron's arguments.
-        here: with the bytes of this run's stages.
+        here: costs with the bytes of this run's stages.
     """
     kept = of_first(lambda: _fitting(args, here))
     return None if kept is None else _with_times(here, kept)
 
 
 def keep(args: argparse.Namespace, costs: PipelineCosts) -> None:
-    """Write what was measured beside the checkpoints. Does nothing on other ranks than the first, or where none are saved."""
+    """Write measured costs to the checkpoint folder, on the first rank only. Does nothing if no checkpoints are saved."""
     if args.epp_costs != "measure" or not args.save or dist.get_rank() != 0:
         return
     body = json.loads(costs.to_json()) | {"measured_with": _flags(args), "host_link": args.epp_offload == "on"}
@@ -143,8 +145,9 @@ def _flags(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _fitting(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | None:
-    """The costs in the folder that is resumed from, if their times hold. Where no link to the host was measured, they have this
-    run's.
+    """Read the costs in the folder of the loaded checkpoint; None if there are none or their times do not hold here.
+
+    If they were written without a measured link to the host, they get this run's.
     """
     path = Path(args.load, FILE_NAME) if args.load else None
     if path is None or not path.exists():
@@ -166,7 +169,7 @@ def _fitting(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | N
 
 
 def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, object], now: Mapping[str, object]) -> str | None:
-    """Why times of one run do not hold in the other; None where they do."""
+    """Return the reason why times of one run do not hold in the other; None if they do."""
     if kept.num_layers != here.num_layers:
         return f"its stages have {list(kept.num_layers)} layers where this run's have {list(here.num_layers)}"
     if not math.isclose(kept.hidden_bytes_per_token, here.hidden_bytes_per_token):
@@ -180,7 +183,7 @@ def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, objec
 
 
 def _with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
-    """Bytes of the one and times of the other."""
+    """Combine the bytes of `here` with the times of `kept`."""
     return replace(
         here,
         name=kept.name,
@@ -211,7 +214,7 @@ def _level_with_time(now: Level | None, then: Level | None) -> Level | None:
 
 
 def other_bytes(costs: PipelineCosts, token_bytes: float) -> str:
-    """Whose messages differ from this run's, as a part of a sentence."""
+    """Describe costs whose messages differ in size from this run's, as a part of a sentence."""
     return (
         f"costs of messages of {costs.hidden_bytes_per_token:g} bytes per token where this run's take {token_bytes:g}, so they "
         "are of another precision (--bf16, --fp16), --hidden-size or number of ranks that share a layer"

@@ -1,4 +1,4 @@
-"""How long chunks take on a rank's own stage, whole, packed and sliced, as lines of the cost model."""
+"""Measured times of whole, packed and sliced chunks on a rank's own stage, fitted to the lines of the cost model."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from megatron_epp.runtime.context import ChunkContext
 _REPEATS = 8
 _LEVEL_REPEATS = 3
 _ALIVE = 4
-"""Cases between forward and backward."""
+"""Number of cases that are between their forward and their backward at a time."""
 _GPU_FACTOR = 2
-"""On tokens: small kernels cost on a GPU what larger ones do."""
+"""Factor on token counts on a GPU, where small kernels take as long as larger ones."""
 _GPU_LONGEST_CONTEXT = 131072
 
 
 def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> StageCosts:
-    """Fit the stage's lines to whole, packed and sliced sequences; what is not the layers' own goes to the stage's extras.
+    """Fit the stage's lines to times of whole, packed and sliced sequences; time outside the layers goes to the stage's extras.
 
-    A kernel's time is not quite a line in tokens and pairs, so what is measured is what batches are made of: slices all
-    along a sequence of the context length. What a level of recompute runs again is what its backward takes longer; a layer that
-    recomputes whole runs its forward.
+    A kernel's time is not exactly linear in tokens and pairs, so the measured cases resemble real batches: slices at several
+    positions of a sequence of the context length. The recompute time of a level is the time by which its backward takes longer;
+    a layer that recomputes whole runs its forward again.
 
     Args:
-        stage: to run.
-        costs: with the bytes that a token takes.
+        stage: the stage to run.
+        costs: costs with the bytes per token.
         context: tokens of the longest sequence (--seq-length).
     """
     cases = cases_of(context, multiple_of(stage), *_limits(costs))
@@ -80,8 +80,9 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
 
 
 class Times(NamedTuple):
-    """Microseconds of a pass of the whole stage, and of its layers alone. Weight gradients are a part of the backward; their
-    own time is known only where they are apart.
+    """Microseconds of each pass, for the whole stage and for its layers alone.
+
+    Times of weight gradients are included in the backward's; they are known separately only where they are split.
     """
 
     forward: float
@@ -93,14 +94,14 @@ class Times(NamedTuple):
 
 
 def multiple_of(stage: MegatronStage) -> int:
-    """What tokens are a multiple of."""
+    """Return the divisor of all measured token counts."""
     return math.lcm(MULTIPLE, stage.token_multiple)
 
 
 def _limits(costs: StageCosts) -> tuple[int, int, int]:
-    """Of the device: the factor, the tokens that a tenth of its memory holds, and the longest context.
+    """Return the device's limits: the factor on tokens, the tokens that fit a tenth of its memory, and the longest context.
 
-    Not of its free memory: that differs from rank to rank, and ranks that share a layer must run the same.
+    Total memory counts, not free memory, which differs from rank to rank: ranks that share a layer must run the same cases.
     """
     if not torch.cuda.is_initialized():
         return 1, 1 << 30, LONGEST_CONTEXT
@@ -110,10 +111,10 @@ def _limits(costs: StageCosts) -> tuple[int, int, int]:
 
 
 class _Clock:
-    """Notes when something happens, in microseconds.
+    """Recorder of the times of events, in microseconds.
 
-    Where the host computes alone that is processor time, so that other programs on this machine do not count. Ranks that share
-    a layer wait for each other, which takes none.
+    Where a single host thread computes and shares no layer, it reads processor time, so that other programs on the machine do
+    not count. Ranks that share a layer wait for each other, which uses no processor time, so wall time is read there.
     """
 
     def __init__(self, stage: MegatronStage) -> None:
@@ -142,9 +143,10 @@ class _Alive:
 def _medians(
     stage: MegatronStage, cases: Sequence[Case], recompute: Recompute = NO_RECOMPUTE, repeats: int = _REPEATS
 ) -> list[Times]:
-    """Of several rounds, so that drift of the machine's speed hits all cases alike; after one that warms up.
+    """Return the median times of all cases over several rounds, after one warm-up round.
 
-    Every round has an order of its own, the same on all ranks: what ran before a case decides what it finds in the caches.
+    Rounds spread any drift of the machine's speed over all cases. Each round has its own order of cases, the same on all ranks,
+    because the case before determines the content of the caches.
     """
     seen: list[list[Times]] = [[] for _ in cases]
     for number in range(repeats + 1):
@@ -156,8 +158,10 @@ def _medians(
 
 
 def _round(stage: MegatronStage, cases: Sequence[Case], recompute: Recompute) -> list[Times]:
-    """Time all cases once, with a few alive at a time as in a pipeline: so what backward needs is no longer in the caches, and
-    memory comes and goes as it does in training. The first few run once more ahead, so that they find memory too.
+    """Time all cases once, with a few alive at a time as in a pipeline.
+
+    So what a backward needs is no longer in the caches, and memory is allocated and freed as in training. The first few cases
+    run once more in advance, so that they too find memory already allocated.
     """
     times: list[Times] = []
     alive: deque[_Alive] = deque()
@@ -208,7 +212,7 @@ def _end(stage: MegatronStage, one: _Alive) -> Times:
 
 
 def _time_weights(stage: MegatronStage, kept: list[Kept], clock: _Clock) -> tuple[float, float]:
-    """Time of the weight gradients of the layers, and of all."""
+    """Compute the weight gradients; return the microseconds for the layers' and for all."""
     clock.note("weights")
     for name, part in zip(("layers' weights end", "weights end"), by_place(stage, kept), strict=True):
         while part:
@@ -219,7 +223,7 @@ def _time_weights(stage: MegatronStage, kept: list[Kept], clock: _Clock) -> tupl
 
 
 def _fill(stage: MegatronStage, view: SliceView) -> None:
-    """Put keys and values of what lies before a slice into the relay: those of a few tokens, over and over."""
+    """Fill the relay with keys and values of the prefix of a slice, by repeating those of a few tokens."""
     head = min(multiple_of(stage), view.start)
     first = replace(view, start=0, end=head)
     with torch.no_grad():
@@ -237,12 +241,12 @@ def _fill(stage: MegatronStage, view: SliceView) -> None:
 
 
 def _layers(stage: MegatronStage) -> list[int]:
-    """Numbers that the stage's layers have in the relay."""
+    """Return the numbers of the stage's layers in the relay."""
     return [part.layer_number for part in stage.decoder.modules() if isinstance(part, RelayAttention)]
 
 
 def _clock_layers(decoder: torch.nn.Module, note: Callable[[str], None]) -> list[torch.utils.hooks.RemovableHandle]:
-    """Note when the block of layers is entered and left, forward and backward."""
+    """Add hooks that record when the block of layers is entered and left, in forward and backward."""
 
     def entered(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         note("block in")

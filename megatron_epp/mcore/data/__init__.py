@@ -1,1 +1,1 @@
-"""Documents in Megatron's ``.bin``/``.idx`` files: written, checked, and read as sequences."""
+"""Writing, checking and reading of documents in Megatron's ``.bin``/``.idx`` files."""

@@ -23,9 +23,9 @@ class DocumentFile:
     """One ``.bin``/``.idx`` pair, opened and checked once, from which several splits are taken.
 
     Attributes:
-        prefix: as in ``--data-path``.
+        prefix: path without suffix, as in ``--data-path``.
         data: Megatron's indexed dataset.
-        num_tokens: of each document, int64.
+        num_tokens: number of tokens of each document, int64.
     """
 
     def __init__(self, prefix: str, mmap: bool = True) -> None:
@@ -47,15 +47,15 @@ class DocumentDataset:
         file: the opened pair, or its prefix.
         context_limit: the most positions of a sequence (``--seq-length``).
         first, last: document range; all by default.
-        name: of the split, for the log.
-        long_documents: what becomes of longer ones (``--epp-documents``): ``split`` or ``truncate``.
-        vocab_size: of the run's tokenizer; tokens read must be below it. None checks nothing.
+        name: name of the split, for the log.
+        long_documents: treatment of longer documents (``--epp-documents``): ``split`` or ``truncate``.
+        vocab_size: vocabulary size of the run's tokenizer; tokens read must be below it. None checks nothing.
 
     Attributes:
         lengths: int32, positions of each sequence.
-        num_skipped: documents.
-        num_long: documents of more than `context_limit` positions.
-        num_left_out: tokens that truncating leaves out.
+        num_skipped: number of documents skipped.
+        num_long: number of documents of more than `context_limit` positions.
+        num_left_out: number of tokens that truncation leaves out.
 
     Raises:
         EppError: see `open_documents`; or no document has 2 tokens.
@@ -107,7 +107,7 @@ class DocumentDataset:
         return found
 
     def _tell(self, name: str, long_documents: str, num_tokens: int) -> None:
-        """Log what the documents have become, and with a warning what is left out of them."""
+        """Log the counts of documents and sequences, and warn of tokens that truncation leaves out."""
         limit, become = self._sequences.limit, "split" if long_documents == "split" else "truncated"
         log_single_rank(
             logger,
@@ -153,22 +153,22 @@ class DocumentBlend:
 
 
 def concatenate(sources: Sequence[SequenceDataset]) -> DocumentBlend:
-    """Every sequence of every source once, source after source (a ``--data-path`` of prefixes without weights)."""
+    """Return every sequence of every source once, source after source (a ``--data-path`` of prefixes without weights)."""
     source_of = np.repeat(np.arange(len(sources), dtype=np.int16), [len(source) for source in sources])
     return DocumentBlend(sources, source_of, np.concatenate([np.arange(len(source)) for source in sources]))
 
 
 def weighted(sources: Sequence[SequenceDataset], weights: Sequence[float], num_samples: int, seed: int) -> DocumentBlend:
-    """A sequence of draws in which every source has its share at every point, to be taken in order and not shuffled again.
+    """Return draws whose every prefix holds the sources in proportion to their weights; use them in order, unshuffled.
 
     The order of the sources is Megatron's. Each source is shuffled by itself and starts over when it is used up, so small
     sources repeat. A longer blend starts with the shorter one, so a run can be resumed with more iterations.
 
     Args:
         sources: the datasets.
-        weights: of sequences, not of tokens, as Megatron's are of samples; need not sum to 1.
-        num_samples: draws.
-        seed: of the shuffles.
+        weights: weights by sequences, not by tokens, as Megatron's are by samples; they need not sum to 1.
+        num_samples: number of draws.
+        seed: seed of the shuffles.
     """
     # Here and not at the top: in a clone of Megatron-LM these helpers are compiled only when training starts.
     from megatron.core.datasets import helpers

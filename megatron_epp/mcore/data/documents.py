@@ -1,6 +1,6 @@
-"""From Megatron's data flags to the iterators of global batches that its training loop pulls from.
+"""Iterators of global batches for Megatron's training loop, built from its data flags.
 
-Made for ``--dataloader-type external``, with which Megatron hands the provider's objects through to the schedule.
+They need ``--dataloader-type external``, with which Megatron passes the provider's objects on to the schedule.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ def build_document_iterators(
     data_parallel_size: int,
     num_samples: Sequence[int],
 ) -> tuple[PlannedBatches | None, PlannedBatches | None, PlannedBatches | None]:
-    """Iterators over the global batches of the train, validation and test documents, for this replica.
+    """Build iterators over the global batches of the train, validation and test documents, for this replica.
 
-    Every rank of the job builds the same ones; tokens are read only by ranks that ask a batch for its chunks.
+    Every rank of the job builds the same iterators; tokens are read only by ranks that ask a batch for its chunks.
 
     Args:
         args: Megatron's parsed arguments. Read are the data paths and ``--split``, ``--seq-length``, ``--epp-documents``,
             ``--seed``, the batch sizes, ``--eval-iters``, ``--skip-train``, the tokenizer's flags, ``--eod-mask-loss``,
             ``--no-mmap-bin-files``, ``--epp-lookahead``, and the consumed samples, from which training and validation go on
             exactly.
-        train_plans, eval_plans: how this rank comes by plans for its replica's part of a batch; None for no plans.
-        num_samples: sequences that train, validation and test will draw, as Megatron gives them to its dataset providers.
+        train_plans, eval_plans: sources of the plans for this replica's part of a batch; None for no plans.
+        num_samples: numbers of sequences that train, validation and test will draw, as Megatron passes them to its
+            dataset providers.
 
     Returns:
         Train, validation and test iterator; None for a split that is not wanted, and for a test split without documents.
@@ -88,11 +89,11 @@ def build_document_iterators(
 
 
 def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer) -> list[Shuffled | None]:
-    """The train, validation and test datasets, each with whether it is to be shuffled every epoch.
+    """Build the train, validation and test datasets, each with a flag: True if it is to be shuffled every epoch.
 
     Args:
-        args, num_samples: as above.
-        tokenizer: the run's, of which the tokens of all files must be.
+        args, num_samples: as for `build_document_iterators`.
+        tokenizer: the run's tokenizer, which must have made the tokens of all files.
     """
     blend, blend_per_split = _blends(args)
     if blend_per_split is not None and args.split is not None:
@@ -116,7 +117,7 @@ def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokeniz
 
 
 def check_files_of(args: Namespace) -> None:
-    """Raise `EppError` where a data path leads to no files, or to tokens of another kind of tokenizer. No token is read."""
+    """Raise `EppError` for a data path without files, or with tokens of another kind of tokenizer. No token is read."""
     blend, blend_per_split = _blends(args)
     for one in (blend, *(blend_per_split or ())):
         for prefix in one[0] if one else ():
@@ -134,7 +135,7 @@ def _open_part(
     share: tuple[float, float],
     prefix: str,
 ) -> DocumentDataset | None:
-    """A split's share of one file; None where it has no documents. Files are opened and checked once, and kept in `files`."""
+    """Return a split's share of one file; None if it has no documents. Each file is opened and checked once, then kept."""
     if prefix not in files:
         files[prefix] = DocumentFile(prefix, args.mmap_bin_files)
         check_tokens(files[prefix], tokenizer, masks_eod=args.eod_mask_loss)
@@ -171,7 +172,7 @@ def _build_split(
 
 
 def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
-    """One blend for all splits, or one each, from whichever of Megatron's data path flags were given."""
+    """Return one blend for all splits, or one for each, depending on which of Megatron's data path flags are given."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
     try:
@@ -191,7 +192,7 @@ def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
 
 
 def _split_shares(split: str | None) -> list[tuple[float, float] | None]:
-    """``"969,30,1"`` to the start and end of each split as shares of a file; None for a split of size 0."""
+    """Convert a split such as ``"969,30,1"`` to each split's start and end as shares of a file; None for a split of size 0."""
     if split is None:
         raise EppError("--split is missing; pass for instance --split 99,1,0 (train, validation, test)")
     try:
@@ -205,7 +206,7 @@ def _split_shares(split: str | None) -> list[tuple[float, float] | None]:
 
 
 def _masked_end(tokenizer: Tokenizer) -> int:
-    """The token after which ``--eod-mask-loss`` takes no loss."""
+    """Return the token after which ``--eod-mask-loss`` computes no loss."""
     if tokenizer.eod is None:
         raise EppError(f"--eod-mask-loss: this run's tokenizer ({tokenizer}) has no end-of-document token; leave it out")
     return tokenizer.eod

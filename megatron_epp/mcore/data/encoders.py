@@ -1,4 +1,4 @@
-"""How text becomes token ids: bytes, or any tokenizer that Megatron builds."""
+"""Encoders from text to token ids: byte-level, or any tokenizer that Megatron builds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_epp.plan.errors import EppError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Encoder:
-    """How the bytes of a document become token ids.
+    """Conversion of a document's bytes to token ids.
 
     Attributes:
-        encode: bytes to integer ids; raises UnicodeDecodeError for bytes it cannot read.
-        vocab_size: ids are below it, `eod` included.
-        eod: the id that ends a document; None when the tokenizer has none.
-        flags: what Megatron needs on its command line to train on these tokens.
+        encode: converts bytes to integer ids; raises UnicodeDecodeError for bytes it cannot read.
+        vocab_size: upper bound of the ids, exclusive; `eod` is below it too.
+        eod: the id that ends a document; None if the tokenizer has none.
+        flags: Megatron's command-line flags for training on these tokens.
         kind, model, digest: see `Tokenizer`.
     """
 
@@ -35,7 +35,7 @@ class Encoder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What is recorded of it beside the tokens."""
+        """The description that is recorded with the tokens."""
         return Tokenizer(self.kind, self.model, self.vocab_size, self.eod, self.digest)
 
 
@@ -50,11 +50,11 @@ BYTES = Encoder(
 
 
 def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
-    """Any tokenizer that Megatron builds.
+    """Build an encoder from any tokenizer that Megatron can build.
 
     Args:
         options: fields of Megatron's ``TokenizerConfig``, at least ``tokenizer_type``.
-        flags: the same as Megatron's command line takes them.
+        flags: the same options as command-line flags of Megatron.
 
     Raises:
         EppError: Megatron cannot build it.
@@ -78,11 +78,11 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
 
 
 def identity_of(tokenizer: Any, options: Any) -> Tokenizer:
-    """What tells a tokenizer from others.
+    """Return the properties that distinguish a tokenizer from others.
 
     Args:
-        tokenizer: of Megatron's.
-        options: what it was built from: a ``TokenizerConfig`` or parsed arguments.
+        tokenizer: a tokenizer of Megatron's.
+        options: the options it was built from: a ``TokenizerConfig`` or parsed arguments.
     """
     try:
         eod = tokenizer.eod
@@ -96,7 +96,7 @@ def identity_of(tokenizer: Any, options: Any) -> Tokenizer:
 
 
 def identity_of_run(args: Namespace) -> Tokenizer:
-    """Of the tokenizer that Megatron has built for this run, or would build."""
+    """Return the identity of the tokenizer that Megatron has built for this run, or would build."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training import global_vars
 

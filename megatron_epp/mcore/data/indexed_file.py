@@ -1,4 +1,4 @@
-"""Opens a Megatron ``.bin``/``.idx`` pair after checking that the two belong together."""
+"""Opening of a Megatron ``.bin``/``.idx`` pair, with a check that the two files belong together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def open_documents(prefix: str, mmap: bool = True) -> tuple[IndexedDataset, np.n
     """Open the pair ``prefix.bin``, ``prefix.idx``.
 
     Args:
-        prefix: as in ``--data-path``.
+        prefix: path without suffix, as in ``--data-path``.
         mmap: map the ``.bin`` file instead of reading from it (``--no-mmap-bin-files`` turns it off).
 
     Returns:
@@ -38,7 +38,7 @@ def open_documents(prefix: str, mmap: bool = True) -> tuple[IndexedDataset, np.n
 
 
 def check_pair(prefix: str) -> None:
-    """Raise `EppError` unless there is a file of either kind, as in ``--data-path``."""
+    """Raise `EppError` unless both files of a prefix exist and are not in object storage."""
     if is_object_storage_path(prefix):
         raise EppError(f"{prefix} is in object storage, which is not supported; copy the .bin and .idx files to a file system")
     for path in (f"{prefix}.idx", f"{prefix}.bin"):
@@ -50,7 +50,7 @@ def check_pair(prefix: str) -> None:
 
 
 def _item_bytes(path: str) -> int:
-    """Bytes of one token."""
+    """Return the bytes of one token, from the header of an ``.idx`` file."""
     code = read_header(path).type_code
     if code not in {kind.value for kind in DType}:
         raise EppError(f"{path} has token type {code}, which this Megatron cannot read; {REMAKE}")
@@ -58,7 +58,7 @@ def _item_bytes(path: str) -> int:
 
 
 def _document_tokens(prefix: str, data: IndexedDataset, item_bytes: int, num_bytes: int) -> np.ndarray:
-    """Tokens of each document, after checking that every document is one run of the ``.bin`` file."""
+    """Return the tokens of each document, after a check that every document is contiguous in the ``.bin`` file."""
     boundaries = data.document_indices
     ends = sequence_ends(f"{prefix}.idx", data.sequence_lengths, boundaries)
     if not np.array_equal(data.index.sequence_pointers, ends[:-1] * item_bytes):

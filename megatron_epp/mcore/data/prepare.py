@@ -1,4 +1,4 @@
-"""Text to a Megatron ``.bin``/``.idx`` pair. Megatron is imported only when there is something to write."""
+"""Conversion of text to a Megatron ``.bin``/``.idx`` pair. Megatron is imported only when there is something to write."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _LOG_EVERY_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What `prepare` wrote.
+    """Result of `prepare`.
 
     Attributes:
-        prefix: of the pair.
-        lengths: int64, tokens of each document, with its end-of-document token.
-        num_empty: documents left out because they have no tokens.
-        num_unreadable: documents left out because they are not UTF-8 (byte-level tokens take any document).
-        record: of the tokens, as written beside the pair.
+        prefix: path of the pair, without suffix.
+        lengths: int64, tokens of each document, including its end-of-document token.
+        num_empty: number of documents left out because they have no tokens.
+        num_unreadable: number of documents left out because they are not UTF-8 (byte-level tokens take any document).
+        record: record of the tokens, as written next to the pair.
     """
 
     prefix: str
@@ -62,19 +62,19 @@ def prepare(
     suffixes: Sequence[str] = SUFFIXES,
     json_key: str = "text",
 ) -> Summary:
-    """Write the documents of `inputs` as ``output_prefix.bin`` and ``output_prefix.idx``, replacing what was there, and beside
-    them which tokenizer made them (`TokenRecord`).
+    """Write the documents of `inputs` as ``output_prefix.bin`` and ``output_prefix.idx``, with a record of the tokenizer.
 
-    All files are written under temporary names and renamed when complete: on any error, earlier files stay as they were.
+    Existing files are replaced. The record (`TokenRecord`) is a third file. All files are written under temporary names and
+    renamed when complete: on any error, earlier files stay as they were.
 
     Args:
         inputs: folders (every file with one of `suffixes` below them is a document, in sorted order), JSONL files (every line
             is an object whose `json_key` is a document), and other files (each one document).
-        encoder: how text becomes tokens.
+        encoder: converts text to tokens.
         append_eod: end every document with `encoder.eod`.
 
     Raises:
-        EppError: nothing to read, a line that is not what it should be, or a file that cannot be read or written.
+        EppError: there is nothing to read, a line is malformed, or a file cannot be read or written.
     """
     if append_eod and encoder.eod is None:
         raise EppError("this tokenizer has no end-of-document token; pass --no-append-eod")
@@ -153,7 +153,7 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _documents(files: list[Path], json_key: str) -> Iterator[tuple[str, bytes]]:
-    """Each document's origin and bytes."""
+    """Yield each document's origin and bytes."""
     for file in files:
         if file.suffix not in _JSONL_SUFFIXES:
             yield str(file), file.read_bytes()
@@ -174,7 +174,7 @@ def _text_of(origin: str, line: bytes, json_key: str) -> bytes:
 
 
 def histogram(lengths: np.ndarray, width: int = 40) -> list[str]:
-    """Lines with the number of documents, and their share of all tokens, in bins that grow fourfold.
+    """Return lines with the number of documents, and their share of all tokens, in bins that grow fourfold.
 
     Args:
         lengths: tokens of each document, all positive.

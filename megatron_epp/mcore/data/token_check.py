@@ -1,4 +1,4 @@
-"""Whether the tokens of a file are those of the run's tokenizer, before anything trains on them."""
+"""Check, before training starts, that the tokens of a file are those of the run's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from megatron_epp.mcore.data.document_dataset import DocumentFile
 logger = logging.getLogger(__name__)
 
 _SAMPLED_DOCUMENTS, _SAMPLED_TOKENS = 16, 4096
-"""How many documents of a file without a record are looked into, evenly over it, and how many tokens of each. Every token is
-looked at once more when it is trained on; this finds most mistakes before.
+"""Number of documents, evenly spaced, that are sampled in a file without a record, and number of tokens of each.
+
+Every token is checked again when it is trained on; the sample finds most mistakes earlier.
 """
 
 
 def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False) -> None:
-    """Compare a file with what is recorded beside it, or where nothing is, some of its tokens with the vocabulary.
+    """Compare a file's token record with the run's tokenizer, or without a record, a sample of tokens with the vocabulary.
 
     Args:
-        file: opened.
+        file: the opened file.
         run: the run's tokenizer.
         masks_eod: see `check_tokenizer`.
 
     Raises:
-        EppError: they were made with another tokenizer, or are not in the vocabulary.
+        EppError: the tokens were made with another tokenizer, or are not in the vocabulary.
     """
     record = load_record(file.prefix)
     if record is not None and not _is_of(record, file):

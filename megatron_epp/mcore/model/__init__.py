@@ -1,1 +1,1 @@
-"""Megatron's models under plans: stages, attention, losses, recompute, and weight gradients of their own."""
+"""Changes to Megatron's models that plans need: stages, attention, losses, recompute and split weight gradients."""

@@ -1,7 +1,7 @@
-"""What `--epp` does to a model while Megatron builds it: our core attention, and rotary angles by position.
+"""Changes that `--epp` makes to a model while Megatron builds it: our core attention, and rotary angles by position.
 
-It happens in the constructors of Megatron's models, so it does not matter who calls them: a config, a `model_provider`, or a
-script of the user's.
+They are made in the constructors of Megatron's models, so that they apply whether a config, a `model_provider` or a script of
+the user's calls the constructor.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron_epp.mcore.model.rotary import PositionedRotary
 from megatron_epp.plan import EppError
 
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
-"""Parameters that models take their layers from."""
+"""Constructor parameters through which models receive the specs of their layers."""
 
 
 def adopting(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a model's constructor."""
+    """Wrap a model's constructor so that with `--epp` it builds a model that plans can run."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def construct(self: torch.nn.Module, *rest: Any, **named: Any) -> None:
-        args = global_vars._GLOBAL_ARGS  # None where somebody builds a model without Megatron's training
+        args = global_vars._GLOBAL_ARGS  # None where a model is built without Megatron's training
         if not getattr(args, "epp", False) or args.epp_schedule == "stock":
             original(self, *rest, **named)
             return

@@ -1,7 +1,8 @@
-"""A model's output layer and loss without the logits of a whole chunk: by blocks of tokens (`--epp-loss-block-tokens`), or by
-Megatron's kernel that fuses the two (`--cross-entropy-fusion-impl linear`).
+"""Output layer and loss of a model without the logits of a whole chunk.
 
-No release that is supported has that kernel; Megatron's development branch has it, for Blackwell, and forks may.
+They are computed by blocks of tokens (`--epp-loss-block-tokens`), or by Megatron's kernel that fuses the two
+(`--cross-entropy-fusion-impl linear`). No supported release has that kernel; Megatron's development branch has it, for
+Blackwell, and forks may.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ logger = logging.getLogger(__name__)
 
 
 _OF_THE_LOSS = ("forward", "_postprocess", "compute_language_model_loss")
-"""Methods of Megatron's models that make the loss of the output layer's input."""
+"""Methods of Megatron's models that compute the loss from the output layer's input."""
 
 
 class BlockLoss:
-    """Takes the place of a model's output layer and of its loss.
+    """Replacement of a model's output layer and loss, computed by blocks of tokens.
 
-    Megatron's models hand what the output layer returns to `compute_language_model_loss`. Here that is the layer's input: MuP's
-    factor on the logits, which comes in between, is then one on the input, and gives the same logits.
+    Megatron's models pass the output layer's result to `compute_language_model_loss`. Here this is the layer's input. MuP's
+    factor on the logits, which is applied in between, then multiplies the input and gives the same logits.
 
     Args:
-        model: with an output layer, unwrapped.
-        block_tokens: of a block.
+        model: the model with the output layer, unwrapped.
+        block_tokens: tokens of a block.
     """
 
     def __init__(self, model: Any, block_tokens: int) -> None:
@@ -58,7 +59,7 @@ class BlockLoss:
 
     @property
     def workspace_bytes(self) -> int:
-        """What there is only while a pass computes the loss."""
+        """Bytes that are allocated only while a pass computes the loss."""
         layer, value_bytes = self._layer, self._model.config.params_dtype.itemsize
         return loss_workspace_bytes(
             self.block_tokens,
@@ -71,7 +72,7 @@ class BlockLoss:
 
     @contextmanager
     def instead(self) -> Iterator[None]:
-        """While the model runs a chunk with labels."""
+        """Return a context in which the model runs a chunk with labels: output layer and loss are replaced inside."""
         self._layer.forward, self._model.compute_language_model_loss = self._keep_weight, self._losses
         try:
             yield
@@ -87,7 +88,7 @@ class BlockLoss:
         output_cross_entropy_loss: bool = False,
         labels: Tensor | None = None,
     ) -> tuple[Tensor, None] | Tensor:
-        """Stands in for the output layer's `forward`. One that is fused with the loss is asked for that, with labels."""
+        """Replace the output layer's `forward`. With labels, as for a layer that is fused with the loss, return the losses."""
         self._weight = self._layer.weight if weight is None else weight
         if output_cross_entropy_loss:
             assert labels is not None
@@ -95,14 +96,14 @@ class BlockLoss:
         return input_, None
 
     def _losses(self, labels: Tensor, hidden: Tensor) -> Tensor:
-        """Stands in for `compute_language_model_loss`.
+        """Replace `compute_language_model_loss`.
 
         Args:
             labels: ``[batch, tokens]``.
             hidden: ``[tokens / shards, batch, hidden]``.
 
         Returns:
-            ``[batch, tokens]``.
+            the loss of every token, ``[batch, tokens]``.
         """
         assert self._weight is not None  # the output layer ran
         layer, group = self._layer, self._layer.tp_group
@@ -122,25 +123,26 @@ class BlockLoss:
 
 
 class FusedLoss:
-    """Leaves a model's output layer and loss to Megatron's fused kernel.
+    """Output layer and loss left to Megatron's fused kernel.
 
-    Its backward has a few thousand entries' logits of every token at a time: less than a layer's own gradients, which plans
-    count. As by blocks it makes logits again, and gives the weight its gradient at once.
+    The kernel's backward holds the logits of a few thousand vocabulary entries for every token at a time, which is less than a
+    layer's own gradients, which plans count. Like the loss by blocks, it recomputes logits and computes the weight's gradient
+    in the backward, not split from it.
     """
 
     workspace_bytes = 0
 
     def instead(self) -> AbstractContextManager[None]:
-        """While the model runs a chunk with labels: nothing else."""
+        """Return a context that changes nothing, in which the model runs a chunk with labels."""
         return nullcontext()
 
 
 def block_loss(args: argparse.Namespace, model: torch.nn.Module) -> BlockLoss | FusedLoss | None:
-    """What computes a last stage's loss without all logits of a chunk, or None where they are there at once.
+    """Choose how a last stage computes its loss without all logits of a chunk; None if they are held all at once.
 
     Raises:
-        EppError: a number of tokens was asked for and this model cannot have it, or only Megatron's fused kernel, which cannot
-            run here.
+        EppError: a block size was requested that is impossible for this model, or Megatron's fused kernel was requested, and
+            neither it nor blocks in its place can run here.
     """
     bare = unwrap_model(model)
     if getattr(bare, "fuse_linear_cross_entropy", False):
@@ -158,7 +160,7 @@ def block_loss(args: argparse.Namespace, model: torch.nn.Module) -> BlockLoss | 
 
 
 def _fused_loss(args: argparse.Namespace, model: Any) -> BlockLoss | FusedLoss:
-    """Where Megatron's fused kernel is asked for: that, or blocks where they are asked for too or it cannot run."""
+    """Return Megatron's fused loss where it is requested, or blocks if they are requested too or the kernel cannot run."""
     block_tokens = block_tokens_of(args, always=True)
     wants_blocks = args.epp_loss_block_tokens != AUTO and block_tokens > 0
     fused = "--epp-loss-block-tokens is given too" if wants_blocks else _fused_obstacle()
@@ -175,7 +177,7 @@ def _fused_loss(args: argparse.Namespace, model: Any) -> BlockLoss | FusedLoss:
 
 
 def _fused_obstacle() -> str:
-    """Why Megatron's fused kernel cannot run here; empty if it can. Megatron itself knows."""
+    """Return the reason why Megatron's fused kernel cannot run here, as Megatron itself gives it; empty if it can."""
     try:
         from megatron.core.fusions.fused_linear_cross_entropy import Platform  # type: ignore[import-not-found]
 
@@ -186,7 +188,7 @@ def _fused_obstacle() -> str:
 
 
 def _told(loss: BlockLoss) -> BlockLoss:
-    """With a line in the log of the first replica."""
+    """Log the block size and the kernel on the first replica; return `loss`."""
     if not mpu.model_parallel_is_initialized() or mpu.get_data_parallel_rank(with_context_parallel=True) == 0:
         how = f"in plain torch, not {loss.passed_over}" if loss.kernel is None else f"by {loss.kernel.name}"
         logger.info("loss by blocks of %d tokens: %s", loss.block_tokens, how)
@@ -194,17 +196,18 @@ def _told(loss: BlockLoss) -> BlockLoss:
 
 
 def block_tokens_of(args: argparse.Namespace, *, always: bool = False) -> int:
-    """Tokens of a block as the flags have it, the same on every rank; 0 for logits of a whole chunk at once.
+    """Return the tokens of a block that the flags imply, the same on every rank; 0 for the logits of a whole chunk at once.
 
     Args:
-        always: where nobody says how many, have blocks of few tokens' logits too.
+        args: Megatron's arguments.
+        always: if the flag is ``auto``, use blocks even where a sequence has few logits.
     """
     longest = sys.maxsize if always else max(args.seq_length, args.epp_chunk_tokens or 0) // args.context_parallel_size
     return loss_block_tokens(args.epp_loss_block_tokens, args.padded_vocab_size // args.tensor_model_parallel_size, longest)
 
 
 def _obstacle(model: Any) -> str:
-    """Why a model's loss cannot go by blocks; empty if it can."""
+    """Return the reason why a model's loss cannot be computed by blocks; empty if it can."""
     layer = getattr(model, "output_layer", None)
     if type(layer) not in _linear_types():
         return f"the output layer is a {type(layer).__name__}"
@@ -223,7 +226,7 @@ def _obstacle(model: Any) -> str:
 
 
 def _linear_types() -> tuple[type, ...]:
-    """Output layers that multiply and do nothing else to make logits."""
+    """Return the types of output layers that compute logits by a multiplication only."""
     try:
         from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
     except ImportError:
@@ -232,7 +235,7 @@ def _linear_types() -> tuple[type, ...]:
 
 
 def _rows(gather_over: Any, x: Tensor) -> Tensor:
-    """``[tokens, 1, in]`` as ``[tokens, in]``, of all ranks that have a part of the tokens."""
+    """Reshape ``[tokens, 1, in]`` to ``[tokens, in]``, gathered first from all ranks of `gather_over` if that is given."""
     if gather_over is not None:
         x = gather_from_sequence_parallel_region(x, group=gather_over)
     return x.reshape(-1, x.shape[-1])

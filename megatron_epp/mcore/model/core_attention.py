@@ -1,4 +1,4 @@
-"""Core attention for Megatron layers: what a layer spec puts in the place of the stock one."""
+"""Core attention for Megatron layers, which layer specs use instead of the stock one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron_epp.runtime.context import ChunkContext
 
 
 class ChunkParams(PackedSeqParams):
-    """Carries a chunk's context through Megatron's layers.
+    """Packed-sequence parameters that carry a chunk's context through Megatron's layers.
 
-    Megatron hands `packed_seq_params` untouched from the model's forward to core attention, and the closure of a recomputed
+    Megatron passes `packed_seq_params` untouched from the model's forward to core attention, and the closure of a recomputed
     layer keeps it, so that the second forward sees the same chunk as the first. The format stays "sbhd": the branches for "thd"
-    are Megatron's own variable-length path, which knows no prefix.
+    are Megatron's own variable-length path, which supports no prefix.
     """
 
     def __init__(self, context: ChunkContext) -> None:
@@ -34,7 +34,7 @@ class ChunkParams(PackedSeqParams):
 class RelayAttention(torch.nn.Module):
     """Causal attention over the segments of a chunk, with earlier slices' keys and values from the relay.
 
-    Takes the place of `DotProductAttention` and of Transformer Engine's. It has no parameters. Under context parallelism heads
+    Replaces `DotProductAttention` and Transformer Engine's attention. It has no parameters. Under context parallelism heads
     are exchanged for tokens (`runtime.attention.context_parallel`), whatever ``cp_comm_type`` says.
     """
 
@@ -72,10 +72,10 @@ class RelayAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Attend.
+        """Compute the attention output of a chunk's tokens on this rank.
 
         Args:
-            query: ``[tokens, 1, query_heads, channels]``, of the chunk's tokens those of this context-parallel rank.
+            query: ``[tokens, 1, query_heads, channels]``, for the chunk's tokens of this context-parallel rank.
             key: ``[tokens, 1, kv_heads, channels]``.
             value: as `key`.
             packed_seq_params: a `ChunkParams`.

@@ -1,9 +1,9 @@
-"""Transformer Engine's linear layers, whose weight gradients wait until their chunk's W.
+"""Split weight gradients of Transformer Engine's linear layers, delayed until their chunk's W.
 
-With `delay_wgrad_compute` such a layer's backward puts what the gradient is made of into the layer's `wgrad_store`, a queue,
-and `backward_dw` takes it out, computes, and calls the hooks that Megatron's data parallelism has registered. A queue would tie
-the order of W to that of B, so nothing stays in it: what a backward puts there is kept with its chunk, and put back right
-before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule in Transformer Engine, 2.7 to 2.18.
+With `delay_wgrad_compute` such a layer's backward puts the inputs of the weight gradient into the layer's `wgrad_store`, a
+queue; `backward_dw` takes them out, computes the gradient, and calls the hooks that Megatron's data parallelism has registered.
+A queue would tie the order of W to that of B, so nothing stays in it: the entry of a backward is kept with its chunk, and put
+back right before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule in Transformer Engine, 2.7 to 2.18.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from megatron_epp.runtime.autograd.weights import WeightGradients
 
 _OF_A_CHUNK = 2
-"""What a layer puts first into its store: input and output's gradient. What follows is of the layer."""
+"""Number of leading items of a store entry that belong to a chunk (input, output's gradient); the rest is the layer's."""
 
 
 def obstacle(module: Any) -> str:
-    """What keeps a layer from putting off its weight's gradient, and what to do about it; empty if nothing does."""
+    """Return the reason why a layer cannot delay its weight's gradient, with a remedy; empty if it can."""
     store = getattr(module, "wgrad_store", None)
     if store is None or not store.delay_wgrad_compute():
         return "it does not put off its weight's gradient: add --transformer-impl local"
@@ -36,7 +36,7 @@ def obstacle(module: Any) -> str:
 
 
 def take_over(module: Any, gradients: WeightGradients) -> None:
-    """Have `gradients` decide when a layer computes what it puts off."""
+    """Let `gradients` decide when a layer computes its delayed weight gradients."""
     store, weights = module.wgrad_store, _weights(module)
     queue: Callable[[list[Any], Callable[..., Any]], None] = store.put
 
@@ -56,13 +56,15 @@ def take_over(module: Any, gradients: WeightGradients) -> None:
 
 
 def _weights(module: torch.nn.Module) -> list[Tensor]:
-    """Those whose hooks wait for `backward_dw`."""
+    """Return the weights whose gradient hooks wait for `backward_dw`."""
     return [p for p in module.parameters(recurse=False) if getattr(p, "skip_backward_post_hook", False)]
 
 
 def _stand_in(weights: Sequence[Tensor]) -> None:
-    """Give weights something for a gradient where they have none. Kernels add to the main gradient themselves and a backward
-    leaves a tensor that stands for it, which the first W of several takes; Megatron's hooks want one every time.
+    """Give weights a placeholder gradient where they have none.
+
+    Fused kernels add to the main gradient directly, and a backward leaves a placeholder tensor, which the first of several Ws
+    consumes; Megatron's hooks require one every time.
     """
     for weight in weights:
         if weight.grad is None:

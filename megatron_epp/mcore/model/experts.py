@@ -1,4 +1,4 @@
-"""Mixture of experts under plans: the losses that keep experts evenly loaded."""
+"""Auxiliary losses of mixture-of-experts routers, which balance the load of experts, under plans."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def scale_router_losses(config: Any, output: Tensor) -> None:
-    """Give the routers' own losses the scale of the main one, as Megatron's schedules do after every forward.
+    """Set the scale of the routers' losses to that of the main loss, as Megatron's schedules do after every forward.
 
-    A router weighs its loss by the tokens it has seen, so chunks of unequal length count by their tokens, and the division by
-    all tokens of the batch at the end makes a mean of it.
+    A router weights its loss by its number of tokens, so chunks of unequal length count by their tokens, and the final division
+    by all tokens of the batch gives a mean.
     """
     if config.num_moe_experts is None:
         return
@@ -27,13 +27,13 @@ def scale_router_losses(config: Any, output: Tensor) -> None:
 
 
 def average_router_losses(num_microbatches: int, num_chunks: int) -> None:
-    """Routers add up their losses for Megatron's log, which divides by the microbatches: make it a mean over chunks."""
+    """Rescale the logged router losses to means over chunks, since Megatron's log divides their sums by `num_microbatches`."""
     for values in logged_router_losses().values():
         values *= num_microbatches / num_chunks
 
 
 def logged_router_losses() -> dict[str, Tensor]:
-    """What routers have added up for the log: by kind of loss, sums by layer."""
+    """Return the sums that routers keep for the log: for each kind of loss, one sum per layer."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # which came with 0.18

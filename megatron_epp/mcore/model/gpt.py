@@ -21,7 +21,7 @@ Batch = dict[str, torch.Tensor | None]
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Megatron's GPT datasets (train, valid, test): documents concatenated and cut every `--seq-length` tokens."""
+    """Build Megatron's GPT datasets (train, valid, test): documents concatenated and cut every `--seq-length` tokens."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -51,7 +51,7 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron t
 
 
 def read_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
-    """One micro-batch on this tensor-parallel rank; all values None on stages that need no tokens."""
+    """Read one microbatch on this tensor-parallel rank; all values are None on stages that need no tokens."""
     args = get_args()
     tokens = (args.micro_batch_size, args.seq_length)
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -80,7 +80,7 @@ def read_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> B
 
 
 def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """One forward of this stage; Megatron calls the returned loss function on the last stage."""
+    """Run one forward of this stage; Megatron calls the returned loss function on the last stage."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
@@ -98,8 +98,8 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
 def pretrain() -> None:
     """Train the GPTModel, or with `--hybrid-layer-pattern` the HybridModel, that the command line describes.
 
-    It goes through `megatron.training.pretrain` as it is patched at this moment. Up to 0.17 Megatron parses the command line in
-    there; up to 0.18 it has the model built by a function, then by a config.
+    It calls `megatron.training.pretrain` as currently patched. Up to 0.17 Megatron parses the command line inside of it; up to
+    0.18 a function builds the model, in later releases a config.
     """
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}
     kind = ModelType.encoder_or_decoder

@@ -1,4 +1,4 @@
-"""A model from Megatron's arguments, for releases whose training loop wants a function that builds it (0.17 and 0.18)."""
+"""Construction of a model from Megatron's arguments, for releases whose training loop takes a function (0.17 and 0.18)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build_model(
     config: Any = None,
     pg_collection: Any = None,
 ) -> torch.nn.Module:
-    """One model chunk as the command line describes it. The signature is that of Megatron's ``model_provider``."""
+    """Build one model chunk as the command line describes it. The signature is that of Megatron's ``model_provider``."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
     shared = {

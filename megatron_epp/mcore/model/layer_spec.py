@@ -1,4 +1,4 @@
-"""Layer specs with the relay's attention: of any model that is built from specs, local or Transformer Engine."""
+"""Layer specs with `RelayAttention`, for any model that is built from specs, local or Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_epp.plan.errors import EppError
 
 
 def relayed(spec: Any) -> Any:
-    """A copy of a layer, block or stack spec in which every core attention is `RelayAttention`.
+    """Return a copy of a layer, block or stack spec in which every core attention is `RelayAttention`.
 
-    Works on the structure, not on the model's kind: wherever a dataclass of submodules has a `core_attention`, it is replaced.
+    It depends on the structure, not on the kind of model: every `core_attention` of a dataclass of submodules is replaced.
 
     Raises:
         EppError: a core attention is not one of Megatron's.

@@ -1,4 +1,4 @@
-"""Megatron's linear layers with their weight gradients apart: what `--epp-split-weight-gradient` does to a model."""
+"""Split weight gradients of Megatron's linear layers: the changes of `--epp-split-weight-gradient` to a model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
 
 
 def split_weight_gradients(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Have every linear layer of a model chunk hand its weight gradient to the chunk's `weight_gradients`.
+    """Make every linear layer of a model chunk pass its weight gradient to the chunk's `weight_gradients`.
 
-    Megatron's own layers compute their output here (`_forward`); Transformer Engine's put off their gradients by themselves
-    (`delayed.take_over`). An output layer that is given the embedding's weight stays as it is: its gradient meets the
+    Megatron's own layers compute their output here (`_forward`); Transformer Engine's delay their gradients themselves
+    (`delayed.take_over`). An output layer that is given the embedding's weight stays unchanged: its gradient is added to the
     embedding's.
 
     Raises:
-        EppError: the model has a linear layer that cannot put off its weight's gradient.
+        EppError: the model has a linear layer that cannot delay its weight's gradient.
     """
     for model in models:
         gradients = WeightGradients()
@@ -56,7 +56,7 @@ def _forward(
     bias: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Stands in for a module's `_forward_impl`. Without a gradient to come, or with another's weight, the original runs."""
+    """Replace a module's `_forward_impl`. The original runs if no gradient is needed, or with the weight of another module."""
     if not (torch.is_grad_enabled() and input.requires_grad and weight.requires_grad and weight is module.weight):
         return original(input=input, weight=weight, bias=bias, **options)
     tp_group, sequence_parallel = options["tp_group"], options["sequence_parallel"]
@@ -72,12 +72,13 @@ def _forward(
 
 
 def weight_gradient(weight: Tensor, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:
-    """A weight's gradient, as Megatron's own backward computes it.
+    """Compute a weight's gradient as Megatron's own backward does.
 
     Args:
-        gather_over: with sequence parallelism the tensor-parallel group: ranks hold a part of the tokens of `x` each.
-        accumulate: add it to the weight's `main_grad` with the fused kernel of `--gradient-accumulation-fusion`; then what is
-            returned only stands for it, as everywhere in Megatron.
+        weight: the weight, ``[out, in]``.
+        gather_over: with sequence parallelism the tensor-parallel group, whose ranks each hold a part of the tokens of `x`.
+        accumulate: add the gradient to the weight's `main_grad` with the fused kernel of `--gradient-accumulation-fusion`; the
+            returned tensor is then a placeholder, as elsewhere in Megatron.
         x: ``[tokens, 1, in]``.
         grad: ``[tokens, 1, out]``.
     """

@@ -1,4 +1,4 @@
-"""Megatron's language-model loss: summed over tokens, with what its log averages."""
+"""Megatron's language-model loss, summed over tokens, with the report that its log averages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[
 
     Args:
         loss_mask: 1 for tokens that count, any shape.
-        losses: loss per token, as many values.
+        losses: loss per token, with as many elements.
 
     Returns:
-        the sum, the number of tokens (int32), and both as the report Megatron averages and logs.
+        the sum, the number of tokens (int32), and both as the report that Megatron averages and logs.
     """
     loss, num_tokens, report = summed_loss(loss_mask, losses)
     check_loss(loss, "this microbatch")
@@ -24,7 +24,7 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[
 
 
 def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `token_loss` does, unchecked: the sum, the number of tokens, and both in one tensor without history."""
+    """Return the results of `token_loss`, unchecked: the sum, the number of tokens, and both in one detached tensor."""
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -32,9 +32,13 @@ def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def check_loss(loss: Tensor, whose: str) -> None:
-    """Hand a NaN or infinity to Megatron's rerun machine, which ends the run or tries again as `--rerun-mode` says.
+    """Report a NaN or infinity to Megatron's rerun machine, which ends the run or retries as `--rerun-mode` says.
 
     The host waits for the loss here.
+
+    Args:
+        loss: the loss to check.
+        whose: what the loss belongs to, for the message.
     """
     if get_args().check_for_nan_in_loss_and_grad:
         machine = get_rerun_state_machine()

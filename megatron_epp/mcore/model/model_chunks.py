@@ -1,8 +1,8 @@
-"""Has Megatron build a rank's model chunks as the stages that a placement makes of them.
+"""Construction of a rank's model chunks as the stages that a placement assigns to it.
 
-Megatron takes chunk c of rank r for stage ``c * ranks + r``: that is the looped placement, and there is nothing to do. For any
-other one three things must follow the placement: the layers of a chunk and their numbers (a layout), what has the embedding and
-the output layer (an argument of the model's constructor), and where the two meet on one rank the weight that they may tie.
+Megatron takes chunk c of rank r for stage ``c * ranks + r``. This is the looped placement, which needs no change. For any other
+placement three things must follow it: the layers of a chunk and their numbers (a layout), the presence of the embedding and of
+the output layer (arguments of the model's constructor), and the weight that these two may share if they are on one rank.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron_epp.plan.placement import Placement
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """What every chunk of every rank holds, by a placement.
+    """Layout of the layers of every chunk of every rank under a placement.
 
     Args:
         stages: the names of every stage's layers: ``embedding``, ``decoder``, ``loss``.
-        placement: of the stages.
+        placement: placement of the stages on ranks.
     """
 
     def __init__(self, stages: list[list[str]], placement: Placement) -> None:
@@ -37,14 +37,14 @@ class PlacedLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers of all earlier stages."""
+        """Return the number of layers of a type on all earlier stages."""
         rank = mpu.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         stage = self._placement.stages(rank)[vp_stage or 0]
         return sum(names.count(layer_type) for names in self._stages[:stage])
 
 
 def place(transformer: Any, args: argparse.Namespace) -> None:
-    """Share out a model's layers by the placement: its config gets a layout, and gives up what Megatron said for it.
+    """Divide a model's layers by the placement: set a layout in its config, and clear the settings that the layout replaces.
 
     Args:
         transformer: Megatron's `TransformerConfig`, initialised.
@@ -64,12 +64,12 @@ def place(transformer: Any, args: argparse.Namespace) -> None:
 
 
 def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[int]:
-    """Layers of every stage as Megatron's flags share them out over a looped pipeline.
+    """Return the number of layers of every stage as Megatron's flags divide them in a looped pipeline.
 
     Args:
         transformer: Megatron's `TransformerConfig`.
-        num_ranks: pipeline ranks.
-        num_chunks: model chunks of each.
+        num_ranks: number of pipeline ranks.
+        num_chunks: number of model chunks per rank.
     """
     layout = transformer.pipeline_model_parallel_layout
     places = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
@@ -80,7 +80,7 @@ def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[
 
 
 def ends(args: argparse.Namespace, vp_stage: int | None) -> dict[str, bool]:
-    """Which ends of the model a chunk of this rank has, as arguments of its constructor."""
+    """Return `pre_process` and `post_process` of a chunk of this rank: True for the model's first and its last stage."""
     placement = placement_of(args)
     stage = placement.stages(mpu.get_pipeline_model_parallel_rank())[vp_stage or 0]
     return {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1}
@@ -91,10 +91,11 @@ _first_stage: weakref.ref[Any] | None = None
 
 
 def tie(model: Any, args: argparse.Namespace) -> None:
-    """Give a rank's last stage the first one's embedding weight in the place of a copy of its own, where the model ties them.
+    """Replace the copy of the embedding weight on a rank's last stage by the first stage's own, where the model ties them.
 
-    Megatron makes a copy wherever they are two model chunks, since they are on two ranks there. Its layers and its data
-    parallelism can share one: so they do without a pipeline. Call it with every model chunk as soon as it is built.
+    Megatron creates a copy wherever the two are different model chunks, which in its placement are on different ranks. Its
+    layers and its data parallelism can share one weight, as they do without a pipeline. Call this function with every model
+    chunk as soon as it is built.
     """
     global _first_stage
     if not (placement_of(args).ends_meet and model.share_embeddings_and_output_weights):

@@ -1,10 +1,10 @@
-"""Layers that run parts of their forward again in backward, by the levels a chunk's plan names.
+"""Recompute of parts of a layer's forward in the backward, at the levels that a chunk's plan names.
 
-One mechanism for all: Megatron's `checkpoint`, which restores random states, around as much of a layer as its level says. A
-layer of `linear` keeps what core attention made. A layer of `mlp` runs its MLP or experts again, with their norm and residual;
-and makes the output of its input norm again, where that norm is a module of its own. What is not in a layer (hybrid models have
-layers of attention alone and of an MLP alone) its level leaves out: a layer without attention recomputes whole at `linear`, and
-one without an MLP keeps all but the norm's output at `mlp`.
+All levels use Megatron's `checkpoint`, which restores random states, around the part of a layer that the level covers. At level
+`linear` a layer keeps the output of core attention. At level `mlp` it recomputes its MLP or experts, with their norm and
+residual, and the output of its input norm if that norm is a separate module. Parts that a layer lacks are left out (hybrid
+models have layers of attention alone and of an MLP alone): a layer without attention recomputes whole at `linear`, and one
+without an MLP keeps everything except the norm's output at `mlp`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megatron_epp.runtime.autograd.hold import Attended
 
 
 def recompute_by_level(layers: Iterable[torch.nn.Module]) -> None:
-    """Have a stage's layers recompute what the chunk they are given says."""
+    """Make a stage's layers recompute as the plan of the chunk that they run says."""
     for number, layer in enumerate(layers):
         _Layer(number, layer)
 
 
 class _Layer:
-    """Stands before a layer's forward, and the forwards of its parts."""
+    """Wrapper of a layer's forward and of the forwards of its parts."""
 
     def __init__(self, number: int, layer: Any) -> None:
         self.number = number
@@ -75,7 +75,7 @@ class _Layer:
 
 
 def _again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run once now and once in backward. Tensors among the arguments are kept as autograd keeps its own."""
+    """Run a function now and again in the backward. Tensor arguments are saved through autograd."""
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in kwargs.items() if name not in names}
     num_args = len(args)

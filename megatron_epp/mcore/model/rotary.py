@@ -1,4 +1,4 @@
-"""Rotary angles by position: a slice starts where its sequence has got to, a packed sequence at zero."""
+"""Rotary angles by position: a slice starts at its offset in the sequence, a packed sequence at zero."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron_epp.mcore.model.core_attention import ChunkParams
 
 
 class PositionedRotary(torch.nn.Module):
-    """Stands before a model's rotary embedding and asks it for the angles of a chunk's own positions.
+    """Wrapper of a model's rotary embedding that returns the angles of a chunk's own positions.
 
-    Megatron asks twice: `get_rotary_seq_len` is given the packed-sequence parameters and what it returns is passed to the call.
+    Megatron calls it in two steps: `get_rotary_seq_len` gets the packed-sequence parameters, and `forward` gets its result.
 
     Args:
-        rotary: the model's own.
-        shard: number of this context-parallel rank.
-        num_shards: context-parallel ranks, which share the tokens of a chunk.
+        rotary: the model's own rotary embedding.
+        shard: index of this context-parallel rank.
+        num_shards: number of context-parallel ranks, which share the tokens of a chunk.
     """
 
     def __init__(self, rotary: torch.nn.Module, shard: int = 0, num_shards: int = 1) -> None:
@@ -31,7 +31,7 @@ class PositionedRotary(torch.nn.Module):
         return self.rotary.get_rotary_seq_len(*args, **kwargs) if params is None else params
 
     def forward(self, length: Any, *args: Any, **kwargs: Any) -> Any:
-        """Angles ``[tokens / shards, 1, 1, channels]`` of a chunk (with whatever the wrapped module returns beside them)."""
+        """Return the angles of a chunk, ``[tokens / shards, 1, 1, channels]``, and any further result of the wrapped module."""
         if not isinstance(length, ChunkParams):
             return self.rotary(length, *args, **kwargs)
         pieces = length.context.table.part(self.shard, self.num_shards)

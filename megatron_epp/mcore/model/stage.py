@@ -1,4 +1,4 @@
-"""A Megatron model as a pipeline stage: how the executor runs forward and backward of a chunk on it."""
+"""A Megatron model as a pipeline stage, on which the executor runs forward and backward of chunks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def _nothing() -> None:
 
 
 def _add_to_gradients(model: torch.nn.Module) -> None:
-    """Have layers add to gradient buffers, which are zero when an iteration begins. Transformer Engine's, where they add by
-    themselves, overwrite them in the backward of the first forward, and that is not a plan's first backward.
+    """Make layers add to gradient buffers, which are zero when an iteration begins.
+
+    Transformer Engine's layers with fused accumulation would overwrite the buffers in the backward of the first forward, which
+    need not be a plan's first backward.
     """
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):
@@ -43,11 +45,11 @@ class MegatronStage:
     Args:
         model: the model chunk as Megatron built and wrapped it.
         config: its `TransformerConfig`.
-        is_first: holds the embedding.
-        is_last: computes the loss.
-        tp_size: tensor-parallel ranks.
+        is_first: the stage holds the embedding.
+        is_last: the stage computes the loss.
+        tp_size: number of tensor-parallel ranks.
         fp32_kv_gradients: see `KVRelay`.
-        block_loss: computes the loss of a last stage without all logits of a chunk; None where they are there at once.
+        block_loss: computes the loss of a last stage without all logits of a chunk; None to hold them all at once.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class MegatronStage:
 
     @property
     def token_multiple(self) -> int:
-        """Ranks that share a chunk's tokens between attention calls: context parallel, and with them sequence parallel."""
+        """Number of ranks that share a chunk's tokens between attention calls, by context and sequence parallelism."""
         return self._sequence_shards * self.config.context_parallel_size
 
     @property
@@ -89,7 +91,7 @@ class MegatronStage:
 
     @property
     def parameters(self) -> tuple[torch.nn.Parameter, ...]:
-        """All that the chunk computes with: its own, and a tied weight that another chunk of this rank has."""
+        """All parameters that the chunk computes with: its own, and a tied weight held by another chunk of this rank."""
         model: Any = unwrap_model(self.model)
         tied = [model.shared_embedding_or_output_weight()] if self.is_last and model.share_embeddings_and_output_weights else []
         return (*self.model.parameters(), *tied)
@@ -104,7 +106,7 @@ class MegatronStage:
 
         Args:
             arrays: tokens, labels, mask and positions of a chunk.
-            before_last_gradient: called ahead of the action that gives the last gradient.
+            before_last_gradient: called before the action that computes the last gradient.
             reduce_gradients: called once all gradients are complete and the last one's message is on its way.
         """
         self._arrays = arrays
@@ -112,8 +114,10 @@ class MegatronStage:
         self.loss_report, self.total_tokens = None, None
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
-        """Run a chunk: hidden states ``[tokens / shards, 1, hidden]``, or on the last stage the loss of this rank's tokens,
-        summed.
+        """Run the forward of a chunk.
+
+        Returns:
+            hidden states ``[tokens / shards, 1, hidden]``, or on the last stage the summed loss of this rank's tokens.
         """
         assert self._arrays is not None
         with self._timed("batch-generator"):
@@ -130,7 +134,7 @@ class MegatronStage:
         return self._loss(output, inputs["loss_mask"])
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
-        """Differentiate a chunk's output; `keep_weights` leaves the gradients of linear layers' weights to `weight`."""
+        """Run the backward of a chunk; `keep_weights` leaves the gradients of linear layers' weights to `weight`."""
         if keep_weights and self.weights is None:
             raise EppError("the plan splits weight gradients and the model does not: add --epp-split-weight-gradient")
         if grad is None and self.config.grad_scale_func is not None:
@@ -161,13 +165,14 @@ class MegatronStage:
         get_attr_wrapped_model(self.model, "set_input_tensor")(None)
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """Shape, dtype and device of a chunk's hidden states."""
+        """Return shape, dtype and device of a chunk's hidden states."""
         shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
         return shape, self.config.pipeline_dtype or torch.float32, self._device
 
     def inputs(self, arrays: ChunkArrays | None) -> dict[str, Tensor | None]:
-        """This context-parallel rank's part of a chunk's arrays as the model takes them, ``[1, tokens / ranks]`` on the device;
-        None where this stage needs none.
+        """Return this context-parallel rank's part of a chunk's arrays as inputs of the model.
+
+        They are ``[1, tokens / ranks]`` on the device; None where this stage does not need them.
         """
         if arrays is None:
             return {"input_ids": None, "position_ids": None, "labels": None, "loss_mask": None}
@@ -193,13 +198,13 @@ class MegatronStage:
         return loss
 
     def check(self) -> None:
-        """Have Megatron look for a NaN in the iteration's loss: once, for a look at every chunk would keep the host waiting."""
+        """Let Megatron check the iteration's loss for NaN, once, since a check of every chunk would make the host wait."""
         if self.loss_report is not None:
             check_loss(self.loss_report[0], "this iteration")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """One of the timers Megatron's own schedules keep (`--timing-log-level 2`)."""
+        """Run a block under one of the timers of Megatron's own schedules (`--timing-log-level 2`)."""
         timers = self.config.timers
         if timers is None:
             yield

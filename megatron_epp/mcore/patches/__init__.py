@@ -1,1 +1,1 @@
-"""Functions of Megatron that are replaced, known by fingerprint."""
+"""Replacements for functions of Megatron, which are recognised by fingerprint."""

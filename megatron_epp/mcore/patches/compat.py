@@ -1,4 +1,4 @@
-"""Which Megatron is installed, and whether this package knows it. The only place that compares versions."""
+"""Version of the installed Megatron, and checks that it is supported. The only module that compares versions."""
 
 import importlib.util
 from pathlib import Path
@@ -10,10 +10,10 @@ RECOMMENDED = "0.19.2"
 
 
 def installed_version() -> str:
-    """Version of the megatron.core that `import megatron.core` would load, from a wheel or a clone.
+    """Return the version of the megatron.core that `import megatron.core` would load, from a wheel or a clone.
 
-    Read from the source tree, not from package metadata, which names the wheel even where a clone shadows it.
-    Raises EppError when there is none.
+    It is read from the source tree, not from package metadata, which names the wheel even where a clone shadows it.
+    Raises EppError if there is none.
     """
     try:
         core = importlib.util.find_spec("megatron.core")
@@ -31,14 +31,14 @@ def installed_version() -> str:
 
 
 def matches(version: str, versions: str) -> bool:
-    """Whether `version` lies in a range such as ">=0.19,<0.20"; a release candidate of 0.19 counts as before 0.19."""
+    """True if `version` lies in a range such as ">=0.19,<0.20"; a release candidate of 0.19 counts as before 0.19."""
     from packaging.specifiers import SpecifierSet  # which torch and Megatron bring; most commands need neither
 
     return SpecifierSet(versions).contains(version, prereleases=True)
 
 
 def check_megatron(allow_unknown: bool = False) -> str:
-    """Return the installed version. Raises EppError when it is missing, or outside SUPPORTED and not `allow_unknown`."""
+    """Return the installed version. Raises EppError if it is missing, or outside SUPPORTED and not `allow_unknown`."""
     version = installed_version()
     if allow_unknown or matches(version, SUPPORTED):
         return version

@@ -1,4 +1,4 @@
-"""Megatron's compiled dataset helpers: use those that are there instead of compiling them at every start."""
+"""Patch that uses Megatron's compiled dataset helpers where they exist instead of compiling them at every start."""
 
 import functools
 import importlib.util
@@ -13,7 +13,7 @@ _NAME = "megatron.core.datasets.helpers_cpp"
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """What keeps Megatron from running `make`, where compiled helpers are at hand.
+    """Return the patch that stops Megatron from running `make`; none if no compiled helpers are available.
 
     The wheel ships them without a Makefile, and Megatron ends the process when `make` fails. A fresh clone has a Makefile that
     needs pybind11 and a compiler; where a wheel is installed as well, its helpers serve the clone.
@@ -30,7 +30,7 @@ def patches() -> tuple[Patch, ...]:
 
 
 def _borrow() -> bool:
-    """Load the helpers of another Megatron on the path under the name this one looks for."""
+    """Load the helpers of another Megatron on the path under the name that this one imports. Returns True if there are any."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     for folder in sys.path:
         for path in Path(folder, "megatron/core/datasets").glob(f"helpers_cpp{suffix}"):

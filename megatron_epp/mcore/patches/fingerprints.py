@@ -1,6 +1,6 @@
-"""The code of Megatron that this package knows: `patching.fingerprint` of every function below, in every supported release.
+"""Fingerprints of the Megatron code that this package knows: `patching.fingerprint` of functions, in all supported releases.
 
-Releases 0.17.0 and 0.17.1, 0.18.0 and 0.18.2, 0.19.0 and 0.19.2, in this order, each different text once.
+They are those of releases 0.17.0 and 0.17.1, 0.18.0 and 0.18.2, 0.19.0 and 0.19.2, in this order, each different text once.
 """
 
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -22,7 +22,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     f"{_OPTIMIZER}.load_state_dict": ("15f257b4c4f9", "5c1ad081423b", "7e5f988b86b4"),
     f"{_OPTIMIZER}._set_main_param_and_optimizer_states": ("ad03a66fb809", "40cab7846597"),
 }
-"""What patches replace, or wrap knowing what is inside: other code there is refused."""
+"""Functions that patches replace, or wrap in a way that depends on their code: other code there is refused."""
 
 RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving": ("79bb2ba211d5", "c8fd558b6fdc", "772d6b7d8182"),
@@ -54,14 +54,14 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "megatron.training.training:build_train_valid_test_data_iterators": ("32c668d9ab0e", "d12ed278f953"),
     "megatron.training.training:train_step": ("43dbb1a94578", "76bee605a250", "68989d425b23"),
 }
-"""What our schedule stands in for or calls: other code there may still work, and gets a warning."""
+"""Functions that our schedule replaces or calls: other code there may still work, and causes a warning."""
 
 SHOWN: dict[str, tuple[str, ...]] = {
     f"{_ESTIMATOR}:compute_weight_and_optimizer_memory": ("2b61bf53773b", "e625010327fb", "3b373c1b70ea"),
     f"{_ESTIMATOR}:compute_activation_memory": ("bc2fd8c5ebf3",),
     f"{_ESTIMATOR}:compute_activation_memory_without_sp": ("a1428184ecb4",),
 }
-"""What Megatron says of memory, shown beside a plan's account: other code there gets a warning where it is shown."""
+"""Functions of Megatron's memory estimate, shown next to a plan's: other code there causes a warning when it is shown."""
 
 SCRIPTS: dict[str, dict[str, str]] = {
     "_build_cached_logits_loss_func": {
@@ -117,7 +117,9 @@ SCRIPTS: dict[str, dict[str, str]] = {
         "398474cf0b9f": "pretrain_mamba 0.17; pretrain_hybrid 0.18, 0.19, main",
     },
 }
-"""What `--epp` replaces in Megatron's training scripts, by name: `source.fingerprint` of a function or digest of a constant,
-and the scripts and releases that have it. 0.17 is 0.17.0 and 0.17.1, 0.18 is 0.18.0 and 0.18.2, 0.19 is 0.19.0 and the end of
-its branch, main is of August 2026. `scripts/fingerprint_script.py` prints those of another release.
+"""Functions and constants of Megatron's training scripts that `--epp` replaces, by name.
+
+Each maps `source.fingerprint` of a function, or the digest of a constant, to the scripts and releases that have it. 0.17 is
+0.17.0 and 0.17.1, 0.18 is 0.18.0 and 0.18.2, 0.19 is 0.19.0 and the end of its branch, main is of August 2026.
+`scripts/fingerprint_script.py` prints those of another release.
 """

@@ -1,4 +1,4 @@
-"""Processes that a rank starts, such as those of Megatron's checkpoint writers, end with the rank."""
+"""Patch that ends the processes a rank starts, such as Megatron's checkpoint writers, together with the rank."""
 
 from __future__ import annotations
 

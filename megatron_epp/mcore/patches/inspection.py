@@ -1,4 +1,4 @@
-"""What `megatron-epp doctor` says of the installed Megatron: which patches fit it, and whether its code is known."""
+"""Inspection of the installed Megatron for `megatron-epp doctor`: the patches that fit it, and the code that is known."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_epp.plan.errors import EppError
 
 
 class Fit(NamedTuple):
-    """How our code fits one of Megatron's functions.
+    """Result of comparing one of Megatron's functions with what our code expects.
 
     Attributes:
-        target: as in `patching.Patch`.
-        fits: it can be patched, or is as tested.
-        what: a word on it: what the patch is for, or what is wrong.
-        needed: training with `--epp` refuses to start where it does not fit.
+        target: name of the function, as in `patching.Patch`.
+        fits: True if the function can be patched, or is the tested code.
+        what: short description: the purpose of the patch, or the problem.
+        needed: True if training with `--epp` refuses to start where the function does not fit.
     """
 
     target: str
@@ -28,7 +28,7 @@ class Fit(NamedTuple):
 
 
 def fits() -> list[Fit]:
-    """Every patch for the installed release, and every function that our schedule relies on. Imports Megatron."""
+    """Check every patch for the installed release, and every function that our schedule relies on. Imports Megatron."""
     logging.getLogger("megatron_epp").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Everything this package changes in Megatron: one short table."""
+"""Table of all functions of Megatron that this package patches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_epp.mcore.patches.patching import Patch
 
 
 def apply(*, allow_unknown: bool = False) -> None:
-    """Patch Megatron so that `--epp` works; without that flag nothing changes for the user. Idempotent."""
+    """Patch Megatron so that `--epp` works; without that flag its behaviour does not change. Idempotent."""
     patching.apply(PATCHES, allow_unknown=allow_unknown, level=logging.DEBUG)
 
 
@@ -179,8 +179,10 @@ def _choose_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _WARM_UP_TOKENS = 2048
-"""Of a rank. Megatron warms its compiled functions up on tensors of --seq-length tokens. Of a million, and an MLP of 14,336 in
-bf16, those take 28 GiB each, before there is a model; and no chunk is so long.
+"""Tokens per rank on which compiled functions are warmed up with `--epp`.
+
+Megatron warms them up on tensors of --seq-length tokens. With a million tokens and an MLP of 14,336 in bf16, these take 28 GiB
+each before there is a model, and no chunk is that long.
 """
 _OUR_ATTENTION = "with --epp, builds the model with our attention"
 

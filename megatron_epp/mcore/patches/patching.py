@@ -1,4 +1,4 @@
-"""Replace named functions of Megatron: explicitly, at most once, only where the code is known, and reversibly."""
+"""Explicit and reversible replacement of named functions of Megatron, at most once, and only where the code is known."""
 
 import hashlib
 import importlib
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One replacement.
+    """Replacement of one function.
 
     target        "package.module:name" or "package.module:Class.method"
-    replacement   what to put there; with `wraps`, a function of the original that returns it
+    replacement   the new function; with `wraps`, a function that takes the original and returns the new one
     reason        one line, shown when the patch is applied
-    versions      of the Megatron versions there are, those it is for, such as ">=0.18"; elsewhere it is left out. Empty: all
-    fingerprints  `fingerprint(target)` of every original this was written for, by default those in `fingerprints.PATCHED`; none
-                  where the content does not matter
+    versions      range of Megatron versions the patch is for, such as ">=0.18"; it is skipped in others. Empty: all
+    fingerprints  `fingerprint(target)` of every original the patch was written for, by default those in `fingerprints.PATCHED`;
+                  none if the content of the original does not matter
     """
 
     target: str
@@ -52,7 +52,7 @@ _applied: list[_Applied] = []
 
 
 def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int = logging.INFO) -> None:
-    """Apply the patches that are not applied yet: all of them, or none when one meets code it does not know.
+    """Apply the patches that are not applied yet: all of them, or none if one finds code that it does not know.
 
     Names that other modules have already imported (`from x import y`) are replaced too. Rank 0 logs one line per patch
     at `level`. Raises EppError for a missing target, and for an unknown fingerprint unless `allow_unknown`.
@@ -72,10 +72,10 @@ def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int =
 
 
 def revert(patches: Sequence[Patch] | None = None) -> None:
-    """Undo the given patches, or all, in reverse order: for a process that goes on without them, a notebook or a test.
+    """Undo the given patches, or all, in reverse order, for a process that continues without them (a notebook or a test).
 
     Raises:
-        EppError: a later patch stands on one of them.
+        EppError: a later patch was applied on top of one of them.
     """
     chosen = [a for a in reversed(_applied) if patches is None or a.patch in patches]
     for applied in chosen:
@@ -86,19 +86,19 @@ def revert(patches: Sequence[Patch] | None = None) -> None:
 
 
 def applied() -> tuple[Patch, ...]:
-    """The patches in force, oldest first."""
+    """Return the patches in force, oldest first."""
     return tuple(a.patch for a in _applied)
 
 
 def fingerprint(target: str) -> str:
-    """Twelve digits of the sha256 of the source of `target`, seen through our patches and through functools.wraps."""
+    """Return twelve hex digits of the sha256 of the source of `target`, without our patches and functools.wraps."""
     originals = (applied.original for applied in _applied if applied.patch.target == target)
     source = inspect.getsource(next(originals, None) or resolve(target))
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
 def unknown(known: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """The targets that are not there or whose fingerprint is not among those `known` has for them."""
+    """Return the targets that do not exist or whose fingerprint is not among those in `known`."""
     return [target for target, fingerprints in known.items() if _fingerprint_or_none(target) not in fingerprints]
 
 
@@ -110,7 +110,7 @@ def _fingerprint_or_none(target: str) -> str | None:
 
 
 def resolve(target: str) -> Any:
-    """The object a target names now. Raises EppError when there is none."""
+    """Return the object that a target currently names. Raises EppError if there is none."""
     holder, name = _holder(target)
     try:
         return inspect.getattr_static(holder, name)

@@ -1,6 +1,6 @@
-"""What Megatron needs where NVIDIA Apex or Transformer Engine is not installed, on a GPU as on a CPU.
+"""Patches for machines without NVIDIA Apex or Transformer Engine, with or without a GPU.
 
-Megatron's defaults choose kernels that only those bring. These patches choose what torch has instead, and say so.
+Megatron's defaults choose kernels that only these packages provide. The patches choose torch's counterparts and log it.
 """
 
 import copy
@@ -28,7 +28,7 @@ _KERNELS = (
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """The patches this environment needs; none where everything is installed."""
+    """Return the patches that this environment needs; none if everything is installed."""
     missing = [argument for argument, module in _KERNELS if importlib.util.find_spec(module) is None]
     needed = []
     if missing:

@@ -1,4 +1,4 @@
-"""What a training script passes to Megatron's `pretrain`, and refusals of what `--epp` would leave out of it."""
+"""Checks of a training script's arguments to Megatron's `pretrain`: those that `--epp` would not use are refused."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_epp.mcore.patches.stock_functions import EMBEDDING_RANKS, FORWARD_
 from megatron_epp.plan.errors import EppError
 
 _REFUSED = ("process_non_loss_data_func", "p2p_communicator")
-"""Arguments that schedules get, and ours leaves out."""
+"""Arguments that Megatron passes to schedules and that ours does not support."""
 _given: Mapping[str, Any] | None = None
 
 
 @contextlib.contextmanager
 def checked(given: Mapping[str, Any]) -> Iterator[None]:
-    """Check the arguments of a `pretrain` that runs in this context: at once, or where it parses flags itself (0.17), then."""
+    """Check the arguments of a `pretrain` that runs in this context: at once, or when it has parsed the flags itself (0.17)."""
     global _given
     _given = given
     try:
@@ -31,7 +31,7 @@ def checked(given: Mapping[str, Any]) -> Iterator[None]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `EppError` for arguments of a running `pretrain` that do not go with these flags."""
+    """Raise `EppError` for arguments of a running `pretrain` that are incompatible with these flags."""
     if _given is None or not getattr(args, "epp", False):
         return
     for name in _REFUSED:

@@ -1,4 +1,4 @@
-"""Source code of functions as Python parses it, and fingerprints that comments, docstrings and formatting do not change."""
+"""Parsed source code of functions, and fingerprints that do not depend on comments, docstrings and formatting."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Any
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 _SILENT = ("ctx", "kind", "type_comment")
-"""Fields of syntax nodes that follow from the others or that do nothing."""
+"""Fields of syntax nodes that follow from the others or have no effect."""
 
 
 def digest(text: str) -> str:
-    """Twelve digits of the sha256 of a text."""
+    """Return twelve hex digits of the sha256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def fingerprint(node: ast.AST) -> str:
-    """Digest of a definition's syntax tree without docstrings: the same for Python 3.12 to 3.14."""
+    """Return the digest of a definition's syntax tree without docstrings, the same for Python 3.12 to 3.14."""
     return digest(_written(node))
 
 
 def definition(function: FunctionType) -> Definition | None:
-    """The definition that a function's code was compiled from; None where there is no source, and for a lambda."""
+    """Return the definition that a function was compiled from; None if there is no source, and for a lambda."""
     code = function.__code__
     text = "".join(linecache.getlines(code.co_filename, function.__globals__))
     return _definitions(text).get((code.co_name, code.co_firstlineno))
 
 
 def global_names(code: CodeType) -> list[str]:
-    """Names that a function's code, and the functions inside it, look up in its module, in order and once each."""
+    """Return the names that a function's code, and the functions inside it, look up in its module, in order and once each."""
     names = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -44,7 +44,7 @@ def global_names(code: CodeType) -> list[str]:
 
 
 def attribute_chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
-    """What a tree reads as ``name.attribute.attribute``, from the name on."""
+    """Yield every chain ``name.attribute.attribute`` in a tree as a tuple that starts with the name."""
     for found in ast.walk(node):
         path: list[str] = []
         step: ast.AST = found
@@ -57,7 +57,7 @@ def attribute_chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
 
 @functools.lru_cache(maxsize=16)
 def _definitions(text: str) -> dict[tuple[str, int], Definition]:
-    """Definitions of a file by name and first line, which is that of the first decorator."""
+    """Return the definitions in a file by name and first line, which is that of the first decorator."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -67,7 +67,7 @@ def _definitions(text: str) -> dict[tuple[str, int], Definition]:
 
 
 def _written(value: Any) -> str:
-    """A syntax tree as text. `ast.dump` and `ast.unparse` write one tree differently in different releases of Python."""
+    """Write a syntax tree as text. The output of `ast.dump` and `ast.unparse` differs between releases of Python."""
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
     if not isinstance(value, ast.AST):

@@ -1,8 +1,8 @@
-"""Whether the functions that a script hands to Megatron are Megatron's own, in whose place `--epp` puts this package's.
+"""Check that the functions a script passes to Megatron are Megatron's own, since `--epp` replaces them by this package's.
 
-A plan runs chunks, and a script's `forward_step` takes microbatches, so it is not called; nor are its loss, its batches and its
-dataset provider. They are Megatron's own where each of them, and every function of the script that they name, has a fingerprint
-in `fingerprints.SCRIPTS`. Anything else is refused.
+A plan runs chunks while a script's `forward_step` takes microbatches, so `forward_step` is not called, nor are the script's
+loss, batches and dataset provider. They count as Megatron's own if each of them, and every function of the script that they
+name, has a fingerprint in `fingerprints.SCRIPTS`. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _REPLACED = {
     PROVIDER: "datasets",
     EMBEDDING_RANKS: "choice of embedding ranks",
 }
-"""What is replaced, by the name of its function in Megatron's scripts."""
+"""Descriptions of the parts that are replaced, by the names of their functions in Megatron's scripts."""
 _HERE = str(Path(__file__).resolve().parents[2])
 _OTHERS = ("site-packages", "dist-packages")
-"""Folders in that of Python's own library that hold what is none of it."""
+"""Folders within Python's library folder whose content does not belong to Python's own library."""
 _PLAIN = (bool, int, float, str, NoneType, BuiltinFunctionType, ModuleType)
-"""Types of what a name may stand for that says nothing by itself: of a module what is taken from it counts."""
+"""Types of values that need no check by themselves; of a module, the attributes that are read from it are checked."""
 _passed: list[object] = []
 
 
 def require_stock(functions: Mapping[str, Any]) -> None:
-    """Refuse functions unless they and all that they reach are Megatron's own, or this package's.
+    """Refuse functions unless they and all functions that they reach are Megatron's own, or this package's.
 
     Args:
-        functions: what a script passes to Megatron, by what Megatron takes it for, one of `ROLES`.
+        functions: functions that a script passes to Megatron, by their role, one of `ROLES`.
 
     Raises:
-        EppError: with a line for every change.
+        EppError: a function was changed; the message has a line for every change.
     """
     new = {role: function for role, function in functions.items() if not any(function is each for each in _passed)}
     changes = [change for role, function in new.items() for change in changes_of(role, function)]
@@ -60,11 +60,11 @@ def require_stock(functions: Mapping[str, Any]) -> None:
 
 
 def changes_of(role: str, function: Any) -> list[str]:
-    """A line for each function and constant in reach of a function that is not Megatron's.
+    """Return a line for each function and constant reachable from a function that is not Megatron's own.
 
     Args:
-        role: what Megatron takes it for, one of `ROLES`.
-        function: what the script passes.
+        role: role of the function in Megatron, one of `ROLES`.
+        function: the function that the script passes.
     """
     while isinstance(function, functools.partial):
         bound = [f"argument {number}" for number, _ in enumerate(function.args, 1)] + list(function.keywords)
@@ -77,11 +77,11 @@ def changes_of(role: str, function: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """A value, and how it was come by.
+    """A value, and the path by which it was reached.
 
-    name     in the code that names it, with modules in front; of what the script hands to Megatron, its role
-    users    names of the functions that led here, the first one handed to Megatron
-    of_ours  what names it is code of this package, or nothing is
+    name     name in the code that uses it, with modules in front; the role, if the script passes the value to Megatron
+    users    names of the functions on the path, the first of which the script passes to Megatron
+    of_ours  True if the code that names it belongs to this package, or if there is no such code
     """
 
     name: str
@@ -91,7 +91,7 @@ class _Reached:
 
     @property
     def known(self) -> Mapping[str, str]:
-        """Fingerprints that Megatron's scripts have under this name."""
+        """Known fingerprints of this name in Megatron's scripts."""
         return SCRIPTS.get(self.name, {})
 
 
@@ -122,12 +122,12 @@ def _changes(reached: _Reached, seen: set[tuple[str, int]]) -> Iterator[str]:
 
 
 def _bare(value: Any) -> Any:
-    """The function of a method, and of one that keeps its results."""
+    """Return the function of a method or of a cached function; any other value unchanged."""
     return value.__wrapped__ if isinstance(value, functools._lru_cache_wrapper) else getattr(value, "__func__", value)
 
 
 def _below(reached: _Reached, function: FunctionType, seen: set[tuple[str, int]]) -> Iterator[str]:
-    """Changes in what a function names in its module, and in what it takes from modules that it names."""
+    """Yield the changes in values that a function names in its module, or reads from modules that it names."""
     scope, users = function.__globals__, (*reached.users, reached.name)
     of_ours = _lies_in(function.__code__.co_filename, _HERE)
     names = [name for name in global_names(function.__code__) if name in scope]
@@ -144,7 +144,7 @@ def _below(reached: _Reached, function: FunctionType, seen: set[tuple[str, int]]
 
 
 def _strange(reached: _Reached) -> str:
-    """What a value is that is no function, where Megatron has another; empty where it is Megatron's."""
+    """Describe a value that is not a function and differs from Megatron's; empty if it is Megatron's."""
     value = reached.value
     if digest(ascii(value)) in reached.known if reached.known else reached.users and is_installed(value):
         return ""
@@ -167,8 +167,9 @@ def _refusal(reached: _Reached, found: str) -> str:
 
 
 def is_installed(value: Any) -> bool:
-    """Whether a function or a class is defined in Megatron, torch or Python itself. Of other objects: whether it is a
-    constant, a module, or an object of a class of Megatron's or torch's.
+    """True if a function or a class is defined in Megatron, torch or Python itself.
+
+    For other objects, True if it is a constant, a module, or an instance of a class of Megatron's or torch's.
     """
     if isinstance(value, FunctionType):
         return _is_installed(value.__code__.co_filename)
@@ -191,7 +192,7 @@ def _is_installed(file: str) -> bool:
 
 @functools.cache
 def _packages() -> tuple[str, ...]:
-    """Folders of the packages whose functions do what their names say."""
+    """Return the folders of the packages whose functions are trusted: torch and Megatron."""
     names = "torch", "megatron.core", "megatron.training", "megatron.post_training"
     found = map(importlib.util.find_spec, names)
     return tuple(folder for spec in found if spec is not None for folder in spec.submodule_search_locations or ())

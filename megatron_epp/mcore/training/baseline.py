@@ -1,4 +1,4 @@
-"""Megatron's own schedules on the same documents, for comparison on equal terms: `--epp-schedule stock|whole|padded|packed`."""
+"""Megatron's own schedules on the same documents, for comparison: `--epp-schedule stock|whole|padded|packed`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron_epp.runtime.context import ChunkContext
 
 
 def microbatches(lengths: tuple[int, ...], schedule: str, seq_length: int) -> Sequence[Chunk]:
-    """The batch as microbatches of whole documents.
+    """Divide a batch into microbatches of whole documents.
 
     Args:
         lengths: tokens of every document.
-        schedule: ``stock``, ``whole`` or ``padded``: one document each; ``packed``: documents together, longest first, each
-            into the first microbatch that has room.
-        seq_length: most tokens of a microbatch.
+        schedule: ``stock``, ``whole`` or ``padded``: one document per microbatch; ``packed``: first fit of the documents,
+            longest first.
+        seq_length: maximum number of tokens in a microbatch.
     """
     if schedule != "packed":
         return [Chunk((Segment(i, 0, n),)) for i, n in enumerate(lengths)]
@@ -42,7 +42,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap one of Megatron's schedule functions so that it draws documents from our iterators.
 
     Args:
-        stock: the function Megatron would use.
+        stock: the schedule function that Megatron would use.
     """
 
     def forward_backward(**call: Any) -> Any:
@@ -90,7 +90,7 @@ def _arrays(batch: GlobalBatch, chunks: Sequence[Chunk], multiple: int) -> Itera
 def forward_step(
     data_iterator: Iterator[tuple[Chunk, ChunkArrays]], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """One microbatch through this stage, as Megatron's schedules ask for it."""
+    """Run one microbatch through this stage, as a forward step function of Megatron's schedules."""
     session = sessions.current()
     stage = session.placement.stages(session.rank)[get_attr_wrapped_model(model, "vp_stage") or 0]
     chunk, arrays = next(data_iterator)

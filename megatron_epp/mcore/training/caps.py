@@ -1,4 +1,4 @@
-"""How much of the device plans may fill, on this rank."""
+"""Memory that plans may fill on this rank's device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIB = 1 << 30
 
 
 def wanted_cap_bytes(args: argparse.Namespace) -> int:
-    """What the run asks for, or else the usual share of this rank's device; without a device no limit."""
+    """Return the cap in bytes that the run sets, else `DEVICE_SHARE` of this rank's device; unlimited without a GPU."""
     if args.epp_memory_cap_gb is not None:
         return int(args.epp_memory_cap_gb * _GIB)
     if torch.cuda.is_initialized():
@@ -26,9 +26,9 @@ def wanted_cap_bytes(args: argparse.Namespace) -> int:
 
 
 def cap_bytes(args: argparse.Namespace) -> int:
-    """What plans may fill of this rank's memory: what is wanted, and on a GPU no more than is there.
+    """Return the bytes of this rank's memory that plans may fill: the wanted cap, and on a GPU at most the available memory.
 
-    To be asked after set-up: what the CUDA context, communicators and libraries have taken by then is gone.
+    Call it after set-up, when the memory of the CUDA context, communicators and libraries is already in use.
     """
     wanted = wanted_cap_bytes(args)
     if not torch.cuda.is_initialized():
@@ -38,11 +38,11 @@ def cap_bytes(args: argparse.Namespace) -> int:
 
 
 def tell_lowered(args: argparse.Namespace, caps: Sequence[int]) -> None:
-    """Say where devices have less room than the run wants: as a warning where it has asked for so much.
+    """Log that devices have less room than the run wants, as a warning if the run set the cap explicitly.
 
     Args:
         args: Megatron's arguments.
-        caps: in bytes, of every pipeline rank.
+        caps: cap of every pipeline rank, in bytes.
     """
     wanted = wanted_cap_bytes(args)
     if min(caps) >= wanted:

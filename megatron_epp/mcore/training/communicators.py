@@ -1,8 +1,8 @@
-"""Communicators on NCCL: options of those that carry messages between a pipeline's ranks, and memory that all of them take.
+"""NCCL communicators: options of those that carry messages between a pipeline's ranks, and allocation of their memory.
 
-A kernel that waits for the other rank holds a streaming multiprocessor (SM) for each of its thread blocks (CTAs). By default
-these are 16 for a message of more than 1 MiB over NVLink. Eight links of a rank could then hold nearly all SMs of a device, and
-compute and collectives, which other ranks may have to finish before they send, would not start.
+A kernel that waits for the other rank holds a streaming multiprocessor (SM) for each of its thread blocks (CTAs), by default 16
+for a message of more than 1 MiB over NVLink. Eight links of a rank could then hold nearly all SMs of a device, and compute and
+collectives, which other ranks may have to finish before they send, would not start.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _GROUP = "pp"
 """Megatron's name for pipelines in `--nccl-communicator-config-path`."""
 
 _CTAS = 4
-"""Of a link where there is room: a message is sent beside compute, which has most use for the SMs."""
+"""Number of CTAs of a link, if SMs suffice: messages are overlapped with compute, which makes better use of the SMs."""
 
 _LARGEST_SHARE = 4
-"""All links of a rank together hold at most one SM in so many."""
+"""Inverse of the largest share of a device's SMs that all links of a rank may hold together."""
 
 
 def link_ctas(num_links: int, num_sms: int) -> int:
-    """Most CTAs of one link: a power of two, at least 1. NCCL rounds the channels of messages up to one.
+    """Return the maximum number of CTAs of one link, a power of two, since NCCL rounds channels up to one; at least 1.
 
     Args:
-        num_links: communicators for messages of one rank, each of which may wait at the same time.
-        num_sms: of the device.
+        num_links: number of communicators for messages of one rank, all of which may wait at the same time.
+        num_sms: number of SMs of the device.
     """
     room = num_sms // _LARGEST_SHARE // max(1, num_links)
     return 1 << max(1, min(_CTAS, room)).bit_length() - 1
 
 
 def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[str, Any]:
-    """The settings of a link's communicator, named as in `--nccl-communicator-config-path`.
+    """Return the settings of a link's communicator, named as in `--nccl-communicator-config-path`.
 
     Args:
-        own: what the user sets for pipelines; it goes before ours.
+        own: the user's settings for pipelines, which take precedence over ours.
         num_links, num_sms: as for `link_ctas`.
 
     Raises:
@@ -66,14 +66,14 @@ def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[
 
 
 def link_options(args: argparse.Namespace, num_ranks: int, both_ways: bool) -> Options | None:
-    """What makes options for the groups that carry messages; None where these are not on NCCL.
+    """Return a factory of options for the groups that carry messages; None if these do not use NCCL.
 
     Every rank of the job must call this at the same point. The device with the fewest SMs counts for all: ranks that share a
     communicator must agree.
 
     Args:
         args: Megatron's arguments.
-        num_ranks: of a pipeline.
+        num_ranks: number of ranks of a pipeline.
         both_ways: as for `Links.create`.
 
     Raises:
@@ -88,7 +88,7 @@ def link_options(args: argparse.Namespace, num_ranks: int, both_ways: bool) -> O
 
 
 def time_limit(args: argparse.Namespace) -> timedelta:
-    """Of the run's collectives and messages."""
+    """Return the time limit of the run's collectives and messages."""
     return timedelta(minutes=args.distributed_timeout_minutes)
 
 
@@ -99,7 +99,7 @@ def _options(settings: Mapping[str, Any], timeout: timedelta) -> Any:
 
 
 def _of_user(args: argparse.Namespace) -> dict[str, Any]:
-    """What the run sets for pipelines. Megatron has read the same file before."""
+    """Read the user's communicator settings for pipelines, from a file that Megatron has already read and from flags."""
     found: dict[str, Any] = {}
     if args.nccl_communicator_config_path is not None:
         import yaml  # only for this flag, as in Megatron
@@ -112,7 +112,7 @@ def _of_user(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def groups_in_use(args: argparse.Namespace) -> list[dist.ProcessGroup]:
-    """This rank's groups of several ranks whose collectives training needs, in one order for all ranks."""
+    """Return this rank's groups of several ranks whose collectives training uses, in the same order on all ranks."""
     wanted = [
         mpu.get_tensor_model_parallel_group(),
         mpu.get_context_parallel_group(),
@@ -135,9 +135,9 @@ def groups_in_use(args: argparse.Namespace) -> list[dist.ProcessGroup]:
 
 
 def reduce_once(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """Run one collective on each group. NCCL makes a communicator, and takes its memory, only then.
+    """Run one collective on each group, since NCCL creates a communicator, and allocates its memory, only on first use.
 
-    Every rank must name its groups in one order of all, or ranks may wait in a circle.
+    Every rank must list its groups in the same global order, to avoid deadlock.
     """
     for group in groups:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

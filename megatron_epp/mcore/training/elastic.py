@@ -1,4 +1,4 @@
-"""What `--epp` puts in the place of Megatron's own: data and schedule."""
+"""Replacements of Megatron's dataset provider and schedule with `--epp`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_epp.plan.errors import EppError
 
 
 def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Iterators of global batches for train, validation and test, in the place of Megatron's datasets."""
+    """Return iterators of global batches for train, validation and test, in place of Megatron's datasets."""
     if vp_stage:  # a rank's chunks run from one batch, which the iterator of the first one gives
         return None, None, None
     args = get_args()
@@ -34,10 +34,10 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
 
 
 def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The schedule function `--epp-schedule` names.
+    """Return the schedule function that `--epp-schedule` names.
 
     Raises:
-        EppError: NVIDIA ModelOpt is on, whose losses no schedule of this package computes.
+        EppError: NVIDIA ModelOpt is enabled, whose losses no schedule of this package computes.
     """
     if getattr(args, "modelopt_enabled", False):  # by a flag of ModelOpt's, or by what is in the checkpoint
         raise EppError("--epp does not train with NVIDIA ModelOpt, which brings losses of its own: start without --epp")

@@ -1,6 +1,6 @@
-"""Processes forked from one that has imported and prepared Megatron, which on a CPU takes longer than a short training does.
+"""Training processes forked from one that has imported and prepared Megatron, which on a CPU takes longer than a short run.
 
-They do not do what a process does that starts afresh, under torch's launcher: CUDA, above all, does not survive a fork.
+They are not equivalent to processes that torch's launcher starts: CUDA, above all, does not survive a fork.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LATE = (  # what training imports when it is under way
     "torch._dynamo",
 )
 _PATIENCE_S = 30.0
-"""For processes that are told to end."""
+"""Time limit in seconds for processes that are told to end."""
 
 
 def preload() -> None:
-    """Import and patch all that a training needs. Processes forked later have it."""
+    """Import and patch everything that a training needs, so that processes forked later inherit it."""
     entry.prepare()
     for module in _LATE:
         importlib.import_module(module)
@@ -46,7 +46,7 @@ def preload() -> None:
 
 
 def _read_settings_once() -> None:
-    """A training makes two parsers, and for each Megatron parses the sources of its settings to document the flags."""
+    """Cache the flag descriptions that Megatron parses from its settings' sources for each of a training's two parsers."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     from megatron_epp.mcore.arguments.flags import megatron_parser
@@ -63,12 +63,12 @@ def _read_settings_once() -> None:
 
 
 def serve(handle: int) -> None:
-    """The program of the process that forks: runs jobs, one after the other, until whoever asks for them is gone.
+    """Run jobs one after the other, as the main function of the forking process, until the process that sends them has ended.
 
     Args:
-        handle: of the connection that jobs come by, as `launch.forked.Forks` sends them.
+        handle: handle of the connection over which `launch.forked.Forks` sends jobs.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a keyboard, meant for whoever asks; this process ends with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a keyboard, meant for the sender of jobs; this process ends with it
     jobs = Connection(handle)
     ours = logging.getLogger("megatron_epp")
     ours.setLevel(logging.WARNING)  # logs of jobs say what is patched; this process has none
@@ -84,7 +84,7 @@ def serve(handle: int) -> None:
 def _run(
     jobs: Connection, num_processes: int, command: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float
 ) -> int | None:
-    """The exit code of the first rank that failed, 0 where none did, None where one took too long."""
+    """Run a job. Returns the exit code of the first rank that failed, 0 if none did, None if one exceeded the time limit."""
     context = multiprocessing.get_context("fork")
     sizes = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
@@ -99,7 +99,7 @@ def _run(
             if time.monotonic() > end_s:
                 return None
             if jobs in wait([jobs, *(process.sentinel for process in alive)], timeout=1.0):
-                raise EOFError  # whoever asked is gone: it sends nothing before it has its answer
+                raise EOFError  # the sender has ended: it sends nothing before it has its answer
         return next((process.exitcode for process in processes if process.exitcode), 0)
     finally:
         for process in processes:
@@ -110,7 +110,7 @@ def _run(
 
 
 def _end(process: BaseProcess) -> None:
-    """End a process and all that it has started: saving a checkpoint leaves a process behind."""
+    """End a process and all processes that it has started, such as the one that remains after saving a checkpoint."""
     assert process.pid is not None
     process.join(_PATIENCE_S)
     with contextlib.suppress(ProcessLookupError):
@@ -119,7 +119,7 @@ def _end(process: BaseProcess) -> None:
 
 
 def _be_rank(jobs: Connection, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
-    """Be the program. Its exit code is the process's, its error's traceback goes to the log."""
+    """Run a job's command as one rank, in this process. The exit code is the command's; a traceback goes to the log."""
     lifetime.end_with_parent()
     jobs.close()
     os.setpgrp()

@@ -1,4 +1,4 @@
-"""The schedule function Megatron calls: takes an iteration's plan and runs this rank's part of it."""
+"""The schedule function that Megatron calls, which runs this rank's part of an iteration's plan."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def forward_backward_elastic(
     """Run one iteration by its plan. The signature is that of Megatron's pipeline schedules.
 
     Args:
-        data_iterator: yields one `GlobalBatch` per call; of a list, one for each model chunk, the first one does.
+        data_iterator: yields one `GlobalBatch` per call; in a list with one iterator per model chunk, the first is used.
         model: the model chunk, or a list of all of this rank's.
-        num_microbatches: sequences per replica on average; how many a replica gets is the division's affair, and how they are
-            cut and packed the plan's.
-        forward_only: an evaluation step.
+        num_microbatches: sequences per replica on average. The division of the batch determines how many a replica gets, and
+            the plan how they are cut and packed.
+        forward_only: True for an evaluation step.
 
-    The others are taken as Megatron passes them; `forward_step_func` is not called, since a chunk is not a batch it knows, and
-    refused unless it is Megatron's own.
+    The others are as Megatron passes them. `forward_step_func` is not called, since it does not take chunks, and is refused
+    unless it is Megatron's own.
 
     Returns:
         on the last rank one report, ``{"lm loss": [sum, tokens]}``; elsewhere an empty list.
@@ -99,7 +99,7 @@ def _run(
     batch: GlobalBatch,
     report: IterationReport,
 ) -> GlobalBatch:
-    """Execute this rank's part of the batch's plan, and start the reduction of gradients. Returns the batch as it ran."""
+    """Run this rank's part of the batch's plan, and start the reduction of gradients. Returns the batch as it ran."""
     args = session.args
     reduction: Reduction | None = None
 
@@ -130,8 +130,9 @@ def _run(
 
 
 def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The loss report and the number of tokens, on the last rank, where Megatron looks for them; from wherever the last stage
-    is. Elsewhere None and 0.
+    """Return the loss report and the number of tokens on the last rank, where Megatron expects them; elsewhere None and 0.
+
+    They are broadcast if the last stage is on another rank.
     """
     placement, (any_stage, *_) = session.placement, session.stages.values()
     device = any_stage.message(1)[2]

@@ -1,4 +1,4 @@
-"""An iteration's figures for people: one line of Megatron's log, and its TensorBoard and W&B writers under ``epp/``."""
+"""Output of an iteration's figures: one line in Megatron's log, and its TensorBoard and W&B writers under ``epp/``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MS, _GIB = 1e3, 2**30
 
 
 def is_due(args: argparse.Namespace, iteration: int) -> bool:
-    """Whether Megatron's log, or a writer that the last rank has, shows an iteration; the same on all ranks."""
+    """True if Megatron's log, or a writer of the last rank, shows an iteration; the same on all ranks."""
     writes = bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
     return iteration % args.log_interval == 0 or (writes and iteration % args.tensorboard_log_interval == 0)
 
 
 def scalars(line: dict[str, Any]) -> dict[str, float]:
-    """Names and values for the writers.
+    """Return names and values for the writers.
 
     Args:
-        line: an iteration's figures as `IterationReport` puts them together, with a plan.
+        line: an iteration's figures as `IterationReport` collects them, with a plan.
     """
     found: dict[str, float] = {}
     for source in ("planned", "measured"):
@@ -57,7 +57,7 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 def write(line: dict[str, Any]) -> None:
-    """Hand the figures to whatever writers this rank has (Megatron gives them to the last)."""
+    """Pass the figures to this rank's writers (Megatron gives them to the last rank only)."""
     values, iteration = scalars(line), line["iteration"]
     if (tensorboard := global_vars.get_tensorboard_writer()) is not None:
         for name, value in values.items():
@@ -67,7 +67,7 @@ def write(line: dict[str, Any]) -> None:
 
 
 def log(line: dict[str, Any]) -> None:
-    """One line beside Megatron's own, on the last rank."""
+    """Print one line next to Megatron's own, on the last rank."""
     makespan, bubble = line["makespan_us"], line["bubble_fraction"]
     parts = [
         f"epp iteration {line['iteration']}",
@@ -93,7 +93,7 @@ def log(line: dict[str, Any]) -> None:
 
 
 def log_memory(account: Account, iteration: int) -> None:
-    """One line, on the last rank: the planned peaks, and what the highest is made of."""
+    """Print one line on the last rank with the planned peaks and the parts of the highest one."""
     peaks = [account.peak(rank) for rank in range(len(account.static))]
     highest = max(range(len(peaks)), key=lambda rank: peaks[rank].num_bytes)
     sizes = " ".join(f"{peak.num_bytes / _GIB:.3g}" for peak in peaks)
@@ -104,7 +104,7 @@ def log_memory(account: Account, iteration: int) -> None:
 
 
 def log_hint(text: str) -> None:
-    """One line, on the last rank: what would make the run faster."""
+    """Print one line on the last rank with a hint that would make the run faster."""
     print_rank_last(f"epp hint | {text}")
 
 

@@ -1,4 +1,4 @@
-"""When data-parallel gradient reduction starts."""
+"""Control of the time at which data-parallel gradient reduction starts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import torch
 
 
 class Reduction:
-    """Holds back the reduction of a rank's gradients, as a context manager around an iteration's actions.
+    """Context manager around an iteration's actions that delays the reduction of a rank's gradients.
 
-    Megatron sets `config.no_sync_func` where reduction may overlap with compute (`--overlap-grad-reduce`); otherwise nothing
-    happens here and finalisation reduces. Reduction is started in one of two ways. *By hooks*, bucket by bucket during the last
-    backward: on the first stage, where it is the rank's only one and weight gradients are not split, because no gradient is to
-    be sent behind it. *At once*, by the plan's `REDUCE`: everywhere else. A reduction that hooks started there would stand
-    ahead of the stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
+    Megatron sets `config.no_sync_func` if reduction may overlap with compute (`--overlap-grad-reduce`); otherwise this class
+    does nothing and finalisation reduces. Reduction is started in one of two ways. *By hooks*, bucket by bucket during the last
+    backward: on the first stage, if it is the rank's only one and weight gradients are not split, because no gradient has to be
+    sent after it. *At once*, by the plan's `REDUCE`: in all other cases. There, a reduction started by hooks would precede the
+    stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
 
-    Replicas must start the same reductions in the same order, and their plans differ. Lowering puts them last stage first.
+    Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
+    stage to the first.
 
     Args:
-        config: the model's.
+        config: the model's config.
         chunks: the rank's model chunks, by ascending stage.
-        has_first: the rank has the pipeline's first stage.
-        splits_weights: weight gradients may be apart from their backwards.
-        waits: nothing starts before `start`, which is to be called after the block.
+        has_first: True if the rank has the pipeline's first stage.
+        splits_weights: True if weight gradients may be split from their backwards.
+        waits: True if no reduction starts before `start`, which is to be called after the block.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Reduction:
         self._held.close()
 
     def before_last_gradient(self, index: int) -> None:
-        """Let hooks reduce where they do: chunk `index` is about to get its last gradients."""
+        """Release the hooks if reduction is by hooks: chunk `index` is about to get its last gradients."""
         if self._by_hooks:
             self._held.close()
 
@@ -60,13 +61,13 @@ class Reduction:
             self._starts[index](self._chunks[index].parameters())
 
     def start(self) -> None:
-        """Start what `waits` held back, last stage first."""
+        """Start the reductions that `waits` held back, last stage first."""
         for start, chunk in reversed(list(zip(self._starts, self._chunks, strict=False))):
             start(chunk.parameters())
 
 
 def _one_each(functions: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    """Megatron gives one function, or a list with one for every chunk, or None."""
+    """Return a function per chunk from Megatron's setting: one function, a list with one per chunk, or None (empty)."""
     if functions is None:
         return []
     return list(functions) if isinstance(functions, list) else [functions] * len(chunks)

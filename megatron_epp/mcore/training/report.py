@@ -1,4 +1,4 @@
-"""Planned beside measured: what each iteration was predicted to take and what it took."""
+"""Reports of planned and measured figures of each iteration."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ logger = logging.getLogger(__name__)
 LINES = "iterations.jsonl"
 
 _BATCHES = 10
-"""Logged iterations whose lengths say what sequences are like."""
+"""Number of logged iterations whose lengths are taken as typical of the run."""
 
 
 @dataclass(slots=True)
 class IterationReport:
-    """Collects one iteration's figures on every rank. The first writes them to `--epp-report-dir`; the last hands them to
-    Megatron's log and writers.
+    """Figures of one iteration, collected on every rank.
 
-    Without `--epp-report-dir`, only iterations that Megatron logs, or writes to a writer, are collected.
+    The first rank writes them to `--epp-report-dir`; the last passes them to Megatron's log and writers. Without that flag,
+    only iterations that Megatron logs, or writes to a writer, are collected.
     """
 
     session: Session
@@ -62,7 +62,7 @@ class IterationReport:
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
-        """Start an iteration. Evaluation is not reported."""
+        """Start the report of an iteration. Evaluation is not reported."""
         args = session.args
         if not forward_only:
             session.iteration += 1
@@ -73,7 +73,7 @@ class IterationReport:
 
     @contextlib.contextmanager
     def measuring(self, batch: GlobalBatch) -> Iterator[None]:
-        """Around everything that builds or frees graphs, in one try at the iteration. Forgets the try before."""
+        """Measure one attempt at the iteration: a context around all that builds or frees graphs. Resets earlier attempts."""
         self.batch, self.recorder, self.saved, self.offload = batch, Recorder(enabled=self.collects), None, None
         copies = () if batch.plan is None else batch.plan.copies
         if (self.session.args.epp_measure_memory or any(copies)) and not self.is_evaluation:
@@ -85,13 +85,13 @@ class IterationReport:
             yield
 
     def usage(self, static_bytes: int) -> Usage | None:
-        """Bytes in use on this rank now, if anybody counts."""
+        """Return the bytes currently in use on this rank; on a CPU they are known only if saved tensors are counted."""
         if self.saved is None or torch.cuda.is_initialized():
             return device_usage(static_bytes)
         return Usage(static_bytes + self.saved.held_bytes)
 
     def finish(self, loss: torch.Tensor | None) -> None:
-        """Gather the ranks' figures, log them, append a line to ``iterations.jsonl``, write plan and trace where asked for.
+        """Gather the ranks' figures, log them, append a line to ``iterations.jsonl``, and write plan and trace if requested.
 
         Args:
             loss: on the last rank ``[sum, tokens]``, None elsewhere.
@@ -131,7 +131,7 @@ class IterationReport:
             self._log(line)
 
     def _of_replicas(self, like: torch.Tensor) -> list[float] | None:
-        """The planned makespan of every replica; called by all replicas' last stages together."""
+        """Gather the planned makespan of every replica, in microseconds; a collective call of all replicas' last ranks."""
         if self.batch.plan is None:
             return None
         planned_us = like.new_tensor([self.batch.plan.predicted.makespan_us])
@@ -171,16 +171,16 @@ class IterationReport:
             writers.write(line)
 
     def _log_memory(self) -> None:
-        """Once per run, ahead of the first iteration's line: what the planned peaks are made of."""
+        """Log the parts of the planned peaks, once per run, before the first iteration's line."""
         session, plan = self.session, self.batch.plan
         if plan is not None and session.costs is not None and not session.memory_is_told:
             session.memory_is_told = True
             writers.log_memory(account_of(plan, session.costs), self.iteration)
 
     def _log_spread(self) -> None:
-        """Once per run, after a few iterations' lines: whether other layers on the stages would keep fewer ranks waiting.
+        """Log a hint if another division of layers among stages would reduce waiting, once, after `_BATCHES` iterations.
 
-        Nothing is said of models whose layers differ from each other.
+        Models whose layers differ from each other get no such hint.
         """
         session, plan = self.session, self.batch.plan
         if plan is None or session.costs is None or len(session.batches_seen) == _BATCHES:
@@ -233,7 +233,7 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
 
 
 def count_tokens(batch: GlobalBatch) -> None:
-    """Tell Megatron's throughput log the true lengths; it assumes `--seq-length` tokens per sequence otherwise."""
+    """Pass the true lengths to Megatron's throughput log, which otherwise assumes `--seq-length` tokens per sequence."""
     count = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
     if count is not None:  # before 0.18 Megatron has no way to tell it
         ends = torch.tensor([0, *accumulate(batch.lengths)], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Whether a run that goes on from a checkpoint takes its sequences in the order of the run that saved it."""
+"""Check that a resumed run draws its sequences in the order of the run that saved the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ logger = logging.getLogger(__name__)
 
 _DOCUMENTS = "epp_documents"
 _BEFORE_THE_FLAG = "truncate"
-"""What runs did before there was `--epp-documents`, whose checkpoints do not say."""
+"""Value of `--epp-documents` for checkpoints of runs before that flag existed, which do not record it."""
 
 
 def check_order(then: argparse.Namespace, now: argparse.Namespace) -> None:
-    """Compare what the order of sequences depends on. A checkpoint of a run without `--epp` is not compared.
+    """Compare the arguments that determine the order of sequences, unless the checkpoint is of a run without `--epp`.
+
+    Changes that only reorder the sequences cause a warning.
 
     Args:
         then: the arguments in the checkpoint.
-        now: the run's.
+        now: the run's arguments.
 
     Raises:
-        EppError: the sequences are others, so that those which the checkpoint counts as trained on have no meaning here.
+        EppError: the sequences differ, so that the checkpoint's count of sequences trained on has no meaning in this run.
     """
     if not getattr(then, "epp", False):
         return
@@ -49,7 +51,7 @@ def check_order(then: argparse.Namespace, now: argparse.Namespace) -> None:
 
 
 def checking_order(original: Callable[..., None]) -> Callable[..., None]:
-    """Megatron's `check_checkpoint_args`, which a run calls that goes on from a checkpoint, and with it `check_order`."""
+    """Wrap Megatron's `check_checkpoint_args`, which a resumed run calls, so that it calls `check_order` as well."""
 
     def check_checkpoint_args(checkpoint_args: argparse.Namespace, *rest: Any, **named: Any) -> None:
         from megatron.training import get_args

@@ -1,4 +1,4 @@
-"""`--epp-oom-retry`: a batch for which a rank ran out of memory is planned again below a lower cap, and runs once more."""
+"""Retry of a batch for which a rank ran out of memory, with a new plan below a lower cap (`--epp-oom-retry`)."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from megatron_epp.runtime.out_of_memory import Shortage
 logger = logging.getLogger(__name__)
 
 Attempt = Callable[[GlobalBatch, bool], Shortage | None]
-"""Runs a batch; the flag says whether to survive a lack of memory, which is then the answer."""
+"""Function that runs a batch. If the flag is True, it returns an out-of-memory error instead of raising it."""
 
 
 def run_twice_if_short(
     session: Session, models: Sequence[torch.nn.Module], batches: Any, batch: GlobalBatch, attempt: Attempt
 ) -> GlobalBatch:
-    """Run a batch, and where any rank of the job ran out of memory, put everything back, plan it anew and run it again.
+    """Run a batch; if any rank of the job ran out of memory, restore the state, plan the batch again and retry.
 
-    Every rank of the job must call this at the same point. Nothing may reduce gradients before it returns.
+    Every rank of the job must call this at the same point. Gradients must not be reduced before it returns.
 
     Args:
-        session: of this process.
-        models: its model chunks.
-        batches: where the batch came from: our iterator, inside what Megatron wraps around it to repeat iterations.
-        batch: to run.
-        attempt: runs it.
+        session: this process's session.
+        models: this rank's model chunks.
+        batches: source of the batch: our iterator, possibly inside the wrapper with which Megatron repeats iterations.
+        batch: the batch to run.
+        attempt: runs the batch.
 
     Returns:
-        the batch as it ran in the end: its plan is another one where it took two tries, and so may be the replica's share.
+        the batch as it finally ran. After a retry its plan is a new one, and the replica's share may differ.
 
     Raises:
-        EppError: nothing fits the lower cap.
-        RunError: the second try failed too.
+        EppError: no plan fits the lower cap.
+        RunError: the retry failed too.
     """
     before = Snapshot(models)
     shortage = attempt(batch, True)

@@ -1,4 +1,4 @@
-"""What lasts from iteration to iteration: costs, communicators, the stage, and how plans are made from lengths."""
+"""State that persists across iterations: costs, communicators, stages, and the planner that makes plans from lengths."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ from megatron_epp.runtime.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 _LEARNING_STEPS = 6
-"""Of learning costs, beside measuring times of each of a rank's stages."""
+"""Number of steps in learning costs, in addition to one per stage of a rank for measuring its times."""
 
 _LONGEST = 8
-"""Lengths that an error names."""
+"""Number of lengths that an error message lists."""
 
 
 class Session:
     """One process's share of an elastic training run.
 
-    Replicas (a data-parallel rank each) that share experts are a team; without expert parallelism each is one by itself. One
-    rank of every team plans for all of its ranks, in the background. It plans the team's shares of the global batch, which
-    every planning rank divides for itself from the same lengths, costs and caps. Made before the data iterators, whose plans
-    wait until `attach` has seen the model and knows its costs. Every rank of the job must make one at the same point.
+    Replicas (one per data-parallel rank) that share experts form a team; without expert parallelism every replica is a team of
+    its own. One rank of every team plans for all ranks of the team, in the background. It plans the team's shares of the global
+    batch, which every planning rank divides on its own from the same lengths, costs and caps. The session is created before the
+    data iterators, whose plans wait until `attach` has learned the model's costs. Every rank of the job must create its session
+    at the same point.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -65,20 +66,20 @@ class Session:
         self.teams, self._team_ranks = _teams()
         self.team = next(number for number, team in enumerate(self.teams) if self.replica in team)
         self.plans = dist.get_rank() == self._team_ranks[self.team][0]
-        """Whether this is the rank that plans: the first of its team."""
+        """True if this rank plans, which is the first rank of its team."""
         self.stages: dict[int, MegatronStage] = {}
-        """This rank's, by their number in the pipeline; empty before `attach`."""
+        """This rank's stages by their number in the pipeline; empty before `attach`."""
         self.links: Links | None = None
         self.costs: PipelineCosts | None = None
-        """Of the pipeline; None before `attach` and where nothing is planned."""
+        """Costs of the pipeline; None before `attach`, and if the schedule needs no plans."""
         self.host: HostMemory | None = None
-        """Where activations are offloaded to; None without --epp-offload."""
+        """Host memory that receives offloaded activations; None without --epp-offload."""
         self.plan_wait_us = 0.0
-        """How long the last batch was waited for."""
+        """Time spent waiting for the last batch, in microseconds."""
         self.retries = 0
-        """How many iterations have run a second time, below lower caps (`lower_caps`)."""
+        """Number of iterations retried below lower caps (`lower_caps`)."""
         self.memory_is_told = False
-        """Whether the log has said what the planned peaks are made of."""
+        """True once the parts of the planned peaks have been logged."""
         self.batches_seen: list[tuple[int, ...]] = []
         """Lengths of the first planned batches that were logged, on this replica."""
         self._learning: str | None = None  # the step of learning costs that is under way
@@ -127,9 +128,9 @@ class Session:
             self.host = HostMemory(device, host_cap) if offloads else None
 
     def _learn_costs(self, links: Links, host_cap: int) -> None:
-        """Costs and caps, from what all ranks find. A rank that is not there would let the others wait for ever.
+        """Learn costs and caps from the measurements of all ranks, under a time limit in case a rank never arrives.
 
-        A rank that waits for others does not know their steps, so it gives them the time of all: each may take the limit.
+        A rank that waits for others does not know their steps, so it waits for the sum of all steps' limits.
         """
         with self.watchdog.watch(self._what_it_learns, lambda: self._learning, self._learning_limit_s()):
             try:
@@ -140,7 +141,7 @@ class Session:
                 self._learning = None
 
     def _begin_planning(self, costs: PipelineCosts, caps: Sequence[int], host_caps: Sequence[int]) -> None:
-        """With the least caps of all replicas. Does nothing on a rank that does not plan."""
+        """Start the planner with the smallest caps of all replicas. Does nothing on a rank that does not plan."""
         if not self.plans:
             return
         assert self._planning_ranks is not None
@@ -166,7 +167,7 @@ class Session:
         )
 
     def plan_source(self, forward_only: bool) -> PlanSource:
-        """How this rank comes by plans, for training or for evaluation."""
+        """Return the source of this rank's plans, for training or for evaluation."""
 
         def make(lengths: tuple[int, ...]) -> PackedPlans:
             return self._plan(lengths, forward_only)
@@ -182,16 +183,16 @@ class Session:
         )
 
     def lower_caps(self, shortage: Shortage | None, cap_bytes: Sequence[int]) -> tuple[int, ...] | None:
-        """Where any rank of the job ran out of memory, lower the caps of all replicas' ranks with its stages, for good.
+        """Lower caps permanently if any rank of the job ran out of memory, on the ranks of all replicas with the same stages.
 
         Every rank of the job must call this at the same point, at the end of every iteration.
 
         Args:
-            shortage: this rank's.
-            cap_bytes: what the iteration's plan was made for, by pipeline rank.
+            shortage: this rank's out-of-memory error, if any.
+            cap_bytes: caps of the iteration's plan, by pipeline rank.
 
         Returns:
-            the caps from now on; None where no rank ran out.
+            the new caps; None if no rank ran out of memory.
         """
         assert self._all_ranks is not None
         found = from_each(None if shortage is None else (self.rank, shortage.cap_bytes), self._all_ranks)
@@ -205,7 +206,7 @@ class Session:
         return caps
 
     def close(self) -> None:
-        """End planning. Whoever still waits for a plan gets an error."""
+        """End planning. Any thread that still waits for a plan gets an error."""
         if self._planner is not None:
             self._planner.close()
 
@@ -237,7 +238,7 @@ class Session:
 
 
 def host_cap_bytes(args: argparse.Namespace) -> int:
-    """Host memory that this rank may take."""
+    """Return the bytes of host memory that this rank may use for offload."""
     if args.epp_host_memory_gb is not None:
         return int(args.epp_host_memory_gb * 2**30)
     limit, source = host_limit()
@@ -252,13 +253,13 @@ def host_cap_bytes(args: argparse.Namespace) -> int:
 def problem_of(
     args: argparse.Namespace, cap_bytes: tuple[int, ...], placement: tuple[int, ...], host_cap: int = UNLIMITED_BYTES
 ) -> Problem:
-    """What is to be planned for every batch, but for its lengths.
+    """Return the planning problem of every batch, without its lengths.
 
     Args:
         args: Megatron's arguments.
-        cap_bytes: of every pipeline rank; the least of any replica.
+        cap_bytes: cap of every pipeline rank; the smallest of any replica.
         placement: the rank of every stage.
-        host_cap: what every rank may have at the host.
+        host_cap: bytes of host memory that every rank may use.
     """
     return Problem(
         lengths=(),
@@ -270,7 +271,7 @@ def problem_of(
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    """What the `--epp-*` flags fix."""
+    """Return the planner options that the `--epp-*` flags set."""
     return Options(
         chunk_tokens=args.epp_chunk_tokens,
         slices=args.epp_slices,
@@ -284,7 +285,7 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def _teams() -> tuple[Teams, list[list[int]]]:
-    """The replicas that share experts, and the global ranks of each team. Every rank of the job must call this."""
+    """Return the replicas and the global ranks of each team (replicas that share experts). Every rank must call this."""
     mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -294,7 +295,7 @@ def _teams() -> tuple[Teams, list[list[int]]]:
 
 
 def _summary(lengths: tuple[int, ...]) -> str:
-    """``8 sequences of 39 to 7,172 tokens, 12,345 in all, the longest 7172, 3001, 988``."""
+    """Describe lengths: ``8 sequences of 39 to 7,172 tokens, 12,345 in all, the longest 7172, 3001, 988``."""
     longest = ", ".join(map(str, sorted(lengths, reverse=True)[:_LONGEST]))
     spread = f"{min(lengths, default=0):,} to {max(lengths, default=0):,} tokens"
     return f"{len(lengths)} sequences of {spread}, {sum(lengths):,} in all, the longest {longest}"
@@ -304,7 +305,7 @@ _session: Session | None = None
 
 
 def start(args: argparse.Namespace) -> Session:
-    """Make the process's session. The one before it, if any, ends."""
+    """Create the process's session. A previous one, if any, ends."""
     global _session
     end()
     strange = patching.unknown(fingerprints.RELIED_ON) if args.rank == 0 else []
@@ -323,7 +324,7 @@ def end() -> None:
 
 
 def current() -> Session:
-    """The process's session. Raises `EppError` when `start` was not called."""
+    """Return the process's session. Raises `EppError` if `start` was not called."""
     if _session is None:
         raise EppError("no elastic run was started: train through megatron.training.pretrain with --epp")
     return _session

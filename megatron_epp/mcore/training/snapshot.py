@@ -1,4 +1,4 @@
-"""What an iteration changes before its optimizer step, to be put back where nothing of it may count."""
+"""Snapshot of the state that an iteration changes before its optimizer step, so that the iteration can be undone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_epp.mcore.model.experts import logged_router_losses
 
 
 class Snapshot:
-    """Random states, the models' buffers and what routers have added up for the log, as they are now.
+    """Copy of the random states, the models' buffers and the sums that routers keep for the log.
 
-    Gradients are not copied, for they are as large as the model: an iteration begins without any, so they are zeroed.
+    Gradients are not copied, since they are as large as the model. An iteration begins without any, so they are zeroed.
 
     Args:
         models: this rank's model chunks, as Megatron wrapped them.
@@ -28,7 +28,7 @@ class Snapshot:
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     def restore(self) -> None:
-        """Put everything back, and gradients to zero. Outside the models' `no_sync`, which zeroing ends."""
+        """Restore the copied state and zero gradients. Call it outside the models' `no_sync`, which zeroing ends."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
         for key, values in logged_router_losses().items():

@@ -1,4 +1,4 @@
-"""The proof that a plan can run: complete, free of deadlock, in slice order, inside its memory, and true to its word."""
+"""Verification of a plan: complete, free of deadlock, in slice order, within its memory, and with consistent predictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Examined", "Violation", "check", "examine", "report"]
 
 
 class Examined(NamedTuple):
-    """Findings of `check` with what it made on the way; None for what it did not come to.
+    """Findings of `check` with its intermediate results; None for those that it did not reach.
 
     Attributes:
         faults: as `check` returns them.
@@ -34,27 +34,27 @@ class Examined(NamedTuple):
 
 
 def check(plan: Plan) -> list[Violation]:
-    """Find what is wrong with a plan; nothing when it is sound.
+    """Find the violations of a plan; an empty list if it is sound.
 
-    The questions build on each other, and a layer is only asked when those before it found nothing:
+    The checks build on each other, and each of the following is made only if those before it found nothing:
 
     1. tables have the right shapes and ranges;
-    2. every token is in exactly one chunk, and every action is there once, on its rank;
+    2. every token is in exactly one chunk, and every action occurs once, on its rank;
     3. the order is possible: no action before one it needs, no cycle across ranks, no crossed messages; and the lowered plan
        cannot hang, however launches queue on the devices (`launches`);
-    4. memory: nothing freed twice, early or never, no rank above its cap, or with more at the host than it may have, and no
-       more messages in flight than memory is set aside for;
-    5. what is predicted is what the simulator finds from the steps' own times and bytes, and no bound is above that; a plan
-       that predicts nothing (`Prediction.none`) passes.
+    4. memory: nothing freed twice, early or never, no rank above its cap or its host memory cap, and no more messages in
+       flight than memory is reserved for;
+    5. predictions equal what the simulator finds from the steps' own times and bytes, and the lower bound is not above that; a
+       plan without predictions (`Prediction.none`) passes.
 
     Returns:
-        every violation of the first layer that has any, each with rank, position and reason. It raises nothing.
+        every violation of the first check that has any, each with rank, position and reason. It raises nothing.
     """
     return examine(plan).faults
 
 
 def examine(plan: Plan) -> Examined:
-    """Run `check` and keep what it made."""
+    """Run `check` and return its findings with its intermediate results."""
     if faults := list(check_tables(plan)):
         return Examined(faults)
     if faults := [*check_tokens(plan), *check_presence(plan)]:

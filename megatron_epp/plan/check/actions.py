@@ -1,4 +1,4 @@
-"""The part of `check` that looks at the actions: each there once, in a possible order, messages uncrossed."""
+"""The part of `check` for actions: each occurs once, in a possible order, and messages do not cross."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from megatron_epp.plan.simulate import Playback
 
 
 def check_presence(plan: Plan) -> Iterator[Violation]:
-    """Every forward and backward exactly once and on its stage's rank; what is optional complete; nothing unknown."""
+    """Yield violations unless every forward and backward occurs exactly once and on its stage's rank, optional actions are
+    complete, and no action is unknown.
+    """
     seen: dict[Action, tuple[int, int]] = {}
     for in_copies, table in plan.tables:
         for rank, steps in enumerate(table):
@@ -40,7 +42,7 @@ def check_presence(plan: Plan) -> Iterator[Violation]:
 
 
 def _foreign(plan: Plan, rank: int, action: Action, in_copies: bool) -> str:
-    """Why an action may not stand where it stands; empty when it may."""
+    """Reason for which an action may not be in its list; empty if it may."""
     op, stage, chunk = action
     if op in LOWERED_OPS:
         return "a send, receive or release has no place in a plan: lowering adds them"
@@ -58,7 +60,7 @@ def _foreign(plan: Plan, rank: int, action: Action, in_copies: bool) -> str:
 
 
 def _offloads(plan: Plan, seen: dict[Action, tuple[int, int]]) -> Iterator[Violation]:
-    """An offload has its load, and both go with a share above zero."""
+    """Yield violations unless offload and load occur together and exactly with a share above zero."""
     has_copies = any(plan.copies)
     for stage, shares in enumerate(plan.offload_share):
         for c, share in enumerate(shares):
@@ -74,7 +76,7 @@ def _offloads(plan: Plan, seen: dict[Action, tuple[int, int]]) -> Iterator[Viola
 
 
 def check_order(plan: Plan, graph: Graph, played: Playback) -> list[Violation]:
-    """No action before one it needs in its own list, and no cycle across the lists (which would be a deadlock)."""
+    """Find actions listed before one that they need, and cycles across the lists, which are deadlocks."""
     faults = []
     ranks = plan.num_ranks
     for track, numbers in enumerate(graph.tracks):
@@ -103,7 +105,7 @@ def _deadlock(graph: Graph, number: int, need: int) -> Violation:
 
 
 def check_links(plan: Plan) -> Iterator[Violation]:
-    """Across every boundary between ranks, the receiver takes the chunks in the order in which the sender produces them.
+    """Yield violations unless, at every boundary between ranks, the receiver takes chunks in the order of the sender.
 
     Messages of one boundary never overtake each other: one that did would wait in memory that no step accounts for.
     Boundaries that share a link (looped placements put several on one) may interleave differently on both sides; lowering

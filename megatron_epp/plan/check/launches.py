@@ -1,6 +1,6 @@
-"""The proof that lowered rows cannot hang, however ranks queue and synchronise their launches.
+"""Verification that lowered rows cannot hang, however ranks queue and synchronise their launches.
 
-Ranks launch their rows in order. The proof assumes the strictest of machines: a launch starts when all earlier launches of its
+Ranks launch their rows in order. The proof assumes the strictest machine: a launch starts when all earlier launches of its
 rank have ended. Then a row is a chain, and a message, a reduction or an exchange is one event that stands in several rows at
 once. Rows are free of deadlock if and only if these chains can be merged, that is, have no cycle.
 
@@ -24,14 +24,14 @@ from megatron_epp.plan.check.violation import Violation
 Rows = Sequence[Sequence[Action]]
 
 _Event = tuple[Op, int, int, int]
-"""Name of what several rows take part in: operation, stage, chunk, and the replica whose own it is, or -1."""
+"""Key of an event shared by several rows: operation, stage, chunk, and its replica, or -1 if all replicas take part."""
 
 _LOCKSTEP = (Op.F, Op.B, Op.R)
 """Operations in which layers with experts exchange tokens between replicas."""
 
 
 class _Side(NamedTuple):
-    """A side of a message: the operation that names the message, and how far its receiving stage is from the action's."""
+    """A side of a message: the operation that names the message, and the offset of its receiving stage from the action's."""
 
     message: Op
     step: int
@@ -54,11 +54,11 @@ class Place(NamedTuple):
 
 
 def blocked(replicas: Sequence[Rows], lockstep: bool = False) -> list[Place]:
-    """Find launches that wait for each other; nothing where all rows run to their ends.
+    """Find launches that wait for each other; an empty list if all rows run to their ends.
 
     Args:
         replicas: the rows of `lower` of each data-parallel replica of one pipeline: reductions join them.
-        lockstep: the replicas share experts: every forward, backward and recompute joins them too.
+        lockstep: the replicas share experts, so every forward, backward and recompute joins them too.
 
     Returns:
         the launches of a cycle, each waiting for the next one and the last for the first, or the one launch whose partner is
@@ -86,7 +86,7 @@ def blocked(replicas: Sequence[Rows], lockstep: bool = False) -> list[Place]:
 
 
 def check_launches(replicas: Sequence[Rows], lockstep: bool = False) -> Iterator[Violation]:
-    """Yield a violation that names the cycle where lowered rows can hang. Arguments as `blocked` takes them."""
+    """Yield a violation that names the cycle if lowered rows can hang. Arguments as for `blocked`."""
     cycle = blocked(replicas, lockstep)
     if not cycle:
         return
@@ -100,7 +100,7 @@ def check_launches(replicas: Sequence[Rows], lockstep: bool = False) -> Iterator
 
 
 def _events(row: Sequence[Action], replica: int, lockstep: bool) -> list[tuple[_Event, int]]:
-    """The launches of a row that join it with others, each with its position. All sides of an event name it alike."""
+    """Return the events that a row shares with other rows, each with its position. All sides of an event have the same key."""
     found: list[tuple[_Event, int]] = []
     for position, (op, stage, chunk) in enumerate(row):
         if (side := _SIDES.get(op)) is not None:
@@ -111,7 +111,7 @@ def _events(row: Sequence[Action], replica: int, lockstep: bool) -> list[tuple[_
 
 
 def _merge(rows: Sequence[Sequence[tuple[_Event, int]]], parties: Mapping[_Event, int]) -> list[int]:
-    """Run all rows as far as they go; how many of its events each has passed."""
+    """Run all rows as far as possible and return the number of events that each has passed."""
     at, waiting = [0] * len(rows), dict[_Event, list[int]]()
     ready = list(range(len(rows)))
     while ready:

@@ -1,10 +1,9 @@
-"""The proof that plans of replicas that share experts can run side by side.
+"""Verification that plans of replicas that share experts can run in lockstep.
 
 Every forward and backward of a layer with experts exchanges tokens with the other replicas, and so does every recompute. So at
 every step all of them must be in the same kind of action on the same stage, and recompute the same layers in it. Weight
-gradients, copies, and keys and values at the host exchange nothing and may differ. But weight gradients and times change when
-messages are received among the exchanges, and where replicas differ in that they may wait for each other: `launches` looks for
-it.
+gradients, copies and KV offload exchange nothing and may differ. But weight gradients and times change when messages are
+received among the exchanges, and replicas that differ in this may wait for each other: `launches` checks for it.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _EXCHANGING = (Op.F, Op.B, Op.R)
 
 
 def check_matched(plans: Sequence[Plan]) -> list[Violation]:
-    """Find every way in which plans do not match the first; nothing when they all do.
+    """Find every violation of lockstep between the first plan and the others; an empty list if all can run together.
 
     Args:
-        plans: one of each replica, each sound by itself (`check`).
+        plans: one per replica, each sound by itself (`check`).
 
     Returns:
         violations whose `rank` and `position` are those of the replica that the reason names.
@@ -65,7 +64,7 @@ def _order(
 
 
 def _exchanging(plan: Plan, rank: int) -> list[tuple[int, Action]]:
-    """Positions and actions of a rank in which layers run."""
+    """Positions and actions of a rank that run layers, and so exchange tokens."""
     if rank >= plan.num_ranks:
         return []
     return [(position, action) for position, action in enumerate(plan.actions(rank)) if action.op in _EXCHANGING]

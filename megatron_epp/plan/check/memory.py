@@ -1,4 +1,4 @@
-"""The part of `check` that follows the bytes: nothing freed twice, early or never, and no rank above its cap."""
+"""The part of `check` for memory: nothing freed twice, early or never, and no rank above its cap."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_epp.plan.simulate import Timeline
 
 
 def check_memory(timeline: Timeline) -> Iterator[Violation]:
-    """Replay every allocation and release in the order of the simulated times.
+    """Replay every allocation and release in the order of the simulated times, and yield violations.
 
     Bytes are followed per stage and per chain of slices: the slices of a sequence share its keys and values, so one slice may
-    free what another allocated; all other chunks stand alone.
+    free what another allocated; all other chunks are independent.
     """
     plan = timeline.plan
     chains = _chains(plan)
@@ -76,7 +76,7 @@ def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Viola
 
 
 def _copies(plan: Plan) -> Iterator[Violation]:
-    """A load brings back as many bytes as its offload took away, and neither does anything else."""
+    """Yield violations unless a load allocates as many bytes as its offload frees, and neither changes memory otherwise."""
     for rank, steps in enumerate(plan.copies):
         moved = {step.action: step.free_bytes for step in steps if step.action.op is Op.O}
         for position, step in enumerate(steps):
@@ -90,7 +90,7 @@ def _copies(plan: Plan) -> Iterator[Violation]:
 
 
 def _chains(plan: Plan) -> list[int]:
-    """For every chunk, the one that holds the first slice of its long sequence; itself when it holds no slice."""
+    """Return, for every chunk, the chunk that holds the first slice of its long sequence; itself if it holds no slice."""
     links = slice_neighbours(plan.chunks)
     first = list(range(len(plan.chunks)))
     for chunk, before in enumerate(links.previous):

@@ -1,8 +1,8 @@
-"""The part of `check` that holds what a plan predicts of itself against its simulation: reports and logs print these numbers.
+"""The part of `check` that compares a plan's predictions, which reports and logs print, with its simulation.
 
-The simulation goes by the plan's own times and bytes. So what holds is that the numbers follow from the steps, not that a
-machine takes as long: times and bytes of the steps, layers of the stages and static bytes are the planner's word, of which only
-the range is checked. Of the lower bound no more is checked than that it is not above the makespan.
+The simulation uses the plan's own times and bytes. So the check proves that the numbers follow from the steps, not that a
+machine takes as long: times and bytes of the steps, layers of the stages and static bytes are the planner's estimates, of which
+only the range is checked. Of the lower bound it is only checked that it is not above the makespan.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from megatron_epp.plan.simulate import Timeline
 
 
 def check_predicted(timeline: Timeline) -> Iterator[Violation]:
-    """Makespan, bubble and peaks are the simulator's, the bound is not above the makespan. `Prediction.none` says nothing."""
+    """Yield violations unless makespan, bubble and peaks equal the simulator's, and the lower bound is at most the makespan.
+
+    A plan without predictions (`Prediction.none`) has none.
+    """
     plan, predicted = timeline.plan, timeline.plan.predicted
     if predicted == Prediction.none(plan.num_ranks):
         return
     makespan_us, bubble = timeline.makespan_us, timeline.bubble_fraction
     noise_us = NOISE * makespan_us
-    # `not <=` in the place of `>`: what is not a number is a fault too.
+    # `not <=` instead of `>`: NaN is a fault too.
     if not abs(predicted.makespan_us - makespan_us) <= noise_us:
         yield _fault(f"predicted.makespan_us is {predicted.makespan_us}; the simulator finds {makespan_us}")
     if not 0.0 <= predicted.lower_bound_us <= makespan_us + noise_us:

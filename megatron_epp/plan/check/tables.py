@@ -1,4 +1,4 @@
-"""The part of `check` that looks at the tables of a plan: shapes, ranges, and every token in exactly one chunk."""
+"""The part of `check` for the tables of a plan: shapes, ranges, and every token in exactly one chunk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.plan.plan import AnyStep, Plan
 
 NOISE = 1e-9
-"""Sums of times may differ by this share of them: they are added in another order."""
+"""Largest relative difference between equal sums of times that are added in another order."""
 
 
 def check_tables(plan: Plan) -> Iterator[Violation]:
-    """Shapes and ranges of everything but the chunk table. The rest of `check` indexes freely once these hold."""
+    """Yield violations of shapes and ranges, for everything but the chunk table. Later checks index without testing again."""
     for reason in (
         *_shapes(plan),
         *_sizes(plan),
@@ -33,10 +33,11 @@ def check_tables(plan: Plan) -> Iterator[Violation]:
 
 
 def check_tokens(plan: Plan) -> Iterator[Violation]:
-    """Every token in exactly one chunk, at most one slice per chunk, it first, and its end a multiple of the padding.
+    """Yield violations unless every token is in exactly one chunk and every chunk has at most one slice, at its beginning,
+    whose end is a multiple of the padding.
 
-    A sequence's last slice ends where the sequence does. All others fill whole multiples, so that no padding comes between two
-    slices of a sequence.
+    A sequence's last slice ends with the sequence. All others fill whole multiples, so that no padding is between two slices of
+    a sequence.
     """
     held: list[list[tuple[int, int, int]]] = [[] for _ in plan.lengths]
     for c, chunk in enumerate(plan.chunks):
@@ -68,7 +69,7 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
 
 
 def check_hosted(plan: Plan) -> Iterator[Violation]:
-    """What is at the host is of sequences that are cut, once on each stage."""
+    """Yield violations unless KV offload is of sliced sequences, at most once per stage and sequence."""
     slices, seen = slices_of(plan), set()
     for stage, sequence, *sizes in plan.hosted:
         name = f"keys and values of sequence {sequence} at the host of stage {stage}"
@@ -188,9 +189,9 @@ def _choices(plan: Plan) -> Iterator[str]:
 
 
 def _recompute_times(plan: Plan) -> Iterator[str]:
-    """Recompute is a part of the backward's time, or of that of the action that runs it ahead of the backward.
+    """Yield faults unless recompute time is within the time of the backward, or of the action that recomputes before it.
 
-    Layers may recompute in no time: plans without costs say so of every pass, and so do costs of what is too short to measure.
+    Recompute may take no time: plans without costs have zero for every pass, and so have parts too short to measure.
     """
     took_us: dict[tuple[int, int], float] = {}
     for op in (Op.B, Op.R):

@@ -1,4 +1,4 @@
-"""What `check` finds, and how it is shown."""
+"""Violations found by `check`, and their text form."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Violation:
     """One fault of a plan.
 
     Attributes:
-        rank: whose list it is in; None for a fault of the tables.
-        position: where in that list; None for what is in no list.
-        action: what is at fault; None when it is no action.
+        rank: rank of the list with the fault; None for a fault of the tables.
+        position: index in that list; None for a fault that is in no list.
+        action: the action at fault; None if it is not an action.
         reason: one line, with the numbers.
         in_copies: `position` counts in `plan.copies[rank]` instead of `plan.ranks[rank]`.
     """
@@ -41,11 +41,11 @@ class Violation:
 
 
 def report(plan: Plan, violations: Sequence[Violation]) -> str:
-    """The grid with an arrow under each fault. Long rows are cut to the neighbourhood of the fault.
+    """Format the grid with an arrow under each fault. Long rows are cut to the neighbourhood of the fault.
 
     Args:
-        plan: what was checked.
-        violations: what `check` found; none gives one line that says that the plan is sound.
+        plan: the checked plan.
+        violations: findings of `check`; if empty, the result is one line that says that the plan is sound.
     """
     if not violations:
         return f"sound: {plan.num_ranks} ranks, {plan.num_stages} stages, {len(plan.chunks)} chunks\n"
@@ -62,7 +62,7 @@ def report(plan: Plan, violations: Sequence[Violation]) -> str:
 
 
 def _row(head: str, steps: Sequence[AnyStep], faults: Sequence[Violation]) -> list[str]:
-    """A rank's line, whole when it is short; otherwise one cut per fault, or nothing when it has none."""
+    """Lines of a rank: the whole row if it is short; otherwise one cut per fault, or none without faults."""
     words = [str(step.action) for step in steps]
     if len(words) <= 4 * _AROUND:
         return [" ".join([head, *words]), *(_arrow(head, words, f.position or 0, f.reason) for f in faults)]

@@ -1,4 +1,4 @@
-"""What the baselines share: the fastest of several candidates under the memory caps, judged as every planner's are."""
+"""Comparison of a baseline's candidates: the fastest under the memory caps, judged by the rules for every planner."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MOST_CHUNKS = 1024
 
 
 class Contest:
-    """Candidates for one batch: the fastest that fits so far, and what the least demanding would need where none fits."""
+    """Candidates for one batch: the fastest that fits so far, and where none fits the smallest cap that would suffice."""
 
     def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
-        """Raises `PlanError` when the placement is not one stage per rank in order, which is all the baselines know."""
+        """Raise `PlanError` if the placement is not one stage per rank in order, the only one that the baselines support."""
         require_straight(problem, options)
         self.problem, self.costs, self.options = problem, costs, options
         self.best: Decisions | None = None
@@ -35,7 +35,7 @@ class Contest:
         return tabulate(chunks, self.problem, self.costs)
 
     def enter(self, made: Decisions, tables: Tables) -> bool:
-        """Judge a candidate. True when it fits the caps, whether or not it is the fastest."""
+        """Judge a candidate. True if it fits the caps, whether or not it is the fastest."""
         if not self.fits(made.order, tables, made.layers):
             return False
         took_us = makespan_us(made.order, tables, made.layers)
@@ -44,7 +44,13 @@ class Contest:
         return True
 
     def fits(self, order: Order, tables: Tables, layers: Layers) -> bool:
-        """Whether every rank stays under its cap; if not, what it takes is remembered for the error."""
+        """Return True if every rank stays under its cap; otherwise record the largest peak for the error message.
+
+        Args:
+            order: the actions of every rank.
+            tables: times and sizes of the chunks.
+            layers: recomputed layers ``[stage][chunk]``.
+        """
         peaks = peaks_bytes(order, tables, layers)
         if all(peak <= cap for peak, cap in zip(peaks, self.problem.cap_bytes, strict=True)):
             return True
@@ -52,11 +58,20 @@ class Contest:
         return False
 
     def would_do(self, cap: int) -> None:
-        """Note that some candidate fits under this cap."""
+        """Record a cap, in bytes per rank, under which some candidate fits."""
         self.needed_bytes = min(cap, self.needed_bytes or cap)
 
     def enter_uniform(self, chunks: tuple[Chunk, ...], order: Order, token_multiple: int | None = None) -> bool:
-        """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for."""
+        """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for.
+
+        Args:
+            chunks: the chunk table.
+            order: the actions of every rank.
+            token_multiple: chunks are padded to a multiple of this; None for the problem's own.
+
+        Returns:
+            True if some number of layers fits the caps.
+        """
         problem = self.problem if token_multiple is None else replace(self.problem, token_multiple=token_multiple)
         tables = tabulate(chunks, problem, self.costs)
         fixed = 0 if problem.forward_only else self.options.recompute
@@ -75,12 +90,12 @@ class Contest:
 
 
 def uniform_layers(tables: Tables, count: int) -> Layers:
-    """The same number of layers in every chunk, or all where a stage has fewer."""
+    """Return the same number of recomputed layers for every chunk, or all layers where a stage has fewer."""
     return [[min(count, most)] * len(tables.message_us) for most in tables.num_layers]
 
 
 def own_recompute_only(options: Options) -> None:
-    """Raises `PlanError` when the user fixed the recompute that a planner is there to choose."""
+    """Raise `PlanError` if the user fixed the recompute that a planner chooses itself."""
     if options.recompute != "auto":
         raise PlanError(
             f"planner {options.planner!r} chooses recompute itself; it cannot take {options.recompute} layers "

@@ -1,4 +1,4 @@
-"""Chunk tables of replicas that run in step: as many chunks in each, and the k-th of all about equally long."""
+"""Chunk tables of lockstep replicas: equally many chunks in each, and the k-th of all about equally long."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Aligned:
 
     @property
     def skeleton(self) -> tuple[Chunk, ...]:
-        """A table with these runs as the slices of one sequence each: what schedules order all replicas by."""
+        """A table with these runs as the slices of one sequence each: schedules order all replicas by it."""
         return tuple(Chunk((Segment(run, at, at + 1),)) for run, size in enumerate(self.runs) for at in range(size))
 
 
@@ -89,7 +89,7 @@ def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
 
 
 def _middle(chunk: Chunk, multiple: int) -> int:
-    """Where a chunk's only segment can be cut; 0 where it is too short."""
+    """Token at which to cut a chunk's only segment, a multiple of the padding from its start; 0 if it is too short."""
     _, start, end = chunk.segments[0]
     middle = start + max(multiple, (end - start) // 2 // multiple * multiple)
     return middle if middle < end else 0

@@ -18,11 +18,11 @@ MOST_CHUNKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Grain:
-    """How fine to cut.
+    """Granularity of a chunk table.
 
     Attributes:
-        slices: of the longest sequence.
-        time_us: aimed at for a chunk, its fixed part apart.
+        slices: number of slices of the longest sequence.
+        time_us: time aimed at for a chunk, without its fixed part.
     """
 
     slices: int
@@ -100,8 +100,10 @@ class Chunker:
         return Grain(slices, longest_us / slices if slices > 1 or not chunks else max(longest_us, self.total_us / chunks))
 
     def evener(self, grain: Grain) -> Chunker:
-        """The same with a token cap of twice what slices of the longest sequence have on average. Slices of equal time are
-        uneven in tokens, and so in the memory of their passes: the first of a very long sequence are many times as long.
+        """The same with a token cap of twice the mean tokens of the slices of the longest sequence.
+
+        Slices of equal time are uneven in tokens, and so in the memory of their passes: the first of a very long sequence are
+        many times as long.
         """
         multiple = self.problem.token_multiple
         even = round_up(-(-2 * max(self.problem.lengths) // grain.slices), multiple)

@@ -1,4 +1,4 @@
-"""Packing whole short sequences into chunks and beside tail slices (InfiniPipe, Algorithm 1)."""
+"""Packing of whole short sequences into chunks of their own and chunks with tail slices (InfiniPipe, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Item(NamedTuple):
-    """A whole sequence, or a tail slice, with what it costs apart from a chunk's fixed part."""
+    """A whole sequence, or a tail slice, with its time and tokens, without a chunk's fixed part."""
 
     time_us: float
     tokens: int
@@ -92,7 +92,7 @@ class _Shelf:
         return None
 
     def least_time_us(self, item: Item) -> float | None:
-        """Of the buckets with token room for the item, all parked ones looked at again."""
+        """Return the least time of a bucket with token room for the item, after reopening all parked ones; None if none has."""
         for number in self.parked:
             insort(self.open, (self.buckets[number].ratio, number))
         self.parked.clear()

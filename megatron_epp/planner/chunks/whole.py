@@ -19,7 +19,7 @@ from megatron_epp.planner.problem import Problem
 MOST_WHOLE = 3
 """Longest sequences that are tried whole together."""
 CHUNKS_PER_STAGE = (2, 4, 8, 16)
-"""Grains of the sequences beside them."""
+"""Chunks per rank that are tried for the sequences that stay sliced."""
 
 
 def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Iterator[tuple[Chunk, ...]]:
@@ -50,7 +50,7 @@ def plainly(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
 
 
 def _middle(chunks: tuple[Chunk, ...]) -> int:
-    """Where the second half of the batched chunks begins."""
+    """Index of the first chunk in the second half of the batched chunks; the end of the table if there are none."""
     groups = slice_groups(chunks)
     batched = [group.start for group in groups if len(group) == 1]
     return batched[len(batched) // 2] if batched else len(chunks)

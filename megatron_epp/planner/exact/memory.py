@@ -1,8 +1,8 @@
 """Live bytes in the oracle's program: the account that the steps of a plan carry, as rows.
 
-A moment is the start of an action. What is live then depends on who has run and on the layers they recompute; at the start of
-a backward comes what it needs itself. All of that is exact: a product of a literal and a number of layers is a variable of its
-own, and so is whether a chunk recomputes all its layers. Nothing is copied to the host.
+A moment is the start of an action. The live bytes then depend on the actions that have run and on the layers they
+recompute; at the start of a backward its own needs are added. All of that is exact: a product of a literal and a number of
+layers is a variable of its own, and so is the fact that a chunk recomputes all its layers. Nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What has happened on a rank, as literals by chunk.
+    """State of a rank at one moment, as literals by chunk.
 
     Attributes:
         forward: the forward has started.
         backward: the backward has ended.
-        weight: so has the weight gradient, where it is an action of its own; else as `backward`.
+        weight: the weight gradient has ended, where it is an action of its own; else the same as `backward`.
     """
 
     forward: Literals
@@ -111,7 +111,13 @@ class Memory:
         return Moment([ran(Op.F, c) for c in self.size], backward, weight)
 
     def limit(self, s: int, moment: Moment, needs: Sequence[Linear]) -> None:
-        """What is live at a moment, and each of the needs beside it for itself, fit the cap."""
+        """Add rows by which the live bytes at a moment, together with each need on its own, fit the cap.
+
+        Args:
+            s: the stage.
+            moment: the state of its rank.
+            needs: bytes above the live ones, as shares of the cap; not needed at the same time.
+        """
         live = self._plain(s, moment)
         tight = [need for need in needs if self.model.highest(live + need) > self.room]
         if not tight:
@@ -121,7 +127,7 @@ class Memory:
             self.model.at_most(live + need, self.room)
 
     def _plain(self, s: int, moment: Moment) -> Linear:
-        """What is live at a moment if nothing recomputes."""
+        """Live bytes at a moment without any recompute, as a share of the cap."""
         kept, opened, net, stays = (
             self.sizes[name][s] for name in ("activation", "forward_alloc", "backward_net", "weight_bytes")
         )
@@ -134,7 +140,7 @@ class Memory:
         return total(parts)
 
     def _relief(self, s: int, moment: Moment) -> Iterator[Linear]:
-        """What chunks that are alive do not keep because they recompute."""
+        """Yield the bytes that recompute saves on each chunk that is alive, as shares of the cap."""
         most = float(self.tables.num_layers[s])
         for c in self.size:
             begun, ended, layers = moment.forward[c], moment.backward[c], self.layers[s][c]
@@ -150,11 +156,11 @@ class Memory:
             yield saved * relief
 
     def kept(self, s: int, c: int) -> Linear:
-        """What a chunk keeps from forward to backward."""
+        """Bytes that a chunk keeps from forward to backward, as a share of the cap."""
         return self.sizes["activation"][s][c] - self.sizes["saved"][s][c] * self.layers[s][c]
 
     def needs(self, s: int, c: int) -> list[Linear]:
-        """What a backward needs above what is live when it starts: see `kernels.memory.risen`; the largest counts."""
+        """List the bytes a backward may need above those live at its start; the largest counts (see `kernels.memory.risen`)."""
         if (s, c) not in self._needs:
             self._needs[s, c] = list(self._needs_of(s, c))
         return self._needs[s, c]

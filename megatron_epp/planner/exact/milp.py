@@ -55,11 +55,11 @@ class Linear:
         return not self.terms and self.constant == 1.0
 
     def value(self, values: Sequence[float]) -> float:
-        """What it comes to in a solution."""
+        """Value of the expression in a solution."""
         return self.constant + sum(factor * values[variable] for variable, factor in self.terms.items())
 
     def holds(self, values: Sequence[float]) -> bool:
-        """Whether a literal is true in a solution."""
+        """Return True if a literal is true in a solution."""
         return self.value(values) > 0.5
 
 
@@ -82,7 +82,7 @@ def total(parts: Iterable[Linear | float]) -> Linear:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What the solver found.
+    """Result of a solve.
 
     Attributes:
         values: of every variable, or None where no solution was found in time.
@@ -123,7 +123,7 @@ class Model:
         return self.variable(0.0, 1.0, integer=True)
 
     def highest(self, expression: Linear) -> float:
-        """No solution gives an expression a higher value, as far as the ranges of its variables tell."""
+        """Upper bound on the value of an expression, from the ranges of its variables."""
         parts = (
             factor * (self.upper if factor > 0.0 else self.lower)[variable] for variable, factor in expression.terms.items()
         )

@@ -1,7 +1,7 @@
-"""The integer program of the oracle: order, recompute and weight gradients of their own, of a small chunk table.
+"""Integer program of the oracle: order, recompute and split weight gradients of a small chunk table.
 
 Times are in units of the horizon and bytes in units of the cap, so that the solver's tolerances mean the same in every case.
-The parts: who comes first (`Orders`), when everything starts (here), what is live then (`Memory`).
+The parts: precedence (`Orders`), start times (here) and live bytes (`Memory`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OracleModel:
     """One case as an integer program.
 
     Attributes:
-        orders: the literals of who comes before whom.
+        orders: the literals of precedence.
         layers: recomputed layers ``[stage][chunk]``.
         start, took: of every action, by stage and item.
         makespan: the objective.
@@ -115,7 +115,7 @@ class OracleModel:
     def _loads(self) -> None:
         """Cuts: before an action starts its rank has run all that comes before it, and after it all that comes after.
 
-        The first action of a rank is the forward that is first on all; the last, weight gradients of their own apart, the
+        The first action of a rank is the forward that is first on all; the last, split weight gradients excluded, the
         backward that is last on all.
         """
         w, at_least = self.windows, self.model.at_least
@@ -163,7 +163,7 @@ class OracleModel:
         self.model.at_least(self.makespan - self.end(s, item) - later - behind - mine)
 
     def _extremes(self, op: Op) -> list[Linear]:
-        """For every chunk, whether its forward is first of all, or its backward last of all."""
+        """Create an indicator per chunk that its forward is first of all, or its backward last of all; they sum to one."""
         before, model = self.orders.before[0], self.model
         found: list[Linear] = []
         for c in self.size:

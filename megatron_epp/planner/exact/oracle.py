@@ -21,18 +21,18 @@ from megatron_epp.planner.tables import Tables, tabulate
 SPARE = 1e-5
 """Share of the caps kept free where the solver's answer is above one by less than its tolerance."""
 EASIER_SHARE = 0.3
-"""Of the time limit, what goes to the same case with whole backwards."""
+"""Share of the time limit spent on the same case with whole backwards."""
 TOLERANCE = 1e-6
 """Makespans closer than this, relative, are the same to the solver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """What the oracle knows of a chunk table.
+    """Result of the oracle for a chunk table.
 
     Attributes:
         decisions: the best found, or None when none was found in time.
-        makespan_us: of the decisions; infinite without.
+        makespan_us: makespan of the decisions; infinite without them.
         bound_us: no decisions for these chunks are faster under these caps (up to the solver's tolerance).
         optimal: bound and makespan are the same.
     """
@@ -58,7 +58,7 @@ def oracle(
     plan's steps carry. With `options.split_weight` also over which weight gradients are actions of their own and when they run.
     It knows whole layers only, and no copies to the host.
 
-    What it takes grows steeply: 3 stages with 6 chunks are seconds, 4 with 8 minutes; with weight gradients, 2 with 3.
+    The time it takes grows steeply: 3 stages with 6 chunks are seconds, 4 with 8 minutes; with weight gradients, 2 with 3.
 
     Args:
         chunks: the chunk table.
@@ -100,7 +100,7 @@ def oracle(
 
 
 def _easier(options: Options) -> Options | None:
-    """The same with one freedom less; None where nothing is left but order and recompute."""
+    """Options with one degree of freedom less; None if only order and recompute are left."""
     return replace(options, split_weight=False) if options.split_weight else None
 
 
@@ -112,7 +112,10 @@ def _without(
     start: Decisions | None,
     time_limit_s: float | None,
 ) -> Decisions | None:
-    """The best with one freedom less, or the start where that is better: solved in little time, it makes the rest easier."""
+    """Find the best decisions with one degree of freedom less, or `start` if that is better.
+
+    This takes little time and gives the full program a shorter horizon.
+    """
     share_s = None if time_limit_s is None else time_limit_s * EASIER_SHARE
     try:
         return oracle(chunks, problem, costs, easier, start=start, time_limit_s=share_s).decisions
@@ -122,7 +125,7 @@ def _without(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What the program is written from."""
+    """Inputs of one integer program."""
 
     chunks: tuple[Chunk, ...]
     tables: Tables
@@ -159,7 +162,7 @@ class _Case:
 
 
 def _makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:
-    """Of the plan; infinite where it does not pass `check`, or there is none."""
+    """Makespan of the plan, in microseconds; infinite if it does not pass `check` or there are no decisions."""
     if made is None:
         return math.inf
     try:

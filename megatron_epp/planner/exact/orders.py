@@ -1,4 +1,4 @@
-"""Who comes before whom on every rank, as literals of the oracle's program.
+"""Precedence of the actions on every rank, as literals of the oracle's program.
 
 Chunks cross no boundary out of turn (`check` forbids it), so all ranks run their forwards in one order and their backwards in
 one order: those literals are shared. How the two interleave, and where weight gradients of their own run, is a matter of each
@@ -20,17 +20,17 @@ from megatron_epp.planner.tables import Tables
 Pairs = dict[tuple[Item, Item], Linear]
 
 ROUNDING = 1e-9
-"""Of times added up in another order."""
+"""Tolerance for sums of the same times in different orders."""
 
 
 class Orders:
-    """The literals and the rows that make them an order.
+    """Literals of precedence, and the rows that make them an order.
 
     Attributes:
         items: the actions of every stage.
-        before: for every stage and pair of its actions, whether the first runs before the second.
-        split: ``[stage][chunk]``, whether the weight gradient is an action of its own. Where it may be but is not, its item
-            is there all the same, takes no time and follows its backward at once.
+        before: for every stage and pair of its actions, a literal that the first runs before the second.
+        split: ``[stage][chunk]``, a literal that the weight gradient is an action of its own. Where it may be but is not, its
+            item is there all the same, takes no time and follows its backward at once.
     """
 
     def __init__(self, model: Model, chunks: Sequence[Chunk], tables: Tables, windows: Windows) -> None:
@@ -52,7 +52,7 @@ class Orders:
     def _shared(self) -> Pairs:
         """One literal for the forwards and one for the backwards of two chunks.
 
-        Settled for slices of one sequence, for forwards of chunks that are alike in everything, and where one of the two ways
+        Settled for slices of one sequence, for forwards of chunks that are equal in everything, and where one of the two ways
         takes longer than the horizon.
         """
         root = _roots(self.chunks)
@@ -155,7 +155,7 @@ def _enter(table: Pairs, a: Item, b: Item, literal: Linear) -> None:
 
 
 def _roots(chunks: Sequence[Chunk]) -> list[int]:
-    """For every chunk, the one with the first slice of its sequence; itself where nothing is sliced."""
+    """Map every chunk to the chunk with the first slice of its sequence, or to itself if it is not sliced."""
     previous = slice_neighbours(chunks).previous
     roots = list(range(len(chunks)))
     for c in range(len(chunks)):

@@ -27,7 +27,7 @@ MOST_CHUNKS = 16
 WAITING = 4
 """Batches that may wait for the solver; while that many do, others are not refined."""
 NICENESS = 10
-"""Of the process that solves: training goes first."""
+"""Niceness of the solver's process: training has priority."""
 
 
 def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -41,9 +41,19 @@ def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
 
 def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float) -> Decisions:
-    """As `milp`, with a time limit.
+    """Improve the greedy decisions as `milp` does, within a given time.
 
     Evaluations, several stages on a rank, and tables of more than `MOST_CHUNKS` chunks stay as they are.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
+        time_limit_s: seconds for the oracle.
+
+    Raises:
+        InfeasibleError: the greedy planner finds nothing that fits the caps.
+        PlanError: recompute is fixed, or scipy is not installed.
     """
     start = greedy(problem, costs, options)
     if problem.forward_only or not problem.is_straight or len(start.chunks) > MOST_CHUNKS:
@@ -62,9 +72,12 @@ class Refiner:
     """Plans a batch at once and refines it in a process of its own, for the next batch of equal lengths in any order."""
 
     def __init__(self, costs: Costs, options: Options, *, time_limit_s: float = 60.0, capacity: int = 1024) -> None:
-        """
+        """Start the process that refines.
+
         Args:
-            time_limit_s: for each batch.
+            costs: time and memory of every stage.
+            options: the user's settings.
+            time_limit_s: seconds for each batch.
             capacity: refined batches kept; the least recently used goes first.
         """
         self.costs, self.options = costs, options
@@ -93,7 +106,7 @@ class Refiner:
         return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
 
     def wait(self) -> None:
-        """Until everything asked for so far is refined."""
+        """Wait until everything asked for so far is refined."""
         while self._asked:
             self._receive()
 

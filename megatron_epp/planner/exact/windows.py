@@ -1,4 +1,4 @@
-"""When the actions of a chunk table can run at the earliest, and how much comes after them at the least."""
+"""Earliest starts of the actions of a chunk table, and least times that remain after them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,13 @@ class Windows:
 
     @staticmethod
     def of(chunks: Sequence[Chunk], tables: Tables, horizon_us: float, split: bool) -> Windows:
-        """Args:
-        split: weight gradients can run as actions of their own, where anything is held for them.
+        """Compute the windows of a chunk table.
+
+        Args:
+            chunks: the chunk table.
+            tables: its times and sizes.
+            horizon_us: the unit of all times.
+            split: weight gradients can run as actions of their own, where anything is held for them.
         """
 
         def scaled(times: Times) -> Times:

@@ -1,4 +1,4 @@
-"""Sums along a ladder of recompute (see `planner.memory.ladder`)."""
+"""Sums over recompute steps (see `planner.memory.ladder`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron_epp.planner.kernels.compiled import compiled
 
 @compiled
 def climbed[N: (int, float)](values: MutableSequence[N], first: int, layers: int, taken: int) -> N:
-    """What the first steps on a ladder come to together: of each rung as many as the stage has layers.
+    """Sum the values of the first recompute steps; each level has as many steps as the stage has layers.
 
     Args:
-        values: of one step, by rung.
-        first: where the first rung stands.
-        layers: of the stage.
-        taken: steps.
+        values: value of one step, by level.
+        first: index of the item's first level in `values`.
+        layers: layers of the stage.
+        taken: number of steps.
     """
     at, left = first, taken
     total = values[first] * 0

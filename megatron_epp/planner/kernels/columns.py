@@ -18,12 +18,12 @@ class Columns(NamedTuple):
     """The tables, by item: a stage and a chunk, numbered stage by stage. Names as in `Tables`.
 
     Attributes:
-        num_rungs: of the longest ladder of recompute. The columns `layer_us`, `saved` and `price` have a place for each rung of
+        num_rungs: steps of the longest recompute frontier. The columns `layer_us`, `saved` and `price` have a place per step of
             each item, item by item.
         price: time of recompute per byte it saves; infinite where it saves none.
         dear_us: of the dearest step.
         layers: of the item's stage.
-        most: steps on the item's ladder.
+        most: most recompute steps of the item.
     """
 
     num_stages: int

@@ -1,4 +1,4 @@
-"""What is live along a rank's list, and the recompute that keeps it under a cap."""
+"""Live bytes along a rank's list of actions, and the recompute that keeps them under a cap."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from megatron_epp.planner.kernels.compiled import Integers, compiled
 
 @compiled
 def kept(columns: Columns, item: int, taken: int) -> int:
-    """Activations from forward to backward after so many steps on the ladder of recompute."""
+    """Bytes of activations kept from forward to backward after `taken` recompute steps."""
     return columns.activation[item] - climbed(columns.saved, item * columns.num_rungs, columns.layers[item], taken)
 
 
 @compiled
 def risen(columns: Columns, item: int, taken: int, apart: bool) -> int:
-    """The most that a chunk's backward holds above what is live when it starts, after so many steps on the ladder.
+    """Compute the peak bytes of a chunk's backward above those live when it starts, after `taken` recompute steps.
 
-    A backward goes through the stage from its end. What the head kept goes first. At each layer there is more for a while: what
-    recompute makes again, or the gradient of its keys and values, of which the latter stays. Then what the layer kept goes, and
-    with a sequence's first slice its keys and values and their gradient.
+    A backward goes through the stage from its end. The bytes that the head kept go first. At each layer there are more for a
+    while: what recompute makes again, or the gradient of its keys and values, of which the latter stays. Then the bytes that
+    the layer kept go, and with a sequence's first slice its keys and values and their gradient.
 
-    The layers with fewest steps come first. Of layers with as many steps all are alike, so the most is held at the first or at
-    the last of them; and as those that come later keep less, the last of the former is never the one.
+    The layers with fewest steps come first. Layers with equally many steps are equal, so the peak is at the first or at the
+    last of them; and as those that come later keep less, the last of the former is never the one.
 
     Args:
-        apart: it keeps what weight gradients need, of the head and of every layer that it has passed.
+        columns: sizes by item.
+        item: the stage and chunk.
+        taken: recompute steps.
+        apart: the weight gradient is split off: the backward keeps its inputs, of the head and of every layer that it has
+            passed.
     """
     layers = columns.layers[item]
     full, rest, rung = (taken // layers, taken % layers, item * columns.num_rungs) if layers > 0 else (0, 0, 0)
@@ -57,16 +61,24 @@ def risen(columns: Columns, item: int, taken: int, apart: bool) -> int:
 
 @compiled
 def own(columns: Columns, item: int, taken: int) -> int:
-    """The most that a backward and its chunk's activations hold together, where it computes weight gradients itself.
+    """Peak bytes of a backward and its chunk's activations together, where it computes the weight gradients itself.
 
-    It never grows with the steps taken, but where those layers that climb are fuller while their own backward runs.
+    It never grows with `taken`, except where layers that recompute hold more bytes while their own backward runs.
     """
     return max(kept(columns, item, taken) + risen(columns, item, taken, False), columns.net[item])
 
 
 @compiled
 def peak(actions: Integers, begin: int, stop: int, columns: Columns, layers: Integers, static: int) -> int:
-    """Most bytes live at one time while a rank runs ``actions[begin:stop]``. layers: by item, of all stages."""
+    """Compute the most bytes live at one time while a rank runs ``actions[begin:stop]``.
+
+    Args:
+        actions: of all ranks (`Codes.actions`).
+        begin, stop: the part of one rank.
+        columns: sizes by item.
+        layers: recompute steps by item, of all stages.
+        static: bytes that the rank holds throughout.
+    """
     live = most = static
     for at in range(begin, stop):
         item, op = actions[at] // 3, actions[at] % 3
@@ -83,12 +95,14 @@ def peak(actions: Integers, begin: int, stop: int, columns: Columns, layers: Int
 
 @compiled
 def levels(actions: Integers, columns: Columns, layers: Integers, split: Integers, takes: Integers, gives: Integers) -> None:
-    """What each action takes when it starts and gives back when it ends.
+    """Compute the bytes that each action allocates when it starts and frees when it ends.
 
     Args:
-        layers: by item, of all stages.
-        split: by item, whether its weight gradient is an action of its own, for which its backward leaves something.
-        takes, gives: by place, where the answer goes.
+        actions: of all ranks (`Codes.actions`).
+        columns: sizes by item.
+        layers: recompute steps by item, of all stages.
+        split: by item, nonzero if its weight gradient is an action of its own, for which its backward leaves bytes.
+        takes, gives: the results, by place among the actions.
     """
     for at in range(len(actions)):
         item, op = actions[at] // 3, actions[at] % 3
@@ -118,20 +132,24 @@ def sweep(
     layers: Integers,
     leaves: Integers,
 ) -> bool:
-    """Walk along a rank's list; wherever it is above the cap there, recompute more of what is alive.
+    """Walk along a rank's list and, wherever it is above the cap, recompute more of the chunks that are alive.
 
-    What is alive climbs its ladder in the order of bytes saved per time of recompute, and among equals what stays longest.
-    Raising the recompute of a chunk takes nothing from the past, so one walk is enough, and it finds a way wherever there is
-    one within the limits.
+    Recompute steps are taken in the order of bytes saved per time of recompute, and among equals on the chunk that stays
+    longest. More recompute of a chunk adds no bytes to earlier actions, so one walk is enough, and it finds a solution wherever
+    there is one within the limits.
 
     Args:
-        limit: most steps that each item may take on its ladder.
-        caps: by place among the actions.
-        layers: where the answer goes; items of other ranks are left alone.
-        leaves: room for a number per item.
+        actions: of all ranks (`Codes.actions`).
+        begin, stop: the part of one rank.
+        columns: sizes by item.
+        limit: most recompute steps of each item.
+        caps: bytes, by place among the actions.
+        static: bytes that the rank holds throughout.
+        layers: the result, by item; items of other ranks are left alone.
+        leaves: working storage, a number per item.
 
     Returns:
-        Whether the rank stays under its cap.
+        True if the rank stays under its cap.
     """
     for at in range(begin, stop):
         item = actions[at] // 3
@@ -171,12 +189,15 @@ def sweep(
 def fit(
     actions: Integers, starts: Integers, columns: Columns, caps: Integers, caps_at: Integers, layers: Integers, leaves: Integers
 ) -> bool:
-    """Have every rank that is above its cap recompute as much as `sweep` finds; whether all stay under theirs.
+    """Have every rank that is above its cap recompute as much as `sweep` finds; True if all stay under theirs.
 
     Args:
-        caps: of every rank; caps_at: the same by place among the actions.
-        layers: zeros by item, where the answer goes.
-        leaves: room for a number per item.
+        actions, starts: the order (`Codes`).
+        columns: sizes by item.
+        caps: bytes of every rank.
+        caps_at: the same by place among the actions.
+        layers: the result, by item; zeros before.
+        leaves: working storage, a number per item.
     """
     for rank in range(len(starts) - 1):
         begin, stop, static = starts[rank], starts[rank + 1], columns.static[rank]
@@ -197,9 +218,19 @@ def give_cheapest(
     at: int,
     excess: int,
 ) -> int:
-    """Have the cheapest of what is alive take more steps on its rung, as many as the excess asks for; the bytes that saves.
+    """Take recompute steps on the cheapest chunk that is alive, as many as the excess asks for; return the bytes saved.
 
-    What has left, or has come to its limit, is dropped. What has come to the end of its rung gets the price of the next.
+    A chunk that has left, or is at its limit, is dropped. A chunk whose layers have all reached a level gets the price of the
+    next.
+
+    Args:
+        alive: heap of ``(price, -place where it leaves, item)``.
+        columns: sizes by item.
+        limit: most recompute steps of each item.
+        layers: recompute steps by item, updated.
+        leaves: place of each item's backward.
+        at: the present place.
+        excess: bytes above the cap.
     """
     item = alive[0][2]
     num_layers = columns.layers[item]
@@ -218,9 +249,15 @@ def give_cheapest(
 def trim(
     actions: Integers, begin: int, stop: int, columns: Columns, layers: Integers, cap: int, static: int, places: Integers
 ) -> None:
-    """Take back recompute that is not needed after all, dearest first.
+    """Undo recompute that the cap does not need after all, dearest first.
 
     Args:
+        actions: of all ranks (`Codes.actions`).
+        begin, stop: the part of one rank.
+        columns: sizes by item.
+        layers: recompute steps by item, updated.
+        cap: bytes of the rank.
+        static: bytes that the rank holds throughout.
         places: the rank's items, dearest first.
     """
     for place in range(len(places)):

@@ -13,12 +13,12 @@ NEVER = 1e300
 
 
 class Choice(NamedTuple):
-    """What the search changes.
+    """State that the local search changes.
 
     Attributes:
         actions: of every rank (`Codes.actions`).
-        layers: recomputed layers by item.
-        limit: most that may recompute, by item, where that fits.
+        layers: recompute steps by item.
+        limit: most recompute steps by item, where that fits.
     """
 
     actions: Integers
@@ -27,12 +27,13 @@ class Choice(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What stays as it is.
+    """Inputs of the local search that stay fixed.
 
     Attributes:
         starts: `Codes.starts`.
+        columns: times and sizes by item.
         group_of: the sequence of each chunk.
-        caps: of every rank.
+        caps: bytes of every rank.
         caps_at: the same by place among the actions.
         dear: the items of every rank, dearest recompute first, rank by rank.
         dear_starts: where each rank's items start; all zero where recompute is not to be trimmed.
@@ -52,13 +53,13 @@ class Facts(NamedTuple):
 
 
 class Spare(NamedTuple):
-    """Where the search works.
+    """Working storage of the local search.
 
     Attributes:
         numbers: state of the random numbers, one integer.
-        leaves: room for a number per item.
-        seen: for two numbers per item.
-        backward_us: for a time per item.
+        leaves: a number per item.
+        seen: two numbers per item.
+        backward_us: a time per item.
     """
 
     numbers: Integers
@@ -178,7 +179,14 @@ def move(actions: Integers, rank: int, facts: Facts, far: int, numbers: Integers
 
 @compiled
 def may_swap(one: int, two: int, facts: Facts) -> bool:
-    """Whether an action may pass its next neighbour: not a like one of its stage, nor, as a forward, a backward it precedes."""
+    """Return True if an action may swap places with the next one of its rank.
+
+    On one stage, two actions of the same kind may not, nor may a forward and a backward of its own sequence.
+
+    Args:
+        one, two: codes of the action and the next.
+        facts: the fixed inputs.
+    """
     chunks = facts.columns.num_chunks
     if one // 3 // chunks != two // 3 // chunks:
         return True

@@ -1,4 +1,4 @@
-"""When every action of an order runs: the arithmetic of `simulate`, reduced to what a search asks for."""
+"""Start and end of every action of an order: the arithmetic of `simulate`, reduced to the needs of a search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STUCK = -1.0
 
 
 class Room(NamedTuple):
-    """Where `play` writes: times by position in the codes, progress by rank, arrivals by item."""
+    """Storage that `play` writes: times by position in the codes, progress by rank, arrivals by item."""
 
     start_us: Floats
     end_us: Floats
@@ -52,13 +52,17 @@ class Copies(NamedTuple):
 
 @compiled
 def play(actions: Integers, starts: Integers, columns: Columns, backward_us: Floats, copies: Copies, room: Room) -> float:
-    """Makespan of an order; `STUCK` where it has none.
+    """Compute the makespan of an order, in microseconds; `STUCK` if it deadlocks.
 
     An order has the slices of a sequence ascending in forward and descending in backward on every rank, which is then all they
     ask for.
 
     Args:
+        actions, starts: the order (`Codes`).
+        columns: times by item.
         backward_us: by item, with recompute, without a weight gradient that is an action of its own.
+        copies: offloads and loads of every rank.
+        room: storage for the results.
     """
     ranks = len(starts) - 1
     first, last = columns.num_chunks, (columns.num_stages - 1) * columns.num_chunks

@@ -1,4 +1,4 @@
-"""A plan's bytes by what they are for: the steps that `assemble` writes, taken apart.
+"""Bytes of a plan by purpose: the steps that `assemble` writes, split into items.
 
 Sizes are rounded as a whole, so the byte or two that items lack, or have too many, are the layers'.
 """
@@ -23,7 +23,7 @@ from megatron_epp.planner.tables import static_items
 
 
 def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Account:
-    """Take a plan apart.
+    """Split the bytes of a plan into items.
 
     Args:
         plan: made with `costs`.
@@ -49,7 +49,7 @@ def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Ac
 
 
 class _Stage:
-    """What the steps of one stage take and give back, by item."""
+    """Bytes by item that the steps of one stage allocate and free."""
 
     def __init__(self, plan: Plan, costs: Costs, stage: int, work: ChunkWork) -> None:
         self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
@@ -79,7 +79,7 @@ class _Stage:
             self.kept.append(_filled(items, whole, _busiest(items, r)))
 
     def pair(self, step: AnyStep) -> tuple[Items, Items]:
-        """What a step takes when it starts, and what it gives back when it ends."""
+        """Compute the bytes by item that a step allocates when it starts and frees when it ends."""
         op, _, c = step.action
         if op is Op.F:
             gives = {item.CACHE: self.closed[c], **self.kept[c]} if self.plan.forward_only else {}
@@ -106,7 +106,7 @@ class _Stage:
         return takes, gives
 
     def _risen(self, c: int, risen: int, apart: bool) -> dict[str, int]:
-        """What a backward holds, where it holds most, above what is live when it starts: see `planner.kernels.memory.risen`."""
+        """Compute by item the peak of a backward above the bytes live when it starts (see `planner.kernels.memory.risen`)."""
         of_layer = self.of_layer[c] if apart else 0
         live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0)})
         live[item.WEIGHT_INPUTS] = self.stays[c] - self.num_layers * of_layer if apart else 0
@@ -132,8 +132,14 @@ class _Stage:
 
 
 class _Layer(NamedTuple):
-    """Bytes of one layer and chunk: kept to the backward; the most while that runs, and of these the gradient of its keys and
-    values, as it is added up and as it is made; and the most where it keeps what weight gradients need.
+    """Bytes of one layer and chunk.
+
+    Attributes:
+        kept: from forward to backward.
+        peak: the most while the backward runs.
+        gradient: of the peak, the gradient of its keys and values as it is added up.
+        prefix: of the peak, the same gradient as it is made.
+        apart: the most where the backward keeps the inputs of a split weight gradient.
     """
 
     kept: int
@@ -144,14 +150,14 @@ class _Layer(NamedTuple):
 
 
 def _layers(costs: Costs, stage: int, work: ChunkWork, level: str) -> list[_Layer]:
-    """Of every chunk, where the layer recomputes at a level."""
+    """List, for every chunk, the bytes of a layer that recomputes at a level."""
     apart = costs.layer_peak_bytes(stage, work, level, apart=True).num_bytes
     columns = costs.layer_bytes(stage, work, level), *costs.layer_peak_bytes(stage, work, level), apart
     return [_Layer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _streamed(costs: Costs, stage: int, work: ChunkWork, hosted: BoolColumn) -> list[tuple[int, int]]:
-    """What a forward and a backward of each chunk have on the device of keys and values that are at the host."""
+    """List the device bytes of each chunk's forward and backward for keys and values that are at the host (KV offload)."""
     if not hosted.any():
         return [(0, 0)] * len(hosted)
     sizes = costs.hosting(stage, work)
@@ -159,17 +165,17 @@ def _streamed(costs: Costs, stage: int, work: ChunkWork, hosted: BoolColumn) -> 
 
 
 def _busiest(items: Mapping[str, int], recompute: Recompute) -> str:
-    """The item of layers that takes what rounding leaves."""
+    """Name of the item of layers that absorbs rounding."""
     return item.LAYERS if not recompute.num_layers else max(item.LEVEL_ITEMS.values(), key=lambda name: items.get(name, 0))
 
 
 def _filled(items: dict[str, int], num_bytes: int, name: str) -> dict[str, int]:
-    """The items, made to add up to so many bytes by one of them."""
+    """Return the items with one of them adjusted so that they add up to `num_bytes`."""
     return items | {name: items.get(name, 0) + num_bytes - sum(items.values())}
 
 
 def _moved(kept: Items, num_bytes: int) -> dict[str, int]:
-    """So many of the kept bytes, each item by its share."""
+    """Split `num_bytes` over the kept items in proportion to their sizes."""
     whole, before, part, moved = sum(kept.values()), 0, 0, {}
     for name, size in kept.items():
         part += size

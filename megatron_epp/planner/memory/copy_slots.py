@@ -1,4 +1,4 @@
-"""Which chunks are copied away and back, and when: in the gaps that a link to the host has."""
+"""Choice of the chunks that are copied to the host and back, and of the times: gaps in the use of the link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
 PARTS = (1.0, 0.5, 0.25, 0.12, 0.06)
-"""Of what would be copied of a chunk, what is tried until the link has time for it."""
+"""Fractions of the bytes that would be copied of a chunk, tried in turn until the link has time for one."""
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -99,10 +99,10 @@ class Chooser:
         self.own, self.link, self.shared = Busy(), link, shared
 
     def walk(self) -> Iterator[float]:
-        """Walk along the rank's list; wherever it is above the aim, of what is alive copy away what is needed again last.
+        """Walk along the rank's list; wherever it is above the aim, copy away the live chunk that is needed again last.
 
         Yields:
-            before each choice, the time at which the rank is above the aim.
+            before each choice, the time at which the rank is above the aim, in microseconds.
         """
         alive: list[tuple[int, int, Action]] = []
         if int(self.excess.max()) <= 0:

@@ -1,4 +1,4 @@
-"""Which sequences' keys and values go to the host on which stages, and what that makes of the tables."""
+"""KV offload: tables and plan entries where keys and values of some sequences and stages are at the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROWS = (
 )
 _OF_RUNG = "level", "saved", "layer_us", "fuller"
 SHARING = 2.0
-"""Where a plan copies activations too, either use of the link is given half of it."""
+"""Factor by which the link slows down for KV offload and for copies of activations each, where a plan has both."""
 
 
 def with_hosted(
@@ -45,16 +45,16 @@ def with_hosted(
     sharing: float = 1.0,
     in_order: bool = False,
 ) -> Tables:
-    """The tables of a plan that has keys and values at the host.
+    """Compute the tables of a plan with KV offload.
 
-    A pass takes longer by what of the streaming attention does not hide, and holds pieces while it runs in the place of
-    caches that stay.
+    A pass takes longer by the part of the streaming that attention does not hide, and holds pieces while it runs in the place
+    of caches that stay.
 
     Args:
-        tables: of a plan that has none there.
-        chunks, problem, costs, levels, in_order: what they were made from.
-        pairs: stages and sequences.
-        sharing: as many times slower is the link for each of its uses.
+        tables: of a plan without KV offload.
+        chunks, problem, costs, levels, in_order: the arguments from which `tables` were made.
+        pairs: stages and sequences whose keys and values are at the host.
+        sharing: factor by which the link is slower for each of its uses.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     bare = tabulate(chunks, problem, costs, levels, in_order, without_caches(work))
@@ -93,7 +93,13 @@ def without_caches(work: ChunkWork, which: BoolColumn | None = None) -> ChunkWor
 
 
 def _merged(rows: Any, others: Any, items: Sequence[tuple[int, int]]) -> Any:
-    """Rows of which some entries are those of others. Rows that stages share are taken apart."""
+    """Merge rows: the listed entries come from `others`. Rows that stages share are copied first.
+
+    Args:
+        rows: ``[stage][chunk]``.
+        others: rows of the same shape.
+        items: stage and chunk of the entries to replace.
+    """
     stages = {stage for stage, _ in items}
     merged = [list(row) if stage in stages else row for stage, row in enumerate(rows)]
     for stage, c in items if merged else ():
@@ -102,14 +108,21 @@ def _merged(rows: Any, others: Any, items: Sequence[tuple[int, int]]) -> Any:
 
 
 def _hosting(costs: Costs, work: ChunkWork, pairs: Pairs, sharing: float = 1.0) -> dict[int, Hosting]:
-    """What it takes of every stage that has any, in order; of stages that are alike only worked out once."""
+    """Compute the costs of KV offload for every stage that has any, in stage order; equal stages are evaluated once."""
     alike, stages = costs.alike, sorted({stage for stage, _ in pairs})
     distinct = {first: costs.hosting(first, work, sharing) for first in {alike[stage] for stage in stages}}
     return {stage: distinct[alike[stage]] for stage in stages}
 
 
 def hosted_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> tuple[Hosted, ...]:
-    """What a plan says of them."""
+    """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence.
+
+    Args:
+        chunks: the chunk table.
+        problem: the batch.
+        costs: time and memory of every stage.
+        pairs: stages and sequences whose keys and values are at the host.
+    """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     slices = [chunk.slice_of(problem.lengths) for chunk in chunks]
     chunk_of = {part.sequence: c for c, part in enumerate(slices) if part is not None}

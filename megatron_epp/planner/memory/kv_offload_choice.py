@@ -1,4 +1,4 @@
-"""Greedy choice of what is hosted: whatever it takes to fit, and what spares recompute."""
+"""Greedy choice of KV offload: the pairs that it takes to fit, and those that avoid recompute."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def choices(
     levels: Sequence[str],
     in_order: bool = False,
 ) -> tuple[Pairs, Pairs]:
-    """What may be worth hosting; nothing where no rank lacks memory or none of its sequences is cut.
+    """Choose stages and sequences for KV offload; none where no rank lacks memory or none of its sequences is cut.
 
     Args:
         order: of all actions.
-        tables: without any hosted.
-        chunks, problem, costs, levels, in_order: what they were made from.
+        tables: without KV offload.
+        chunks, problem, costs, levels, in_order: the arguments from which `tables` were made.
 
     Returns:
-        on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and besides these all
-        of every rank that recomputes anything.
+        two choices: on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and in
+        addition to these all pairs of every rank that recomputes anything.
     """
     sizes = _sizes(tables, chunks, problem)
     codes = encode(order, len(chunks))
@@ -54,7 +54,15 @@ def choices(
 
 
 def at_host(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:
-    """Most bytes that every rank has at the host of what is hosted."""
+    """Compute the most bytes that every rank has at the host by KV offload.
+
+    Args:
+        order: the actions of every rank.
+        chunks: the chunk table.
+        problem: the batch.
+        costs: time and memory of every stage.
+        pairs: stages and sequences whose keys and values are at the host.
+    """
     entries = hosted_entries(chunks, problem, costs, pairs)
     comes: dict[Action, int] = {}
     goes: dict[Action, int] = {}
@@ -73,7 +81,7 @@ def at_host(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Cost
 
 
 def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
-    """Of every rank, stages and sequences that it could host, the largest cache first."""
+    """List, for every rank, the stages and sequences open to KV offload, largest cache first."""
     found = []
     slices = slices_in(chunks, problem.lengths)
     for stages in tables.stages_of:

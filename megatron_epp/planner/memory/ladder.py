@@ -1,7 +1,7 @@
-"""Ladders of recompute: for a stage and chunk, the levels worth using, each giving up more bytes at a higher price than before.
+"""Recompute frontier: for a stage and chunk, the levels worth using, each saving more bytes at a higher price than the last.
 
-A layer that climbs a rung goes from one level to the next. All layers of the stage climb the first rung before any climbs the
-second, so a single number says what all of them do: the steps taken, of which each rung has as many as the stage has layers.
+A recompute step takes one layer from one level to the next. All layers of the stage take the first step before any takes the
+second, so a single number says what all of them do: the steps taken, of which each level has as many as the stage has layers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ABSENT = -1
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One rung of every chunk's ladder, as columns over the chunks.
+    """One step of every chunk's recompute frontier, as columns over the chunks.
 
     Attributes:
-        level: index in `LEVELS` of the level it leads to; `ABSENT` where the ladder is shorter.
-        saved: bytes that a layer gives up by climbing it.
-        layer_us: what that adds to the backward.
-        fuller: bytes that there are more of the layer, at the most, while its backward runs; below zero where there are fewer.
+        level: index in `LEVELS` of the level it leads to; `ABSENT` where the frontier is shorter.
+        saved: bytes that a layer saves by this step.
+        layer_us: microseconds that it adds to the backward.
+        fuller: growth of the layer's peak bytes while its backward runs; below zero where the peak shrinks.
     """
 
     level: IntColumn
@@ -37,12 +37,16 @@ class Rung:
 
 
 def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_order: bool = False) -> list[Rung]:
-    """The rungs of every chunk on one stage: from each level on, to the one that gives up bytes at the least price.
+    """Compute the recompute frontier of every chunk on one stage: after each level, the one of least price per byte saved.
 
-    With one level there is one rung, whatever it costs. On a stage without layers no rung gives up anything.
+    With one level there is one step, whatever it costs. On a stage without layers no step saves anything.
 
     Args:
-        in_order: the levels one after the other as given, the same for all chunks; each must give up more than the one before.
+        stage: the stage.
+        work: of the chunks.
+        costs: time and memory of every stage.
+        levels: names of `Recompute` to choose from.
+        in_order: the levels one after the other as given, the same for all chunks; each must save more than the one before.
     """
     layers = costs.num_layers[stage]
     kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
@@ -75,12 +79,12 @@ def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_
 
 
 def recompute_of(levels: Sequence[int], num_layers: int, taken: int) -> Recompute:
-    """What so many steps on a ladder come to.
+    """Return the layers per level after a number of recompute steps.
 
     Args:
-        levels: of its rungs, as in `Rung.level`.
-        num_layers: of the stage.
-        taken: steps.
+        levels: of the frontier, as in `Rung.level`.
+        num_layers: layers of the stage.
+        taken: recompute steps.
     """
     counts = dict.fromkeys(LEVELS, 0)
     if taken and num_layers:
@@ -93,5 +97,5 @@ def recompute_of(levels: Sequence[int], num_layers: int, taken: int) -> Recomput
 
 
 def taken_by(recompute: Recompute, levels: Sequence[int]) -> int:
-    """The inverse of `recompute_of`."""
+    """Return the number of recompute steps: the inverse of `recompute_of`."""
     return sum(count * (levels.index(place) + 1) for place, count in enumerate(recompute) if count)

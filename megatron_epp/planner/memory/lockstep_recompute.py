@@ -1,4 +1,4 @@
-"""Recompute that several replicas run alike: as much of each chunk as the replica with the least room there needs."""
+"""Recompute of lockstep replicas: as much of each chunk as the replica with the least room there needs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron_epp.planner.tables import Tables
 def fit_alike(order: Order | Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]], options: Options) -> Fit:
     """Keep every rank of every replica under its cap with the same recompute in all.
 
-    What each replica needs by itself is put together; with more recompute none holds more. What is then more than all need
-    together is taken back, dearest first.
+    The maximum over what each replica needs by itself is taken; with more recompute none holds more. Recompute that
+    the replicas then do not need is taken back, dearest first.
 
     Args:
-        order: what all replicas run.
+        order: the order of all replicas.
         tables: of every replica; their times are the same (`lockstep.in_step`).
         caps: of the ranks of every replica.
-        options: what the user fixed.
+        options: the user's settings.
     """
     fits = [fit_recompute(order, own, allowed, options) for own, allowed in zip(tables, caps, strict=True)]
     if any(fit.layers is None for fit in fits):

@@ -1,4 +1,4 @@
-"""Offload: which chunks' activations go to the host between forward and backward, when, and what is recomputed besides."""
+"""Offload: choice of the activations that go to the host between forward and backward, and the recompute that remains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_epp.planner.tables import Tables
 Integers = NDArray[np.int64]
 
 SHARES = (1.0, 0.7, 0.4, 0.1, 0.0)
-"""Of what is above the cap, what the link is to take. The rest is recomputed."""
+"""Shares of the excess over the cap that are left to the link, tried in turn. The rest is recomputed."""
 SLOWER = 1.02
 """Recompute that copies may spare again is worth a try when it alone is slower than the best by less than this."""
 ROUNDS = 3
@@ -34,7 +34,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Copies beside an order.
+    """Copies overlapped with an order.
 
     Attributes:
         layers: recompute ``[stage][chunk]``.
@@ -66,9 +66,9 @@ class Copied(NamedTuple):
     """Copies that keep ranks within their memory caps.
 
     Attributes:
-        makespan_us: with them.
-        made: of every replica.
-        short_bytes: what there would have to be more of a rank's room at the host; 0 where they can be.
+        makespan_us: makespan with the copies.
+        made: the offload of every replica.
+        short_bytes: bytes that a rank lacks at the host; 0 where there is room.
     """
 
     makespan_us: float
@@ -79,23 +79,23 @@ class Copied(NamedTuple):
 def fit_offload(
     order: Order, tables: Sequence[Tables], caps: tuple[int, ...], host_room: Sequence[Sequence[int]]
 ) -> Copied | None:
-    """Copy away what the link has time for, recompute what is then still above the cap.
+    """Copy as much as the link has time for and recompute the rest of the excess over the cap.
 
     How much of the excess over the cap is left to the link is tried from all of it downwards: recompute is fitted to a cap
     that is higher by that share, copies are chosen in the times that follow, and played. What is then above the cap (copies
     that end later than they were meant to) lowers the aim for the next round. The fastest that fits is returned.
 
-    Replicas that run in step recompute alike, and each copies what it has to: but only so that no load keeps an action waiting,
+    Lockstep replicas have the same recompute, and each copies what it has to: but only so that no load keeps an action waiting,
     for that would keep all replicas waiting.
 
     Args:
-        order: what all replicas run.
+        order: the order of all replicas.
         tables: of every replica; their times are the same (`lockstep.in_step`).
-        caps: of the ranks.
-        host_room: what each of them may copy away at one time, of every replica.
+        caps: bytes of the ranks.
+        host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
 
     Returns:
-        the fastest for which there is room; else what lacks the least room. None where no copies meet the caps.
+        the fastest for which there is room; else the one that lacks the least room. None where no copies meet the caps.
     """
     best: Copied | None = None
     lacking: Copied | None = None
@@ -122,7 +122,7 @@ def fit_offload(
 
 
 def floors(order: Order, codes: Codes, tables: Tables) -> list[int]:
-    """What every rank holds in some forward even if all layers recompute and all that other chunks keep is away.
+    """Compute the least bytes of every rank in some forward, if all layers recompute and all that other chunks keep is away.
 
     Not in a backward: that may hold a little less where not all layers recompute (see `least_peaks`).
     """
@@ -151,9 +151,10 @@ def _fit_copies(
     limit_us: float | None,
     host_room: Sequence[Sequence[int]],
 ) -> Copied | None:
-    """Copies for a given recompute, and then as much less or more of that as the memory they make asks for.
+    """Choose copies for a given recompute, then as much less or more recompute as the memory that they free asks for.
 
-    Each round aims below the cap by as much as the last came out above it.
+    Each round aims below the cap by as much as the last came out above it. None where no copies are chosen, the caps are not
+    met after `ROUNDS`, or the start is slower than `limit_us` by `SLOWER`.
     """
     played = play(codes, tables[0], layers)
     if limit_us is not None and played.makespan_us >= limit_us * SLOWER:
@@ -188,7 +189,7 @@ def _fit_copies(
 def _chosen(
     order: Order, codes: Codes, tables: Tables, held: Sequence[Integers], aims: list[int], layers: Layers, played: Played
 ) -> Offload | None:
-    """Copies of one replica, and what it recomputes beside them; None as soon as a rank is above its aim with both."""
+    """Choose the copies of one replica and the recompute that remains; None as soon as a rank is above its aim with both."""
     shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
     most = by_stage(tables.columns.most, len(tables.message_us))
     fitted = [[0] * len(tables.message_us) for _ in tables.rank_of]
@@ -205,19 +206,28 @@ def _chosen(
 
 
 def _together(layers: Layers, fitted: Sequence[Layers]) -> Layers:
-    """What all replicas recompute. No less than what the times were planned with, where there are several: then none of their
-    loads comes late because an action ends sooner.
+    """Combine the recompute of all replicas ``[stage][chunk]``: the maximum.
+
+    With several replicas it is no less than what the times were planned with: then none of their loads comes late because an
+    action ends sooner.
     """
     return fitted[0] if len(fitted) == 1 else np.max([layers, *fitted], axis=0).tolist()
 
 
 def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Action | None]]]:
-    """Copies with the time that each takes, as `play` wants them."""
+    """List the copies of every rank with the microseconds that each takes, as `play` takes them."""
     return [[(action, tables.host_us(made.moved(tables, action)), after) for action, after in row] for row in made.copies]
 
 
 def peaks_beside(order: Order | Codes, tables: Tables, made: Offload, played: Played) -> list[int]:
-    """Most bytes that each rank holds at a time, as `simulate` says of the plan."""
+    """Compute the most bytes that each rank holds at a time, equal to what `simulate` says of the plan.
+
+    Args:
+        order: the compute actions.
+        tables: times and sizes of the chunks.
+        made: recompute and copies.
+        played: times of the order with these copies.
+    """
     found = []
     for rank, (static, takes, gives) in enumerate(zip(tables.static, *levels(order, tables, made.layers), strict=True)):
         at, more = _changes(tables, made, played, rank)
@@ -228,7 +238,13 @@ def peaks_beside(order: Order | Codes, tables: Tables, made: Offload, played: Pl
 
 
 def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]:
-    """What is away of each rank while each of its actions runs, ``[rank][position]``."""
+    """Compute the bytes that each rank has away at the host while each of its actions runs, ``[rank][position]``.
+
+    Args:
+        tables: sizes of the chunks.
+        made: recompute and copies.
+        played: times of the order with these copies.
+    """
     found = []
     for rank, starts in enumerate(played.start_us):
         at, more = _changes(tables, made, played, rank)
@@ -239,7 +255,7 @@ def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]
 
 
 def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[Integers, Integers]:
-    """What copies change of a rank's bytes, in order: before which of its actions, and by how many."""
+    """Compute a rank's changes of bytes by copies, in order: the actions before which they come, and signed sizes."""
     starts, ends = played.start_us[rank], played.end_us[rank]
     actions = [action for action, _ in made.copies[rank]]
     ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))

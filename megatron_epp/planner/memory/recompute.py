@@ -26,7 +26,7 @@ from megatron_epp.planner.tables import Tables
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What recompute it takes to stay under the caps; or, where `layers` is None, the smallest cap that would do.
+    """Recompute that keeps every rank under its cap; or, where `layers` is None, the smallest cap that would suffice.
 
     Attributes:
         layers: recomputed layers ``[stage][chunk]``, or None where nothing fits.
@@ -56,16 +56,18 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
 
 
 def fit_beside(codes: Codes, tables: Tables, rank: int, caps: Sequence[int], limit: Layers, layers: Layers) -> bool:
-    """Recompute of a rank where memory is different at every action, because some is away.
+    """Fit the recompute of a rank whose cap differs from action to action, because some bytes are away.
 
     Args:
-        codes: of the order of all ranks.
-        caps: by place among the rank's actions.
-        limit: most steps of each stage and chunk.
-        layers: where the answer goes, for the rank's stages.
+        codes: the order of all ranks.
+        tables: times and sizes of the chunks.
+        rank: the rank.
+        caps: bytes, by place among the rank's actions.
+        limit: most recompute steps of each stage and chunk.
+        layers: the result, for the rank's stages.
 
     Returns:
-        whether any fits.
+        True if any recompute fits.
     """
     columns, actions = tables.columns, codes.actions[codes.starts[rank] : codes.starts[rank + 1]]
     items = columns.num_stages * columns.num_chunks
@@ -90,16 +92,22 @@ def peaks_bytes(order: Order | Codes, tables: Tables, layers: Layers) -> list[in
 
 
 def least_peaks(order: Order | Codes, tables: Tables) -> list[int]:
-    """The least peak that recompute gives each rank: that of all layers of all chunks.
+    """Compute the least peak of each rank that recompute can reach: that of all layers of all chunks.
 
-    No action holds more when more layers recompute, neither its own nor another chunk's; but for a norm's output, which a layer
-    has while its own backward runs only where it recomputes more than its MLP (`Level.full_bytes_per_token`).
+    More recompute never raises the peak of an action, neither its own chunk's nor another's; but for a norm's output, which a
+    layer has while its own backward runs only where it recomputes more than its MLP (`Level.full_bytes_per_token`).
     """
     return _peaks(order, tables, tables.columns.most)
 
 
 def levels(order: Order | Codes, tables: Tables, layers: Layers) -> tuple[list[list[int]], list[list[int]]]:
-    """What every action takes when it starts and gives back when it ends, bytes, ``[rank][position]``."""
+    """Compute the bytes that every action allocates when it starts and frees when it ends, ``[rank][position]``.
+
+    Args:
+        order: the actions of every rank.
+        tables: sizes of the chunks.
+        layers: recompute ``[stage][chunk]``.
+    """
     columns, codes = tables.columns, coded(order, tables)
     count, split = len(codes.actions), integers([0] * columns.num_stages * columns.num_chunks)
     takes, gives = integers([0] * count), integers([0] * count)

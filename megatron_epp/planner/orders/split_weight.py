@@ -1,4 +1,4 @@
-"""Weight gradients split off their backwards: run where a rank would wait, at the latest when their memory is needed."""
+"""Split weight gradients: run where a rank would wait, at the latest when their memory is needed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
 ROUNDS = 8
-"""Times that less is let wait beside copies."""
+"""Rounds in which fewer weight gradients are delayed, where the order is overlapped with copies."""
 
 
 def split_weights(
     order: Order, tables: Tables, layers: Layers, caps: Sequence[int], away: Sequence[Sequence[int]] = ()
 ) -> Order:
-    """The same order with weight gradients as actions of their own.
+    """Split the weight gradients off the backwards of an order.
 
     A backward then passes its gradient on sooner, and its weight gradient waits, first come first served, for a gap that it
-    fits into: until the next action's input has arrived. Where what waits would lift the rank above its cap, it runs before;
-    where even a single one would, the backward stays whole, as does one without anything to put off (`_puts_off`).
+    fits into: until the next action's input has arrived. Where the waiting ones would lift the rank above its cap, they run
+    before; where even a single one would, the backward stays whole, as does one without anything to delay (`_puts_off`).
 
     Args:
         order: forwards and whole backwards that fit the caps with `layers`.
-        caps: of the ranks.
+        tables: times and sizes of the chunks.
+        layers: recompute ``[stage][chunk]``.
+        caps: bytes of the ranks.
         away: bytes that copies have taken away while each action runs, ``[rank][position]``; empty where there are none.
 
     Raises:
@@ -40,10 +42,17 @@ def split_weights(
 
 
 def weights_apart(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], enough_us: float = 0.0) -> Order:
-    """The order with weight gradients split off where that is faster, beside what is copied, if anything is.
+    """Split weight gradients off where that is faster; return the faster order.
 
     They wait as the caps let them, and where that takes longer than `enough_us`, within the peaks of whole backwards: then they
     run sooner, which may be faster.
+
+    Args:
+        order: forwards and whole backwards that fit the caps.
+        tables: times and sizes of the chunks.
+        made: recompute and copies that the order is overlapped with.
+        caps: bytes of the ranks.
+        enough_us: makespan at which no further order is tried.
     """
     copies = timed(made, tables)
 
@@ -62,10 +71,20 @@ def weights_apart(order: Order, tables: Tables, made: Offload, caps: tuple[int, 
 
 
 def split_beside(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Order | None:
-    """The same beside copies, which start as they did: at the ends of the same actions, as soon as their links are free.
+    """Split weight gradients off an order that is overlapped with copies.
 
-    With what waits, and with the times that follow, a rank may come out above its cap; then less waits, each time twice as much
-    less as seems needed. None where a rank is above its cap after all rounds.
+    The copies start at the ends of the same actions, as soon as their links are free. With the bytes that waiting gradients
+    hold, and with the times that follow, a rank may come out above its cap; then fewer wait, each time twice as many fewer as
+    seems needed.
+
+    Args:
+        order: forwards and whole backwards that fit the caps.
+        tables: times and sizes of the chunks.
+        made: recompute and copies.
+        caps: bytes of the ranks.
+
+    Returns:
+        the order, or None if a rank is above its cap after all rounds.
     """
     before = play(order, tables, made.layers, copies := timed(made, tables))
     away, aims = away_bytes(tables, made, before), list(caps)
@@ -80,12 +99,25 @@ def split_beside(order: Order, tables: Tables, made: Offload, caps: tuple[int, .
 
 
 def fits_beside(order: Order, tables: Tables, made: Offload, caps: Sequence[int]) -> bool:
-    """Whether an order keeps every rank under its cap, beside what is copied if anything is."""
+    """Return True if every rank stays under its cap, with the copies that the order is overlapped with.
+
+    Args:
+        order: the compute actions.
+        tables: times and sizes of the chunks.
+        made: recompute and copies.
+        caps: bytes of the ranks.
+    """
     return all(peak <= cap for peak, cap in zip(peaks(order, tables, made), caps, strict=True))
 
 
 def peaks(order: Order, tables: Tables, made: Offload) -> list[int]:
-    """The most bytes that each rank holds, beside what is copied if anything is."""
+    """Compute the most bytes that each rank holds, with the copies that the order is overlapped with.
+
+    Args:
+        order: the compute actions.
+        tables: times and sizes of the chunks.
+        made: recompute and copies.
+    """
     if made.copies:
         return peaks_beside(order, tables, made, play(order, tables, made.layers, timed(made, tables)))
     return [int(held.max()) for held in held_bytes(order, tables, made.layers)]
@@ -94,7 +126,7 @@ def peaks(order: Order, tables: Tables, made: Offload) -> list[int]:
 def _room(
     order: Order, tables: Tables, layers: Layers, caps: Sequence[int], away: Sequence[Sequence[int]]
 ) -> list[list[tuple[int, int]]]:
-    """For each action, the bytes left beside it, and what a backward without its weight gradient takes of them meanwhile."""
+    """Compute for each action the free bytes and the extra bytes of its backward with a split weight gradient."""
     found = []
     held, sizes = held_bytes(order, tables, layers), levels(order, tables, layers)
     for rank, (actions, takes, gives) in enumerate(zip(order, *sizes, strict=True)):
@@ -112,7 +144,7 @@ def _room(
 
 
 def _puts_off(tables: Tables, stage: int, c: int) -> bool:
-    """Whether a backward has a weight gradient to put off: one that takes time, and leaves it bytes if its chunk keeps any.
+    """True if a backward has a weight gradient to delay: it takes time, and leaves it bytes if its chunk keeps any.
 
     The backward of a stage without layers has none, and would leave nothing for a W to read.
     """

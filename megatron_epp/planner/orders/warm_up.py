@@ -70,7 +70,7 @@ class Stairs:
     the last runs before its k-th backward what the last rank runs before its backward ``k + slope * r``. So all ranks run their
     forwards in the same runs, and none starves another.
 
-    Late stairs keep least alive: while the backwards of a long sequence run, no forwards come in between but those that the
+    With `late` the least is alive: while the backwards of a long sequence run, no forwards come in between but those that the
     ranks below need next. A slope of 1 is 1F1B, without any slack: there every difference between two chunks is waited for
     on all ranks. With a slope of 2 a rank has as many chunks waiting for the next as it has ranks below it.
 

@@ -1,4 +1,4 @@
-"""Planning against a deadline (--epp-plan-budget-ms): what the search for a plan leaves of it goes to the local search.
+"""Planning against a deadline (--epp-plan-budget-ms): the local search gets the time that the search for a plan leaves.
 
 The number of steps depends on the machine, so equal arguments may give different plans. Use it where one process decides.
 """
@@ -23,18 +23,18 @@ from megatron_epp.planner.search.warm import Warm
 Clock = Callable[[], float]
 
 FIRST_STEPS = 32
-"""Of the first run of the local search. Every further run takes twice as many, as long as there is time."""
+"""Steps of the first run of the local search. Every further run takes twice as many, as long as there is time."""
 IDLE_S = 1e-6
-"""A step that takes less was none: the search has proven the decisions, or cannot change them."""
+"""Seconds below which a step counts as none: the search has proven the decisions, or cannot change them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of a batch.
+    """Best decisions known for a batch.
 
     Attributes:
-        whole: the best with whole backwards, for the local search to go on from.
-        best: of all, with weight gradients split off where that is asked for and faster.
+        whole: the best with whole backwards, from which the local search goes on.
+        best: the best of all, with weight gradients split off where that is asked for and faster.
     """
 
     whole: Decisions
@@ -42,7 +42,17 @@ class Known:
 
 
 def start_of(problem: Problem, costs: Costs, options: Options, warm: Warm | None) -> Known:
-    """What there would be without a budget, of one search. Raises what `greedy` raises."""
+    """Compute the decisions of one search without a budget.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
+        warm: grains that earlier batches chose; None to search from the middle.
+
+    Raises:
+        InfeasibleError: as `greedy`.
+    """
     found = candidates(problem, costs, options, warm)
     unasked = replace(options, budget_ms=None, split_weight=False)
     whole = finished(found, problem, costs, unasked)
@@ -55,7 +65,7 @@ def start_of(problem: Problem, costs: Costs, options: Options, warm: Warm | None
 def improved(
     made: Decisions, problem: Problem, costs: Costs, options: Options, deadline_s: float, clock: Clock = time.perf_counter
 ) -> Decisions:
-    """Run the local search again and again, each time from the best so far and with another seed, until the deadline."""
+    """Run the local search repeatedly, each time from the best so far and with another seed, until the deadline."""
     tables = made.tables(problem, costs)
     steps, seed, now_s = FIRST_STEPS, options.seed, clock()
     while steps and now_s < deadline_s:
@@ -69,7 +79,15 @@ def improved(
 
 
 def completed(whole: Decisions, best: Decisions, problem: Problem, costs: Costs, options: Options) -> Known:
-    """What is known with better whole backwards: their weight gradients are split off too. Never slower than before."""
+    """Split weight gradients off better whole backwards; the result is never slower than `best`.
+
+    Args:
+        whole: the better decisions with whole backwards.
+        best: the best decisions before.
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
+    """
     if not splits(problem, costs, options):
         return Known(whole, whole)
     split = finished(Candidates([whole], []), problem, costs, replace(options, steps=0, budget_ms=0))
@@ -77,9 +95,10 @@ def completed(whole: Decisions, best: Decisions, problem: Problem, costs: Costs,
 
 
 class Anytime:
-    """Plans one batch after the other with the greedy planner, each for `options.budget_ms`. What it learns serves the next:
+    """Planner of successive batches with the greedy planner, each for `options.budget_ms`.
 
-    the search begins at the grain of a batch of like shape, and a batch of equal lengths goes on where it was left.
+    Each batch serves the next: the search begins at the grain of a batch of like shape, and a batch of equal
+    lengths goes on where it was left.
     """
 
     def __init__(self, costs: Costs, options: Options, clock: Clock = time.perf_counter) -> None:
@@ -87,7 +106,7 @@ class Anytime:
         self.warm, self.solved = Warm(), Solved[Known]()
 
     def plan(self, problem: Problem) -> Plan:
-        """Raises what `planner.plan` raises."""
+        """Plan one batch. Raises what `planner.plan` raises."""
         deadline_s = self.clock() + (self.options.budget_ms or 0) / 1000
         validate(problem, self.costs, self.options)
         return planned_with_room(problem, lambda asked: self._plan(asked, deadline_s))

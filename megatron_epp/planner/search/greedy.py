@@ -31,11 +31,11 @@ Planner = Callable[[Problem, Costs, Options], Decisions]
 CHUNKS_PER_STAGE = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Grains the search may try: total work cut into that many chunks per stage. Coarser leaves bubbles, finer costs overhead."""
 MIDDLING = 12
-"""The one that the search begins with."""
+"""Chunks per rank at which the search begins."""
 HOSTED_PER_STAGE = (3, 6, 12, 24, 48)
-"""Of these, those that are tried with keys and values at the host."""
+"""Chunks per rank that are tried with KV offload."""
 FIRST: tuple[Schedule, ...] = (Stairs(late=True, slope=2), Stairs(late=False, slope=2))
-"""What every grain is tried with."""
+"""Schedules that every grain is tried with."""
 SECOND: tuple[Schedule, ...] = (
     Stairs(late=True, slope=1.5),
     Stairs(late=True, slope=1),
@@ -43,28 +43,35 @@ SECOND: tuple[Schedule, ...] = (
     Stairs(late=False, slope=1),
     elastic_1f1b,
 )
-"""What the best grain is tried with besides, or all grains when none fits: less alive, less slack."""
+"""Further schedules for the best grain, and in `search.lockstep` for all grains when none fits: less alive, less slack."""
 HALF = Stairs(late=True, slope=0.5)
 LEAST: tuple[Schedule, ...] = (Stairs(late=True, slope=0),)
-"""What is tried when none of these fits: one sequence is alive at a time, and no order of a table keeps less."""
+"""Schedule of last resort, when no other fits: one sequence is alive at a time, and no order of a table keeps less."""
 LISTED = (Listing(2), Listing(1.5), Listing(1), Listing(3))
-"""What any other placement than one stage per rank in order is tried with."""
+"""Schedules for any other placement than one stage per rank in order."""
 FEW = 64
-"""Sequences up to which whole ones are tried in all stairs."""
+"""Largest number of sequences for which a table of whole sequences is tried in all warm-up windows."""
 HANDFUL = 5
-"""Sequences up to which whole ones are tried in every order, so that the order they come in never matters."""
+"""Largest number of sequences whose every order is tried with whole sequences, so that the order of the batch never matters."""
 FAR = 0.87
-"""Orders that keep less alive are tried with offload where the best is further than this from what free memory would give."""
+"""Makespan with unlimited memory, as a share of the best, below which frugal orders are tried with offload."""
 PATIENCE = 2
 """Grains in a row that may be no better before the search turns back."""
 
 
 def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> Decisions:
-    """Slice, pack, order in stairs, recompute as needed; grain and stairs with the least simulated makespan win.
+    """Slice, pack, order in 1F1B with a warm-up window, recompute as needed; the least simulated makespan wins.
 
-    Whole sequences in 1F1B, longest first and shortest first, are always among what is tried where the token cap lets them, so
-    the result is never slower than those. The order of the batch never matters. With `options.slices` there is one grain and
-    nothing to search. With `warm` the search begins at the grain of a batch of like shape and ends sooner.
+    The search is over the grain and the warm-up window. Whole sequences in 1F1B, longest first and shortest first, are always
+    among the candidates where the token cap lets them, so the result is never slower than those. The order of the batch never
+    matters. With `options.slices` there is one grain and nothing to search. With `warm` the search begins at the grain of a
+    batch of like shape and ends sooner.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
+        warm: grains that earlier batches chose.
 
     Raises:
         InfeasibleError: no grain fits the memory caps.
@@ -85,7 +92,14 @@ class Candidates(NamedTuple):
 
 
 def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | None = None) -> Candidates:
-    """Search for what `greedy` finishes. Raises what it raises."""
+    """Search for the decisions that `greedy` finishes. Raises what it raises.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
+        warm: grains that earlier batches chose.
+    """
     chunker, *others = Chunker.of(problem, costs, options.chunk_tokens).shapes
     trials = Trials(problem, costs, options)
     found = search_shape(trials, chunker, warm)
@@ -102,7 +116,13 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
 
 
 def search_shape(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> list[Decisions]:
-    """Search the tables of a chunker, without copies and with them. The best of both, where there is any."""
+    """Search the tables of a chunker, without copies and with them; the best of both, where there is any.
+
+    Args:
+        trials: the candidates, updated.
+        chunker: the batch and its balance.
+        warm: grains that earlier batches chose.
+    """
     options, problem = trials.options, trials.problem
     if options.slices is not None:
         search_stairs(trials, chunker.table(chunker.grain(slices=options.slices)))
@@ -121,20 +141,20 @@ def search_shape(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> 
 
 
 def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Decisions:
-    """The choice of least makespan, the first among equals."""
+    """Return the choice of least makespan, the first among equals."""
     if len(choices) == 1:
         return choices[0]
     return min(choices, key=lambda one: predicted_us(one, problem, costs))
 
 
 def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
-    """Makespan of what was decided."""
+    """Makespan of the decisions, in microseconds."""
     tables = made.tables(problem, costs)
     return play(made.order, tables, made.layers, timed(made.beside, tables)).makespan_us
 
 
 def search_stairs(trials: Trials, table: tuple[Chunk, ...]) -> None:
-    """Try one table in all stairs; the last ones only when nothing else fits."""
+    """Try one table with all warm-up windows; the last one only when nothing else fits."""
     straight = trials.problem.is_straight
     trials.better(table, (*FIRST, *SECOND, HALF) if straight else LISTED)
     if trials.best is None:
@@ -170,7 +190,7 @@ def search_copies(trials: Trials, chunker: Chunker) -> None:
 
 
 def search_hosted(trials: Trials, chunker: Chunker) -> None:
-    """Try keys and values at the host with slices of several lengths: short ones compute too little to hide them coming in."""
+    """Try KV offload with slices of several lengths: short ones compute too little to hide the transfer of keys and values."""
     problem = trials.problem
     if not trials.options.hosting:
         return
@@ -188,7 +208,7 @@ def search_hosted(trials: Trials, chunker: Chunker) -> None:
 
 
 def search_unsliced(trials: Trials) -> None:
-    """Try tables in which the longest sequences run whole: with ranks that wait for nobody, and if need be with least alive."""
+    """Try tables in which the longest sequences run whole: with ranks that never starve, and if need be with least alive."""
     problem = trials.problem
     tables = list(tables_with_whole(problem, trials.costs, trials.options.chunk_tokens))
     roomy: tuple[Schedule | Listing, ...] = (*FIRST, *LISTED) if problem.is_straight else LISTED
@@ -199,7 +219,7 @@ def search_unsliced(trials: Trials) -> None:
 
 
 def search_grain(trials: Trials, chunker: Chunker, warm: Warm | None = None) -> list[tuple[Chunk, ...]]:
-    """Walk to finer tables and to coarser ones until they get no better; then other stairs for the best.
+    """Walk to finer tables and to coarser ones until they get no better; then try further warm-up windows for the best.
 
     Returns:
         The best table and the next finer ones.
@@ -247,7 +267,7 @@ def grain_counts(num_ranks: int, coarsest: float) -> list[float]:
 
 
 def first_grain(counts: Sequence[float], num_ranks: int) -> int:
-    """Where among them the search begins."""
+    """Index in `counts` at which the search begins."""
     return min(bisect_left(counts, MIDDLING * num_ranks), len(counts) - 1)
 
 
@@ -255,7 +275,7 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
     """Local search; then weight gradients split off where that is asked for, the costs tell them apart and it is faster.
 
     The search knows whole backwards only, and the order that is fastest with these need not be so with weight gradients of
-    their own. So those of what it began with, and of the candidates near it, are split off too.
+    their own. So those of the first decisions, and of the candidates near them, are split off too.
     """
     better = [improve(one, one.tables(problem, costs), problem, options) for one in found.best]
     if not splits(problem, costs, options):
@@ -274,7 +294,13 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
 
 
 def splits(problem: Problem, costs: Costs, options: Options) -> bool:
-    """Whether weight gradients may be actions of their own."""
+    """Return True if weight gradients may be split off as actions of their own.
+
+    Args:
+        problem: the batch; evaluations have no weight gradients.
+        costs: tell the weight gradient from the backward, or not.
+        options: the user's settings.
+    """
     return options.split_weight and costs.splits_weight and not problem.forward_only
 
 
@@ -297,8 +323,9 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
 
 
 def baseline(schedule: Schedule) -> Planner:
-    """A planner for whole sequences, one per chunk in batch order. It ignores `slices`, and refuses `chunk_tokens` below the
-    longest.
+    """A planner for whole sequences, one per chunk in batch order.
+
+    It ignores `slices`, and refuses `chunk_tokens` below the longest.
     """
 
     def planner(problem: Problem, costs: Costs, options: Options) -> Decisions:

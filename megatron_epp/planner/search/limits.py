@@ -1,4 +1,4 @@
-"""How far memory reaches: the longest sequence, the largest batch and the smallest cap for which there is a plan.
+"""Limits of memory: the longest sequence, the largest batch and the smallest cap for which there is a plan.
 
 Found by bisection with the planner itself. Which sizes fit is a little ragged at the edge, for planners search tables of chunks
 and not all of them; what is named fits, and one step more does not.
@@ -16,20 +16,20 @@ from megatron_epp.planner import plan
 from megatron_epp.planner.problem import Options, Problem
 
 LONGEST = 1 << 25
-"""Tokens of a sequence from which nobody looks further."""
+"""Longest sequence, in tokens, that is tried."""
 BATCHES = 16
-"""So many times the batch is the most that is tried."""
+"""Largest multiple of the batch that is tried."""
 _GRAINS = 32
-"""Steps between a power of two and the next."""
+"""Number of steps between a power of two and the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The largest, or smallest, number that fits.
+    """Largest, or smallest, number that fits.
 
     Attributes:
-        value: fits; None where nothing does.
-        step: so much further does not fit; 0 where it was not looked further.
+        value: the number; None where nothing fits.
+        step: distance to a number that does not fit; 0 where none was tried.
     """
 
     value: int | None
@@ -38,7 +38,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """All answers.
+    """All limits of a batch.
 
     Attributes:
         alone: tokens of the longest sequence, with nothing else in the batch; None without a cap.
@@ -57,13 +57,13 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Asks for plans of batches like one's own.
+    """Search for the limits of batches like a given one.
 
     Args:
         problem: the batch, the pipeline and its caps.
-        costs_for: costs where the longest sequence has so many tokens.
-        options: what is fixed.
-        tried: called before each plan with what it is for.
+        costs_for: costs for a number of tokens of the longest sequence.
+        options: the settings of the user.
+        tried: called before each plan with the limit that it serves.
     """
 
     problem: Problem
@@ -72,7 +72,7 @@ class Limits:
     tried: Callable[[str], None] = lambda _: None
 
     def reach(self) -> Reach:
-        """Every answer; several dozen plans. Raises `InfeasibleError` where no cap is high enough."""
+        """Compute every limit; several dozen plans. Raises `InfeasibleError` where no cap is high enough."""
         rest = sorted(self.problem.lengths)[:-1]
         is_capped = not is_unlimited(max(self.problem.cap_bytes))
         cap, cap_plan = self.cap()
@@ -82,11 +82,11 @@ class Limits:
         )
 
     def context(self, others: Sequence[int] = ()) -> Limit:
-        """The longest sequence that fits, beside others."""
+        """Find the longest sequence, in tokens, that fits together with others."""
         return _largest(lambda tokens: self._fits((tokens, *others), "longest sequence"), self.problem.token_multiple, LONGEST)
 
     def batch(self) -> Limit:
-        """The most sequences that fit, of lengths as in the batch, taken in turn."""
+        """Find the most sequences that fit, of lengths as in the batch, taken in turn."""
         lengths = self.problem.lengths
         most = BATCHES * len(lengths)
 
@@ -98,13 +98,13 @@ class Limits:
         return Limit(most) if fits(most) else _largest(fits, 1, most)
 
     def cap(self, step: int | None = None) -> tuple[Limit, Plan]:
-        """The smallest cap, of all ranks, with which the batch fits, in steps of so many bytes; and its plan.
+        """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
 
         Args:
-            step: None for about a thousandth of the answer.
+            step: bytes between the caps tried; None for about a thousandth of the answer.
 
         Raises:
-            InfeasibleError: no cap is high enough: what stands in the way is not memory.
+            InfeasibleError: no cap is high enough: memory is not the obstacle.
         """
         made = self._plan(self.problem.lengths, "smallest cap", UNLIMITED_BYTES)
         peak = max(made.predicted.peak_bytes)
@@ -118,7 +118,7 @@ class Limits:
         return Limit(high * step, step), smallest or made
 
     def _fits(self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None) -> bool:
-        """Whether there is a plan. What fits without offload fits with it, and is sooner known."""
+        """Return True if there is a plan. A batch that fits without offload fits with it, and that is faster to know."""
         if self.options.offload and self._try(lengths, question, cap_bytes, replace(self.options, offload=False)) is not None:
             return True
         return self._try(lengths, question, cap_bytes) is not None
@@ -142,7 +142,7 @@ class Limits:
 
 
 def _largest(fits: Callable[[int], bool], multiple: int, most: int) -> Limit:
-    """The largest multiple up to `most` that fits, to within a step that is small beside it: by doubling, then halving."""
+    """Find the largest multiple up to `most` that fits, to within a relatively small step: by doubling, then halving."""
     low, high, most = 0, multiple, most // multiple * multiple
     while fits(high):
         if high >= most:

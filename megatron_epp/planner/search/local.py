@@ -31,19 +31,30 @@ ALLOWANCE = 0.03
 
 
 def steps_of(options: Options, num_stages: int, num_chunks: int) -> int:
-    """How many steps to take. A budget is spent elsewhere (`anytime`), so with one there are none unasked."""
+    """Number of steps to take. A budget is spent elsewhere (`anytime`), so with one there are none unasked.
+
+    Args:
+        options: the user's settings.
+        num_stages: stages of the pipeline.
+        num_chunks: chunks of the table.
+    """
     if options.steps:
         return options.steps
     return SMALL_STEPS if options.budget_ms is None and num_stages * num_chunks <= SMALL else 0
 
 
 def improve(made: Decisions, tables: Tables, problem: Problem, options: Options) -> Decisions:
-    """Take steps from decisions that fit the caps. Equal arguments take equal steps.
+    """Take steps of local search from decisions that fit the caps. Equal arguments take equal steps.
 
-    A step changes one thing: an action of one rank moves past its neighbours, two neighbouring backwards (or forwards, or
-    both) of different sequences trade places on all ranks, or the recompute of one chunk of one stage gets another limit.
-    Recompute is fitted again on the ranks concerned. A step that is a little slower is taken too, less and less so (threshold
-    accepting).
+    A step changes one thing: an action of one rank moves past its neighbours, two neighbouring backwards (or forwards, or both)
+    of different sequences trade places on all ranks, or the recompute of one chunk of one stage gets another limit. Recompute
+    is fitted again on the ranks concerned. A step that is a little slower is taken too, less and less so (threshold accepting).
+
+    Args:
+        made: the decisions to start from.
+        tables: of their chunks.
+        problem: the batch, the pipeline and its memory caps.
+        options: the number of steps, the seed and the settings that the search respects.
     """
     steps = steps_of(options, problem.num_stages, len(made.chunks))
     if not steps or made.copies or problem.forward_only or options.recompute != "auto":

@@ -1,8 +1,8 @@
 """Plans for replicas that share experts: made together, so that all run the same actions in the same order.
 
 Each layer with experts is an exchange between the replicas, so an action takes as long as the slowest of them takes for it. One
-order is made for all, by these times; every replica then has its own chunks in it, its own memory, its own copies to the
-host, of which none keeps an action waiting, and its own keys and values there.
+order is made for all, by these times; every replica then has its own chunks in it, its own memory, its own copies to the host,
+of which none keeps an action waiting, and its own KV offload.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron_epp.planner.search.trials import WORTH, infeasible
 from megatron_epp.planner.tables import Tables, tabulate
 
 ALIKE = ("linear", "whole")
-"""Levels of recompute that all replicas' chunks climb in this order, so that equal steps are equal recompute."""
+"""Levels of recompute in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
 _TIMES = ("forward_us", "backward_us", "weight_us", "hops")
 
 
@@ -59,7 +59,7 @@ def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) ->
     Args:
         problems: one for each replica, equal but for their lengths.
         costs: of every replica's pipeline.
-        options: what the user fixed. The planner must be "greedy", without a budget.
+        options: the settings of the user. The planner must be "greedy", without a budget.
 
     Returns:
         A plan for each, sound by itself, that `check_matched` finds nothing wrong with. The time of an action is that of the
@@ -87,7 +87,7 @@ def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) ->
 
 
 def _require_equal(problems: Sequence[Problem]) -> None:
-    """Raises `PlanError` where there is no problem, or one differs from the first in more than its lengths."""
+    """Raise `PlanError` if there is no problem, or one differs from the first in more than its lengths."""
     if not problems:
         raise PlanError("replicas that share experts need a problem each; there are none")
     for replica, problem in enumerate(problems):
@@ -101,7 +101,7 @@ def _require_equal(problems: Sequence[Problem]) -> None:
 
 
 _Grain = dict[str, Any]
-"""What `Chunker.grain` takes."""
+"""Keyword arguments of `Chunker.grain`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +115,13 @@ class _Best:
 
 
 def _shapes(problems: Sequence[Problem], costs: Costs, options: Options) -> list[tuple[Chunker, ...]]:
-    """The chunkers of all replicas, and where the token cap binds in one and leaves a choice, the other ones."""
+    """List the chunkers of all replicas, and where the token cap binds in one and leaves a choice, the alternative ones."""
     found = [Chunker.of(problem, costs, options.chunk_tokens).shapes for problem in problems]
     return list(dict.fromkeys(tuple(shapes[at] for shapes in found) for at in (0, -1)))
 
 
 class _Joint:
-    """The search for a grain and an order, over all replicas at once."""
+    """Search for a grain and an order over all replicas at once."""
 
     def __init__(
         self, problems: tuple[Problem, ...], costs: Costs, options: Options, shapes: Sequence[tuple[Chunker, ...]]
@@ -145,7 +145,7 @@ class _Joint:
         return tuple(self._finished())
 
     def _schedules(self) -> tuple[Sequence[Schedule | Listing], ...]:
-        """What is tried first, what then, and what where nothing else fits."""
+        """Schedules to try first, those to try then, and those of last resort when nothing else fits."""
         return (FIRST, (*SECOND, HALF), LEAST) if self.problems[0].is_straight else (LISTED[:1], LISTED[1:], (Listing(0),))
 
     def search(self) -> None:
@@ -183,7 +183,7 @@ class _Joint:
             self._search_hosted()
 
     def _search_hosted(self) -> None:
-        """Try keys and values at the host, with slices of several lengths (see `greedy.search_hosted`)."""
+        """Try KV offload with slices of several lengths (see `greedy.search_hosted`)."""
         if not self.options.hosting:
             return
         fixed, ranks = self.options.slices, self.problems[0].num_ranks
@@ -199,9 +199,9 @@ class _Joint:
                 break
 
     def _try_hosted(self, aligned: Aligned, schedule: Schedule | Listing) -> None:
-        """Each replica hosts what it has to, and then what spares it recompute: alone, and beside copies.
+        """Try the KV offload that each replica needs, then also what avoids recompute: alone, and combined with copies.
 
-        While nothing fits, this is tried with nothing at the host too where none has to host anything.
+        While nothing fits, this is tried without KV offload too where no replica needs any.
         """
         plain = self._tables(aligned)
         order = self._order(aligned, plain, schedule)
@@ -239,7 +239,7 @@ class _Joint:
             self.best = _Best(aligned, tables, order, found.made, found.makespan_us, pairs)
 
     def _rooms(self, aligned: Aligned, order: Order, pairs: tuple[Pairs, ...]) -> list[list[int]]:
-        """What the host of every replica's ranks has left beside what is hosted."""
+        """Bytes left at the host of every replica's ranks besides KV offload, ``[replica][rank]``."""
         if not any(pairs):
             return [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
         every = zip(aligned.chunks, self.problems, pairs, strict=True)
@@ -253,12 +253,13 @@ class _Joint:
 
     @property
     def _nothing(self) -> tuple[Pairs, ...]:
-        """Nothing at the host, in any replica."""
+        """KV offload of no replica."""
         return (frozenset(),) * len(self.problems)
 
     def _walks(self) -> tuple[list[list[_Grain]], list[_Grain]]:
-        """Chunks in all to aim at: from a middling number to more, and to fewer. With slices given there is one grain. And
-        coarser ones, for where a replica has too few tokens for these.
+        """List the grains to walk through: from a middling number of chunks to more, and to fewer, or the one given by slices.
+
+        The second list has coarser ones, for the case that a replica has too few tokens for these.
         """
         slices, ranks = self.options.slices, self.problems[0].num_ranks
         if slices is not None:
@@ -276,7 +277,7 @@ class _Joint:
         return align(tables, self.chunkers)
 
     def _try(self, aligned: Aligned | None, schedules: Sequence[Schedule | Listing]) -> bool:
-        """Whether one of the schedules is faster than all before."""
+        """Try a table with some schedules; True if one of them is faster than all before."""
         if aligned is None:
             return False
         tables, before = self._tables(aligned), self.best
@@ -311,8 +312,10 @@ class _Joint:
             yield build_plan(problem, self.costs, options, decided, tables)
 
     def _split(self, best: _Best) -> Order:
-        """The order with weight gradients split off, one for all replicas: exchanges then come at the same times everywhere,
-        so that all replicas issue receives in the same places among them. A replica's own split serves where it fits all.
+        """Split weight gradients off the order, equally for all replicas.
+
+        Exchanges then come at the same times everywhere, so that all replicas issue receives in the same places among them. A
+        replica's own split is a candidate where it fits all.
         """
         every = list(zip(best.tables, best.made, (problem.cap_bytes for problem in self.problems), strict=True))
         orders = dict.fromkeys(weights_apart(best.order, *one) for one in every)
@@ -322,7 +325,7 @@ class _Joint:
 
 
 def in_step(tables: Sequence[Tables]) -> tuple[Tables, ...]:
-    """Every replica's tables with the times of the slowest at each stage and chunk."""
+    """Return every replica's tables with the times of the slowest at each stage and chunk."""
     common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in _TIMES}
     message_us = np.max([own.message_us for own in tables], axis=0).tolist()
     again_us = [

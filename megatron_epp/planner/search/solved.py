@@ -12,7 +12,7 @@ from megatron_epp.planner.problem import Problem
 
 @dataclass(slots=True)
 class Solved[T]:
-    """What is known of canonical problems (see `canonical`); the least recently used go first."""
+    """Cache of results for canonical problems (see `canonical`), dropping the least recently used."""
 
     capacity: int = 1024
     decisions: OrderedDict[Problem, T] = field(default_factory=OrderedDict)
@@ -30,14 +30,14 @@ class Solved[T]:
 
 
 def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """The same batch with the longest sequence first, and where each of its sequences stands in the original."""
+    """Return the same batch with the longest sequence first, and the original index of each of its sequences."""
     lengths = problem.lengths
     sequences = tuple(sorted(range(len(lengths)), key=lambda q: (-lengths[q], q)))
     return replace(problem, lengths=tuple(lengths[q] for q in sequences)), sequences
 
 
 def relabelled(made: Decisions, sequences: tuple[int, ...]) -> Decisions:
-    """Decisions for a canonical batch, told of the original's sequences."""
+    """Renumber the sequences of decisions for a canonical batch by those of the original."""
     chunks = (Chunk(tuple(s._replace(sequence=sequences[s.sequence]) for s in chunk.segments)) for chunk in made.chunks)
     hosted = frozenset((stage, sequences[sequence]) for stage, sequence in made.hosted)
     return replace(made, chunks=tuple(chunks), hosted=hosted)

@@ -1,4 +1,4 @@
-"""Candidates: a chunk table in a schedule, with the recompute or copies it takes to fit. The fastest is kept."""
+"""Candidates: a chunk table in a schedule, with the recompute or copies that let it fit. The fastest is kept."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ CLEARLY = 0.99
 """While nothing fits, a grain counts as better when its least peak is below this share of the least before."""
 
 CLOSE = 0.005
-"""What is not worth another try, as a share of the makespan."""
+"""Relative gain in makespan below which a table is not worth another try."""
 NEAR = 4
-"""Candidates without copies that are kept, the fastest."""
+"""Number of candidates without copies that are kept, the fastest."""
 WORTH = 0.985
-"""Offload is tried where it could bring the makespan to this share of the best so far."""
+"""Share of the best makespan so far below which the bound with offload must lie for it to be tried."""
 
 
 class Trials:
@@ -49,10 +49,12 @@ class Trials:
         self.seen: set[tuple[tuple[Chunk, ...], Schedule | Listing]] = set()
 
     def better(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule | Listing], close: float = CLOSE) -> bool:
-        """Try a table. True when it is faster than all before, or, while none fits, when it needs clearly less memory.
+        """Try a table. True if it is faster than all before, or, while none fits, if it needs clearly less memory.
 
         Args:
-            close: a table whose lower bound is not below the best by more than this share is not tried further.
+            chunks: the chunk table.
+            schedules: the orders to try.
+            close: relative gain below which a table, by its lower bound, is not tried further.
         """
         schedules = [schedule for schedule in schedules if (chunks, schedule) not in self.seen]
         if not schedules:
@@ -89,9 +91,9 @@ class Trials:
         return [made for _, made in self._near]
 
     def better_with_copies(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule | Listing]) -> bool:
-        """Try a table with offload; True when it is faster than all before.
+        """Try a table with offload; True if it is faster than all before.
 
-        Where the best so far is close to what offload could do at most, it is not tried: it takes longer than all else.
+        Where the best so far is close to what offload could reach at most, it is not tried: it takes longer than all else.
         """
         tables = tabulate(chunks, self.problem, self.costs, self.levels)
         bound_us = lower_bound_us(tables, chunks, self.problem, self.options)
@@ -102,9 +104,9 @@ class Trials:
         return found
 
     def better_hosted(self, chunks: tuple[Chunk, ...], schedule: Schedule | Listing) -> bool:
-        """Try a table with keys and values at the host, alone and beside offload; True when it is faster than all before.
+        """Try a table with KV offload, alone and combined with offload of activations; True if it is faster than all before.
 
-        While nothing fits, it is tried with none there too, for it is a table of its own.
+        While nothing fits, it is tried without KV offload too, for it is a table of its own.
         """
         plain = tabulate(chunks, self.problem, self.costs, self.levels)
         order = self._order(chunks, plain, schedule)
@@ -134,7 +136,7 @@ class Trials:
         return found
 
     def _copied(self, chunks: tuple[Chunk, ...], order: Order, tables: Tables, pairs: Pairs = frozenset()) -> bool:
-        """With offload, beside what is hosted: its tables are those of `pairs`."""
+        """Try offload of activations combined with the KV offload of `pairs`, as tabulated; True if it is the fastest."""
         hosted = at_host(order, chunks, self.problem, self.costs, pairs)
         made = fit_offload(order, (tables,), self.problem.cap_bytes, [[self.problem.host_cap_bytes - size for size in hosted]])
         if made is not None and made.short_bytes:
@@ -148,7 +150,7 @@ class Trials:
         return True
 
     def _needs_host(self, short_bytes: int) -> None:
-        """A candidate would do if the host had so much more."""
+        """Record that a candidate would fit if the host had so many bytes more."""
         self.least_host = int(min(self.least_host or math.inf, self.problem.host_cap_bytes + short_bytes))
 
     def _order(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule | Listing) -> Order:
@@ -157,26 +159,26 @@ class Trials:
         return schedule(chunks, self.problem.num_stages, self.problem.forward_only)
 
     def result(self, planner: str = "greedy") -> Decisions:
-        """The best decisions. Raises `InfeasibleError` with the smallest caps that would have let one table through."""
+        """Return the best decisions. Raises `InfeasibleError` with the smallest caps that would have let one table through."""
         if self.best is not None:
             return self.best
         raise infeasible(self.problem, self.least_cap, self.least_host, planner)
 
 
 def busiest_us(tables: Tables) -> float:
-    """Time of the rank that has most to do, without recompute."""
+    """Time of the rank with the most work, in microseconds, without recompute."""
     passes = [tables.forward_us, tables.backward_us] if tables.backward_us else [tables.forward_us]
     return max(sum(sum(times[stage]) for times in passes for stage in stages) for stages in tables.stages_of)
 
 
 def infeasible(problem: Problem, least_cap: int, least_host: int = 0, planner: str = "greedy") -> InfeasibleError:
-    """The error of a batch that fits no cap.
+    """Build the error of a batch that fits no cap.
 
     Args:
         problem: the batch.
-        least_cap: bytes of each rank that would do.
-        least_host: bytes of each rank at the host that would do, with the caps as they are; 0 where none would.
-        planner: whose plans these are.
+        least_cap: bytes of each rank that would suffice.
+        least_host: bytes of each rank at the host that would suffice, with the caps as they are; 0 where none would.
+        planner: name of the planner, for the message.
     """
     whose, instead = "", "lower --epp-chunk-tokens or --seq-length"
     if planner != "greedy":
@@ -194,5 +196,5 @@ def infeasible(problem: Problem, least_cap: int, least_host: int = 0, planner: s
 
 
 def _gib(num_bytes: int) -> str:
-    """To be raised to: rounded up."""
+    """Format bytes as GiB, rounded up so that a cap raised to this number suffices."""
     return f"{-(-num_bytes * 100 // GIB) / 100:.2f}"

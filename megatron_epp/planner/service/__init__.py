@@ -1,1 +1,1 @@
-"""Planning beside training: a worker process, plans made ahead, and batches divided over replicas."""
+"""Planning overlapped with training: a worker process, plans made ahead, and batches divided over replicas."""

@@ -1,4 +1,4 @@
-"""Plans for training, made in a process beside it: planning takes no time from the interpreter that launches the kernels."""
+"""Plans for training, made in a separate process: planning takes no time from the interpreter that launches the kernels."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class PackedPlan(NamedTuple):
 
 
 PackedPlans = tuple[PackedPlan, ...]
-"""Those of the replicas of a team."""
+"""Plans of the replicas of a team, in their order."""
 
 Lengths = tuple[tuple[int, ...], ...]
-"""Of the sequences of every replica of a team."""
+"""Lengths of the sequences of every replica of a team, ``[replica][sequence]``."""
 
 PlanTeam = Callable[[Problem, Lengths], tuple[Plan, ...]]
-"""From what all shares have in common, and the lengths of each, to their plans."""
+"""Function from the problem that all shares have in common, and the lengths of each, to their plans."""
 
 
 class BackgroundPlanner:
@@ -59,9 +59,9 @@ class BackgroundPlanner:
 
     Args:
         costs: of every replica's pipeline.
-        options: what the user fixed.
-        team: the one to plan for, of
-        teams: all replicas that share a batch. Replicas of a team share experts and get matched plans.
+        options: the settings of the user.
+        team: index in `teams` of the team to plan for.
+        teams: all replicas that share a batch. Replicas of a team share experts and get lockstep plans.
     """
 
     def __init__(self, costs: Costs, options: Options, team: int = 0, teams: Teams = ((0,),)) -> None:
@@ -87,7 +87,7 @@ class BackgroundPlanner:
 
 
 def _planning(costs: Costs, options: Options, team: int, teams: Teams) -> Callable[[Problem], PackedPlans]:
-    """What the process runs for every batch."""
+    """Make the function that the process calls for every batch."""
     steady = replace(options, planner="greedy" if options.planner == "milp" else options.planner, budget_ms=None)
 
     @functools.lru_cache(KEPT)
@@ -115,7 +115,7 @@ def _planning(costs: Costs, options: Options, team: int, teams: Teams) -> Callab
 
 
 def _of_one(plan: Callable[[Problem], Plan]) -> PlanTeam:
-    """A planner of one replica as a planner of a team of one."""
+    """Wrap a planner of one replica as a planner of a team of one."""
     return lambda problem, shares: (plan(replace(problem, lengths=shares[0])),)
 
 

@@ -1,4 +1,4 @@
-"""Sharing a global batch out over data-parallel replicas so that their plans take about as long.
+"""Division of a global batch over data-parallel replicas so that their plans take about equally long.
 
 Replicas wait for each other at the end of every iteration, so the slowest decides. Sequences go longest processing time first
 to the replica with the least work, as the cost model counts it on the slowest stage, attention included. A makespan is more
@@ -39,7 +39,7 @@ ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A global batch shared out.
+    """Division of a global batch over replicas.
 
     Attributes:
         shares: of every replica; each position of the batch is in one of them.
@@ -55,18 +55,18 @@ class Division:
 
     @property
     def checksum(self) -> int:
-        """Of the shares: by it replicas that divide a batch each for themselves find out that they do not agree."""
+        """Checksum of the shares: replicas that each divide the batch themselves detect by it that they do not agree."""
         return zlib.crc32(repr(self.shares).encode())
 
 
 def imbalance(makespans_us: Sequence[float]) -> float:
-    """How much longer than the mean the slowest takes: ``max / mean - 1``, the share of time that replicas wait."""
+    """Relative excess of the slowest makespan over the mean: ``max / mean - 1``, the share of time that replicas wait."""
     mean_us = sum(makespans_us) / len(makespans_us)
     return max(makespans_us) / mean_us - 1 if mean_us else 0.0
 
 
 def divide(problem: Problem, costs: Costs, teams: Teams, makespan_us: Makespan, tries: int = TRIES) -> Division:
-    """Share out the sequences of a global batch. Equal arguments give equal divisions, in every process.
+    """Divide the sequences of a global batch over replicas. Equal arguments give equal divisions, in every process.
 
     A sequence is never cut between replicas, so one that takes longer than a fair share bounds the balance from below: its
     replica then has nothing else. In a team each chunk waits for the others' chunks, so long sequences go to the same team.
@@ -141,7 +141,7 @@ def longest_first(work_us: Sequence[float], replicas: int) -> list[Share]:
 
 
 def sequence_work(problem: Problem, costs: Costs) -> list[float]:
-    """Microseconds that each sequence takes the slowest stage, forward and backward, without what chunks take besides."""
+    """Microseconds that each sequence takes the slowest stage, forward and backward, without the fixed time of chunks."""
     chunker = Chunker.of(replace(problem, lengths=tuple(sorted(problem.lengths))), costs, None)
     return [chunker.sequence_us(length) for length in problem.lengths]
 
@@ -209,8 +209,17 @@ class _Exchange:
 
 
 def _closest(slow: Share, fast: Share, work_us: Sequence[float], target_us: float) -> tuple[int, int | None] | None:
-    """What to give and what to take for it (nothing, or one) so that about so much work moves; None where less than nothing
-    or twice as much and more is all there is.
+    """Choose a sequence to give and at most one to take for it, so that about `target_us` of work moves.
+
+    Args:
+        slow: positions of the replica that gives.
+        fast: positions of the replica that takes.
+        work_us: of every position.
+        target_us: work to move.
+
+    Returns:
+        the positions to give and to take (None to take none); or None if no pair moves more than nothing and less than twice
+        the target.
     """
     best: tuple[float, int, int | None] | None = None
     ranked = sorted(fast, key=lambda at: (work_us[at], at))

@@ -1,4 +1,4 @@
-"""Work in a process of its own: one callable, called there with what is sent, one call after the other."""
+"""Worker process: one callable, called there with the arguments that are sent, one call after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 from megatron_epp.plan import EppError
 
 PATIENCE_S = 5.0
-"""How long an ended process is waited for."""
+"""Seconds to wait for the exit of an ended process."""
 
 
 class WorkerError(EppError):
@@ -34,7 +34,7 @@ class Worker:
 
     Args:
         make: a function at the top level of a module; its result is called.
-        args: what it is called with, in the process.
+        args: its arguments, in the process.
         niceness: added to the process's own, so that it takes only time that others leave.
     """
 
@@ -65,7 +65,7 @@ class Worker:
             raise self._ended() from None
 
     def is_ready(self) -> bool:
-        """Whether `receive` would return, or raise, at once."""
+        """Return True if `receive` would return, or raise, at once."""
         return self._connection.poll()
 
     def receive(self) -> Any:
@@ -79,7 +79,7 @@ class Worker:
         return outcome
 
     def close(self) -> None:
-        """End the process, whatever it is doing. Whoever waits in `receive` gets a `WorkerError`."""
+        """End the process, whatever it is doing. A thread that waits in `receive` gets a `WorkerError`."""
         self._process.kill()
         self._process.wait()
 
@@ -90,8 +90,10 @@ class Worker:
 
 
 def _send(connection: Connection, item: Any) -> None:
-    """As `Connection.send`, which pickles into a buffer that the error of a failed send would hold on to: Python 3.12 crashes
-    where it collects such a buffer with the cycle that an error is often in.
+    """Send an item like `Connection.send`, but pickle it first.
+
+    `Connection.send` pickles into a buffer that the error of a failed send would hold on to: Python 3.12 crashes where it
+    collects such a buffer with the cycle that an error is often in.
     """
     connection.send_bytes(pickle.dumps(item))
 

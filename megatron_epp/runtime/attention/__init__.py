@@ -1,1 +1,1 @@
-"""Core attention of chunks: segments, slices behind a prefix, the KV cache of sliced sequences, context parallelism."""
+"""Core attention of chunks: segments, slices with a prefix, the KV cache of sliced sequences, context parallelism."""

@@ -1,4 +1,4 @@
-"""Two buffers: one is in use while what is used next arrives in the other."""
+"""Double buffer: one buffer is in use while the next piece is loaded into the other."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Piece(NamedTuple):
 
 
 class Use(NamedTuple):
-    """So many of a piece's rows, from the first on."""
+    """Request for the first `num_rows` rows of a piece."""
 
     piece: Piece
     num_rows: int
 
 
 class LookAhead:
-    """Says which of two buffers holds what is asked for, and has the other filled meanwhile.
+    """Prefetches the next piece into one of two buffers, and returns the buffer that holds the requested piece.
 
     Args:
-        expected: what will be asked for, in order. What comes unexpected is loaded when it is asked for.
+        expected: the requests to come, in order. A request that is not among them is loaded when it is made.
         load: begins to fill a buffer, 0 or 1, and returns a mark to wait for.
     """
 
@@ -36,13 +36,13 @@ class LookAhead:
         self._coming: tuple[Use, Any] | None = None
 
     def begin(self) -> None:
-        """Begin to load what comes first, into the buffer that is used first."""
+        """Begin to load the first expected request, into the buffer that is used first."""
         if self._expected:
             self._current = 1
             self._fetch(self._expected[-1])
 
     def take(self, use: Use) -> tuple[int, Any]:
-        """The buffer of what is asked for, and the mark to wait for before using it."""
+        """Return the number of the buffer that holds a request, and the mark to wait for before using it."""
         coming, self._coming = self._coming, None
         if coming is not None and coming[0] == use:
             self._current, mark = 1 - self._current, coming[1]

@@ -1,8 +1,8 @@
 """The KV relay: keys and values of sliced sequences, handed from slice to slice.
 
-Forward of a slice writes its keys and values behind those of the earlier slices and attends over all of them. Backward runs the
+Forward of a slice writes its keys and values after those of the earlier slices and attends over all of them. Backward runs the
 slices last to first; each adds the gradient of the whole prefix to accumulators and takes out its own part, which is complete
-because every later slice has run. Buffers are made once per sequence at its full length: nothing grows.
+because every later slice has run. Buffers are allocated once per sequence at its full length and never grow.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megatron_epp.runtime.offload.host import HostMemory
 
 @dataclass(slots=True)
 class _Entry:
-    """Cache of one sequence in one layer: ``[size class of its capacity, kv_heads, channels]`` each."""
+    """KV cache of one sequence in one layer: tensors ``[size class of its capacity, kv_heads, channels]``."""
 
     k: Tensor
     v: Tensor
     filled: int = 0
-    """Keys and values are there up to here."""
+    """Number of tokens, from the first, whose keys and values are stored."""
     dk: Tensor | None = None
     dv: Tensor | None = None
     taken_from: int | None = None
-    """Gradients have been handed out from here on."""
+    """First token whose gradient has been handed out; None before the first."""
 
     @property
     def num_bytes(self) -> int:
@@ -45,7 +45,7 @@ class KVRelay:
 
     Attributes:
         fp32_gradients: of which sequences gradients of keys and values add up in fp32, one of `kv_sums.CHOICES`.
-        hosted: the caches that are at the host between uses; None where there are none.
+        hosted: the offloaded KV caches, which are in host memory between uses; None if there are none.
     """
 
     fp32_gradients: str = "auto"
@@ -62,24 +62,24 @@ class KVRelay:
         """Start an iteration.
 
         Args:
-            hosted: sequences whose caches are at the host between uses.
-            host: where.
+            hosted: sequences whose KV caches are offloaded to host memory between uses.
+            host: the host memory that holds them.
         """
         self.hosted = HostedCaches(host, hosted, self.fp32_gradients) if host is not None and hosted else None
 
     def caches_of(self, view: SliceView) -> KVRelay | HostedCaches:
-        """Where a slice's cache is. Attention goes to it group of heads by group of heads."""
+        """Return the object that holds a slice's KV cache: offloaded, or this one. Attention accesses it by groups of heads."""
         return self.hosted if self.hosted is not None and view.sequence in self.hosted.sequences else self
 
     def running(
         self, view: SliceView | None, backward: bool, num_whole: int = 0, forward_only: bool = False
     ) -> AbstractContextManager[None]:
-        """Around an action.
+        """Return the context manager in which an action runs.
 
         Args:
             view: the chunk's slice, if it has one.
-            backward: whether it is a backward.
-            num_whole: layers, from the stage's first on, that run attention again in it.
+            backward: the action is a backward.
+            num_whole: number of layers, from the stage's first, whose attention is recomputed in it.
             forward_only: no backward follows.
         """
         if view is None or self.hosted is None or view.sequence not in self.hosted.sequences:
@@ -88,18 +88,18 @@ class KVRelay:
         return self.hosted.running(view, backward, num_whole, is_last)
 
     def parts(self, kv_heads: int) -> int:
-        """Groups of heads that attention is to run by, one after the other: all at once."""
+        """Return the number of groups of heads that attention processes one after the other: 1, all heads at once."""
         return 1
 
     def append(self, layer: int, view: SliceView, k: Tensor, v: Tensor, part: int = 0) -> tuple[Tensor, Tensor]:
-        """Store a chunk's keys and values and return all that its queries may see.
+        """Store a chunk's keys and values and return all keys and values that its queries may attend to.
 
         A recomputed forward writes the same values to the same place, so it may run any number of times.
 
         Args:
             layer: number of the layer.
             view: the chunk's slice.
-            k: ``[tokens, kv_heads, channels]``: the slice, then whatever shares its chunk.
+            k: ``[tokens, kv_heads, channels]``: the slice, then the other tokens of its chunk.
             v: as `k`.
             part: number of the group of heads, from 0.
 
@@ -126,9 +126,9 @@ class KVRelay:
     def keys_and_values(
         self, layer: int, view: SliceView, k_beside: Tensor, v_beside: Tensor, part: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """What `append` returned for a chunk.
+        """Return the keys and values that `append` returned for a chunk, for its backward.
 
-        Later slices' forwards come later and their backwards came before, so nobody needs what lies behind the slice.
+        Rows after the slice may be overwritten: later slices run their forwards later, and have run their backwards before.
 
         Args:
             layer: number of the layer.
@@ -147,17 +147,17 @@ class KVRelay:
     def take_gradient(
         self, layer: int, view: SliceView, dk: Tensor, dv: Tensor, part: int = 0, heads: slice | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Add the gradient of everything a chunk's queries saw and return the part of the chunk's own tokens.
+        """Accumulate the gradient of all keys and values a chunk attended to and return the part of the chunk's own tokens.
 
-        After the sequence's first slice its cache is freed.
+        After the backward of the sequence's first slice its cache is freed.
 
         Args:
             layer: number of the layer.
             view: the chunk's slice.
-            dk: ``[keys, kv_heads, channels]``; of a tail it may become the accumulator, so nobody else may hold it.
+            dk: ``[keys, kv_heads, channels]``; a tail's may become the accumulator, so the caller must not keep a reference.
             dv: as `dk`.
             part: as for `append`.
-            heads: which these are, where they come some at a time, first to last; None where all do.
+            heads: the heads of these gradients, if passed in groups, first to last; None if all are passed at once.
 
         Returns:
             ``[tokens, kv_heads, channels]`` of keys and of values, complete.
@@ -187,11 +187,11 @@ class KVRelay:
         return own[0], own[1]
 
     def release(self, layer: int, view: SliceView) -> None:
-        """Drop a sequence's cache: after its first slice's backward, or after its last forward where no backward follows."""
+        """Free a sequence's cache: after its first slice's backward, or after its last forward if no backward follows."""
         self._resident_bytes -= self._entries.pop((layer, view.sequence)).num_bytes
 
     def clear(self) -> None:
-        """Drop every cache."""
+        """Free every cache."""
         self._entries.clear()
         self._resident_bytes = 0
         if self.hosted is not None:
@@ -217,7 +217,7 @@ def _own(accumulated: Tensor, grad: Tensor, view: SliceView) -> Tensor:
 
 
 def _accumulator(grad: Tensor, cache: Tensor, heads: slice | None, wide: bool) -> Tensor:
-    """What gradients are added up in: the first of them where all heads are there, else room for all."""
+    """Return the accumulator of gradients: the first gradient if it has all heads, else an empty tensor for all heads."""
     dtype = torch.promote_types(grad.dtype, torch.float32) if wide else grad.dtype
     if heads is None:
         return grad.to(dtype)

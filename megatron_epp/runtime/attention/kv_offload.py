@@ -1,9 +1,9 @@
-"""Caches of keys and values that are at the host between uses, so that sequences may be longer than the device has room for.
+"""KV offload: KV caches kept in host memory between uses, for sequences whose caches exceed device memory.
 
-Attention runs by groups of heads, *pieces*: while one runs, the keys and values of the next arrive in a second buffer. In
-backward, the gradient of a piece's prefix arrives beside its kernel, is added to, and goes back beside the next one's. So the
-device holds three pieces however many layers there are. Heads do not mix inside attention: results are those of all heads at
-once, to the bit.
+Attention runs by groups of heads, *pieces*, with a double buffer: while one piece is computed, the keys and values of the next
+are copied to the device. In backward, the gradient of a piece's prefix is copied to the device overlapped with the piece's
+kernel, added to, and copied back overlapped with the next kernel. So the device holds three pieces for any number of layers.
+Heads do not mix inside attention: results are bitwise those of all heads at once.
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ from megatron_epp.runtime.offload.host import HostMemory, Region
 
 @dataclass(slots=True)
 class _AtHost:
-    """A piece of a sequence's cache: where its keys, and behind them its values, start, and as much again of their gradient."""
+    """A piece of a sequence's KV cache in host memory.
+
+    Attributes:
+        kv: offset of its keys, followed by its values, in the sequence's region.
+        gradient: offset of their gradients, laid out likewise; None until they are first copied to the host.
+    """
 
     kv: int
     gradient: int | None = None
     filled: int = 0
-    """Keys and values are there up to here."""
+    """Number of tokens, from the first, whose keys and values are stored."""
     taken_from: int | None = None
-    """Gradients have been handed out from here on."""
+    """First token whose gradient has been handed out; None before the first."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """The action that runs, and the buffers it has on the device, ``[2, rows, heads, channels]`` each."""
+    """The running action and its device buffers, ``[2, rows, heads, channels]`` each."""
 
     view: SliceView
     backward: bool
@@ -46,21 +51,21 @@ class _Running:
     kv: list[Tensor]
     gradient: Tensor | None = None
     arriving: Any = None
-    """The place on the copy stream behind which the gradient's buffer can be used."""
+    """Position on the copy stream after which the gradient's buffer can be used."""
 
 
 class HostedCaches:
-    """The hosted caches of one stage in one iteration. What they offer to attention is what `KVRelay` does.
+    """The offloaded KV caches of one stage in one iteration, with the interface that `KVRelay` has for attention.
 
     Args:
-        host: where they are.
-        sequences: whose they are.
+        host: the host memory that holds them.
+        sequences: the sequences whose caches are offloaded.
         fp32_gradients: see `KVRelay`.
 
     Attributes:
-        num_bytes: on the device now.
-        host_bytes: at the host now.
-        host_peak_bytes: most of it at one time.
+        num_bytes: bytes on the device now.
+        host_bytes: bytes in host memory now.
+        host_peak_bytes: largest `host_bytes` so far.
     """
 
     def __init__(self, host: HostMemory, sequences: Collection[int], fp32_gradients: str = "auto") -> None:
@@ -77,12 +82,12 @@ class HostedCaches:
 
     @contextmanager
     def running(self, view: SliceView, backward: bool, num_whole: int, is_last: bool) -> Iterator[None]:
-        """Around a forward or backward of a slice.
+        """Run a forward or backward of a slice in the body: buffers are allocated and prefetching starts on entry.
 
         Args:
             view: the slice.
-            backward: whether it is one.
-            num_whole: layers, from the stage's first on, that run attention again in it.
+            backward: the action is a backward.
+            num_whole: number of layers, from the stage's first, whose attention is recomputed in it.
             is_last: the caches of the sequence are not needed afterwards.
         """
         uses = self._uses(view, backward, num_whole)
@@ -99,12 +104,12 @@ class HostedCaches:
             self._now, self.num_bytes = None, 0
 
     def parts(self, kv_heads: int) -> int:
-        """Groups of heads that attention is to run by, one after the other."""
+        """Return the number of groups of heads that attention processes one after the other."""
         self._num_parts = head_parts(kv_heads)
         return self._num_parts
 
     def append(self, layer: int, view: SliceView, k: Tensor, v: Tensor, part: int) -> tuple[Tensor, Tensor]:
-        """As `KVRelay.append`, of a group of heads. Groups come first to last."""
+        """Store and return keys and values as `KVRelay.append` does, for a group of heads. Groups come first to last."""
         use = Use(Piece(layer, part), view.start)
         piece = self._pieces.get((view.sequence, use.piece))
         if piece is None and view.start == 0:
@@ -112,7 +117,7 @@ class HostedCaches:
         check_forward(layer, view, 0 if piece is None else piece.filled)
         assert piece is not None  # checked
         buffer, end = self._buffer(use, k), view.start + k.shape[0]
-        buffer[0, view.start : end], buffer[1, view.start : end] = k, v  # with what lies beside the slice
+        buffer[0, view.start : end], buffer[1, view.start : end] = k, v  # including the chunk's tokens beside the slice
         if piece.filled < view.stop:
             self._copy(buffer, piece.kv, view.start, view.stop, out=True)
             piece.filled = view.stop
@@ -121,7 +126,10 @@ class HostedCaches:
     def keys_and_values(
         self, layer: int, view: SliceView, k_beside: Tensor, v_beside: Tensor, part: int
     ) -> tuple[Tensor, Tensor]:
-        """As `KVRelay.keys_and_values`, of a group of heads, ahead of its backward. Groups come last to first."""
+        """Return keys and values as `KVRelay.keys_and_values` does, for the backward of a group of heads.
+
+        Groups come last to first.
+        """
         piece, now = self._piece(layer, view, part), self._running
         check_backward(layer, view, piece.taken_from)
         assert now.gradient is not None  # a backward runs
@@ -135,7 +143,7 @@ class HostedCaches:
     def take_gradient(
         self, layer: int, view: SliceView, dk: Tensor, dv: Tensor, part: int, heads: slice | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `KVRelay.take_gradient`, of a group of heads, or of some of that."""
+        """Accumulate gradients as `KVRelay.take_gradient` does, for a group of heads or some heads of it."""
         piece, now = self._piece(layer, view, part), self._running
         assert now.gradient is not None  # `keys_and_values` came before
         self._host.wait(now.arriving)
@@ -157,10 +165,10 @@ class HostedCaches:
         return own[0], own[1]
 
     def release(self, layer: int, view: SliceView) -> None:
-        """Nothing yet: caches of a sequence go together, at the end of the action that needs them last."""
+        """Do nothing: all caches of a sequence are freed together, at the end of the last action that needs them."""
 
     def clear(self) -> None:
-        """Drop every cache."""
+        """Free every cache."""
         for sequence in list(self._regions):
             self._drop(sequence)
 
@@ -170,7 +178,7 @@ class HostedCaches:
             raise RelayError(f"hosted caches of sequences {sorted(self._regions)} were never freed")
 
     def _uses(self, view: SliceView, backward: bool, num_whole: int) -> Iterator[Use]:
-        """What attention will ask for in an action, in order, as far as layers have been seen."""
+        """Yield the requests of attention in an action, in order, for the layers seen so far."""
         parts = range(self._num_parts)
         if not backward:
             yield from (Use(Piece(layer, part), view.start) for layer in self._layers for part in parts)
@@ -186,7 +194,7 @@ class HostedCaches:
         return self._now
 
     def _buffer(self, use: Use, like: Tensor) -> Tensor:
-        """The buffer with what is asked for in it. What is asked for next is on its way into the other."""
+        """Return the buffer that holds a request. The next request is being copied into the other."""
         now = self._running
         self._open(now, like)
         number, mark = now.ahead.take(use)
@@ -210,7 +218,7 @@ class HostedCaches:
         return self._copy(now.kv[number], piece.kv, 0, use.num_rows, out=False)
 
     def _copy(self, buffer: Tensor, at_host: int, start: int, stop: int, out: bool) -> Any:
-        """Begin to copy rows of keys and of values, or of their gradients; returns the place on the copy stream behind that."""
+        """Begin to copy rows of keys and values, or of their gradients; returns the stream position after the copy."""
         region = self._regions[self._running.view.sequence]
         row_bytes = buffer[0, 0].nbytes
         with self._host.copying():

@@ -1,4 +1,4 @@
-"""Where each segment of a chunk lies among its queries and its keys."""
+"""Offsets of a chunk's segments among its queries and its keys."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class SegmentTable:
         return max(s.end for s in self.segments)
 
     def part(self, index: int, parts: int) -> tuple[Segment, ...]:
-        """The pieces of segments that one of so many ranks has that share the chunk's tokens in order, the same number each.
+        """Return the pieces of segments on one rank, where ranks share the chunk's tokens in order, the same number each.
 
         Args:
-            index: of the rank.
-            parts: ranks; they divide the tokens.
+            index: index of the rank.
+            parts: number of ranks; divides the number of tokens.
         """
         start, stop = index * self.num_tokens // parts, (index + 1) * self.num_tokens // parts
         pieces = []

@@ -8,24 +8,25 @@ from megatron_epp.plan import EppError
 
 
 class RelayError(EppError):
-    """A slice met the cache in a state its plan rules out."""
+    """A KV cache is in a state that the plan rules out."""
 
 
 @dataclass(frozen=True, slots=True)
 class SliceView:
     """One chunk's window on the cache of its sliced sequence.
 
-    The cache takes the slice, and of the sequence's last chunk everything: what shares that chunk lies behind the sequence's
-    end. What shares the chunk of an earlier slice lies *beside* the cache: behind the slice, where later slices write over it.
+    The cache stores the slice; of the sequence's last chunk it stores all tokens, those of other sequences after the sequence's
+    end. Other tokens in the chunk of an earlier slice are *beside* the cache: after the slice, where later slices overwrite
+    them.
 
     Attributes:
         sequence: index of the sequence.
         start: first token of the slice.
         end: one past its last token.
         length: tokens of the whole sequence.
-        capacity: tokens the buffer holds: every chunk of the sequence fits behind the start of its slice. Of a tail, those that
-            its chunk fills.
-        num_slices: of the sequence.
+        capacity: tokens the buffer holds: every chunk of the sequence fits after the start of its slice. For a tail, the tokens
+            that its chunk fills.
+        num_slices: number of slices of the sequence.
     """
 
     sequence: int
@@ -41,20 +42,20 @@ class SliceView:
 
     @property
     def stop(self) -> int:
-        """One past the last place in the buffer that the chunk fills."""
+        """End of the rows of the buffer that the chunk fills (exclusive)."""
         return self.capacity if self.is_tail else self.end
 
     @property
     def num_cached(self) -> int:
-        """How many of the chunk's tokens, from its first, go to the buffer."""
+        """Number of the chunk's tokens, from its first, that are stored in the buffer."""
         return self.stop - self.start
 
 
 def check_forward(layer: int, view: SliceView, filled: int) -> None:
-    """Raise `RelayError` where an earlier slice has not run.
+    """Raise `RelayError` if an earlier slice has not run.
 
     Args:
-        filled: tokens whose keys and values are there.
+        filled: number of tokens, from the first, whose keys and values are stored.
     """
     if filled < view.start:
         raise RelayError(
@@ -63,10 +64,10 @@ def check_forward(layer: int, view: SliceView, filled: int) -> None:
 
 
 def check_backward(layer: int, view: SliceView, taken_from: int | None) -> None:
-    """Raise `RelayError` where a later slice has not run backward, or this one has.
+    """Raise `RelayError` if a later slice has not run backward, or this one already has.
 
     Args:
-        taken_from: the token from which on gradients have been handed out; None before the first.
+        taken_from: first token whose gradient has been handed out; None before the first.
     """
     if taken_from is None and not view.is_tail:
         raise RelayError(f"{where(layer, view)}: backward at token {view.start} precedes the last slice's")
@@ -78,7 +79,7 @@ def check_backward(layer: int, view: SliceView, taken_from: int | None) -> None:
 
 
 def no_cache(layer: int, view: SliceView) -> RelayError:
-    """The error of a backward without a forward."""
+    """Return the error of a backward without a forward."""
     return RelayError(f"{where(layer, view)}: backward of the slice at token {view.start} finds no cache")
 
 

@@ -1,1 +1,1 @@
-"""What autograd saves: held, counted, moved, discarded, and weight gradients deferred."""
+"""Saved tensors of autograd: holding, counting, offloading and discarding them; deferred weight gradients."""

@@ -1,4 +1,4 @@
-"""Where a stage's graph begins: takes the gradient of what the stage was sent, without holding what was sent."""
+"""Start of a stage's autograd graph: receives the gradient of the stage's input without holding the input."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Arrival:
-    """What the previous stage sent, as the start of a graph.
+    """Input of a stage, received from the previous stage, as the start of an autograd graph.
 
-    A leaf would hold the tensor until its gradient is there. So autograd alone keeps it, as far as it needs it.
+    A leaf would hold the tensor until its gradient is computed. Here only autograd keeps it, as long as it needs it.
 
     Attributes:
-        gradient: None until the backward.
+        gradient: gradient of the input; None until the backward.
     """
 
     __slots__ = ("gradient",)
@@ -23,7 +23,7 @@ class Arrival:
         self.gradient: Tensor | None = None
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """The tensor as part of a graph."""
+        """Return the tensor as part of a graph."""
         return _Enter.apply(torch.empty(0, requires_grad=True), hidden, self)
 
 

@@ -1,7 +1,7 @@
-"""A tensor whose memory is given back behind its last use in forward and filled again ahead of its first use in backward.
+"""A tensor whose memory is freed after its last use in forward and recomputed before its first use in backward.
 
-For what is cheap to make and large to keep, such as a norm's output, which the linear layer behind it saves. The memory is
-taken out from under the saved tensor and put back there, so the graph stays as it is, and its gradients to the bit.
+For tensors that are cheap to compute and large to keep, such as a norm's output, which the linear layer after it saves. The
+storage of the saved tensor is resized to zero and filled again, so the graph is unchanged and gradients are bitwise the same.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megatron_epp.runtime.autograd.saved import resize
 
 
 class Discarded:
-    """What `run` made of an input.
+    """Output of `run` that is discarded and recomputed from its input.
 
     Args:
-        run: makes the output of the input, the same whenever it runs.
+        run: computes the output from the input; deterministic.
         x: the input; it is kept.
-        output: in memory of its own, which only saved tensors may need once `until` is called.
+        output: the output, with a storage of its own, which only saved tensors may need once `until` is called.
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, output: Tensor) -> None:
@@ -29,7 +29,7 @@ class Discarded:
         self._memory = output.untyped_storage()
 
     def until(self, result: Tensor) -> None:
-        """Give the memory back until there is a gradient of `result`, which was made from the output."""
+        """Free the memory until the gradient of `result` is computed, which was made from the output."""
         resize(self._memory, 0)
         result.register_hook(self._fill)
 

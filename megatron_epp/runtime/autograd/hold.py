@@ -1,4 +1,4 @@
-"""Tensors held as autograd holds what it saves, so that whoever counts or moves that counts and moves them too."""
+"""Tensors held as autograd's saved tensors, so that hooks that count or offload saved tensors apply to them too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Hold:
             self._node: Tensor | None = _Node.apply(torch.empty(0, requires_grad=True), *tensors)
 
     def take(self) -> tuple[Tensor, ...]:
-        """The tensors, once; nothing is held afterwards."""
+        """Return the tensors and release them. May be called once."""
         assert self._node is not None  # taken once
         node: Any = self._node.grad_fn
         tensors = tuple(node.saved_tensors)
@@ -37,15 +37,16 @@ class _Node(torch.autograd.Function):
 
 
 class Attended:
-    """What attention of one layer made of a chunk, for a layer that runs again without it: kept by the first forward, taken by
-    the second.
+    """Attention output of one layer for a chunk, for a layer that is recomputed without its attention.
+
+    The first forward keeps it, the second takes it.
     """
 
     def __init__(self) -> None:
         self._kept: Hold | None = None
 
     def once(self, run: Callable[[], tuple[Tensor, Saved]]) -> tuple[Tensor, Saved]:
-        """What `run` returned the first time."""
+        """Run `run` the first time; the second time return what it returned then."""
         if self._kept is None:
             out, saved = run()
             self._kept = Hold(out.detach(), *saved)

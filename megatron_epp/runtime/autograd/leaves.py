@@ -33,7 +33,7 @@ class HeldParameter:
 
 
 def give_back_leaves() -> None:
-    """From now on, `saved_tensors` of Python's autograd functions has leaves themselves, as without hooks on saved tensors."""
+    """Make `saved_tensors` of Python's autograd functions return leaves themselves, as without hooks on saved tensors."""
     BackwardCFunction.saved_tensors = property(_saved_tensors)
 
 
@@ -43,7 +43,7 @@ def _saved_tensors(context: Any) -> tuple[Tensor | None, ...]:
 
 
 def _itself(tensor: Tensor | None) -> Tensor | None:
-    """The leaf that a tensor is a copy of; other tensors as they are."""
+    """Return the leaf that a tensor is a copy of; other tensors unchanged."""
     if tensor is None or not tensor.is_leaf or not tensor.requires_grad:
         return tensor
     accumulator: Any = get_gradient_edge(tensor).node

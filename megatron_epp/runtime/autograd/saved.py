@@ -1,6 +1,6 @@
-"""What autograd keeps for backward, on any device: counted, and by chunk, so that it can leave the device and come back.
+"""Tensors that autograd saves for backward, on any device: counted, and tracked by chunk so that they can be offloaded.
 
-Of nested hooks on saved tensors torch calls the innermost only, so whoever counts and whoever moves must be the same.
+Of nested hooks on saved tensors torch calls the innermost only, so one pair of hooks must both count and offload.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.nn import Parameter
 from megatron_epp.runtime.autograd.leaves import HeldParameter, give_back_leaves
 
 Owner = tuple[int, int]
-"""Stage and chunk."""
+"""Stage and chunk that saved tensors belong to."""
 
 
 class Storage:
-    """Memory that saved tensors share, counted once.
+    """Storage that saved tensors share, counted once.
 
     Attributes:
-        place: the memory; None while it is away.
-        rest: of what is away, the end that is not; None where that is nothing.
-        num_bytes: what it takes on the device when it is there.
-        owner: the only chunk whose forward has saved tensors in it, if there is only one.
+        place: the memory; None while it is offloaded.
+        rest: while offloaded, the last bytes, which stay on the device; None if all bytes are offloaded.
+        num_bytes: its size on the device when it is not offloaded.
+        owner: the stage and chunk whose forward saved tensors in it; None if there is not exactly one.
     """
 
     __slots__ = ("num_bytes", "num_held", "owner", "place", "rest")
@@ -41,14 +41,14 @@ class Storage:
 
     @property
     def is_ours(self) -> bool:
-        """Whether nobody but autograd's saved tensors keeps the memory."""
+        """True if only autograd's saved tensors keep the memory alive."""
         return self.place is not None and torch._C._storage_Use_Count(self.place._cdata) == 1
 
 
 class _Held:
-    """One saved tensor: where it lies in which storage. Its release is known when autograd drops this object.
+    """One saved tensor, as a view of a storage. Autograd releases the tensor by dropping this object.
 
-    It has no tensor: an output refers to its own node, and holding that would keep a dropped graph for ever.
+    It holds no tensor: an output refers to its own node, so holding it would keep a dropped graph alive for ever.
     """
 
     __slots__ = ("_dtype", "_saved", "_shape", "_start", "_storage", "_strides")
@@ -71,14 +71,14 @@ class _Held:
 
 
 class SavedTensors:
-    """Live and peak bytes of saved tensors: each storage once, parameters not at all.
+    """Live and peak bytes of saved tensors: each storage counted once, parameters not at all.
 
-    Use as a context manager around whatever builds and frees graphs.
+    Use as a context manager around the code that builds and frees graphs.
 
     Args:
-        parameters: tensors that are there anyway and do not count.
-        others: bytes held beside the saved tensors (the KV caches). Asked whenever saved tensors come or go, which is often
-            enough to see every peak: caches grow between the two.
+        parameters: tensors that exist in any case and are not counted.
+        others: returns the bytes held in addition to saved tensors (KV caches). Called whenever saved tensors are added or
+            released, which is often enough to see every peak: caches grow between the two.
     """
 
     def __init__(self, parameters: Iterable[Tensor] = (), others: Callable[[], int] = lambda: 0) -> None:
@@ -106,16 +106,16 @@ class SavedTensors:
 
     @property
     def held_bytes(self) -> int:
-        """Saved tensors and the others now."""
+        """Bytes of saved tensors and of `others` now."""
         return self.live_bytes + self._others()
 
     def observe(self) -> None:
-        """Raise the peak to what is live now."""
+        """Raise the peak to the bytes held now, if they are more."""
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     @contextmanager
     def of(self, owner: Owner) -> Iterator[None]:
-        """What is saved in the body belongs to a chunk."""
+        """Assign the tensors saved in the body to a chunk."""
         self._owner, self._by_owner[owner] = owner, []
         try:
             yield
@@ -123,16 +123,21 @@ class SavedTensors:
             self._owner = None
 
     def pop(self, owner: Owner) -> list[Storage]:
-        """The storages that a chunk's forward has made autograd keep, in the order of the forward."""
+        """Return and forget the storages saved by a chunk's forward that are still held, in the order of the forward."""
         return [storage for storage in self._by_owner.pop(owner, []) if storage.num_held]
 
     def disown(self) -> None:
-        """Forget which chunk keeps what: none of it will leave."""
+        """Forget the chunks of all storages: none will be offloaded."""
         self._by_owner.clear()
 
     def take_away(self, storage: Storage, num_bytes: int | None = None) -> None:
-        """So many bytes of a storage, from its first, or all, have left the device. What stays moves to memory of its own, and
-        is there twice for a moment.
+        """Release a storage's device memory after it has been copied to the host.
+
+        The bytes that stay move to memory of their own, and exist twice for a moment.
+
+        Args:
+            storage: the storage.
+            num_bytes: number of bytes copied, from the first; None for all.
         """
         assert storage.place is not None
         self.observe()
@@ -145,7 +150,7 @@ class SavedTensors:
         self.live_bytes -= storage.num_bytes
 
     def bring_back(self, storage: Storage, place: torch.UntypedStorage) -> None:
-        """A storage is on the device again, with what had stayed there."""
+        """Place an offloaded storage in device memory again, and restore the bytes that had stayed there."""
         storage.place = place
         self._storages[place._cdata] = storage
         self.live_bytes += storage.num_bytes
@@ -198,12 +203,12 @@ _active: list[SavedTensors] = []
 
 
 def resize(place: torch.UntypedStorage, num_bytes: int) -> None:
-    """Resize memory that saved tensors may share, known to those that count."""
+    """Resize memory that saved tensors may share, and update the counts of all active `SavedTensors`."""
     place.resize_(num_bytes)
     for saved in _active:
         saved._resized(place)
 
 
 def bytes_of(place: torch.UntypedStorage) -> Tensor:
-    """Memory as a tensor of bytes, ``[size]``."""
+    """Return memory as a tensor of bytes, ``[size]``."""
     return torch.empty(0, dtype=torch.uint8, device=place.device).set_(place)

@@ -1,12 +1,12 @@
-"""Weight gradients apart from input gradients: a linear layer's is taken with its backward, or later, chunk by chunk.
+"""Weight gradients split from input gradients: computed with a linear layer's backward, or deferred, chunk by chunk.
 
-The layer's output is computed without an edge to its weight. Backward makes of the output's gradient and the layer's input a
-graph of one node: the weight's gradient. That graph is run at once, or kept until `WeightGradients.run`. Either way the
-gradient reaches the weight as any other does, through autograd, so whatever hooks hang on the weight (Megatron's data
-parallelism) see what they always see. What is kept is held as tensors saved by autograd, so whoever counts or moves those
-counts or moves it too.
+The layer's output is computed without an edge to its weight. Backward builds, from the output's gradient and the layer's input,
+a graph of one node: the weight's gradient. That graph is run at once, or kept until `WeightGradients.run`. Either way the
+gradient reaches the weight through autograd, so hooks on the weight (Megatron's data parallelism) run as usual. Kept tensors
+are held as tensors saved by autograd, so hooks that count or offload saved tensors apply to them too.
 
-A layer that puts off its weight gradient by itself hands over what it would compute it from, and a function that does so.
+A layer that defers its weight gradient by itself passes the tensors the gradient is computed from, and a function that computes
+it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.hold import Hold
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""From what a layer kept of its input and its output's gradient to its weight's gradient."""
+"""Function from the kept part of a layer's input and its output's gradient to its weight's gradient."""
 
 
 class Linear(NamedTuple):
-    """A linear layer's weight, and what makes its gradient."""
+    """A linear layer's weight, and the function that computes its gradient."""
 
     weight: Tensor
     product: Product
@@ -39,12 +39,12 @@ class Kept(NamedTuple):
     node: Tensor
 
     def run(self) -> None:
-        """Compute the gradient and hand it to the weight. What it needed is free afterwards."""
+        """Compute the gradient and pass it to the weight. The tensors it needed are free afterwards."""
         torch.autograd.backward(self.node, torch.zeros_like(self.node))
 
 
 class PutOff(NamedTuple):
-    """A weight's gradient that its layer has put off, and what `compute` takes."""
+    """A weight gradient deferred by its layer, and the tensors that `compute` takes."""
 
     weight: Tensor
     held: Hold
@@ -65,7 +65,7 @@ class WeightGradients:
 
     @contextmanager
     def keeping(self, chunk: int) -> Iterator[None]:
-        """While a chunk's backward runs: keep its weight gradients instead of computing them."""
+        """Defer the weight gradients of a chunk, whose backward runs in the body, instead of computing them."""
         self._chunk, self._kept[chunk] = chunk, []
         try:
             yield
@@ -73,40 +73,42 @@ class WeightGradients:
             self._chunk = None
 
     def pop(self, chunk: int) -> list[Kept | PutOff]:
-        """What was kept of a chunk, in the order of its backward. Raises `EppError` when its backward has not run."""
+        """Return the deferred gradients of a chunk, in the order of its backward. Raises `EppError` if that has not run."""
         if chunk not in self._kept:
             raise EppError(f"weight gradient of chunk {chunk}: its backward has kept none")
         return self._kept.pop(chunk)
 
     def run(self, chunk: int) -> None:
-        """Compute what was kept of a chunk, freeing it layer by layer."""
+        """Compute the deferred gradients of a chunk, freeing their tensors layer by layer."""
         kept = self.pop(chunk)
         while kept:
             kept.pop(0).run()
 
     def clear(self) -> None:
-        """Drop all that was kept."""
+        """Drop all deferred gradients."""
         self._kept.clear()
         self._due.clear()
 
     def linear(self, x: Tensor, kept: Tensor, layer: Linear) -> Tensor:
-        """``x @ weight.t()``, without an edge to the weight.
+        """Return ``x @ weight.t()``, without an edge to the weight.
 
         Args:
             x: ``[..., in]``. Requires a gradient.
-            kept: what of it `layer.product` asks for; often `x` itself.
+            kept: the part of `x` that `layer.product` needs; often `x` itself.
             layer: the weight ``[out, in]`` and its gradient.
         """
         return _Linear.apply(x, kept, layer, self)
 
     def put_off(self, weight: Tensor, tensors: Sequence[Tensor], compute: Callable[[Sequence[Tensor]], None]) -> None:
-        """A layer has put off its weight's gradient. Where it is not kept it is computed when the next one comes, or in
-        `finish`: not at once, for autograd is still busy with this weight.
+        """Register a weight gradient that a layer has deferred.
+
+        Outside `keeping`, it is computed when the next one is registered, or in `finish`: not at once, because autograd is
+        still processing this weight.
 
         Args:
-            weight: of the layer.
-            tensors: what `compute` is to be given; not to be referred to by itself.
-            compute: computes the gradient and hands it to the weight.
+            weight: weight of the layer.
+            tensors: arguments of `compute`, which must not hold references to them itself.
+            compute: computes the gradient and passes it to the weight.
         """
         one = PutOff(weight, Hold(*(tensor.data for tensor in tensors)), compute)
         if self._chunk is None:
@@ -116,12 +118,12 @@ class WeightGradients:
             self._kept[self._chunk].append(one)
 
     def finish(self) -> None:
-        """A backward has ended: compute what it put off and did not keep."""
+        """Compute the deferred gradients that are not kept. Called at the end of a backward."""
         while self._due:
             self._due.pop().run()
 
     def take(self, x: Tensor, grad: Tensor, layer: Linear) -> None:
-        """A layer's input and its output's gradient are there."""
+        """Compute or keep a weight gradient, given the layer's input and its output's gradient."""
         with torch.enable_grad():
             kept = Kept(layer.weight, _Gradient.apply(layer.weight, x, grad, layer.product))
         if self._chunk is None:
@@ -131,7 +133,10 @@ class WeightGradients:
 
 
 class _Linear(torch.autograd.Function):
-    """The weight comes inside `layer`, not as a tensor of its own: an edge to it would fire its hooks without a gradient."""
+    """Linear layer without an edge to its weight.
+
+    The weight is passed inside `layer`, not as a tensor argument: an edge to it would fire its hooks without a gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, layer: Linear, gradients: WeightGradients) -> Tensor:

@@ -1,6 +1,6 @@
 """Messages between the ranks of one pipeline.
 
-Activations and gradients travel on a communicator each, so that neither waits behind the other. On each, messages between two
+Activations and gradients travel on a communicator each, so that neither waits for the other. On each, messages between two
 ranks are matched first in, first out: lowering writes both sides' order from the same plan, and shapes come from the plan too,
 so there is no handshake.
 
@@ -36,7 +36,7 @@ class Receive:
 
 
 class Way(NamedTuple):
-    """From one pipeline rank to another, on the communicator for activations or for gradients."""
+    """Direction of messages between two pipeline ranks, on the communicator for activations or for gradients."""
 
     sender: int
     receiver: int
@@ -44,14 +44,14 @@ class Way(NamedTuple):
 
 
 def ways(num_ranks: int, both_ways: bool) -> list[Way]:
-    """All that messages of a pipeline may go, pair by pair.
+    """Return all directions in which messages of a pipeline are sent, pair by pair.
 
-    Two ranks that meet in this order never wait in a circle: of all pairs that still wait, the first one's ranks have both got
-    to it.
+    Exchanging first messages in this order cannot deadlock: of all pairs that still wait, both ranks of the first one have
+    reached it.
 
     Args:
-        num_ranks: of the pipeline.
-        both_ways: ranks have several stages: activations travel to lower ranks too, from the last to the first as well.
+        num_ranks: number of ranks of the pipeline.
+        both_ways: ranks have several stages, so activations are sent to lower ranks too, and between the last and first rank.
     """
     pairs = [(low, low + 1) for low in range(num_ranks - 1)]
     if both_ways and num_ranks > 2:
@@ -159,8 +159,8 @@ class Links:
         """Start sending to pipeline rank `peer`.
 
         The payload's storage is kept until the next send on the same communicator and to the same rank, or `finish_sends`. That
-        send runs behind this one anyway, so to wait for this one's end there costs nothing, and the memory of messages does not
-        depend on how far the host is ahead of the device.
+        send runs after this one in any case, so waiting there for this one costs nothing, and the memory of messages
+        does not depend on how far the host is ahead of the device.
         """
         group = self._group(gradient, up=peer > self.position)
         if (before := self._in_flight.pop((peer, group), None)) is not None:
@@ -185,20 +185,22 @@ class Links:
         self._in_flight.clear()
 
     def _group(self, gradient: bool, up: bool) -> dist.ProcessGroup:
-        """Of a message to a higher rank, or to a lower one."""
+        """Return the group for a message to a higher rank (`up`) or to a lower one."""
         if gradient:
             return self.gradients_up if up else self.gradients
         return self.activations if up else self.activations_down
 
     def _started(self, work: dist.Work | None) -> dist.Work:
-        if work is None:  # torch's answer to whoever is not in the group
+        if work is None:  # returned by torch to ranks that are not in the group
             raise EppError(f"rank {dist.get_rank()} is not in the pipeline of ranks {self.ranks}")
         return work
 
 
 def _check_pairs(num_ranks: int) -> None:
-    """On NCCL every pair of ranks has a communicator of its own in each group. Not so where a device was bound at the start:
-    then all messages of a group run one after the other, and what a rank sends may wait for what it is to receive later.
+    """Raise `EppError` if the pairs of ranks of a group share one communicator.
+
+    On NCCL every pair of ranks has a communicator of its own in each group, unless a device was bound at initialization: then
+    all messages of a group run one after the other, and a send may wait for a message that its rank receives later.
     """
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if num_ranks > 2 and bound is not None:

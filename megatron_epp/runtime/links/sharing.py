@@ -1,4 +1,4 @@
-"""What one rank gives to all ranks of its replica, and what ranks of all replicas must have in common."""
+"""Collectives over Python objects: broadcast from the first rank of a group, and gather from every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def from_first(items: list[Any], group: dist.ProcessGroup) -> list[Any]:
-    """The items of the group's first rank, on every rank.
+    """Return the items of the group's first rank, on every rank.
 
     A collective call: every rank of the group must call it at the same point, in the same thread as its other collectives.
 
@@ -22,7 +22,7 @@ def from_first(items: list[Any], group: dist.ProcessGroup) -> list[Any]:
 
 
 def from_each[T](item: T, group: dist.ProcessGroup) -> list[T]:
-    """One item of every rank of the group, in its order. A collective call, as above."""
+    """Return the items of all ranks of the group, one each, in rank order. A collective call, like `from_first`."""
     everyone: list[T] = [item] * dist.get_world_size(group)
     dist.all_gather_object(everyone, item, group=group)
     return everyone

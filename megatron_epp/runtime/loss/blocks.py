@@ -1,12 +1,12 @@
-"""Cross entropy of an output layer, a block of tokens at a time: the logits of all tokens are never there at once.
+"""Cross entropy of an output layer, a block of tokens at a time: the logits of all tokens are never in memory at once.
 
-Forward keeps two numbers of every token, its label and the logarithm of its summed exponentials, and nothing as wide as the
-vocabulary. Backward makes a block's logits again, turns them into their gradient in place, and hands that to the input and to
-the weight. The price is one more product with the weight. The weight takes its gradient through autograd, as any other.
+Forward keeps two numbers of every token, its label and its log-sum-exp, and nothing as wide as the vocabulary. Backward
+recomputes a block's logits, turns them into their gradient in place, and computes from it the gradients of the input and of the
+weight. The cost is one more product with the weight. The weight receives its gradient through autograd, as any other.
 
-What happens to a block's logits is Liger's kernel, where `loss_kernels` chooses it, or plain torch. Liger's fused linear cross
-entropy does without the second product by computing gradients in the forward. It is not used: it would hold a gradient of the
-weight for every chunk between forward and backward, knows no vocabulary that ranks share, and cannot add to a main gradient.
+A block's logits are processed by Liger's kernel, if `loss_kernels` chooses it, else by plain torch. Liger's fused linear cross
+entropy avoids the second product by computing gradients in the forward. It is not used: it would hold a gradient of the weight
+for every chunk between forward and backward, does not support a vocabulary split over ranks, and cannot add to a main gradient.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class Head(NamedTuple):
-    """How losses are computed.
+    """Options of the loss computation.
 
     Attributes:
-        block_tokens: most tokens of a block. Blocks are as even as whole tokens allow.
-        group: ranks that share the vocabulary: each has as many entries of it, in the order of ranks. None where one has all.
-        gather: makes the layer's input of what was kept of it; with sequence parallelism ranks keep a part each.
+        block_tokens: largest number of tokens of a block. Blocks are as even as whole tokens allow.
+        group: ranks that split the vocabulary: equal shares, in the order of ranks. None if this rank has all of it.
+        gather: returns the layer's input, given the part of it that was kept; with sequence parallelism ranks keep a part each.
         accumulate: adds a block's part to the weight's main gradient, given input ``[tokens, in]`` and the logits' gradient
-            ``[tokens, out]``; returns what stands for the weight's gradient. None where autograd is to get it itself.
+            ``[tokens, out]``; returns a placeholder for the weight's gradient. None if autograd receives the gradient itself.
     """
 
     block_tokens: int
@@ -43,14 +43,14 @@ class Head(NamedTuple):
 
 
 def block_losses(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
-    """Cross entropy of every token, ``[tokens]``, in fp32 (in fp64 where the input is).
+    """Return the cross entropy of every token, ``[tokens]``, in fp32 (in fp64 for fp64 input).
 
     Args:
-        x: the output layer's input, ``[tokens, in]``. Where ranks share the vocabulary its gradient is this rank's part.
-        kept: what of it `head.gather` asks for; often `x` itself.
+        x: the output layer's input, ``[tokens, in]``. If ranks split the vocabulary its gradient is this rank's part.
+        kept: the part of `x` that `head.gather` needs; often `x` itself.
         weight: ``[entries of this rank, in]``.
-        labels: ``[tokens]``, numbers of the whole vocabulary.
-        head: how.
+        labels: ``[tokens]``, indices in the whole vocabulary.
+        head: options.
     """
     return _BlockLosses.apply(x, kept, weight, labels, head)
 
@@ -97,7 +97,7 @@ class _BlockLosses(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """A weight's gradient, summed over blocks: in fp32, or low precision would round every sum."""
+    """A weight's gradient, summed over blocks: in fp32, because low precision would round every partial sum."""
 
     def __init__(self, weight: Tensor, head: Head, num_blocks: int) -> None:
         self._weight, self._accumulate, self._several = weight, head.accumulate, num_blocks > 1
@@ -121,14 +121,14 @@ class _WeightGradient:
 
 
 def _summary(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
-    """Of every token's logits the largest, the sum of exponentials above it, and the one at an index: ``[3, tokens]``."""
+    """Return per token the largest logit, the sum of exponentials relative to it, and the logit at `index`: ``[3, tokens]``."""
     logits = x @ weight.t()
     most, predicted = _wide(logits.amax(1)), _wide(logits.gather(1, index[:, None]).squeeze(1))
     return torch.stack([most, _less(logits, most[:, None]).exp_().sum(1), predicted])
 
 
 def _together(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Losses, and logarithms of summed exponentials, of what every rank found of its part of the vocabulary."""
+    """Combine the ranks' summaries of their parts of the vocabulary; return losses and log-sum-exps, ``[tokens]`` each."""
     own_most, summed, predicted = rows
     most = own_most
     if group is not None:
@@ -142,28 +142,28 @@ def _together(rows: Tensor, is_here: Tensor, group: dist.ProcessGroup | None) ->
 
 
 def _blocks(num_tokens: int, most: int) -> list[slice]:
-    """As few parts as have at most so many tokens, as even as whole tokens allow."""
+    """Split tokens into the fewest blocks of at most `most` tokens, as even as whole tokens allow."""
     count = max(1, -(-num_tokens // most))
     return [slice(num_tokens * i // count, num_tokens * (i + 1) // count) for i in range(count)]
 
 
 def _entries(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Of every label its place among this rank's entries, and whether it is there at all."""
+    """Return every label's index among this rank's vocabulary entries (clamped), and True if it is one of them."""
     entries = len(weight)
     place = labels if head.group is None else labels - dist.get_rank(head.group) * entries
     return place.clamp(0, entries - 1), (place >= 0) & (place < entries)
 
 
 def _less(logits: Tensor, column: Tensor) -> Tensor:
-    """Their difference in the column's type, made in one pass: in place, or of narrower logits in new memory."""
+    """Return ``logits - column`` in the column's type, in one pass: in place, or in new memory if the logits are narrower."""
     return logits.sub_(column) if logits.dtype == column.dtype else logits - column
 
 
 def _times(grad: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their product in another type, made in one pass: in place, or of a narrower type in new memory."""
+    """Return ``grad * column`` in type `dtype`, in one pass: in place, or in new memory if `dtype` is another."""
     return torch.mul(grad, column, out=grad if grad.dtype == dtype else torch.empty_like(grad, dtype=dtype))
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least fp32. May be `x` itself."""
+    """Return `x` in fp32, or in fp64 if it is fp64. May be `x` itself."""
     return x if x.dtype == torch.float64 else x.float()

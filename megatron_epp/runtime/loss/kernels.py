@@ -1,11 +1,12 @@
-"""Which kernel makes losses of a block's logits, and turns them into their gradient: Liger's where it can serve, or none.
+"""Selection of the kernel that computes losses and gradients of a block's logits: Liger's where it can be used, or none.
 
-Without one it is done in plain torch (`block_loss`), in several passes over logits as wide as the vocabulary. Liger's kernel
-reads them once for losses, and twice for their gradient, which takes their place. As kernels of attention do, it proves itself
-before it is used, on a few tokens with as many entries: its losses must be exact, and its gradient rounded once.
+Without a kernel plain torch computes them (`block_loss`), in several passes over logits as wide as the vocabulary. Liger's
+kernel reads the logits once for losses, and twice for their gradient, which overwrites them. Like the attention kernels, it is
+verified before it is used, on a few tokens with the same number of entries: its losses must be exact, and its gradient rounded
+once.
 
-The kernel itself is called, not the function around it. That rounds losses to the type of the logits, so that others would have
-to be made in fp32 for it, and the host waits in it for the device three times a block.
+The kernel itself is called, not the function that wraps it. That function rounds losses to the type of the logits, so logits
+would have to be computed in fp32 for it, and in it the host waits for the device three times a block.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ _MODULE, _KERNEL = "liger_kernel.ops.cross_entropy", "liger_cross_entropy_kernel
 _INSTALL = "pip install 'megatron-epp[liger]'"
 
 _MOST_COLUMNS = 32768
-"""That the kernel has in registers at once: more spill."""
+"""Largest number of columns that the kernel keeps in registers at once: more would spill."""
 
 _PROOF_TOKENS = 6
 _LOSS_TOLERANCE = 1e-5
 _GRADIENT_TOLERANCE = 1.1 * 2**-8
-"""Of the relative error of any value: half a unit in the last of bf16's 8 places, and a little for the sum behind it."""
+"""Largest relative error of any gradient value: half a unit in the last of bf16's 8 bits, plus a margin."""
 
 
 class Case(NamedTuple):
-    """What the choice depends on.
+    """Properties on which the choice depends.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        dtype: of the logits.
-        entries: of the vocabulary, on this rank.
-        is_shared: whether ranks have a part of the vocabulary each.
+        dtype: type of the logits.
+        entries: number of vocabulary entries on this rank.
+        is_shared: the vocabulary is split over ranks.
     """
 
     device: str
@@ -55,10 +56,10 @@ class LossKernel:
     """Cross entropy of logits ``[tokens, entries]``, contiguous, with labels ``[tokens]``, all of which are entries.
 
     Attributes:
-        name: for people.
-        losses: every token's, in fp32.
-        gradient: puts that of every token's own loss in the place of the logits, and returns it.
-        obstacle: why it cannot serve a case here; empty if it can.
+        name: name in logs.
+        losses: returns every token's loss, in fp32.
+        gradient: overwrites the logits with the gradient of each token's own loss, and returns it.
+        obstacle: why it cannot be used for a case here; empty if it can.
     """
 
     name: str
@@ -68,13 +69,16 @@ class LossKernel:
 
 
 def choose(case: Case) -> LossKernel | None:
-    """The kernel for a case; None where plain torch does it."""
+    """Return the kernel for a case; None if plain torch is used."""
     return explain(case)[0]
 
 
 @functools.cache
 def explain(case: Case) -> tuple[LossKernel | None, str]:
-    """The kernel for a case, or None and why. One that should serve and does not is warned of, on whatever rank that is."""
+    """Return the kernel for a case and an empty string, or None and the reason.
+
+    Every rank on which a supported kernel fails verification logs a warning.
+    """
     obstacle = LIGER.obstacle(case)
     if not obstacle:
         obstacle = _failure(LIGER, case)
@@ -84,7 +88,7 @@ def explain(case: Case) -> tuple[LossKernel | None, str]:
 
 
 def _failure(kernel: LossKernel, case: Case) -> str:
-    """What is wrong with a kernel's results."""
+    """Return why a kernel fails verification; empty if it passes."""
     try:
         of_losses, of_gradient = errors(kernel, case)
     except torch.OutOfMemoryError:  # tells nothing of the kernel, which is asked again when there is room
@@ -100,8 +104,10 @@ def _failure(kernel: LossKernel, case: Case) -> str:
 
 @torch.no_grad()
 def errors(kernel: LossKernel, case: Case) -> tuple[float, float]:
-    """The largest relative errors of a kernel's losses, and of values of its gradient, on a few tokens: one whose label is all
-    but sure, so that its gradient there is a small difference, one whose exponentials would overflow, labels first and last.
+    """Return the largest relative errors of a kernel's losses and of its gradient's values, on a few tokens.
+
+    Among them are a token whose label is almost certain, so that its gradient there is a small difference, one whose
+    exponentials would overflow, and labels that are the first and the last entry.
     """
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(_PROOF_TOKENS, case.entries, generator=generator)
@@ -125,7 +131,7 @@ def _liger() -> Any:
 
 
 def _launch(logits: Tensor, labels: Tensor, has_gradients: bool) -> Tensor:
-    """Run Liger's kernel, a program for every token."""
+    """Run Liger's kernel with one program per token; return the losses, ``[tokens]`` in fp32."""
     kernel, losses = _liger(), torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     given = _arguments(logits, labels, losses, has_gradients)
     warps = 16 if torch.version.hip else 32
@@ -134,7 +140,7 @@ def _launch(logits: Tensor, labels: Tensor, has_gradients: bool) -> Tensor:
 
 
 def _arguments(logits: Tensor, labels: Tensor, losses: Tensor, has_gradients: bool) -> dict[str, Any]:
-    """All that releases of the kernel since 0.6.3 take, by name. Nothing is averaged, so counts are not read."""
+    """Return all arguments that releases of the kernel since 0.6.3 take. Without averaging, counts are not read."""
     entries = logits.shape[1]
     return {
         "X_ptr": logits,

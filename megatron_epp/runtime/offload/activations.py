@@ -1,4 +1,4 @@
-"""Moves what autograd keeps of a chunk to the host after its forward, and back before its backward."""
+"""Activation offload: a chunk's saved tensors are copied to the host after its forward, and back before its backward."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from megatron_epp.runtime.autograd.saved import Owner, SavedTensors, Storage, by
 from megatron_epp.runtime.offload.host import HostMemory, Region
 
 Timed = AbstractContextManager[None]
-"""Stands around the copies of one action, on their stream."""
+"""Context manager that times the copies of one action, entered on their stream."""
 
 
 class Part(NamedTuple):
-    """A storage, and how many of its bytes leave, from its first."""
+    """A storage, and the number of its bytes that are offloaded, from the first."""
 
     storage: Storage
     num_bytes: int
 
     def memory(self) -> Tensor:
-        """These bytes on the device, ``[num_bytes]``."""
+        """Return these bytes on the device, ``[num_bytes]``."""
         assert self.storage.place is not None  # it is on the device
         return bytes_of(self.storage.place)[: self.num_bytes]
 
 
 @dataclass(slots=True)
 class _Moved:
-    """What has left of one chunk, and where it is, part after part. `mark` is the last copy's place on the copy stream."""
+    """Offloaded parts of one chunk, one after the other in a region. `mark` is the last copy's position on the copy stream."""
 
     parts: list[Part]
     region: Region
     mark: Any = None
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts on the device and at the host, cut so that they belong together."""
+        """Yield ``(device, host)`` pairs of equal size that cover all parts."""
         start = 0
         for part in self.parts:
             yield from self.region.pairs(start, part.memory())
@@ -47,15 +47,15 @@ class _Moved:
 
 
 class Offload:
-    """Offloads of one rank in one iteration.
+    """Activation offload of one rank in one iteration.
 
     Args:
-        saved: sees all that autograd keeps; active while the plan runs.
-        host: where to.
+        saved: tracks all saved tensors; active while the plan runs.
+        host: the host memory to copy to.
 
     Attributes:
-        host_bytes: at the host now.
-        host_peak_bytes: most of it at one time.
+        host_bytes: bytes in host memory now.
+        host_peak_bytes: largest `host_bytes` so far.
     """
 
     def __init__(self, saved: SavedTensors, host: HostMemory) -> None:
@@ -64,14 +64,14 @@ class Offload:
         self._moved: dict[Owner, _Moved] = {}
 
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
-        """Around the forward of a chunk."""
+        """Return the context manager in which the forward of a chunk runs."""
         return self._saved.of(owner)
 
     def out(self, owner: Owner, share: float, timed: Timed = nullcontext()) -> None:  # noqa: B008 - holds nothing
-        """Copy a share of the bytes kept of a chunk. They stay on the device until `free`.
+        """Begin to copy a share of a chunk's saved bytes to the host. They stay on the device until `free`.
 
-        What others hold too stays out of it, for that would free nothing: parameters, messages on their way, what several
-        chunks share.
+        Storages with other references are not copied, because that would free nothing: parameters, messages in flight, storages
+        that several chunks share.
         """
         kept = self._saved.pop(owner)
         whole_bytes = sum(storage.num_bytes for storage in kept)
@@ -87,14 +87,14 @@ class Offload:
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def free(self, owner: Owner) -> None:
-        """Give back the device's memory of what `out` has copied: whole storages first, to have room to split the last."""
+        """Free the device memory of the parts that `out` copied: whole storages first, for room to split the last."""
         moved = self._moved[owner]
         self._host.wait(moved.mark)
         for part in moved.parts:
             self._saved.take_away(*part)
 
     def back(self, owner: Owner, timed: Timed = nullcontext()) -> None:  # noqa: B008 - holds nothing
-        """Begin to copy all of it back."""
+        """Begin to copy all parts of a chunk back to the device."""
         moved = self._moved[owner]
         for storage, _ in reversed(moved.parts):
             place = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._host.device)
@@ -107,14 +107,14 @@ class Offload:
         self.host_bytes -= _size(moved.parts)
 
     def before_backward(self, owner: Owner) -> None:
-        """Ahead of the backward of any chunk: what was copied back is there."""
+        """Make the compute stream wait for the copy back. Called before the backward of every chunk."""
         self._saved.pop(owner)
         moved = self._moved.pop(owner, None)
         if moved is not None:
             self._host.wait(moved.mark)
 
     def abandon(self) -> None:
-        """Give everything up: no backward follows in this iteration."""
+        """Release all host memory: no backward follows in this iteration."""
         for moved in self._moved.values():
             self._host.wait(moved.mark)
             moved.region.give_back()
@@ -123,17 +123,17 @@ class Offload:
         self.host_bytes = 0
 
     def assert_empty(self) -> None:
-        """Raise `EppError` if anything is left at the host."""
+        """Raise `EppError` if offloaded parts are left in host memory."""
         if self._moved:
             raise EppError(f"what was offloaded of (stage, chunk) {sorted(self._moved)} never came back")
 
 
 def choose(storages: Sequence[Storage], num_bytes: int) -> list[Part]:
-    """So many bytes of storages; fewer only if there are no others.
+    """Choose storages to offload `num_bytes` bytes; fewer only if the storages hold fewer.
 
-    The largest first, for every copy has a fixed cost; of equal ones those that the forward made first, for they are needed
-    last. The last may leave in part: what stays of it takes memory of its own, which those that leave whole must have made room
-    for. Where they have not, it leaves whole.
+    The largest come first, because every copy has a fixed cost; of equal ones, those that the forward saved first, because they
+    are needed last. The last may be offloaded in part: the rest needs memory of its own, for which the storages offloaded whole
+    must have made room. If they have not, it is offloaded whole.
     """
     parts, others = [], []
     for storage in sorted(storages, key=lambda storage: -storage.num_bytes):

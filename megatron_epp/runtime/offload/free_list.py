@@ -1,4 +1,4 @@
-"""Which bytes of the pages at the host nobody has."""
+"""Free list over pages of host memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Bytes of a page, from one up to another."""
+    """Range of bytes of a page, ``[start, stop)``."""
 
     page: int
     start: int
@@ -20,12 +20,12 @@ class Span(NamedTuple):
 
 
 class FreeSpans:
-    """Memory that is free, handed out in as few spans as there are for it and joined again when it comes back.
+    """Free list: allocates in as few spans as possible and merges adjacent spans when memory is returned.
 
-    It does not have to lie together, so as much can be handed out as is free, whatever was taken and given back before.
+    An allocation need not be contiguous, so all free bytes can be allocated, whatever was allocated and returned before.
 
     Attributes:
-        num_bytes: free in all.
+        num_bytes: free bytes in all.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,10 @@ class FreeSpans:
         self._spans: list[Span] = []  # in order, and no two of them touch
 
     def take(self, num_bytes: int) -> list[Span]:
-        """So many bytes, of which there must be as many: of the smallest span with room for all, or from the largest down."""
+        """Allocate `num_bytes` bytes, which must be free.
+
+        They come from the smallest span that has room for all of them, else from the largest spans.
+        """
         taken = []
         while num_bytes:
             roomy = [span for span in self._spans if span.num_bytes >= num_bytes]
@@ -47,7 +50,7 @@ class FreeSpans:
         return taken
 
     def add(self, spans: Iterable[Span]) -> None:
-        """More is free."""
+        """Return spans to the free list."""
         for span in spans:
             self.num_bytes += span.num_bytes
             at = bisect(self._spans, span)

@@ -1,10 +1,10 @@
-"""Host memory for what leaves the device for a while, and the way there.
+"""Pinned host memory for offload, and the copy stream to and from it.
 
-Memory comes in pages, which are kept: whatever the next iteration moves finds them, pinned. What is at the host lies wherever
-pages have room, in parts if need be, so pages never have more bytes than were at the host at one time, but for the rest of the
-last page; and up to the cap all of it can be had.
-Copies run one after the other on a stream of their own. Memory is free again when the copy out of it is issued, for the next
-copy into it comes later on the same stream.
+Memory is allocated in pages, which are kept pinned for the next iterations. Data is placed wherever pages have room, in several
+spans if necessary, so pages never hold more bytes than were in use at one time, except for the rest of the last page, and all
+memory up to the cap can be used.
+Copies run one after the other on a stream of their own. Memory is free again when the copy out of it is issued, because the
+next copy into it is issued later on the same stream.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _PAGE_BYTES = 32 << 20
 
 
 class HostMemoryError(ShortageError):
-    """The host gives no more memory."""
+    """Host memory for offload is exhausted."""
 
 
 class HostMemory:
     """Pages of this process, and the copy stream of its device.
 
     Args:
-        device: where the other end of every copy is. On a GPU pages are pinned; on a CPU they stand for it.
-        cap_bytes: what all pages may take.
+        device: the device that copies go to and come from. For a GPU pages are pinned; for a CPU they are plain memory.
+        cap_bytes: largest number of bytes of all pages.
 
     Attributes:
-        allocated_bytes: of all pages.
-        held_bytes, held_peak_bytes: of them in use now, and most in the iteration.
+        allocated_bytes: bytes of all pages.
+        held_bytes, held_peak_bytes: bytes of them in use now, and the most in the iteration.
     """
 
     def __init__(self, device: torch.device, cap_bytes: int) -> None:
@@ -51,7 +51,7 @@ class HostMemory:
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None
 
     def take(self, num_bytes: int) -> list[Span]:
-        """Room for so many bytes. Raises `HostMemoryError` at the cap, or when there is no more."""
+        """Allocate bytes, rounded up to units. Raises `HostMemoryError` at the cap, or if the system has no more."""
         needed = in_units(num_bytes)
         while self._free.num_bytes < needed:
             self._allocate(self.held_bytes + needed)
@@ -60,17 +60,17 @@ class HostMemory:
         return self._free.take(needed)
 
     def give_back(self, spans: list[Span]) -> None:
-        """Let later copies have the room."""
+        """Return spans to the free list, for later copies."""
         self._free.add(spans)
         self.held_bytes -= sum(span.num_bytes for span in spans)
 
     def memory(self, span: Span) -> Tensor:
-        """Its bytes, ``[num_bytes]``."""
+        """Return the bytes of a span, ``[num_bytes]``."""
         return self._pages[span.page][span.start : span.stop]
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies in the body run on the copy stream, behind what the compute stream was given before."""
+        """Run copies in the body on the copy stream, after all work issued to the compute stream before."""
         if self._stream is None:
             yield
             return
@@ -79,16 +79,16 @@ class HostMemory:
             yield
 
     def mark(self) -> Any:
-        """The place that the copy stream has got to, for `wait`."""
+        """Return the current position of the copy stream, for `wait`."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """Let the compute stream wait for a place. The host does not."""
+        """Make the compute stream, not the host, wait for a position of the copy stream."""
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 
     def _allocate(self, wanted_bytes: int) -> None:
-        """Add a page; the error names what is wanted in all."""
+        """Add a page. The error names the total bytes wanted, `wanted_bytes`."""
         page_bytes = min(_PAGE_BYTES, _power_below(self.cap_bytes - self.allocated_bytes))
         if page_bytes < HOST_UNIT_BYTES:
             raise HostMemoryError(
@@ -110,10 +110,10 @@ class HostMemory:
 
 
 class Region:
-    """Bytes at the host, one after the other, handed out range by range and given back all at once.
+    """Consecutive bytes of host memory, reserved range by range and returned all at once.
 
     Attributes:
-        num_bytes: handed out.
+        num_bytes: bytes reserved.
     """
 
     def __init__(self, host: HostMemory) -> None:
@@ -124,7 +124,7 @@ class Region:
         self._room = 0
 
     def reserve(self, num_bytes: int) -> int:
-        """Where the next so many bytes start. Raises `HostMemoryError`, and then has as many as before."""
+        """Reserve `num_bytes` more bytes; return their offset. Raises `HostMemoryError`, with the region unchanged."""
         start = self.num_bytes
         for span in self._host.take(max(0, start + num_bytes - self._room)):
             self._spans.append(span)
@@ -134,7 +134,7 @@ class Region:
         return start
 
     def pairs(self, start: int, device: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes on the device, and those from so many on, cut into parts that belong together, ``(device, host)``."""
+        """Yield ``(device, host)`` pairs of equal size: the bytes of `device` and those of the region from offset `start`."""
         done, at = 0, bisect_right(self._starts, start) - 1
         while done < device.numel():
             inside = start + done - self._starts[at]
@@ -143,11 +143,11 @@ class Region:
             done, at = done + part.numel(), at + 1
 
     def give_back(self) -> None:
-        """Let others have all of it."""
+        """Return all bytes of the region to the host memory."""
         self._host.give_back(self._spans)
         self._spans, self._starts, self._room, self.num_bytes = [], [], 0, 0
 
 
 def _power_below(num_bytes: int) -> int:
-    """The largest power of two that is no more: pinned memory takes up a power of two in any case."""
+    """Return the largest power of two up to `num_bytes`, else 0: pinned allocations are rounded up to powers of two."""
     return 1 << num_bytes.bit_length() - 1 if num_bytes > 0 else 0

@@ -1,4 +1,4 @@
-"""How much memory the host gives: what the machine has, or what the control group of a job or container allows."""
+"""Limit of host memory: that of the machine, or of the control group of a job or container."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ MACHINE = "the machine's memory"
 def host_limit(
     groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup"), machine_bytes: int | None = None
 ) -> tuple[int, str]:
-    """The bytes that all processes of this job on this host may have together, and what says so: `MACHINE`, or a file.
+    """Return the bytes that all processes of this job on this host may use together, and their source: `MACHINE`, or a file.
 
-    The least limit counts among those of the process's control group and of all that it lies in, of either version (kernel
+    The result is the smallest limit among those of the process's control group and its ancestors, of either version (kernel
     documentation, admin-guide/cgroup-v2.rst: ``memory.max``; cgroup-v1/memory.rst: ``memory.limit_in_bytes``).
 
     Args:
-        groups: where control groups are mounted.
-        membership: which ones the process is in.
-        machine_bytes: of the machine; None to ask it.
+        groups: folder in which control groups are mounted.
+        membership: file that lists the control groups of the process.
+        machine_bytes: memory of the machine; None to query it.
     """
     if machine_bytes is None:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -30,7 +30,7 @@ def host_limit(
 def _limits(groups: Path, membership: Path) -> Iterator[tuple[int, str]]:
     try:
         lines = membership.read_text().splitlines()
-    except OSError:  # not Linux, or nobody may look
+    except OSError:  # not Linux, or no permission to read
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -49,7 +49,7 @@ def _limits(groups: Path, membership: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read(path: Path) -> int | None:
-    """None where there is no limit."""
+    """Return the limit in a file; None if there is none."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -1,9 +1,9 @@
-"""A rehearsal of a plan: the real executor and real messages over gloo, with compute replaced by timed waits.
+"""Emulation of a plan: the real executor and real messages over gloo, with compute replaced by timed waits.
 
-Every rank is a process of this machine. Nothing heavy runs, so a few cores carry many ranks. What the plan says an action
-takes, the rank sleeps; what it says a message takes, the receiver sleeps from the moment the producer was done, which the
-message itself says. So order, messages and blocking are the runtime's own, and only the times are the plan's. Copies to the
-host wait beside, in turns where ranks share a link.
+Every rank is a process of this machine. Nothing heavy runs, so a few cores suffice for many ranks. The rank sleeps for the
+planned time of each action; the receiver of a message sleeps for its planned time from the moment the producer was done, which
+the message carries. So order, messages and blocking are the runtime's own, and only the times are the plan's. Copies to the
+host are timed waits overlapped with compute, one at a time if ranks share a link.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from megatron_epp.runtime.tools.emulate_copies import Locks, WaitingOffload, hos
 
 Events = list[tuple[str, float, float]]
 _HEAD_START_S = 0.5
-"""From the moment the ranks agree on a start to that start."""
+"""Seconds from the moment the ranks agree on a start to that start."""
 _LEAVE_S = 10.0
-"""For a rank that is done to end."""
+"""Seconds that a rank which has finished has to exit."""
 _SPIN_S = 100e-6
-"""The last part of a wait is spent awake: sleeping overshoots by about so much."""
+"""Seconds at the end of a wait that are spent spinning: sleeping overshoots by about this much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """One rehearsal, in the plan's time: what was measured, divided by the scale.
+    """Measurements of one emulation, in the plan's time: divided by the scale.
 
     Attributes:
-        events: of every rank, ``(action, start_us, end_us)`` in order of start, copies among them.
-        late_us: mean time from when a compute action could have started (its rank free, its message and its load there) to when
-            it did, and from when it should have ended to when it did: what this machine adds to each, in its own time.
+        events: for every rank, ``(action, start_us, end_us)`` in order of start, copies included.
+        late_us: mean overhead that this machine adds to a compute action, not divided by the scale: the time from when it could
+            have started (rank free, message received, load complete) to its start, and from its due to its actual end.
     """
 
     events: tuple[tuple[tuple[str, float, float], ...], ...]
@@ -57,7 +57,7 @@ class Rehearsed:
 
 @dataclass(slots=True)
 class _Rank:
-    """What the stages of one rank share: the clock and the record."""
+    """State shared by the stages of one rank: the clock and the recorded events."""
 
     plan: Plan
     scale: float
@@ -68,7 +68,7 @@ class _Rank:
     events: Events = field(default_factory=list)
 
     def perform(self, action: Action, time_us: float, arrived_s: float) -> float:
-        """Wait as long as the action takes, from when its input is there. Returns when it ended."""
+        """Wait for the planned time of an action, from the arrival of its input. Returns when it ended, in seconds."""
         if action.op is Op.B and self.offload is not None:
             arrived_s = max(arrived_s, self.offload.loaded_s)
         _wait_until(arrived_s)
@@ -86,7 +86,7 @@ class _Rank:
 
 
 class WaitingStage:
-    """Implements `runtime.executor.Stage`: its hidden states are the time at which they were made."""
+    """Implements `runtime.executor.Stage` by timed waits: its hidden states are the time at which they were produced."""
 
     def __init__(self, stage: int, rank: _Rank, times_us: dict[Action, float]) -> None:
         self.stage, self.rank, self.times_us = stage, rank, times_us
@@ -115,27 +115,27 @@ class WaitingStage:
         self._perform(Action(Op.W, self.stage, chunk), None, 0.0)
 
     def before_last_gradient(self) -> None:
-        """Nothing is reduced."""
+        """Do nothing: there are no gradients to reduce."""
 
     reduce_gradients = before_last_gradient
 
     def release_output(self, output: Tensor) -> None:
-        """It is eight bytes."""
+        """Do nothing: the output is only eight bytes."""
 
     def abandon(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept between actions."""
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         return (1,), torch.float64, torch.device("cpu")
 
 
 def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
-    """Run a plan's ranks as processes.
+    """Emulate a plan, with its ranks as processes.
 
     Args:
         plan: a checked plan.
         scale: seconds slept per planned second.
-        timeout_s: for the whole of it.
+        timeout_s: limit in seconds for the whole emulation.
 
     Raises:
         EppError: a rank failed, or it took too long.
@@ -209,7 +209,7 @@ def _run(plan: Plan, rank: int, scale: float, locks: Locks) -> tuple[Events, flo
 
 
 def _meet(plan: Plan, rank: int, links: Links) -> None:
-    """One message each way on every link the plan uses, so that the first real one finds it open."""
+    """Send one message in each direction on every link the plan uses, so that links are connected before the emulation."""
     used = {
         (plan.placement[action.stage], plan.placement[to], action.op is Op.B)
         for row in range(plan.num_ranks)

@@ -1,4 +1,4 @@
-"""The copies of a rehearsed rank: timed waits in a thread of their own, in turns with the ranks that share its link."""
+"""Copies of an emulated rank: timed waits in a thread of their own, one at a time among ranks that share a link."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.offload.activations import Timed
 
 Locks = Mapping[tuple[int, Op], Any]
-"""Of a link to the host and a direction: held by the rank that copies."""
+"""Locks by host link and direction (offload or load), each held by the rank that is copying."""
 
 
 def host_locks(plan: Plan, context: Any) -> Locks:
-    """Locks of all links that several ranks share, between processes of a multiprocessing context."""
+    """Return locks, from a multiprocessing context, for all host links that several ranks share."""
     links = plan.host_links
     return {(link, op): context.Lock() for link in set(links) if links.count(link) > 1 for op in (Op.O, Op.L)}
 
 
 class WaitingOffload:
-    """Implements `runtime.executor.Mover`: each copy waits its turn, and then as long as the plan says that it takes.
+    """Implements `runtime.executor.Mover` by timed waits: each copy waits for its link, then for its planned time.
 
     Args:
-        plan: whose copies.
-        rank: whose.
-        locks: of the links that ranks share.
+        plan: the plan that is emulated.
+        rank: the rank whose copies are emulated.
+        locks: locks of the links that ranks share.
         scale: seconds per planned second.
-        record: is told what ran, from when to when, in seconds of the monotonic clock.
+        record: called with each copy's action, start and end, in seconds of the monotonic clock.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class WaitingOffload:
             self.loaded_s = self._ended_s[load]
 
     def abandon(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept between actions."""
 
     def assert_empty(self) -> None:
-        """Raise `EppError` where a copy has not ended."""
+        """Raise `EppError` if a copy has not ended."""
         if left := [str(action) for action, done in self._done.items() if not done.is_set()]:
             raise EppError(f"copies have not ended: {' '.join(left)}")

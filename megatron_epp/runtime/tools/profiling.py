@@ -28,12 +28,12 @@ _LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 15, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where to measure.
+    """Sizes at which to measure.
 
     Attributes:
-        tokens: of chunks, for matrix products and loss, and of slices.
-        prefixes: tokens that lie before a slice.
-        copy_bytes: of host copies.
+        tokens: tokens of chunks, for matrix products and loss, and of slices.
+        prefixes: tokens before a slice.
+        copy_bytes: sizes of host copies.
     """
 
     tokens: tuple[int, ...]
@@ -42,7 +42,7 @@ class Grid:
 
     @staticmethod
     def of(device: torch.device) -> Grid:
-        """What a device can do in a minute or so."""
+        """Return sizes that a device can measure in about a minute."""
         if device.type == "cuda":
             return Grid((256, 1024, 4096, 16384), (0, 16384, 65536, 131072))
         return Grid((64, 128, 256, 512, 1024), (0, 512, 2048))
@@ -110,7 +110,7 @@ class _Bench:
         return self._random(tokens, self.hidden).requires_grad_()
 
     def linear(self, tokens: int) -> Iterator[tuple[str, Point]]:
-        """All of a layer but its attention."""
+        """Time a layer without its attention."""
         x, grad = self._input(tokens), self._random(tokens, self.hidden)
 
         def run() -> Tensor:
@@ -128,7 +128,7 @@ class _Bench:
         yield "weight", self._weight_gradients(tokens, (self.qkv, self.out, self.up, self.down))
 
     def loss(self, tokens: int) -> Iterator[tuple[str, Point]]:
-        """Final norm, logits and cross entropy."""
+        """Time final norm, logits and cross entropy."""
         x = self._input(tokens)
         labels = torch.zeros(tokens, dtype=torch.long, device=self.device)
 
@@ -147,7 +147,7 @@ class _Bench:
         yield from self._passes(tokens, lambda: functional.embedding(ids, self.words), self._random(tokens, self.hidden))
 
     def attention(self, tokens: int, prefix: int) -> Iterator[tuple[str, Point]]:
-        """One slice against its prefix, in this package's kernel."""
+        """Time attention of one slice to its prefix and itself, with the kernel that this package chooses."""
         table = SegmentTable.build(Chunk((Segment(0, prefix, prefix + tokens),)), tokens)
         pairs = causal_pairs(prefix, prefix + tokens)
         q = self._random(tokens, self.heads, self.channels)
@@ -162,7 +162,7 @@ class _Bench:
         )
 
     def host_copy(self, num_bytes: int) -> Iterator[tuple[str, Point]]:
-        """To pinned host memory and back; without a GPU from one buffer to another."""
+        """Time copies to pinned host memory and back; without a GPU, between two buffers."""
         there = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         back = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         for source, target in ((there, back), (back, there)):
@@ -183,7 +183,7 @@ class _Bench:
         return Point(tokens, 0, self._time_us(run))
 
     def _time_us(self, run: Callable[..., object], prepare: Callable[[], object] | None = None) -> float:
-        """Median of some runs after one that warms up. `prepare` runs ahead of each, untimed; `run` takes its result."""
+        """Return the median time of runs after a warm-up. `prepare` runs untimed before each; `run` takes its result."""
         times: list[float] = []
         began_s = time.perf_counter()
         while len(times) <= _LEAST_RUNS or (len(times) <= _MOST_RUNS and time.perf_counter() - began_s < _ENOUGH_S):

@@ -26,7 +26,7 @@ def diagonal_checkpoints(
 ) -> tuple[int, Layers] | None:
     """Recomputed layers that are the same along each diagonal, as few in all as the caps allow.
 
-    A layer recomputed in the k-th backward of a stage delays every other stage alike, so the backwards that wait for it, one
+    A layer recomputed in the k-th backward of a stage delays every other stage equally, so the backwards that wait for it, one
     more per stage, may recompute as much for nothing: ``layers[p][chunk of the k-th backward] = C[k + num_stages - 1 - p]``.
 
     Memory is counted at every backward with our own bytes, caches and what the backward itself holds included, where the
@@ -101,7 +101,7 @@ def _solve(
 
 
 def _levels(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, list[int], int]]:
-    """At every backward of a stage: what is live beside its chunk with nothing recomputed, the chunks, and the one it is of.
+    """Yield, for every backward of a stage, the live bytes without recompute, its chunk excluded; the chunks alive; its chunk.
 
     Between backwards bytes only rise, and a backward starts with what is live, so no forward is above the backward after it.
     """

@@ -28,14 +28,21 @@ PATIENCE = 3
 
 
 def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """For every K: chunk, group sequences into pipelines, choose recompute for each; the K with the least makespan wins.
+    """Search over K: for each, chunk the batch, group sequences into pipelines and choose recompute; the least makespan wins.
 
-    Where the paper is silent or lost: the K tried are `SLICES`; both readings of the token threshold are tried (see
-    `algorithm_1`); candidates are compared by simulation, with the least makespan and not the least estimate. All of these
-    favour the baseline. With `options.slices` that is K, and `options.chunk_tokens` is the token capacity.
+    Where the paper leaves a detail open or its expression is lost: the K tried are `SLICES`; both readings of the token
+    threshold are tried (see `algorithm_1`); candidates are compared by simulation, with the least makespan and not the least
+    estimate. All of these favour the baseline. With `options.slices` that is K, and `options.chunk_tokens` is the token
+    capacity.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
 
     Raises:
         InfeasibleError: nothing fits the cap for any K.
+        PlanError: recompute is fixed, or the placement is not one stage per rank in order.
     """
     own_recompute_only(options)
     contest = Contest(problem, costs, options)
@@ -91,10 +98,10 @@ class Pipeline:
 
 @dataclass(slots=True)
 class Grouping:
-    """Which sequences run together (Equations 12 to 14).
+    """Partition of the sequences into pipelines by dynamic programming (Equations 12 to 14).
 
     Attributes:
-        contest: the problem, and where a cap that would do is noted.
+        contest: the problem, and the record of caps that would suffice.
         tables: of the chunk table.
         groups: the chunks of every sequence; batched chunks stand alone.
     """
@@ -132,7 +139,7 @@ class Grouping:
         return best[-1][1]
 
     def _pipeline(self, counts: Sequence[int], limit_us: float = math.inf) -> Pipeline | None:
-        """None where nothing fits the caps, or nothing cheaper than the limit does."""
+        """Build one pipeline; None if nothing fits the caps, or nothing below the limit on its cost."""
         if limit_us <= self.startup_us:
             return None
         order = self._order(counts)
@@ -146,7 +153,7 @@ class Grouping:
         return seq1f1b_order(chosen, len(self.tables.num_layers))
 
     def _note_cap(self, counts: Sequence[int]) -> None:
-        """With every number of chunks on its own, and all layers recomputed or none, this cap would do."""
+        """Record a cap that suffices if each number of chunks runs as its own pipeline, all layers recomputed or none."""
         least = []
         for count in counts:
             order = self._order([count])

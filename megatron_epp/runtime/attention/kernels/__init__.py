@@ -1,9 +1,9 @@
-"""Which kernel core attention runs on: the first of a preference that can serve the case here and proves itself.
+"""Selection of the core attention kernel: the first of a preference list that supports the case and passes verification.
 
-A fused kernel proves itself once per case, before it is used: on a small chunk with a prefix and packed sequences its output
-and gradients must be those of exact attention, with all key heads at once in backward and with one after the other. So a
-library whose interface has changed cannot do harm. The log of rank 0 says which it is, and that of every rank on which a kernel
-fails to prove itself: one machine may differ from the others.
+A fused kernel is verified once per case, before it is used: on a small chunk with a prefix and packed sequences its output and
+gradients must equal those of exact attention within a tolerance, with all key heads at once in backward and with one key head
+at a time. So a library whose interface has changed cannot corrupt results. Rank 0 logs the kernel chosen, and so does every
+rank on which a kernel fails verification: one machine may differ from the others.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ PREFERENCES: dict[str, tuple[Kernel, ...]] = {
     "unfused": (EXACT,),
     "local": (EXACT,),
 }
-"""On a GPU, by what Megatron's `--attention-backend` names."""
+"""Kernels to try on a GPU, in order, by the value of Megatron's `--attention-backend`."""
 
 type Pair = tuple[Tensor, Tensor]
 
 _PROOF = Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40)))
 _TOLERANCE = 2e-2
-"""Largest norm of a difference over the norm of what is exact: bf16 has 8 bits."""
+"""Largest relative error, in norms, that a kernel may have against exact attention: bf16 has 8 significant bits."""
 
 
 def choose(q: Tensor, k: Tensor, preference: str = "auto") -> Kernel:
-    """The kernel for such queries and keys.
+    """Return the kernel for queries and keys of these shapes, type and device.
 
     Args:
         q: ``[tokens, query_heads, channels]``.
@@ -54,7 +54,7 @@ def choose(q: Tensor, k: Tensor, preference: str = "auto") -> Kernel:
         preference: a key of `PREFERENCES`.
 
     Raises:
-        EppError: none of the preference can serve.
+        EppError: no kernel of the preference can be used.
     """
     return _choose(Case(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1]), preference)
 
@@ -75,8 +75,9 @@ def _choose(case: Case, preference: str) -> Kernel:
 
 
 def explain(case: Case, preference: str = "auto") -> tuple[Kernel | None, list[str]]:
-    """The kernel for a case, or None, and why those preferred to it are not it. Memory that runs out is nobody's fault: that is
-    raised.
+    """Return the kernel for a case, or None, and for each kernel preferred to it the reason why it cannot be used.
+
+    Running out of memory is not such a reason: `torch.OutOfMemoryError` is raised.
     """
     obstacles = []
     for kernel in PREFERENCES[preference] if case.device == "cuda" else (EXACT,):
@@ -88,7 +89,7 @@ def explain(case: Case, preference: str = "auto") -> tuple[Kernel | None, list[s
 
 
 def _failure(kernel: Kernel, case: Case) -> str | None:
-    """What is wrong with a kernel's results; None for exact attention itself."""
+    """Return why a kernel fails verification; None if it passes, as exact attention always does."""
     if kernel is EXACT:
         return None
     try:
@@ -102,7 +103,7 @@ def _failure(kernel: Kernel, case: Case) -> str | None:
 
 @torch.no_grad()
 def _apart(kernel: Kernel, case: Case) -> float:
-    """The largest norm of a difference over the norm of what is exact; not a number where a result is none."""
+    """Return the largest relative error of any result, in norms: ``|found - exact| / |exact|``. NaN if a result holds NaN."""
     table = SegmentTable.build(_PROOF, _PROOF.num_tokens)
     generator = torch.Generator().manual_seed(0)
 
@@ -114,7 +115,7 @@ def _apart(kernel: Kernel, case: Case) -> float:
     scale = case.channels**-0.5
 
     def results(kernel: Kernel, *inputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """With all key heads at once in the backward, and where there are more than one with one at a time."""
+        """Yield outputs and gradients: backward with all key heads at once, then, if there are several, one head at a time."""
         grad, q, k, v = inputs
         out, saved = kernel.forward(q, k, v, table, scale)
         for count in sorted({case.kv_heads, 1}, reverse=True):

@@ -1,4 +1,4 @@
-"""What all attention kernels have in common."""
+"""Interface and helpers shared by all attention kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 type Saved = tuple[Tensor, ...]
-"""What a backward needs of its forward, the log-sum-exp first, beside queries, keys, values and output."""
+"""Tensors a forward saves for its backward in addition to q, k, v and output, the log-sum-exp first."""
 type Forward = Callable[[Tensor, Tensor, Tensor, SegmentTable, float], tuple[Tensor, Saved]]
 type Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Saved, SegmentTable, float], tuple[Tensor, Tensor, Tensor]]
 
 
 class Case(NamedTuple):
-    """What the choice of a kernel depends on: the tensors, not the chunk.
+    """Properties on which the choice of a kernel depends: those of the tensors, not of the chunk.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
@@ -45,11 +45,11 @@ class Kernel:
 
     Attributes:
         name: for people.
-        of_heads: what a backward of some query heads needs of a forward of all.
+        of_heads: selects, from the tensors saved by a forward of all heads, those for a backward of some query heads.
         forward: of ``(q, k, v, table, scale)``; returns the output, like the queries, and what backward needs.
         backward: of ``(grad, q, k, v, out, saved, table, scale)``; returns the gradients of q, k and v, those of k and v over
             the prefixes too.
-        obstacle: why it cannot serve a case here, or None.
+        obstacle: why it cannot be used for a case here, or None.
     """
 
     name: str
@@ -60,12 +60,17 @@ class Kernel:
 
 
 def log_sums_of(log_sums: Tensor, own: slice) -> Tensor:
-    """Of ``[heads, tokens]``, or as older releases of FlashAttention have it ``[sequences, heads, longest]``."""
+    """Select heads of a log-sum-exp.
+
+    Args:
+        log_sums: ``[heads, tokens]``, or in older releases of FlashAttention ``[sequences, heads, longest]``.
+        own: the heads.
+    """
     return log_sums[own] if log_sums.dim() == 2 else log_sums[:, own].contiguous()
 
 
 def needs_half_precision_on_a_gpu(case: Case, most_channels: int = 256) -> str | None:
-    """The obstacle that all fused kernels share."""
+    """Return why no fused kernel can be used for a case, or None: limits that all of them share."""
     if case.device != "cuda":
         return "it runs on GPUs"
     if case.dtype not in (torch.float16, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Attention's backward by groups of key heads, so that gradients of a long prefix are not all there at once."""
+"""Attention backward by groups of key heads, so that only one group's gradients of a long prefix are in memory at a time."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ def backward(
     take: Take,
     count: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As a kernel's own backward, with the gradients of keys and values as `take` leaves them.
+    """Run a kernel's backward by groups of key heads, with the gradients of keys and values as `take` returns them.
 
-    To the bit, where a kernel adds in one order whatever the heads beside. FlashAttention's dq is added up by atomics in any
-    order, so its last bits differ as those of two calls with all heads do.
+    Results are bitwise those of one call with all heads, if the kernel's order of summation does not depend on the number of
+    heads. FlashAttention sums dq by atomics in any order, so its last bits differ, as those of two calls with all heads do.
 
     Args:
-        take: of the gradients of keys and values of some key heads, and of which, first to last (None: all at once); they go
-            when it has returned what of them is the chunk's own.
-        count: key heads at a time; None for as many as memory asks for.
+        take: called with the gradients of keys and values of some key heads, and with the heads' slice, first to last (None:
+            all at once); returns the part that belongs to the chunk's own tokens. The gradients are freed afterwards.
+        count: key heads at a time; None to choose it by the memory that the gradients need.
+
+    Returns:
+        the gradients of q, k and v.
     """
     kv_heads, each = k.shape[1], q.shape[1] // k.shape[1]
     if count is None:
@@ -46,7 +49,7 @@ def backward(
     made = [torch.empty((q.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device) for x in (q, k, v)]
 
     def run(shared: slice) -> None:
-        """Nothing of a group is left when it returns."""
+        """Run one group. Its temporaries are freed on return."""
         own = slice(shared.start * each, shared.stop * each)
         of_keys = k[:, shared], v[:, shared]
         dq, dk, dv = kernel.backward(grad[:, own], q[:, own], *of_keys, out[:, own], kernel.of_heads(saved, own), table, scale)

@@ -30,7 +30,7 @@ class _Block(NamedTuple):
     keys: slice
     causal: bool
     merge: bool
-    """Whether the rows already hold the result of an earlier block."""
+    """True if the rows already hold the result of an earlier block."""
 
 
 def _blocks(table: SegmentTable) -> Iterator[_Block]:

@@ -31,8 +31,10 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 @functools.cache
 def _generator(device: torch.device) -> torch.Generator:
-    """Of this kernel alone. A forward moves its generator even without dropout; torch's own would then give a layer that runs
-    again without its attention another hidden dropout than the first time.
+    """Return the random generator of this kernel on a device.
+
+    A forward advances its generator even without dropout. With torch's default generator, a layer recomputed without its
+    attention would therefore draw another hidden dropout than the first time.
     """
     return torch.Generator(device)
 
@@ -84,8 +86,9 @@ def _backward(
 
 
 def _of_heads(saved: Saved, own: slice) -> Saved:
-    """Of the log-sum-exp ``[tokens, heads, 1]``, or before cuDNN 9.6 ``[sequences, heads, longest, 1]``; the state of a
-    generator lies behind it.
+    """Select heads of the saved log-sum-exp; the saved generator state that follows it is kept.
+
+    The log-sum-exp is ``[tokens, heads, 1]``, or before cuDNN 9.6 ``[sequences, heads, longest, 1]``.
     """
     return saved[0][:, own].contiguous(), *saved[1:]
 
