@@ -151,7 +151,7 @@ def test_the_version_is_that_of_the_megatron_that_would_be_imported(tmp_path: Pa
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("")
     (core / "package_info.py").write_text("__version__ = '0.16.1'\n")
-    code = "from megatron_epp.mcore import compat; print(compat.installed_version()); compat.check_megatron()"
+    code = "from megatron_epp.mcore.patches import compat; print(compat.installed_version()); compat.check_megatron()"
     environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
     process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert process.stdout == "0.16.1\n"
