@@ -12,8 +12,7 @@ from statistics import fmean
 from launch_plans import random_plans
 from queue_machine import makespan_us, stuck_together
 
-from megatron_epp.plan import Action, Op, check, lower, to_grid, to_json
-from megatron_epp.plan.check import lockstep as check_matched
+from megatron_epp.plan import Action, Op, check, check_matched, lower, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked
 
 MACHINES = ((1, 0.0), (1, 0.1), (8, 0.1), (32, 0.0))

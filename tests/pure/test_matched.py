@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
-from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, simulate
-from megatron_epp.plan.check import lockstep as check_matched
+from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_matched, simulate
 from megatron_epp.plan.kv_offload import host_peaks, slices_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunks.align import align

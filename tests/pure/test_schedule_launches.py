@@ -12,8 +12,7 @@ from queue_machine import stuck, stuck_together
 from schedule_plans import EXAMPLES, looped, make_plan, one_f_one_b, whole
 from schedule_random import sound_plans
 
-from megatron_epp.plan import Action, Op, check, lower, to_grid, to_json
-from megatron_epp.plan.check import lockstep as check_matched
+from megatron_epp.plan import Action, Op, check, check_matched, lower, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked, check_launches
 
 COMMUNICATION = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.REDUCE)
