@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_epp.plan.action import COMPUTE_OPS, Action, Op
+from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.operations import is_compute
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Event, Measured
@@ -67,7 +68,7 @@ def compare(plan: Plan, measured: Measured) -> Comparison:
     Raises:
         PlanError: the measurement lacks an action of the plan.
     """
-    events = {event.action: event for row in measured.ranks for event in row if event.action.op in COMPUTE_OPS}
+    events = {event.action: event for row in measured.ranks for event in row if is_compute(event.action.op)}
     for rank in range(plan.num_ranks):
         for action in plan.actions(rank):
             if action not in events:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.action import Action
+from megatron_epp.plan.operations import Role, operation
 from megatron_epp.plan.plan import AnyStep
 from megatron_epp.plan.simulate import Timeline
 
@@ -83,13 +84,14 @@ class Account:
         """
         alive: dict[tuple[int, int], None] = {}
         for event in self.timeline.memory_events[rank]:
-            op, *key = event.step.action
-            if op is Op.F and not event.at_end:
-                alive[key[0], key[1]] = None
+            passes = [(operation(op).role, (stage, chunk)) for op, stage, chunk in event.step.actions]
+            if not event.at_end:
+                alive |= {key: None for role, key in passes if role is Role.OPENS}
             if event.step is until.step:
                 break
-            if op is Op.B and event.at_end:
-                alive.pop((key[0], key[1]), None)
+            for role, key in passes:
+                if role is Role.CLOSES and event.at_end:
+                    alive.pop(key, None)
         return list(alive)
 
     def _shown(self, rank: int, live: Counter[str]) -> dict[str, int]:

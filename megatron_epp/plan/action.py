@@ -6,66 +6,91 @@ An action prints as ``2F5`` (stage 2, forward, chunk 5), the form `torch.distrib
 from __future__ import annotations
 
 import re
-from enum import StrEnum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.reading import shown
 
 
-class Op(StrEnum):
-    """Operation of an action. A new one needs one member here, one rule in `deps` and one handler in the runtime."""
+class Op(str):
+    """Name of a kind of action, as plans write it. `plan.operations` defines what each kind means, and adds new ones.
 
-    F = "F"
-    """Forward of a chunk through a stage."""
-    B = "B"
-    """Backward: the input gradient, and the weight gradient too unless the plan has a `W` for the same stage and chunk."""
-    W = "W"
-    """Weight gradient, split off its backward."""
-    R = "R"
-    """Recompute as a separate action, before the backward that needs it."""
-    O = "O"  # noqa: E741 - the letter is the field's name for offload
-    """Offload of a chunk's activations to host memory, on the copy stream."""
-    L = "L"
-    """Load of the activations that `O` moved, on the copy stream."""
-    FREE = "FREE"
-    """Release of the device memory of the activations that `O` has moved. Added by lowering, as are the five below."""
-    SEND_F = "SEND_F"
-    """Send the activation to the next stage."""
-    RECV_F = "RECV_F"
-    """Receive the activation from the previous stage."""
-    SEND_B = "SEND_B"
-    """Send the gradient to the previous stage."""
-    RECV_B = "RECV_B"
-    """Receive the gradient from the next stage."""
-    REDUCE = "REDUCE"
-    """Start the reduction of a stage's gradients over the data-parallel replicas; `chunk` is that of the last gradient."""
+    Instances are interned: ``Op("F") is Op.F``, also after unpickling. ``Op(text)`` raises `ValueError` for an unknown name.
+    """
+
+    __slots__ = ()
+
+    F: ClassVar[Op]
+    B: ClassVar[Op]
+    W: ClassVar[Op]
+    R: ClassVar[Op]
+    O: ClassVar[Op]  # noqa: E741 - the letter is the field's name for offload
+    L: ClassVar[Op]
+    FREE: ClassVar[Op]
+    SEND_F: ClassVar[Op]
+    RECV_F: ClassVar[Op]
+    SEND_B: ClassVar[Op]
+    RECV_B: ClassVar[Op]
+    REDUCE: ClassVar[Op]
+
+    _known: ClassVar[dict[str, Op]] = {}
+
+    def __new__(cls, text: str) -> Op:
+        known = cls._known.get(text)
+        if known is None:
+            raise ValueError(f"{text!r} is not an operation; there are {', '.join(cls._known)}")
+        return known
+
+    @classmethod
+    def define(cls, text: str) -> Op:
+        """Return the operation of a name, which may be new: capital letters, in words joined by underscores."""
+        if _NAME.fullmatch(text) is None:
+            raise ValueError(f"{text!r} is not a name of an operation: capital letters, in words joined by underscores")
+        return cls._known.setdefault(text, str.__new__(cls, text))
+
+    @classmethod
+    def known(cls) -> tuple[Op, ...]:
+        """All operations, in the order of their definition."""
+        return tuple(cls._known.values())
+
+    @property
+    def value(self) -> str:
+        """The name as a plain string."""
+        return str(self)
+
+    def __repr__(self) -> str:
+        return f"Op.{self}"
 
 
-COMPUTE_OPS = frozenset({Op.F, Op.B, Op.W, Op.R})
-COPY_OPS = frozenset({Op.O, Op.L})
-COMM_OPS = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
-LOWERED_OPS = COMM_OPS | {Op.FREE, Op.REDUCE}
-"""Operations that only lowering adds."""
+_NAME = re.compile(r"[A-Z]+(?:_[A-Z]+)*", re.ASCII)
+_TEXT = re.compile(rf"(\d{{1,9}})({_NAME.pattern})(\d{{1,9}})", re.ASCII)
 
-_TEXT = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|FREE|REDUCE|[A-Z])(\d{1,9})", re.ASCII)
+for _text in ("F", "B", "W", "R", "O", "L", "FREE", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE"):
+    setattr(Op, _text, Op.define(_text))
 
 
 class Action(NamedTuple):
-    """One operation of one stage on one chunk."""
+    """One operation of one stage on one chunk.
+
+    `stage` is the index of the operation's site: a stage for all operations of this package, or, for an added one, whatever
+    its `Operation.sites` counts, such as shards of the vocabulary.
+    """
 
     op: Op
     stage: int
     chunk: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op.value}{self.chunk}"
+        return f"{self.stage}{self.op}{self.chunk}"
 
     @staticmethod
     def parse(text: str) -> Action:
         """Read ``2F5``, numbers of up to nine digits. Raises `PlanError` on anything else."""
         match = _TEXT.fullmatch(text)
-        if match is None or match[2] not in Op.__members__:
-            expected = f"<stage><op><chunk> such as '2F5', op one of {', '.join(Op)}"
-            raise PlanError(f"{shown(text)} is not an action; expected {expected}")
-        return Action(Op(match[2]), int(match[1]), int(match[3]))
+        try:
+            if match is not None:
+                return Action(Op(match[2]), int(match[1]), int(match[3]))
+        except ValueError:
+            pass
+        expected = f"<stage><op><chunk> such as '2F5', op one of {', '.join(Op.known())}"
+        raise PlanError(f"{shown(text)} is not an action; expected {expected}")

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.copy_positions import place_copies
 from megatron_epp.plan.errors import PlanError
-from megatron_epp.plan.graph import Graph, build_graph, receiver
+from megatron_epp.plan.graph import Graph, build_graph
+from megatron_epp.plan.operations import Collective, Role, of_stages, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Playback, explain, play
-
-SEND = {Op.F: Op.SEND_F, Op.B: Op.SEND_B}
-RECEIVE = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}
 
 _Moment = tuple[float, int, int]
 """A point of the simulation: time, index of the step in playback order, and 0 at its start, 1 at its end, more after it."""
@@ -59,7 +57,7 @@ def issue_order(plan: Plan, graph: Graph, played: Playback) -> tuple[tuple[Actio
     for place, number in enumerate(alone.order):
         places[number] = place
     ends = list(zip(alone.end_us, places, [1] * len(places), strict=True))
-    posted = _messages(plan, graph, ends)
+    posted = _transfers(graph, ends)
     for rank, entry in _reductions(plan, graph, ends):
         posted[rank].append(entry)
     rows = []
@@ -79,37 +77,48 @@ def issue_order(plan: Plan, graph: Graph, played: Playback) -> tuple[tuple[Actio
                 ahead = _count_ahead(due, at, ends[number])
                 row += [action for _, _, action in due[at:ahead]]
                 at = ahead
-            row.append(graph.steps[number].action)
+            row += graph.steps[number].actions
         rows.append((*row, *(action for _, _, action in due[at:])))
     return tuple(rows)
 
 
-def _messages(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> list[list[_Posted]]:
-    """Both sides of every message, by rank."""
-    posted: list[list[_Posted]] = [[] for _ in range(plan.num_ranks)]
-    streams: dict[tuple[int, int, Op], int] = {}
-    for rank, numbers in enumerate(graph.tracks[: plan.num_ranks]):
-        for number in numbers:
-            op, stage, chunk = action = graph.steps[number].action
-            if (to_stage := receiver(plan, action)) is None:
-                continue
-            to_rank, due = plan.placement[to_stage], ends[number]
-            stream = streams.setdefault((rank, to_rank, op), len(streams))
-            posted[rank].append((due, stream, Action(SEND[op], stage, chunk)))
-            posted[to_rank].append((due, stream, Action(RECEIVE[op], to_stage, chunk)))
+def _transfers(graph: Graph, ends: Sequence[_Moment]) -> list[list[_Posted]]:
+    """All sides of every message and collective, by rank."""
+    posted: list[list[_Posted]] = [[] for _ in range(graph.num_ranks)]
+    streams: dict[tuple[Op, ...] | tuple[Op, int, int], int] = {}
+    rank_of = [rank for rank, numbers in enumerate(graph.tracks[: graph.num_ranks]) for _ in numbers]
+    gathered: dict[Action, _Moment] = {}
+    for transfer in graph.transfers:
+        source, target, carries, due = transfer.source, transfer.target, transfer.carries, ends[transfer.producer]
+        if isinstance(carries, Collective):
+            action = Action(carries.op, 0, target.chunk)
+            gathered[action] = max(due, gathered.get(action, due))
+            continue
+        rank, to_rank = rank_of[transfer.producer], rank_of[transfer.consumer]
+        stream = streams.setdefault((carries.send, rank, to_rank), len(streams))
+        posted[rank].append((due, stream, source._replace(op=carries.send)))
+        posted[to_rank].append((due, stream, target._replace(op=carries.receive)))
+    for action, due in gathered.items():
+        stream = streams.setdefault((action.op,), len(streams))
+        for rank, row in enumerate(posted):
+            row.append((due, stream, action._replace(stage=rank)))
     return posted
 
 
 def _reductions(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> Iterator[tuple[int, _Posted]]:
     """Yield the reduction of every stage, last stage first, each with its rank."""
-    last: dict[int, int] = {}
+    last: dict[int, tuple[int, Action]] = {}
     for numbers in graph.tracks[: plan.num_ranks]:
-        last |= {graph.steps[n].action.stage: n for n in numbers if graph.steps[n].action.op in (Op.B, Op.W)}
+        for number in numbers:
+            for action in graph.steps[number].actions:
+                kind = operation(action.op)
+                if kind.role in (Role.CLOSES, Role.DEFERRED) and kind.sites is of_stages:
+                    last[action.stage] = number, action
     time_us, place = 0.0, 0
     for behind, stage in enumerate(sorted(last, reverse=True)):
-        time_us, place, _ = max((time_us, place, 1), ends[last[stage]])
-        action = Action(Op.REDUCE, stage, graph.steps[last[stage]].action.chunk)
-        yield plan.placement[stage], ((time_us, place, 2 + behind), -stage, action)
+        number, action = last[stage]
+        time_us, place, _ = max((time_us, place, 1), ends[number])
+        yield plan.placement[stage], ((time_us, place, 2 + behind), -stage, action._replace(op=Op.REDUCE))
 
 
 def _count_ahead(due: Sequence[_Posted], at: int, end: _Moment) -> int:

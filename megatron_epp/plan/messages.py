@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.operations import Message, Role, Track, needs_of, operation, operations
 from megatron_epp.plan.plan import Plan
-
-_NEXT = {Op.F: 1, Op.B: -1, Op.SEND_F: 1, Op.SEND_B: -1}
 
 
 def message_peaks(plan: Plan, rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
@@ -17,6 +16,7 @@ def message_peaks(plan: Plan, rows: Sequence[Sequence[Action]]) -> tuple[int, ..
     A payload takes memory from the start of the action that makes it to the next send on its link, which waits for its
     transfer; a stage on the same rank takes it over instead. A received one takes memory from where its receive is posted: an
     activation to the start of its forward, whose own bytes hold it from there on, a gradient to the end of its backward.
+    Buffers of collectives are in the bytes of the steps that make and need them.
 
     Args:
         plan: the lowered plan; `plan.messages.num_bytes` are the sizes.
@@ -39,23 +39,34 @@ def check_messages(plan: Plan, rows: Sequence[Sequence[Action]]) -> Iterator[Vio
 def _held(plan: Plan, row: Sequence[Action]) -> Iterator[int]:
     """Yield the bytes held by messages at the start of a rank's row and after each increase."""
     sizes, last = plan.messages.num_bytes, plan.num_stages - 1
+    makes, takes, sends, receives = _sides()
     leaving: dict[tuple[int, Op], int] = {}
     held = 0
     yield held
     for op, stage, chunk in row:
         size = sizes[chunk]
-        if op is Op.F or op is Op.B:
-            if op is Op.F and stage > 0:
-                held -= size
-            if 0 <= stage + _NEXT[op] <= last:
-                held += size
+        if op in makes or op in takes:
+            from_other = op in takes and 0 <= stage + takes[op] <= last
+            at_start = operation(op).role is Role.OPENS
+            held -= size if from_other and at_start else 0
+            held += size if op in makes and 0 <= stage + makes[op] <= last else 0
             yield held
-            if op is Op.B and stage < last:
-                held -= size
-        elif op is Op.RECV_F or op is Op.RECV_B:
+            held -= size if from_other and not at_start else 0
+        elif op in receives:
             held += size
             yield held
-        elif op is Op.SEND_F or op is Op.SEND_B:
-            link = plan.placement[stage + _NEXT[op]], op
+        elif op in sends:
+            link = plan.placement[stage + sends[op]], op
             held -= leaving.get(link, 0)
             leaving[link] = size
+
+
+def _sides() -> tuple[dict[Op, int], dict[Op, int], dict[Op, int], set[Op]]:
+    """Offsets to the other side of a message, for the operations that make, take and send one, and the receiving operations."""
+    makes, takes, sends, receives = {}, {}, {}, set()
+    for kind in operations(Track.COMPUTE):
+        for need in needs_of(kind.op):
+            if isinstance(need.carries, Message) and isinstance(need.site, int):
+                makes[need.op], takes[kind.op], sends[need.carries.send] = -need.site, need.site, -need.site
+                receives.add(need.carries.receive)
+    return makes, takes, sends, receives

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_epp.plan.action import Action
+from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk
 from megatron_epp.plan.recompute import Recompute
 
@@ -29,12 +29,21 @@ class Step(NamedTuple):
 
     `alloc_bytes` become live when it starts, `free_bytes` are released when it ends; memory used only inside the action counts
     as allocated at its start and freed at its end. `time_us` includes recompute done inside the action.
+
+    `also` are further actions that run in the same step (a braid, such as a forward with a backward of another chunk): all
+    start when each of them can, and end together. Time and bytes are those of all.
     """
 
     action: Action
     time_us: float
     alloc_bytes: int
     free_bytes: int
+    also: tuple[Action, ...] = ()
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The action and those that run with it."""
+        return (self.action, *self.also)
 
 
 class Copy(NamedTuple):
@@ -50,6 +59,11 @@ class Copy(NamedTuple):
     alloc_bytes: int
     free_bytes: int
     after: Action | None = None
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The copy itself."""
+        return (self.action,)
 
 
 AnyStep = Step | Copy
@@ -74,11 +88,18 @@ class Messages:
     """Time of each message, ``[stage][chunk]``, for the ``num_stages - 1`` boundaries; zero if both sides share a rank.
 
     `num_bytes` is the device memory of a chunk's activation, or its gradient, between stages; empty if it is not counted.
+    `collective_us` has a pair for every collective of the plan, its operation and its time by chunk; a collective without a
+    pair takes no time.
     """
 
     activation_us: tuple[tuple[float, ...], ...]
     gradient_us: tuple[tuple[float, ...], ...]
     num_bytes: tuple[int, ...] = ()
+    collective_us: tuple[tuple[Op, tuple[float, ...]], ...] = ()
+
+    def collective_times(self, op: Op) -> tuple[float, ...]:
+        """Times of a collective by chunk, in microseconds; empty if it takes none."""
+        return dict(self.collective_us).get(op, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +138,8 @@ class Plan:
         host_links: index of the link to the host that each rank uses; empty if no link is shared.
         messages: time of every message.
         static_bytes: bytes each rank holds throughout (weights, gradients, optimizer), `message_bytes` included.
+        loss_groups: groups of chunks whose loss is computed together: on the last stage, the backward of each waits for the
+            forwards of all; empty if every chunk has a loss of its own.
         message_bytes: the part of these that each rank reserves for messages in flight; empty if they are not counted.
         cap_bytes: memory cap of each rank; `UNLIMITED_BYTES` for no cap.
         host_cap_bytes: host memory cap of each rank; empty if unspecified.
@@ -146,6 +169,7 @@ class Plan:
     host_cap_bytes: tuple[int, ...] = ()
     host_links: tuple[int, ...] = ()
     message_bytes: tuple[int, ...] = ()
+    loss_groups: tuple[tuple[int, ...], ...] = ()
     token_multiple: int = 1
     forward_only: bool = False
     costs: str = "analytic"
@@ -180,4 +204,4 @@ class Plan:
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """The compute actions of a rank, without their costs."""
-        return tuple(step.action for step in self.ranks[rank])
+        return tuple(action for step in self.ranks[rank] for action in step.actions)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.plan.action import Action
+from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.plan import SCHEMA, VERSION, Copy, Hosted, Messages, Plan, Prediction, Step
 from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown, whole
 from megatron_epp.plan.recompute import Recompute
+from megatron_epp.plan.text import step_text
 
 _COLUMNS = (
     "lengths",
@@ -116,8 +117,12 @@ def _document(plan: Plan) -> dict[str, Any]:
     }
     if plan.messages.num_bytes:
         messages["num_bytes"] = _ints(plan.messages.num_bytes)
+    if plan.messages.collective_us:
+        messages["collective_us"] = {str(op): _floats(row) for op, row in plan.messages.collective_us}
     if plan.message_bytes:
         optional["message_bytes"] = _ints(plan.message_bytes)
+    if plan.loss_groups:
+        optional["loss_groups"] = [_ints(group) for group in plan.loss_groups]
     return optional | {
         "schema": SCHEMA,
         "version": VERSION,
@@ -159,7 +164,7 @@ def _floats(row: Sequence[float]) -> list[float]:
 
 
 def _steps(row: Sequence[Step]) -> list[list[Any]]:
-    return [[str(action), float(time), int(alloc), int(free)] for action, time, alloc, free in row]
+    return [[step_text(step), float(step.time_us), int(step.alloc_bytes), int(step.free_bytes)] for step in row]
 
 
 def _copies(row: Sequence[Copy]) -> list[list[Any]]:
@@ -187,8 +192,10 @@ def _value(name: str, value: Any) -> str:
     elif name == "messages":
         parts = []
         for key, table in value.items():
-            rows = [_dumps(table)[1:-1]] if key == "num_bytes" else ["\n      " + _dumps(row) for row in table]
-            parts.append(f"    {_dumps(key)}: [" + ",".join(rows) + "]")
+            if key in ("num_bytes", "collective_us"):
+                parts.append(f"    {_dumps(key)}: {_dumps(table)}")
+            else:
+                parts.append(f"    {_dumps(key)}: [" + ",".join("\n      " + _dumps(row) for row in table) + "]")
         return "{\n" + ",\n".join(parts) + "\n  }"
     else:
         return _dumps(value)
@@ -217,6 +224,7 @@ def _plan(document: dict[str, Any]) -> Plan:
         ranks=field("ranks", _step_table),
         copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
         host_links=field("host_links", _int_row, ()),
+        loss_groups=field("loss_groups", lambda rows: tuple(map(_int_row, rows)), ()),
         hosted=field("hosted", lambda rows: tuple(Hosted(*_int_row(row)) for row in rows), ()),
         messages=field("messages", _messages),
         message_bytes=field("message_bytes", _int_row, ()),
@@ -261,8 +269,12 @@ def _int_row(row: Any) -> tuple[int, ...]:
     return tuple(_int(value) for value in row)
 
 
+def _float_row(row: Any) -> tuple[float, ...]:
+    return tuple(_float(value) for value in row)
+
+
 def _float_table(rows: Any) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(_float(value) for value in row) for row in rows)
+    return tuple(map(_float_row, rows))
 
 
 def _recompute_table(rows: Any) -> tuple[tuple[Recompute, ...], ...]:
@@ -271,7 +283,8 @@ def _recompute_table(rows: Any) -> tuple[tuple[Recompute, ...], ...]:
 
 def _messages(value: Any) -> Messages:
     times = {name: _float_table(value[name]) for name in ("activation_us", "gradient_us")}
-    return Messages(**times, num_bytes=_int_row(value.get("num_bytes", ())))
+    collective = tuple((Op(name), _float_row(row)) for name, row in value.get("collective_us", {}).items())
+    return Messages(**times, num_bytes=_int_row(value.get("num_bytes", ())), collective_us=collective)
 
 
 def _chunk(value: Any) -> Chunk:
@@ -280,12 +293,13 @@ def _chunk(value: Any) -> Chunk:
 
 def _step(value: Any) -> Step:
     text, time, alloc, free = value
-    return Step(Action.parse(_str(text)), _float(time), _int(alloc), _int(free))
+    action, *also = map(Action.parse, _str(text).split("+"))
+    return Step(action, _float(time), _int(alloc), _int(free), tuple(also))
 
 
 def _copy(value: Any) -> Copy:
     *step, after = value
-    return Copy(*_step(step), None if after is None else Action.parse(_str(after)))
+    return Copy(*_step(step)[:4], None if after is None else Action.parse(_str(after)))
 
 
 def _step_table(rows: Any) -> tuple[tuple[Step, ...], ...]:

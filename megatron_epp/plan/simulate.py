@@ -12,7 +12,8 @@ from typing import NamedTuple
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.copy_positions import place_copies
 from megatron_epp.plan.errors import PlanError
-from megatron_epp.plan.graph import Graph, build_graph, receiver
+from megatron_epp.plan.graph import Graph, build_graph
+from megatron_epp.plan.operations import Message as MessageKind
 from megatron_epp.plan.plan import AnyStep, Plan
 
 
@@ -87,24 +88,25 @@ class Timeline:
         live = self.plan.static_bytes[rank]
         for event in self.memory_events[rank]:
             live += event.delta_bytes
-            if event.step.action == action and not event.at_end:
+            if action in event.step.actions and not event.at_end:
                 return live
         raise PlanError(f"rank {rank} has no action {action}")
 
     def messages(self) -> list[Message]:
-        """Every message between ranks, in rank and position order of its producer."""
-        plan, found = self.plan, []
-        for rank, steps in enumerate(plan.ranks):
-            for step, leaves_us in zip(steps, self.end_us[rank], strict=True):
-                op, stage, chunk = action = step.action
-                if (to := receiver(plan, action)) is None:
-                    continue
-                if op is Op.F:
-                    send, took_us = Op.SEND_F, plan.messages.activation_us[stage][chunk]
-                else:
-                    send, took_us = Op.SEND_B, plan.messages.gradient_us[to][chunk]
-                found.append(Message(Action(send, stage, chunk), rank, plan.placement[to], leaves_us, leaves_us + took_us))
-        return found
+        """Every message between ranks, in rank and position order of its producer; no collectives."""
+        graph = build_graph(self.plan)
+        ends_us = [end_us for row in self.end_us for end_us in row]
+        return [
+            Message(
+                transfer.source._replace(op=carries.send),
+                graph.where(transfer.producer)[0],
+                graph.where(transfer.consumer)[0],
+                ends_us[transfer.producer],
+                ends_us[transfer.producer] + transfer.time_us,
+            )
+            for transfer in graph.transfers
+            if isinstance(carries := transfer.carries, MessageKind)
+        ]
 
 
 class Blocked(NamedTuple):

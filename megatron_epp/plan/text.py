@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import PlanError
-from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.plan import AnyStep, Plan
 
 Rows = Sequence[Sequence[Action]]
 
@@ -21,15 +21,21 @@ def to_grid(plan: Plan | Rows) -> str:
     A plan with offloads or loads gets a second block of lines, ``copy 0 | 0O1 0L1``, for the copies overlapped with compute.
     """
     if not isinstance(plan, Plan):
-        return _block("rank", plan)
-    grid = _block("rank", [plan.actions(rank) for rank in range(plan.num_ranks)])
+        return _block("rank", [map(str, row) for row in plan])
+    grid = _block("rank", [map(step_text, steps) for steps in plan.ranks])
     if any(plan.copies):
-        grid += _block("copy", [[step.action for step in steps] for steps in plan.copies])
+        grid += _block("copy", [map(step_text, steps) for steps in plan.copies])
     return grid
 
 
+def step_text(step: AnyStep) -> str:
+    """Print the actions of a step: ``0F5``, or ``0F5+0B1`` for several that run together."""
+    return "+".join(map(str, step.actions))
+
+
 def from_grid(text: str, block: Literal["rank", "copy"] = "rank") -> tuple[tuple[Action, ...], ...]:
-    """Read back what `to_grid` printed: the lines of one block, in rank order. Blank lines are skipped.
+    """Read back what `to_grid` printed: the lines of one block, in rank order. Blank lines are skipped, and actions that run in
+    one step are read one after another.
 
     Raises:
         PlanError: a line has another form, ranks are not numbered 0, 1, 2, ..., or a word is not an action.
@@ -45,7 +51,7 @@ def from_grid(text: str, block: Literal["rank", "copy"] = "rank") -> tuple[tuple
             continue
         if int(match[2]) != len(rows):
             raise PlanError(f"line {number} of the grid is {block} {match[2]}; expected {block} {len(rows)}")
-        rows.append(tuple(Action.parse(word) for word in match[3].split()))
+        rows.append(tuple(Action.parse(word) for word in match[3].replace("+", " ").split()))
     return tuple(rows)
 
 
@@ -54,6 +60,6 @@ def label(block: str, rank: int, num_ranks: int) -> str:
     return f"{block} {rank:>{len(str(num_ranks - 1))}} |"
 
 
-def _block(block: str, rows: Rows) -> str:
-    lines = [" ".join([label(block, rank, len(rows)), *map(str, row)]) for rank, row in enumerate(rows)]
+def _block(block: str, rows: Sequence[Iterable[str]]) -> str:
+    lines = [" ".join([label(block, rank, len(rows)), *row]) for rank, row in enumerate(rows)]
     return "".join(line + "\n" for line in lines)

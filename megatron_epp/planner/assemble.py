@@ -13,10 +13,12 @@ from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import backward_times, moved_bytes, recompute_times
+from megatron_epp.planner.kernels.columns import kinds_of
 from megatron_epp.planner.memory.kv_offload import hosted_entries
 from megatron_epp.planner.memory.messages import MessageRoomError
 from megatron_epp.planner.memory.recompute import levels
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
+from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables
 
@@ -40,7 +42,6 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         problem = replace(problem, token_multiple=made.token_multiple)
     tables = made.tables(problem, costs) if tables is None else tables
     made = replace(made, layers=whole_layers(made, problem, costs, tables, options.planner))
-    hops = tuple(map(tuple, tables.hops))
     writer, sizes = _Writer(tables, made), levels(made.order, tables, made.layers)
     plan = Plan(
         lengths=problem.lengths,
@@ -57,7 +58,7 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
         hosted=hosted_entries(made.chunks, problem, costs, made.hosted),
         host_cap_bytes=() if is_unlimited(problem.host_cap_bytes) else (problem.host_cap_bytes,) * problem.num_ranks,
-        messages=Messages(hops, hops, tables.message_bytes if any(tables.message_bytes) else ()),
+        messages=_messages(tables, made.order),
         static_bytes=tuple(map(sub, tables.static, tables.message_room)),
         cap_bytes=problem.cap_bytes,
         predicted=Prediction.none(problem.num_ranks),
@@ -94,6 +95,14 @@ def _with_messages(plan: Plan, message_bytes: tuple[int, ...]) -> Plan:
     )
 
 
+def _messages(tables: Tables, order: Order) -> Messages:
+    """Times and sizes of the messages of an order, and times of the collectives of the added operations that it has."""
+    hops, used = tuple(map(tuple, tables.hops)), kinds_of(order)
+    rows = [own for op, own in tables.added.items() if op in used]
+    collectives = tuple((op, tuple(times_us)) for own in rows for op, times_us in own.collective_us.items())
+    return Messages(hops, hops, tables.message_bytes if any(tables.message_bytes) else (), collectives)
+
+
 class _Writer:
     """Writer of each action with its planned time and bytes."""
 
@@ -101,6 +110,7 @@ class _Writer:
         self.tables, self.layers, self.offload = tables, made.layers, made.offload
         backward_us = backward_times(tables, made.layers, made.order)
         self.times_us = {Op.F: tables.forward_us, Op.B: backward_us, Op.W: tables.weight_us}
+        self.times_us |= {op: rows.time_us for op, rows in tables.added.items()}
 
     def step(self, action: Action, takes: int, gives: int) -> Step:
         op, stage, c = action

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.planner.kernels import timing
-from megatron_epp.planner.kernels.columns import Codes, code_of, decode, encode
+from megatron_epp.planner.kernels.columns import KINDS, Codes, Columns, code_of, decode, encode_known
 from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers, numbers
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
@@ -115,27 +115,38 @@ def play(order: Order | Codes, tables: Tables, layers: Layers, copies: Copies = 
     )
 
 
-def room_for(codes: Codes, num_items: int) -> timing.Room:
+def room_for(codes: Codes, columns: Columns) -> timing.Room:
+    """Storage for the times of an order."""
     actions, ranks = len(codes.actions), codes.num_ranks
-    times = [floats([0.0] * count) for count in (actions, actions, ranks, num_items, num_items, num_items)]
+    times = [floats([0.0] * count) for count in (actions, actions, ranks, len(columns.need_starts) - 1)]
     return timing.Room(times[0], times[1], integers([0] * ranks), *times[2:])
+
+
+def action_times(columns: Columns) -> Floats:
+    """Time of every action by node, of backwards without recompute and with their weight gradients."""
+    times: list[float] = []
+    for column in (columns.forward_us, columns.backward_us, columns.weight_us):
+        times += [*numbers(column), *[0.0] * (columns.num_items - len(column))]
+    return floats(times + numbers(columns.added_us))
 
 
 def copy_columns(
     copies: Copies, num_chunks: int, num_items: int, links: Sequence[int] = (), codes: Codes | None = None
 ) -> timing.Copies:
-    """Copies as columns; `place` is empty where there are none.
+    """Copies as columns; `load_of` is empty where there are none.
 
     Args:
+        copies: of every rank.
+        num_chunks, num_items: of the order.
         links: to the host, of every rank.
         codes: the order; needed where copies wait for its actions.
     """
     row = list(chain.from_iterable(copies))
     items = [action.stage * num_chunks + action.chunk for action, _, _ in row]
-    place = [-1] * (num_items if row else 0)
+    load_of = [-1] * (num_items if row else 0)
     for at, (action, _, _) in enumerate(row):
         if action.op is Op.L:
-            place[items[at]] = at
+            load_of[items[at]] = at
     position = {int(code): at for at, code in enumerate(codes.actions)} if codes is not None and row else {}
     return timing.Copies(
         items=integers(items),
@@ -143,7 +154,7 @@ def copy_columns(
         time_us=floats(time_us for _, time_us, _ in row),
         after=integers(-1 if after is None else position[code_of(after, num_chunks)] for _, _, after in row),
         starts=integers(accumulate(map(len, copies), initial=0)),
-        place=integers(place),
+        load_of=integers(load_of),
         links=integers(links),
         start_us=floats([0.0] * len(row)),
         end_us=floats([0.0] * len(row)),
@@ -156,20 +167,19 @@ def copy_columns(
 def _play(
     order: Order | Codes, tables: Tables, layers: Layers, copies: Copies
 ) -> tuple[float, Codes, timing.Room, timing.Copies]:
-    columns = tables.columns
-    chunks = columns.num_chunks
-    items = chunks * columns.num_stages
-    codes = order if isinstance(order, Codes) else encode(order, chunks)
-    split, backward_us = integers([0] * items), floats([0.0] * items)
+    chunks = len(tables.message_us)
+    codes, kinds = (order, KINDS) if isinstance(order, Codes) else encode_known(order, chunks)
+    columns = tables.columns_with(kinds)
+    split, durations_us = integers([0] * columns.num_items), action_times(columns)
     if tables.backward_us:
         timing.mark_split(codes.actions, split)
-        timing.backward_times(columns, integers(chain.from_iterable(layers)), split, backward_us)
-    room, moved = room_for(codes, items), copy_columns(copies, chunks, items, tables.host_links, codes)
-    took_us = timing.play(codes.actions, codes.starts, columns, backward_us, moved, room)
+        timing.durations(columns, integers(chain.from_iterable(layers)), split, durations_us)
+    room, moved = room_for(codes, columns), copy_columns(copies, chunks, columns.num_items, tables.host_links, codes)
+    took_us = timing.play(codes.actions, codes.starts, columns, durations_us, moved, room)
     if took_us == timing.STUCK:
         ranks = range(codes.num_ranks)
         waiting = [r for r in ranks if room.at[r] < codes.starts[r + 1]]
-        heads = [str(decode(codes, chunks)[r][room.at[r] - codes.starts[r]]) for r in waiting]
+        heads = [str(decode(codes, chunks, kinds)[r][room.at[r] - codes.starts[r]]) for r in waiting]
         raise PlanError(f"the order deadlocks; the ranks that are not done wait at {', '.join(heads) or 'copies'}")
     return float(took_us), codes, room, moved
 

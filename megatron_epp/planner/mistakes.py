@@ -30,13 +30,18 @@ from megatron_epp.plan import (
 )
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.tables import check_hosted, check_tokens
+from megatron_epp.plan.operations import Track, operations
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
-_TRAINING, _EVALUATION = frozenset({Op.F, Op.B, Op.W}), frozenset({Op.F})
-"""The compute actions of which costs are known."""
+_EVALUATION = frozenset({Op.F})
+
+
+def _with_costs() -> frozenset[Op]:
+    """Compute operations with known costs."""
+    return frozenset({Op.F, Op.B, Op.W, *(kind.op for kind in operations(Track.COMPUTE) if kind.rows is not None)})
 
 
 def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
@@ -160,7 +165,7 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
 def _is_known(made: Decisions, problem: Problem) -> bool:
     """True if every chunk is of the batch, and every action of the pipeline and the chunks; some may be missing or doubled."""
     lengths, stages, chunks = problem.lengths, problem.num_stages, len(made.chunks)
-    ops = _EVALUATION if problem.forward_only else _TRAINING
+    ops = _EVALUATION if problem.forward_only else _with_costs()
     if not made.chunks or not all(chunk.segments for chunk in made.chunks):
         return False
     return all(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise, repeat
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.line import TimeColumn
 from megatron_epp.cost.work import IntColumn
-from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Recompute
+from megatron_epp.plan.graph import Resolved, resolve
+from megatron_epp.plan.operations import Collective, Message, Track, operation, operations
 from megatron_epp.planner.kernels import climb
-from megatron_epp.planner.kernels.columns import Columns
+from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds
 from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers, plain
 from megatron_epp.planner.memory.ladder import ABSENT, Rung, ladder, recompute_of, taken_by
 from megatron_epp.planner.memory.messages import message_room
@@ -24,6 +27,21 @@ Times = list[list[float]]
 Sizes = list[list[int]]
 
 _climbed = plain(climb.climbed)
+
+
+class Rows(NamedTuple):
+    """Times and bytes of an added operation, ``[site][chunk]``, as its `Operation.rows` returns them.
+
+    Attributes:
+        time_us: of every action.
+        takes, gives: bytes that it allocates when it starts and frees when it ends.
+        collective_us: time by chunk of every collective that carries its results, or its needs.
+    """
+
+    time_us: Times
+    takes: Sizes
+    gives: Sizes
+    collective_us: Mapping[Op, Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +88,7 @@ class Tables:
         host_latency_us, host_us_per_byte: of a copy to the host or back; infinite where there is no link.
         host_links: of every rank, the link to the host that it copies over.
         offloadable_share: most of a chunk's kept bytes that may leave.
+        added: of operations that other modules have added to the table of operations.
     """
 
     num_layers: tuple[int, ...]
@@ -100,14 +119,24 @@ class Tables:
     host_us_per_byte: float
     host_links: tuple[int, ...]
     offloadable_share: float
-    _columns: list[Columns] = field(default_factory=list, init=False, repr=False, compare=False)
+    added: dict[Op, Rows] = field(default_factory=dict)
+    _columns: dict[Kinds, Columns] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def columns(self) -> Columns:
-        """The tables as flat columns, made on the first use."""
-        if not self._columns:
-            self._columns.append(columns_of(self))
-        return self._columns[0]
+        """The tables as flat columns, for orders of forwards, backwards and weight gradients."""
+        return self.columns_with(KINDS)
+
+    def columns_with(self, kinds: Kinds) -> Columns:
+        """The tables as flat columns for orders of some kinds of action, made on the first use."""
+        if kinds not in self._columns:
+            self._columns[kinds] = columns_of(self, kinds)
+        return self._columns[kinds]
+
+    def collective_us(self, op: Op) -> Sequence[float]:
+        """Time by chunk of a collective of added operations, in microseconds."""
+        found = [rows.collective_us[op] for rows in self.added.values() if op in rows.collective_us]
+        return found[0] if found else [0.0] * len(self.message_us)
 
     def host_us(self, num_bytes: int) -> float:
         return self.host_latency_us + self.host_us_per_byte * num_bytes
@@ -239,6 +268,11 @@ def tabulate(
         host_us_per_byte=_host_us_per_byte(costs),
         host_links=tuple(rank // costs.host_turns for rank in range(len(stages_of))),
         offloadable_share=costs.offloadable_share,
+        added={
+            kind.op: rows
+            for kind in operations(Track.COMPUTE)
+            if kind.rows is not None and (rows := kind.rows(costs, kind.sites(placement), work)) is not None
+        },
         rungs=_rungs(
             {stage: ladder(stage, work, costs, levels, in_order) if trains else _no_ladder(len(chunks)) for stage in distinct},
             alike,
@@ -318,8 +352,17 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     }
 
 
-def columns_of(tables: Tables) -> Columns:
+def columns_of(tables: Tables, kinds: Kinds) -> Columns:
+    """Return the tables as flat columns.
+
+    Args:
+        tables: times and sizes.
+        kinds: operations of the orders that are to be timed.
+    """
     chunks = len(tables.message_us)
+    added = [tables.added[op] for op in kinds[ADDED:]]
+    num_items = chunks * max([len(tables.rank_of), *(len(rows.time_us) for rows in added)])
+    need_starts, needs, need_us = _needs(tables, kinds, num_items)
     none: list[list[float]] = [[0.0] * chunks] * len(tables.rank_of)
 
     def column(rows: Sequence[Sequence[float]]) -> Floats:
@@ -342,6 +385,7 @@ def columns_of(tables: Tables) -> Columns:
         num_stages=len(tables.rank_of),
         num_chunks=chunks,
         num_rungs=rungs,
+        num_items=num_items,
         rank_of=integers(tables.rank_of),
         static=integers(tables.static),
         forward_us=column(tables.forward_us),
@@ -366,4 +410,54 @@ def columns_of(tables: Tables) -> Columns:
         weight_bytes=sizes(tables.weight_bytes),
         weight_layer=sizes(tables.weight_layer),
         weight_surge=sizes(tables.weight_surge),
+        need_starts=need_starts,
+        needs=needs,
+        need_us=need_us,
+        added_us=floats(_filled([rows.time_us for rows in added], num_items, 0.0)),
+        added_takes=integers(_filled([rows.takes for rows in added], num_items, 0)),
+        added_gives=integers(_filled([rows.gives for rows in added], num_items, 0)),
     )
+
+
+def _filled[T: (int, float)](tables: Sequence[Sequence[Sequence[T]]], num_items: int, zero: T) -> list[T]:
+    """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries."""
+    return [value for table in tables for value in islice(chain(chain.from_iterable(table), repeat(zero)), num_items)]
+
+
+def _needs(tables: Tables, kinds: Kinds, num_items: int) -> tuple[Integers, Integers, Floats]:
+    """Resolve the table of operations into `Columns.need_starts`, `needs` and `need_us`."""
+    chunks, number = len(tables.message_us), {op: kind for kind, op in enumerate(kinds)}
+    count = np.arange(chunks)
+    per_node = np.zeros(len(kinds) * num_items, dtype=np.int64)
+    needs: list[IntColumn] = []
+    times: list[TimeColumn] = []
+    for kind, op in enumerate(kinds):
+        sites = operation(op).sites
+        for site in range(len(sites(tables.rank_of))):
+            related = [
+                one
+                for one in resolve(op, site, tables.rank_of)
+                if one.op in number and not (one.site == site and operation(one.op).sites is sites)
+            ]
+            first = kind * num_items + site * chunks
+            per_node[first : first + chunks] = len(related)
+            if related:
+                nodes = [number[one.op] * num_items + one.site * chunks + count for one in related]
+                needs.append(np.stack(nodes, axis=1).ravel())
+                times.append(np.stack([_transfer_us(tables, op, site, one) for one in related], axis=1).ravel())
+    starts = [0, *np.cumsum(per_node).tolist()]
+    return (
+        integers(starts),
+        integers(np.concatenate(needs).tolist() if needs else []),
+        floats(np.concatenate(times).tolist() if times else []),
+    )
+
+
+def _transfer_us(tables: Tables, op: Op, site: int, related: Resolved) -> TimeColumn:
+    """Time by chunk of the transfer between an action and one that it waits for."""
+    carries = related.need.carries
+    if isinstance(carries, Message):
+        return np.array(tables.hops[min(site, related.site)], dtype=np.float64)
+    if isinstance(carries, Collective):
+        return np.array(tables.collective_us(carries.op), dtype=np.float64)
+    return np.zeros(len(tables.message_us))

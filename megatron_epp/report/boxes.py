@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_epp.plan.action import COMPUTE_OPS, COPY_OPS, Action
+from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.operations import Track, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import Timeline
@@ -15,13 +16,19 @@ COMPUTE, COPY, LINK = "compute", "copy", "link"
 
 
 class Box(NamedTuple):
-    """One action on one stream of one rank, microseconds since the start of the iteration."""
+    """One step on one stream of one rank, microseconds since the start of the iteration."""
 
     rank: int
     stream: str
     action: Action
     start_us: float
     end_us: float
+    also: tuple[Action, ...] = ()
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The action and those that run in the same step."""
+        return (self.action, *self.also)
 
 
 def planned_boxes(timeline: Timeline) -> list[Box]:
@@ -30,7 +37,9 @@ def planned_boxes(timeline: Timeline) -> list[Box]:
     times = (COMPUTE, timeline.start_us, timeline.end_us), (COPY, timeline.copy_start_us, timeline.copy_end_us)
     for (stream, starts, ends), (_, table) in zip(times, plan.tables, strict=True):
         for rank, steps in enumerate(table):
-            boxes += [Box(rank, stream, step.action, starts[rank][i], ends[rank][i]) for i, step in enumerate(steps)]
+            boxes += [
+                Box(rank, stream, step.action, starts[rank][i], ends[rank][i], step.actions[1:]) for i, step in enumerate(steps)
+            ]
     return boxes
 
 
@@ -41,7 +50,8 @@ def measured_boxes(plan: Plan, measured: Measured) -> list[Box]:
     if len(measured.ranks) != plan.num_ranks:
         raise PlanError(f"the measurement has {len(measured.ranks)} ranks, the plan has {plan.num_ranks}")
     for event in (event for events in measured.ranks for event in events):
-        if not (event.action.stage < plan.num_stages and event.action.chunk < len(plan.chunks)):
+        sites = operation(event.action.op).sites(plan.placement)
+        if not (event.action.stage < len(sites) and event.action.chunk < len(plan.chunks)):
             raise PlanError(
                 f"the measurement has {event.action}; the plan has {plan.num_stages} stages and {len(plan.chunks)} chunks"
             )
@@ -49,6 +59,5 @@ def measured_boxes(plan: Plan, measured: Measured) -> list[Box]:
 
 
 def _stream(action: Action) -> str:
-    if action.op in COMPUTE_OPS:
-        return COMPUTE
-    return COPY if action.op in COPY_OPS else LINK
+    track = operation(action.op).track
+    return COMPUTE if track is Track.COMPUTE else COPY if track is Track.COPY else LINK

@@ -54,13 +54,13 @@ def recompute_in_backward(plan: Plan) -> dict[Action, float]:
 
     Backwards without recompute, and those with a separate `R`, are omitted.
     """
-    steps = {step.action: step for rank in plan.ranks for step in rank}
+    steps = {action: step for rank in plan.ranks for step in rank for action in step.actions}
     shares = {}
     for stage, row in enumerate(plan.recompute_us):
         for chunk, again_us in enumerate(row):
             backward = steps.get(Action(Op.B, stage, chunk))
             if again_us > 0 and backward and backward.time_us > 0 and Action(Op.R, stage, chunk) not in steps:
-                shares[backward.action] = min(again_us / backward.time_us, 1.0)
+                shares[Action(Op.B, stage, chunk)] = min(again_us / backward.time_us, 1.0)
     return shares
 
 

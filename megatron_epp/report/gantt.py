@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.report.boxes import measured_boxes, planned_boxes
-from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, label_time, lane_inches, matplotlib_classes, operations
+from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, draw_legend, label_time, lane_inches, matplotlib_classes
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.palette import Shades, tint
 from megatron_epp.report.table import byte_unit, format_cap, format_us, printable
@@ -60,7 +60,7 @@ def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> 
         _draw_memory(axes[-1], timeline)
     label_time(axes[-1], longest_us)
     figure.suptitle(_title(plan), fontsize=11, parse_math=False)
-    operations(figure, [plan], shades.legend())
+    draw_legend(figure, [plan], shades.legend())
     return figure
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_epp.plan.action import Op
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.operations import operation, operations
 from megatron_epp.plan.plan import Plan
 from megatron_epp.report.boxes import COMPUTE, COPY, Box
 from megatron_epp.report.facts import recompute_in_backward
-from megatron_epp.report.palette import COLOURS, OP_NAMES, Shades, text_colour
+from megatron_epp.report.palette import Shades, text_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,14 +64,15 @@ def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], shades: Shades, lon
         compute = [box for box in boxes if box.rank == rank and box.stream == COMPUTE]
         _bars(axis, compute, [shades.colour(box.action) for box in compute], (top, lane), f"rank {rank} {COMPUTE}", edge)
         fronts = [_front(box, recompute[box.action]) for box in compute if box.action in recompute]
-        _bars(axis, fronts, [COLOURS[Op.R]] * len(fronts), (top, lane), f"rank {rank} recompute", edge)
+        _bars(axis, fronts, [operation(Op.R).colour] * len(fronts), (top, lane), f"rank {rank} recompute", edge)
         covered = {front.action: front.end_us for front in fronts}
         for box in compute if edge else ():
             free = box._replace(start_us=covered.get(box.action, box.start_us))
             _number(axis, plan, free, shades.colour(box.action), top + lane / 2, pixels_per_us)
         if copies:
             moved = [box for box in boxes if box.rank == rank and box.stream == COPY]
-            _bars(axis, moved, [COLOURS[box.action.op] for box in moved], (top + lane, _COPY_LANE), f"rank {rank} {COPY}", edge)
+            colours = [operation(box.action.op).colour for box in moved]
+            _bars(axis, moved, colours, (top + lane, _COPY_LANE), f"rank {rank} {COPY}", edge)
     axis.set_ylim(plan.num_ranks - 0.45, -0.55)
     axis.set_yticks(range(plan.num_ranks), [f"rank {rank}" for rank in range(plan.num_ranks)])
     axis.tick_params(axis="y", length=0, labelsize=9)
@@ -88,7 +90,8 @@ def _front(box: Box, share: float) -> Box:
 
 def _number(axis: Axes, plan: Plan, box: Box, colour: str, y: float, pixels_per_us: float) -> None:
     """Write the chunk (and the stage, if a rank has several) in a box, as large as fits, or not at all."""
-    label = str(box.action.chunk) if plan.num_stages == plan.num_ranks else f"{box.action.stage}.{box.action.chunk}"
+    one_stage = plan.num_stages == plan.num_ranks
+    label = "+".join(str(chunk) if one_stage else f"{stage}.{chunk}" for _, stage, chunk in box.actions)
     width_points = (box.end_us - box.start_us) * pixels_per_us * 72 / DPI
     size = next((size for size in _TEXT_POINTS if width_points >= 0.68 * size * len(label)), None)
     if size is not None:
@@ -105,14 +108,15 @@ def label_time(axis: Axes, longest_us: float) -> None:
     axis.set_xlabel(f"{unit} since the start of the iteration")
 
 
-def operations(figure: Figure, plans: Sequence[Plan], shades: Sequence[tuple[str, str]]) -> None:
+def draw_legend(figure: Figure, plans: Sequence[Plan], shades: Sequence[tuple[str, str]]) -> None:
     """Draw the legend below a picture: the operations of the plans, then colour and meaning of shades."""
     from matplotlib.patches import Patch
 
-    present = {step.action.op for plan in plans for _, table in plan.tables for steps in table for step in steps}
-    entries = [(COLOURS[op], name) for op, name in OP_NAMES.items() if op in present]
+    steps = [step for plan in plans for _, table in plan.tables for row in table for step in row]
+    present = {action.op for step in steps for action in step.actions}
+    entries = [(kind.colour, kind.text) for kind in operations() if kind.op in present]
     if any(map(recompute_in_backward, plans)):
-        entries.append((COLOURS[Op.R], "recompute inside a backward"))
+        entries.append((operation(Op.R).colour, "recompute inside a backward"))
     handles = [Patch(facecolor=colour, label=name) for colour, name in (*entries, *shades)]
     columns = len(handles) if len(handles) < 6 else 4
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)

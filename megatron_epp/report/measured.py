@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_epp.plan.action import COMPUTE_OPS, Action
+from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.operations import is_compute
 from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown
 
 SCHEMA = "megatron-epp/measured"
@@ -62,7 +63,7 @@ class Measured:
     def bubble_fraction(self) -> float:
         """Share of the ranks' time in which they did not compute, 0 to 1."""
         total = len(self.ranks) * self.makespan_us
-        busy = sum(e.took_us for events in self.ranks for e in events if e.action.op in COMPUTE_OPS)
+        busy = sum(e.took_us for events in self.ranks for e in events if is_compute(e.action.op))
         return 1.0 - busy / total if total else 0.0
 
     def to_json(self) -> str:

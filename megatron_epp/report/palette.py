@@ -1,12 +1,10 @@
-"""Colours of the pictures: Okabe and Ito's palette for operations, shades for chunks."""
+"""Shades of the pictures: an operation's colour from its table, stronger or weaker by chunk."""
 
 from __future__ import annotations
 
-from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.action import Action
+from megatron_epp.plan.operations import operation
 from megatron_epp.plan.plan import Plan
-
-COLOURS = {Op.F: "#0072B2", Op.B: "#D55E00", Op.W: "#009E73", Op.R: "#CC79A7", Op.O: "#56B4E9", Op.L: "#F0E442"}
-OP_NAMES = {Op.F: "forward", Op.B: "backward", Op.W: "weight gradient", Op.R: "recompute", Op.O: "offload", Op.L: "load"}
 
 _BATCHED = 0.5
 """Strength of the colour of chunks of whole sequences."""
@@ -30,7 +28,7 @@ class Shades:
         self._has_batched = any(s is None for s in slices)
 
     def colour(self, action: Action) -> str:
-        return tint(COLOURS[action.op], self._strength[action.chunk])
+        return tint(operation(action.op).colour, self._strength[action.chunk])
 
     @staticmethod
     def kinds() -> list[tuple[str, str]]:

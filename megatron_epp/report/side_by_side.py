@@ -10,7 +10,7 @@ from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report import facts
 from megatron_epp.report.boxes import planned_boxes
-from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, label_time, matplotlib_classes, operations
+from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, draw_legend, label_time, matplotlib_classes
 from megatron_epp.report.palette import Shades
 from megatron_epp.report.table import format_bytes, format_us
 
@@ -53,7 +53,7 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
     first = plans[0][1]
     tokens = f"{len(first.lengths):,} sequences of {min(first.lengths):,} to {max(first.lengths):,} tokens"
     figure.suptitle(f"{tokens}, {first.num_stages} stages on {first.num_ranks} ranks, as planned", fontsize=11)
-    operations(figure, [plan for _, plan in plans], Shades.kinds())
+    draw_legend(figure, [plan for _, plan in plans], Shades.kinds())
     return figure
 
 

@@ -7,13 +7,15 @@ plan (``2F5``), an arrow for every message between ranks, and a counter of live 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.plan.action import COMPUTE_OPS, COPY_OPS, Op
-from megatron_epp.plan.deps import deps
+from megatron_epp.plan.action import Action
+from megatron_epp.plan.graph import Transfer, build_graph
+from megatron_epp.plan.operations import Role, Track, is_compute, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.report.boxes import COMPUTE, COPY, LINK, Box, measured_boxes, planned_boxes
@@ -22,7 +24,6 @@ from megatron_epp.report.measured import Measured
 Event = dict[str, Any]
 
 _THREADS = tuple((source, stream) for source in ("planned", "measured") for stream in (COMPUTE, COPY, LINK))
-_VERBS = {Op.F: "forward", Op.B: "backward", Op.W: "weight gradient", Op.R: "recompute", Op.O: "offload", Op.L: "load"}
 
 
 def trace(plan: Plan, measured: Measured | None = None) -> dict[str, Any]:
@@ -71,9 +72,10 @@ def _names(sources: dict[str, list[Box]]) -> Iterator[Event]:
 def _complete(plan: Plan, source: str, box: Box) -> Event:
     action, chunk = box.action, plan.chunks[box.action.chunk]
     args = {"stage": action.stage, "chunk": action.chunk, "kind": chunk.kind(plan.lengths), "tokens": chunk.num_tokens}
-    if action.op in (Op.B, Op.R):
+    kind = operation(action.op)
+    if kind.in_layers and kind.role is not Role.OPENS:
         args["recompute"] = str(plan.recompute[action.stage][action.chunk])
-    if action.op in COPY_OPS and plan.host_links:
+    if kind.track is Track.COPY and plan.host_links:
         args["link"] = plan.host_links[box.rank]
     return {
         "ph": "X",
@@ -81,22 +83,23 @@ def _complete(plan: Plan, source: str, box: Box) -> Event:
         "tid": _thread(source, box.stream),
         "ts": box.start_us,
         "dur": box.end_us - box.start_us,
-        "name": str(action),
-        "cat": f"{source},{_VERBS.get(action.op, 'message')}",
+        "name": "+".join(map(str, box.actions)),
+        "cat": f"{source},{kind.text if kind.track is not Track.LOWERED else 'message'}",
         "args": args,
     }
 
 
 def _arrows(plan: Plan, source: str, boxes: Sequence[Box], ids: Iterator[int]) -> Iterator[Event]:
     """Yield an arrow per message, from just before the end of its producer to the start of its consumer on another rank."""
-    needs = deps(plan.chunks, plan.num_stages)
-    by_action = {box.action: box for box in boxes if box.action.op in COMPUTE_OPS}
+    by_action = {action: box for box in boxes if is_compute(box.action.op) for action in box.actions}
+    transfers: dict[Action, list[Transfer]] = defaultdict(list)
+    for transfer in build_graph(plan).transfers:
+        transfers[transfer.target].append(transfer)
     for action, consumer in by_action.items():
-        for needed in needs(action):
-            producer = by_action.get(needed)
+        for transfer in transfers[action]:
+            producer, name = by_action.get(transfer.source), transfer.carries.text
             if producer is None or producer.rank == consumer.rank:
                 continue
-            name = "activation" if action.op is Op.F else "gradient"
             common = {"id": next(ids), "name": name, "cat": f"{source},message"}
             inside_us = min(1.0, (producer.end_us - producer.start_us) / 2)
             thread = _thread(source, COMPUTE)

@@ -1,14 +1,16 @@
 """Interprets one rank's part of a plan.
 
-The dispatch table below is the only definition of what an op does at run time. The executor knows nothing of the model: a
-`Stage` runs forward and backward of one chunk, `Links` carries tensors, and the plan says everything else.
+The dispatch table below is the only definition of what an op does at run time; a kind of action that was added to
+`plan.operations` brings its own handler. The executor knows nothing of the model: a `Stage` runs forward and backward of one
+chunk, `Links` carries tensors, and the plan says everything else.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +30,10 @@ from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+
+Handler = Callable[["Executor", Action], None]
+"""Runs one action of an operation. It has the executor's plan, rank, stages, links and recorder."""
 
 
 class RunError(EppError):
@@ -57,6 +63,7 @@ class Executor:
         offload: offloads activations; None if the plan offloads none on this rank.
         host: host memory for KV offload; None if the plan offloads no KV cache on this rank.
         on_shortage: policy for running out of memory.
+        handlers: handlers of operations that this package does not define, collectives included.
 
     Raises:
         RunError: the plan places other stages on this rank, or has actions that this runtime cannot run.
@@ -73,6 +80,7 @@ class Executor:
         offload: Mover | None = None,
         on_shortage: ShortagePolicy = ShortagePolicy(),  # noqa: B008 - frozen
         host: HostMemory | None = None,
+        handlers: Mapping[Op, Handler] | None = None,
     ) -> None:
         self.plan, self.rank, self.stages, self.links, self.host = plan, rank, stages, links, host
         self.offload = offload
@@ -91,9 +99,10 @@ class Executor:
             Op.SEND_B: self._send_gradient,
             Op.RECV_B: self._post_gradient,
             Op.REDUCE: lambda action: self.stages[action.stage].reduce_gradients(),
+            **{op: partial(handler, self) for op, handler in (handlers or {}).items()},
         }
-        self._refuse_what_cannot_run()
         program = prepare(plan, rank)
+        self._refuse_what_cannot_run(program.actions)
         self._actions, self._layouts = program.actions, program.layouts
         self._progress = Progress(no_mark if watchdog is None else device_mark)
         self._split = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
@@ -107,13 +116,13 @@ class Executor:
         self._arriving: dict[Action, Receive] = {}
         self._received: dict[Action, Tensor] = {}
 
-    def _refuse_what_cannot_run(self) -> None:
+    def _refuse_what_cannot_run(self, actions: Sequence[Action]) -> None:
         plan, rank = self.plan, self.rank
         if plan.copies and plan.copies[rank] and self.offload is None:
             raise RunError("the plan offloads activations (O and L actions), which this run does not: add --epp-offload")
         if self.host is None and any(plan.placement[entry.stage] == rank for entry in plan.hosted):
             raise RunError("the plan has keys and values at the host, which this run has not: add --epp-offload")
-        if missing := sorted({a.op for a in plan.actions(rank)} - set(self._handlers)):
+        if missing := sorted({action.op for action in actions} - set(self._handlers)):
             raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions")
         placed = [stage for stage, where in enumerate(plan.placement) if where == rank]
         if placed != sorted(self.stages):

@@ -8,7 +8,7 @@ from runtime_plans import offloading, planned, two_ranks, v_shape
 
 from megatron_epp.cli.main import main
 from megatron_epp.plan import Action, EppError, Op
-from megatron_epp.plan.deps import deps
+from megatron_epp.plan.graph import deps
 from megatron_epp.plan.serialize import digest, save
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Measured

@@ -87,7 +87,7 @@ def plan_of(
         recompute_us=((0.0,) * len(chunks),) * stages,
         offload_share=table,
         ranks=tuple(tuple(map(step, row)) for row in ranks),
-        copies=tuple(tuple(Copy(*step(action)) for action in row) for row in copies),
+        copies=tuple(tuple(Copy(*step(action)[:4]) for action in row) for row in copies),
         messages=Messages(message, message),
         static_bytes=(static_bytes,) * len(ranks),
         cap_bytes=(cap_bytes,) * len(ranks),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from schedule_plans import plan_of
 
 from megatron_epp.plan import Action, Chunk, Op, Plan, Segment, Step, deps
-from megatron_epp.plan.action import COPY_OPS
+from megatron_epp.plan.operations import Track, operation
 
 
 @st.composite
@@ -69,7 +69,7 @@ def _random_order(
     rng: random.Random, actions: list[Action], chunks: tuple[Chunk, ...], placement: tuple[int, ...], ranks: int, crossed: bool
 ) -> tuple[list[list[Action]], list[list[Action]], dict[Action, Action | None]]:
     """Compute rows, copies, and the compute action that each copy is issued after."""
-    needs = deps(chunks, len(placement), [a for a in actions if a.op in COPY_OPS])
+    needs = deps(chunks, len(placement), [a for a in actions if operation(a.op).track is Track.COPY])
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     copies: list[list[Action]] = [[] for _ in range(ranks)]
     issued: dict[Action, Action | None] = {}
@@ -90,7 +90,7 @@ def _random_order(
         del left[action]
         chunk_order.setdefault((action.op, action.stage), []).append(action.chunk)
         rank = placement[action.stage]
-        if action.op in COPY_OPS:
+        if operation(action.op).track is Track.COPY:
             issued[action] = rng.choice([None, *rows[rank]])
-        (copies if action.op in COPY_OPS else rows)[rank].append(action)
+        (copies if operation(action.op).track is Track.COPY else rows)[rank].append(action)
     return rows, copies, issued

@@ -156,7 +156,7 @@ def test_random_changes_of_sound_decisions_are_planned_or_reported(seed: int, mo
             at = draw.randrange(len(rows[rank]))
             match draw.randrange(6):
                 case 0:
-                    rows[rank][at] = Action(draw.choice(list(Op)), draw.randint(-1, 3), draw.randint(-1, 6))
+                    rows[rank][at] = Action(draw.choice(Op.known()), draw.randint(-1, 3), draw.randint(-1, 6))
                 case 1:
                     del rows[rank][at]
                 case 2:

@@ -10,9 +10,10 @@ from report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.operations import operation
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.gantt import gantt, save_gantt
-from megatron_epp.report.palette import COLOURS, Shades, text_colour, tint
+from megatron_epp.report.palette import Shades, text_colour, tint
 
 
 def bars(axis, label):
@@ -63,7 +64,7 @@ def test_recompute_is_the_front_of_its_backward():
     np.testing.assert_allclose(
         strips[:, 1] - strips[:, 0], [plan.chunks[plan.ranks[0][i].action.chunk].num_tokens * 0.5e-3 for i in backwards]
     )
-    assert {matplotlib.colors.to_hex(c).upper() for c in colours} == {COLOURS[Op.R]}
+    assert {matplotlib.colors.to_hex(c).upper() for c in colours} == {operation(Op.R).colour}
 
 
 def test_without_recompute_there_are_no_such_fronts():
@@ -75,7 +76,7 @@ def test_operations_differ_in_hue_and_slices_are_darker_than_whole_sequences():
     plan = sliced_plan(slices=2, batched=2)
     shades = Shades(plan)
     sliced, whole = Action(Op.F, 0, 0), Action(Op.F, 0, 2)
-    assert shades.colour(sliced) == COLOURS[Op.F]
+    assert shades.colour(sliced) == operation(Op.F).colour
     assert sum(bytes.fromhex(shades.colour(whole)[1:])) > sum(bytes.fromhex(shades.colour(sliced)[1:]))
     assert shades.colour(Action(Op.B, 0, 0)) != shades.colour(sliced)
     assert any("sequence 0 (2,000 tokens)" in meaning for _, meaning in shades.legend())

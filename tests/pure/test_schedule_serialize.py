@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schedule_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
 from schedule_random import sound_plans
 
-from megatron_epp.plan import Hosted, PlanError, Prediction, digest, from_json, load, save, to_json
+from megatron_epp.plan import Hosted, Op, PlanError, Prediction, digest, from_json, load, save, to_json
 from megatron_epp.plan.serialize import pack, unpack
 
 numbers = st.floats(0, 1e12, allow_nan=False)
@@ -35,7 +35,8 @@ def test_a_plan_reads_back_equal_in_every_field():
         hosted=(Hosted(1, 0, 70, 80),),
         host_cap_bytes=(9, 10),
         message_bytes=(1, 2),
-        messages=replace(offload().messages, num_bytes=(3, 4, 5)),
+        loss_groups=((0, 2), (1,)),
+        messages=replace(offload().messages, num_bytes=(3, 4, 5), collective_us=((Op.REDUCE, (1.0, 2.0, 3.0)),)),
         token_multiple=8,
         costs="profile.json",
         planner="mine",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_epp.plan.action import COMPUTE_OPS, COPY_OPS, LOWERED_OPS, Action, Op
+from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.graph import Graph
+from megatron_epp.plan.operations import Message, Presence, Role, Track, needs_of, of_stages, operation, operations
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Playback
 
@@ -19,42 +20,55 @@ def check_presence(plan: Plan) -> Iterator[Violation]:
     for in_copies, table in plan.tables:
         for rank, steps in enumerate(table):
             for position, step in enumerate(steps):
-                action = step.action
-                reason = _foreign(plan, rank, action, in_copies)
-                if not reason and action in seen:
-                    first_rank, first = seen[action]
-                    reason = f"doubled: already at rank {first_rank} position {first}"
-                if reason:
-                    yield Violation(rank, position, action, reason, in_copies)
-                if action.op in (COPY_OPS if in_copies else COMPUTE_OPS):
-                    seen.setdefault(action, (rank, position))
-    for op in (Op.F,) if plan.forward_only else (Op.F, Op.B):
-        for stage, rank in enumerate(plan.placement):
-            for c in range(len(plan.chunks)):
-                if (action := Action(op, stage, c)) not in seen:
-                    yield Violation(rank, None, action, f"missing: stage {stage} never runs {op.value} of chunk {c}")
+                for action in step.actions:
+                    reason = _foreign(plan, rank, action, in_copies)
+                    if not reason and action in seen:
+                        first_rank, first = seen[action]
+                        reason = f"doubled: already at rank {first_rank} position {first}"
+                    if reason:
+                        yield Violation(rank, position, action, reason, in_copies)
+                    if operation(action.op).track is (Track.COPY if in_copies else Track.COMPUTE):
+                        seen.setdefault(action, (rank, position))
+    yield from _missing(plan, seen)
     yield from _offloads(plan, seen)
     for rank, copies in enumerate(plan.copies):
         for position, copy in enumerate(copies):
-            if copy.after is not None and (copy.after.op in COPY_OPS or seen.get(copy.after, (-1, 0))[0] != rank):
+            after = copy.after
+            if after is not None and (operation(after.op).track is Track.COPY or seen.get(after, (-1, 0))[0] != rank):
                 reason = f"is issued after {copy.after}, which the compute list of its rank does not have"
                 yield Violation(rank, position, copy.action, reason, in_copies=True)
+
+
+def _missing(plan: Plan, seen: Mapping[Action, tuple[int, int]]) -> Iterator[Violation]:
+    """Yield a violation for each action that a plan must have and does not have."""
+    present = {action.op for action in seen}
+    for kind in operations():
+        required = kind.presence is Presence.ALWAYS or (kind.presence is Presence.TRAINING and not plan.forward_only)
+        if not required and not (kind.presence is Presence.COMPLETE and kind.op in present):
+            continue
+        site = "stage" if kind.sites is of_stages else "site"
+        for index, rank in enumerate(kind.sites(plan.placement)):
+            for c in range(len(plan.chunks)):
+                if (action := Action(kind.op, index, c)) not in seen:
+                    yield Violation(rank, None, action, f"missing: {site} {index} never runs {kind.op} of chunk {c}")
 
 
 def _foreign(plan: Plan, rank: int, action: Action, in_copies: bool) -> str:
     """Reason for which an action may not be in its list; empty if it may."""
     op, stage, chunk = action
-    if op in LOWERED_OPS:
+    kind = operation(op)
+    if kind.track is Track.LOWERED:
         return "a send, receive or release has no place in a plan: lowering adds them"
-    if op not in (COPY_OPS if in_copies else COMPUTE_OPS):
-        return f"{op.value} belongs into {'the compute list' if in_copies else 'the copies'} of its rank"
-    if not 0 <= stage < plan.num_stages:
-        return f"unknown stage {stage}; there are {plan.num_stages}"
+    if kind.track is not (Track.COPY if in_copies else Track.COMPUTE):
+        return f"{op} belongs into {'the compute list' if in_copies else 'the copies'} of its rank"
+    sites, site = kind.sites(plan.placement), "stage" if kind.sites is of_stages else "site"
+    if not 0 <= stage < len(sites):
+        return f"unknown {site} {stage}; there are {len(sites)}"
     if not 0 <= chunk < len(plan.chunks):
         return f"unknown chunk {chunk}; there are {len(plan.chunks)}"
-    if plan.placement[stage] != rank:
-        return f"wrong rank: stage {stage} is placed on rank {plan.placement[stage]}"
-    if plan.forward_only and op is not Op.F:
+    if sites[stage] != rank:
+        return f"wrong rank: {site} {stage} is placed on rank {sites[stage]}"
+    if plan.forward_only and kind.presence is not Presence.ALWAYS:
         return "a forward-only plan holds nothing but F"
     return ""
 
@@ -92,7 +106,7 @@ def check_order(plan: Plan, graph: Graph, played: Playback) -> list[Violation]:
 def _because(action: Action, need: Action) -> str:
     if need.op is not action.op or need.stage != action.stage:
         return ""
-    if action.op is Op.F:
+    if operation(action.op).role is Role.OPENS:
         return f": chunk {action.chunk} attends to the slice in chunk {need.chunk}"
     return f": the slice in chunk {need.chunk} comes later and adds to the gradient of keys and values of chunk {action.chunk}"
 
@@ -114,17 +128,29 @@ def check_links(plan: Plan) -> Iterator[Violation]:
     order: dict[tuple[Op, int], list[tuple[int, int]]] = {}
     for steps in plan.ranks:
         for position, step in enumerate(steps):
-            order.setdefault((step.action.op, step.action.stage), []).append((step.action.chunk, position))
-    stages = range(plan.num_stages - 1)
-    for op, src, dst in (*((Op.F, s, s + 1) for s in stages), *((Op.B, s + 1, s) for s in stages)):
-        if plan.placement[src] == plan.placement[dst]:
-            continue
-        for (sent, at), (taken, position) in zip(order.get((op, src), []), order.get((op, dst), []), strict=True):
-            if sent != taken:
-                src_rank, dst_rank = plan.placement[src], plan.placement[dst]
-                reason = (
-                    f"crossed: takes chunk {taken} while rank {src_rank} sends chunk {sent} first (position {at}) "
-                    f"on the link from rank {src_rank} to rank {dst_rank}"
-                )
-                yield Violation(dst_rank, position, Action(op, dst, taken), reason)
-                break
+            for op, stage, chunk in step.actions:
+                order.setdefault((op, stage), []).append((chunk, position))
+    for kind in operations(Track.COMPUTE):
+        for need in needs_of(kind.op):
+            if not isinstance(need.carries, Message) or not isinstance(need.site, int):
+                continue
+            for dst in range(plan.num_stages):
+                src = dst + need.site
+                if 0 <= src < plan.num_stages and plan.placement[src] != plan.placement[dst]:
+                    sent, taken = order.get((need.op, src), []), order.get((kind.op, dst), [])
+                    yield from _crossed(plan, sent, taken, Action(kind.op, dst, 0), plan.placement[src])
+
+
+def _crossed(
+    plan: Plan, sent: Sequence[tuple[int, int]], taken: Sequence[tuple[int, int]], receiver: Action, src_rank: int
+) -> Iterator[Violation]:
+    """Yield a violation for the first chunk that a receiver takes in another order than it is sent."""
+    for (leaves, at), (chunk, position) in zip(sent, taken, strict=True):
+        if leaves != chunk:
+            dst_rank = plan.placement[receiver.stage]
+            reason = (
+                f"crossed: takes chunk {chunk} while rank {src_rank} sends chunk {leaves} first (position {at}) "
+                f"on the link from rank {src_rank} to rank {dst_rank}"
+            )
+            yield Violation(dst_rank, position, receiver._replace(chunk=chunk), reason)
+            return

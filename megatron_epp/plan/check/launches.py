@@ -20,29 +20,12 @@ from typing import NamedTuple
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
+from megatron_epp.plan.operations import operation
 
 Rows = Sequence[Sequence[Action]]
 
 _Event = tuple[Op, int, int, int]
-"""Key of an event shared by several rows: operation, stage, chunk, and its replica, or -1 if all replicas take part."""
-
-_LOCKSTEP = (Op.F, Op.B, Op.R)
-"""Operations in which layers with experts exchange tokens between replicas."""
-
-
-class _Side(NamedTuple):
-    """A side of a message: the operation that names the message, and the offset of its receiving stage from the action's."""
-
-    message: Op
-    step: int
-
-
-_SIDES = {
-    Op.SEND_F: _Side(Op.SEND_F, 1),
-    Op.RECV_F: _Side(Op.SEND_F, 0),
-    Op.SEND_B: _Side(Op.SEND_B, -1),
-    Op.RECV_B: _Side(Op.SEND_B, 0),
-}
+"""Key of an event shared by several rows: operation, site, chunk, and its replica, or -1 if all replicas take part."""
 
 
 class Place(NamedTuple):
@@ -67,7 +50,7 @@ def blocked(replicas: Sequence[Rows], lockstep: bool = False) -> list[Place]:
     ranks = [(replica, rank) for replica, rows in enumerate(replicas) for rank in range(len(rows))]
     rows = [_events(row, replica, lockstep) for replica, one in enumerate(replicas) for row in one]
     parties = Counter(event for row in rows for event, _ in row)
-    parties.update({event: 1 for event, count in parties.items() if count == 1 and event[0] in _SIDES})  # waits forever
+    parties.update({event: 1 for event, count in parties.items() if count == 1 and event[3] >= 0})  # waits forever
     heads = _merge(rows, parties)
     stuck = {index: rows[index][at] for index, at in enumerate(heads) if at < len(rows[index])}
     if not stuck:
@@ -102,11 +85,13 @@ def check_launches(replicas: Sequence[Rows], lockstep: bool = False) -> Iterator
 def _events(row: Sequence[Action], replica: int, lockstep: bool) -> list[tuple[_Event, int]]:
     """Return the events that a row shares with other rows, each with its position. All sides of an event have the same key."""
     found: list[tuple[_Event, int]] = []
-    for position, (op, stage, chunk) in enumerate(row):
-        if (side := _SIDES.get(op)) is not None:
-            found.append(((side.message, stage + side.step, chunk, replica), position))
-        elif op is Op.REDUCE or (lockstep and op in _LOCKSTEP):
-            found.append(((op, stage, 0 if op is Op.REDUCE else chunk, -1), position))
+    for position, (op, site, chunk) in enumerate(row):
+        kind = operation(op)
+        if (side := kind.side) is not None:
+            at = 0 if side.site is None else site + side.site
+            found.append(((side.event, at, chunk if side.by_chunk else 0, -1 if side.replicas else replica), position))
+        elif lockstep and kind.in_layers:
+            found.append(((op, site, chunk, -1), position))
     return found
 
 

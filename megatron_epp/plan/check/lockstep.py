@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from megatron_epp.plan.action import Action, Op
+from megatron_epp.plan.action import Action
 from megatron_epp.plan.check.launches import check_launches
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.lowering import lower
+from megatron_epp.plan.operations import operation
 from megatron_epp.plan.plan import Plan
-
-_EXCHANGING = (Op.F, Op.B, Op.R)
 
 
 def check_matched(plans: Sequence[Plan]) -> list[Violation]:
@@ -67,7 +66,7 @@ def _exchanging(plan: Plan, rank: int) -> list[tuple[int, Action]]:
     """Positions and actions of a rank that run layers, and so exchange tokens."""
     if rank >= plan.num_ranks:
         return []
-    return [(position, action) for position, action in enumerate(plan.actions(rank)) if action.op in _EXCHANGING]
+    return [(position, action) for position, action in enumerate(plan.actions(rank)) if operation(action.op).in_layers]
 
 
 def _fault(rank: int | None, reason: str) -> Violation:

@@ -8,6 +8,7 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.plan.kv_offload import host_levels
+from megatron_epp.plan.operations import Role, Track, of_stages, operation
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline
 
@@ -40,7 +41,7 @@ def _above_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
                 f"(the rank's peak is {timeline.peak_bytes[rank]})"
             )
             action = event.step.action
-            yield Violation(rank, event.position, action, reason, action.op in (Op.O, Op.L))
+            yield Violation(rank, event.position, action, reason, operation(action.op).track is Track.COPY)
             return
 
 
@@ -53,26 +54,55 @@ def _above_host_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
             return
 
 
+_Owner = tuple[str, int, int]
+"""Owner of bytes: ``stage`` or ``site``, its index, and the first chunk of a chain of slices."""
+
+
 def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Violation]:
-    live: dict[tuple[int, int], int] = {}
-    kept: set[Action] = set()
+    live: dict[_Owner, int] = {}
+    kept: dict[tuple[int, int], Action] = {}
+    owners = _owners(timeline.plan, rank, chains)
     for event in timeline.memory_events[rank]:
-        op, stage, chunk = action = event.step.action
-        key = stage, chains[chunk]
-        before = live.get(key, 0)
-        if not event.at_end and op in (Op.B, Op.W) and before <= 0 and Action(Op.F, stage, chunk) in kept:
-            yield Violation(rank, event.position, action, f"reads what {stage}F{chunk} kept, but all of it was freed before")
-        live[key] = before + event.delta_bytes
-        if event.at_end and op is Op.F and event.step.alloc_bytes > event.step.free_bytes:
-            kept.add(action)
-        if live[key] < 0 and event.delta_bytes < 0:
+        owner = owners[event.step.action]
+        before = live.get(owner, 0)
+        for action in event.step.actions:
+            op, *key = action
+            role = operation(op).role
+            opener = kept.get((key[0], key[1]))
+            if not event.at_end and role in (Role.CLOSES, Role.DEFERRED) and before <= 0 and opener is not None:
+                yield Violation(rank, event.position, action, f"reads what {opener} kept, but all of it was freed before")
+            if event.at_end and role is Role.OPENS and event.step.alloc_bytes > event.step.free_bytes:
+                kept[key[0], key[1]] = action
+        live[owner] = before + event.delta_bytes
+        if live[owner] < 0 and event.delta_bytes < 0:
+            action = event.step.action
             reason = f"frees {-event.delta_bytes} bytes when only {before} of its stage and chunk are live"
-            yield Violation(rank, event.position, action, reason, op in (Op.O, Op.L))
-            live[key] = 0
-    for (stage, chain), left in live.items():
+            yield Violation(rank, event.position, action, reason, operation(action.op).track is Track.COPY)
+            live[owner] = 0
+    for (site, index, chain), left in live.items():
         if left > 0:
-            reason = f"{left} bytes of stage {stage}, chunk {chain} (and later slices of its sequence) are never freed"
+            reason = f"{left} bytes of {site} {index}, chunk {chain} (and later slices of its sequence) are never freed"
             yield Violation(rank, None, None, reason)
+
+
+def _owners(plan: Plan, rank: int, chains: list[int]) -> dict[Action, _Owner]:
+    """Owner of the bytes of each action of a rank; actions that run in one step have one owner."""
+
+    def owner(action: Action) -> _Owner:
+        return "stage" if operation(action.op).sites is of_stages else "site", action.stage, chains[action.chunk]
+
+    steps = [step for _, table in plan.tables if table for step in table[rank]]
+    joined: dict[_Owner, _Owner] = {}
+
+    def root(one: _Owner) -> _Owner:
+        while (above := joined.get(one, one)) != one:
+            one = above
+        return one
+
+    for step in steps:
+        first, *others = (root(owner(action)) for action in step.actions)
+        joined |= {other: first for other in others if other != first}
+    return {action: root(owner(action)) for step in steps for action in step.actions}
 
 
 def _copies(plan: Plan) -> Iterator[Violation]:

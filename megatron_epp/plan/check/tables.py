@@ -20,6 +20,7 @@ def check_tables(plan: Plan) -> Iterator[Violation]:
         *_shapes(plan),
         *_sizes(plan),
         *_ranges(plan),
+        *_message_times(plan),
         *_message_sizes(plan),
         *_choices(plan),
         *_recompute_times(plan),
@@ -155,11 +156,23 @@ def _ranges(plan: Plan) -> Iterator[str]:
             yield f"sequence {sequence} has {length} tokens"
     if plan.token_multiple < 1:
         yield f"token_multiple is {plan.token_multiple}; it is at least 1"
+
+
+def _message_times(plan: Plan) -> Iterator[str]:
     for name, table in (("activation_us", plan.messages.activation_us), ("gradient_us", plan.messages.gradient_us)):
         for stage, times in enumerate(table):
             for c, time_us in enumerate(times):
                 if not 0.0 <= time_us < math.inf:
                     yield f"messages.{name} of stage {stage}, chunk {c} is {time_us} us"
+    for op, times in plan.messages.collective_us:
+        if len(times) != len(plan.chunks):
+            yield f"messages.collective_us of {op} has {len(times)} entries; there are {len(plan.chunks)} chunks"
+        for c, time_us in enumerate(times):
+            if not 0.0 <= time_us < math.inf:
+                yield f"messages.collective_us of {op}, chunk {c} is {time_us} us"
+    grouped = [chunk for group in plan.loss_groups for chunk in group]
+    if len(set(grouped)) < len(grouped) or not set(grouped) <= set(range(len(plan.chunks))):
+        yield f"loss_groups {plan.loss_groups} name a chunk twice, or one that is not there"
 
 
 def _message_sizes(plan: Plan) -> Iterator[str]:
@@ -196,7 +209,7 @@ def _recompute_times(plan: Plan) -> Iterator[str]:
     took_us: dict[tuple[int, int], float] = {}
     for op in (Op.B, Op.R):
         for steps in plan.ranks:
-            took_us |= {(step.action.stage, step.action.chunk): step.time_us for step in steps if step.action.op is op}
+            took_us |= {(a.stage, a.chunk): step.time_us for step in steps for a in step.actions if a.op is op}
     for stage, times in enumerate(plan.recompute_us):
         for c, time_us in enumerate(times):
             most_us = took_us.get((stage, c), math.inf)

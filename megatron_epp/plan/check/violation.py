@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.plan import AnyStep, Plan
-from megatron_epp.plan.text import label
+from megatron_epp.plan.text import label, step_text
 
 _AROUND = 6
 _AT_MOST = 20
@@ -63,7 +63,7 @@ def report(plan: Plan, violations: Sequence[Violation]) -> str:
 
 def _row(head: str, steps: Sequence[AnyStep], faults: Sequence[Violation]) -> list[str]:
     """Lines of a rank: the whole row if it is short; otherwise one cut per fault, or none without faults."""
-    words = [str(step.action) for step in steps]
+    words = list(map(step_text, steps))
     if len(words) <= 4 * _AROUND:
         return [" ".join([head, *words]), *(_arrow(head, words, f.position or 0, f.reason) for f in faults)]
     lines = []

@@ -7,28 +7,51 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_epp.plan import Action, Op, PlanError
+from megatron_epp.plan.operations import Track, operations
 from megatron_epp.planner.kernels.compiled import Floats, Integers, integers
 
+KIND_BITS = 3
+"""Low bits of a code that hold the kind of an action."""
+KIND_MASK = (1 << KIND_BITS) - 1
+
 FORWARD, BACKWARD, WEIGHT = range(3)
-OPS = {Op.F: FORWARD, Op.B: BACKWARD, Op.W: WEIGHT}
-"""The last digit of a code, base three."""
+"""Kinds with columns of their own; those of `ADDED` and above have theirs in `Columns.added_takes` and so on."""
+ADDED = 3
+
+Kinds = tuple[Op, ...]
+"""Operations of an order; the index of each is its kind."""
+
+KINDS: Kinds = (Op.F, Op.B, Op.W)
+
+
+def kinds_of(order: Sequence[Sequence[Action]]) -> Kinds:
+    """Kinds of an order: the three common ones, then those of added operations that it has and that planners have rows of."""
+    used = {action.op for row in order for action in row}
+    if used <= set(KINDS):
+        return KINDS
+    return KINDS + tuple(kind.op for kind in operations(Track.COMPUTE) if kind.op in used and kind.rows is not None)
 
 
 class Columns(NamedTuple):
     """The tables, by item: a stage and a chunk, numbered stage by stage. Names as in `Tables`.
 
     Attributes:
+        num_items: items of the kind of action that has most sites; for all but added kinds, stages times chunks.
         num_rungs: steps of the longest recompute frontier. The columns `layer_us`, `saved` and `price` have a place per step of
             each item, item by item.
         price: time of recompute per byte it saves; infinite where it saves none.
         dear_us: of the dearest step.
         layers: of the item's stage.
         most: most recompute steps of the item.
+        need_starts, needs, need_us: for each node, the nodes on other sites that it waits for, and the time of the transfer. A
+            node is a kind and an item, numbered kind by kind. Needs on its own site follow from a legal order.
+        added_us, added_takes, added_gives: times and bytes of added operations, by node behind the three common kinds.
     """
 
     num_stages: int
     num_chunks: int
     num_rungs: int
+    num_items: int
     rank_of: Integers
     static: Integers
     forward_us: Floats
@@ -53,10 +76,16 @@ class Columns(NamedTuple):
     weight_bytes: Integers
     weight_layer: Integers
     weight_surge: Integers
+    need_starts: Integers
+    needs: Integers
+    need_us: Floats
+    added_us: Floats
+    added_takes: Integers
+    added_gives: Integers
 
 
 class Codes(NamedTuple):
-    """An order. An action is the number ``3 * (stage * num_chunks + chunk) + op``.
+    """An order. An action is the number ``(site * num_chunks + chunk) << KIND_BITS | kind``.
 
     Attributes:
         actions: of rank 0, then of rank 1, and so on.
@@ -71,23 +100,34 @@ class Codes(NamedTuple):
         return len(self.starts) - 1
 
 
-def code_of(action: Action, num_chunks: int) -> int:
-    op, stage, c = action
-    return 3 * (stage * num_chunks + c) + OPS[op]
+def code_of(action: Action, num_chunks: int, kinds: Kinds = KINDS) -> int:
+    """Return the number of an action (see `Codes`)."""
+    op, site, c = action
+    return (site * num_chunks + c) << KIND_BITS | kinds.index(op)
 
 
-def encode(order: Sequence[Sequence[Action]], num_chunks: int) -> Codes:
-    """The order as numbers. Raises `PlanError` where it has actions that no costs are known of."""
+def encode(order: Sequence[Sequence[Action]], num_chunks: int, kinds: Kinds = KINDS) -> Codes:
+    """Return the order as numbers. Raises `PlanError` if it has actions without known costs."""
+    number = {op: kind for kind, op in enumerate(kinds)}
     try:
-        actions = integers([3 * (stage * num_chunks + c) + OPS[op] for row in order for op, stage, c in row])
+        actions = integers([(site * num_chunks + c) << KIND_BITS | number[op] for row in order for op, site, c in row])
     except KeyError as error:
         raise PlanError(
-            f"an order has {', '.join(OPS)} and no {error.args[0]}: a planner says what recomputes by its layers"
+            f"an order has {', '.join(kinds)} and no {error.args[0]}: a planner says what recomputes by its layers"
         ) from None
     return Codes(actions, integers(accumulate(map(len, order), initial=0)))
 
 
-def decode(codes: Codes, num_chunks: int) -> tuple[tuple[Action, ...], ...]:
-    ops = tuple(OPS)
-    actions = [Action(ops[code % 3], code // 3 // num_chunks, code // 3 % num_chunks) for code in map(int, codes.actions)]
+def encode_known(order: Sequence[Sequence[Action]], num_chunks: int) -> tuple[Codes, Kinds]:
+    """Return an order as numbers, and the kinds that these count. Raises `PlanError` as `encode` does."""
+    try:
+        return encode(order, num_chunks), KINDS
+    except PlanError:
+        kinds = kinds_of(order)
+        return encode(order, num_chunks, kinds), kinds
+
+
+def decode(codes: Codes, num_chunks: int, kinds: Kinds = KINDS) -> tuple[tuple[Action, ...], ...]:
+    """Return the order that numbers stand for."""
+    actions = [Action(kinds[code & KIND_MASK], *divmod(code >> KIND_BITS, num_chunks)) for code in map(int, codes.actions)]
     return tuple(tuple(actions[codes.starts[rank] : codes.starts[rank + 1]]) for rank in range(codes.num_ranks))

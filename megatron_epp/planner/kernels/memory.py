@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from megatron_epp.planner.kernels.climb import climbed
-from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, Columns
+from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, Columns
 from megatron_epp.planner.kernels.compiled import Integers, compiled
 
 
@@ -81,7 +81,7 @@ def peak(actions: Integers, begin: int, stop: int, columns: Columns, layers: Int
     """
     live = most = static
     for at in range(begin, stop):
-        item, op = actions[at] // 3, actions[at] % 3
+        item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
         if op == FORWARD:
             live += kept(columns, item, layers[item]) + columns.forward_alloc[item]
             most = max(most, live)
@@ -90,6 +90,11 @@ def peak(actions: Integers, begin: int, stop: int, columns: Columns, layers: Int
             live -= kept(columns, item, layers[item])
             most = max(most, live + own(columns, item, layers[item]))
             live += columns.net[item]
+        elif op >= ADDED:
+            added = (op - ADDED) * columns.num_items + item
+            live += columns.added_takes[added]
+            most = max(most, live)
+            live -= columns.added_gives[added]
     return most
 
 
@@ -105,7 +110,11 @@ def levels(actions: Integers, columns: Columns, layers: Integers, split: Integer
         takes, gives: the results, by place among the actions.
     """
     for at in range(len(actions)):
-        item, op = actions[at] // 3, actions[at] % 3
+        item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
+        if op >= ADDED:
+            added = (op - ADDED) * columns.num_items + item
+            takes[at], gives[at] = columns.added_takes[added], columns.added_gives[added]
+            continue
         stays = kept(columns, item, layers[item])
         if op == FORWARD:
             takes[at] = stays + columns.forward_alloc[item]
@@ -152,20 +161,20 @@ def sweep(
         True if the rank stays under its cap.
     """
     for at in range(begin, stop):
-        item = actions[at] // 3
-        layers[item] = 0
-        leaves[item] = at
+        if actions[at] & KIND_MASK < ADDED:
+            item = actions[at] >> KIND_BITS
+            layers[item] = 0
+            leaves[item] = at
     alive = [(0.0, 0, 0)]  # cheapest first; what has left or has nothing left to give is dropped when it comes up
     alive.pop()
     live = static
     for at in range(begin, stop):
-        item, op = actions[at] // 3, actions[at] % 3
+        item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
         if op == FORWARD:
             live += columns.activation[item] + columns.forward_alloc[item]
             if columns.saved[item * columns.num_rungs] > 0 and limit[item] > 0:
                 heapq.heappush(alive, (columns.price[item * columns.num_rungs], -leaves[item], item))
-            while live > caps[at] and len(alive) > 0:
-                live -= give_cheapest(alive, columns, limit, layers, leaves, at, live - caps[at])
+            live = give_until(live, caps[at], alive, columns, limit, layers, leaves, at)
             if live > caps[at]:
                 return False
             live -= columns.forward_free[item]
@@ -182,6 +191,12 @@ def sweep(
             if live + held > caps[at]:
                 return False
             live += columns.net[item]
+        elif op >= ADDED:
+            added = (op - ADDED) * columns.num_items + item
+            live = give_until(live + columns.added_takes[added], caps[at], alive, columns, limit, layers, leaves, at)
+            if live > caps[at]:
+                return False
+            live -= columns.added_gives[added]
     return True
 
 
@@ -206,6 +221,28 @@ def fit(
         if not sweep(actions, begin, stop, columns, columns.most, caps_at, static, layers, leaves):
             return False
     return True
+
+
+@compiled
+def give_until(
+    live: int,
+    cap: int,
+    alive: list[tuple[float, int, int]],
+    columns: Columns,
+    limit: Integers,
+    layers: Integers,
+    leaves: Integers,
+    at: int,
+) -> int:
+    """Take recompute steps until the live bytes are within a cap or none are left; return the live bytes.
+
+    Args:
+        live, cap: bytes.
+        alive, columns, limit, layers, leaves, at: as for `give_cheapest`.
+    """
+    while live > cap and len(alive) > 0:
+        live -= give_cheapest(alive, columns, limit, layers, leaves, at, live - cap)
+    return live
 
 
 @compiled

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, Columns
+from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, KIND_BITS, KIND_MASK, Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
 from megatron_epp.planner.kernels.memory import sweep, trim
-from megatron_epp.planner.kernels.timing import Copies, Room, backward_times, play
+from megatron_epp.planner.kernels.timing import Copies, Room, durations, play
 
 NEVER = 1e300
 
@@ -59,13 +59,13 @@ class Spare(NamedTuple):
         numbers: state of the random numbers, one integer.
         leaves: a number per item.
         seen: two numbers per item.
-        backward_us: a time per item.
+        took_us: a time per node.
     """
 
     numbers: Integers
     leaves: Integers
     seen: Integers
-    backward_us: Floats
+    took_us: Floats
 
 
 @compiled
@@ -188,12 +188,12 @@ def may_swap(one: int, two: int, facts: Facts) -> bool:
         facts: the fixed inputs.
     """
     chunks = facts.columns.num_chunks
-    if one // 3 // chunks != two // 3 // chunks:
+    if (one >> KIND_BITS) // chunks != (two >> KIND_BITS) // chunks:
         return True
-    if one % 3 == two % 3:
+    if (one & KIND_MASK) == (two & KIND_MASK):
         return False
-    together = facts.group_of[one // 3 % chunks] == facts.group_of[two // 3 % chunks]
-    return not (together and one % 3 == FORWARD)
+    together = facts.group_of[(one >> KIND_BITS) % chunks] == facts.group_of[(two >> KIND_BITS) % chunks]
+    return not (together and (one & KIND_MASK) == FORWARD)
 
 
 @compiled
@@ -207,19 +207,19 @@ def trade(actions: Integers, facts: Facts, numbers: Integers) -> bool:
     one = two = -1
     count = 0
     for at in range(facts.starts[rank], facts.starts[rank + 1]):
-        if actions[at] % 3 == op and actions[at] // 3 < chunks:
+        if (actions[at] & KIND_MASK) == op and (actions[at] >> KIND_BITS) < chunks:
             if count == wanted:
-                one = actions[at] // 3
+                one = actions[at] >> KIND_BITS
             elif count == wanted + 1:
-                two = actions[at] // 3
+                two = actions[at] >> KIND_BITS
                 break
             count += 1
     if two < 0 or facts.group_of[one] == facts.group_of[two]:
         return False
     for at in range(len(actions)):
-        chunk = actions[at] // 3 % chunks
-        if (which == 2 or actions[at] % 3 == op) and chunk in (one, two):
-            actions[at] += 3 * (two - one if chunk == one else one - two)
+        chunk = (actions[at] >> KIND_BITS) % chunks
+        if (which == 2 or (actions[at] & KIND_MASK) == op) and chunk in (one, two):
+            actions[at] += (two - one if chunk == one else one - two) << KIND_BITS
     return True
 
 
@@ -233,11 +233,11 @@ def legal(actions: Integers, rank: int, facts: Facts, seen: Integers) -> bool:
     chunks, group_of = facts.columns.num_chunks, facts.group_of
     begin, stop = facts.starts[rank], facts.starts[rank + 1]
     for at in range(begin, stop):
-        item = actions[at] // 3
+        item = actions[at] >> KIND_BITS
         cell = item // chunks * chunks + group_of[item % chunks]
         seen[2 * cell] = seen[2 * cell + 1] = -1
     for at in range(begin, stop):
-        item, op = actions[at] // 3, actions[at] % 3
+        item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
         c = item % chunks
         cell = item // chunks * chunks + group_of[c]
         if op == FORWARD:
@@ -266,6 +266,6 @@ def judge(trial: Choice, facts: Facts, first: int, stop: int, room: Room, spare:
         dear = facts.dear[facts.dear_starts[rank] : facts.dear_starts[rank + 1]]
         if len(dear) > 0:
             trim(trial.actions, a, b, columns, trial.layers, cap, static, dear)
-    backward_times(columns, trial.layers, facts.no_split, spare.backward_us)
-    took_us = play(trial.actions, starts, columns, spare.backward_us, facts.copies, room)
+    durations(columns, trial.layers, facts.no_split, spare.took_us)
+    took_us = play(trial.actions, starts, columns, spare.took_us, facts.copies, room)
     return took_us if took_us >= 0 else NEVER

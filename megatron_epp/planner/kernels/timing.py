@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_epp.planner.kernels.climb import climbed
-from megatron_epp.planner.kernels.columns import BACKWARD, FORWARD, WEIGHT, Columns
+from megatron_epp.planner.kernels.columns import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
 
 STUCK = -1.0
@@ -13,15 +13,13 @@ STUCK = -1.0
 
 
 class Room(NamedTuple):
-    """Storage that `play` writes: times by position in the codes, progress by rank, arrivals by item."""
+    """Storage that `play` writes: times by position in the codes, progress by rank, ends by node (`Columns.needs`)."""
 
     start_us: Floats
     end_us: Floats
     at: Integers
     clock_us: Floats
-    forward_in: Floats
-    backward_in: Floats
-    forward_end: Floats
+    ended_us: Floats
 
 
 class Copies(NamedTuple):
@@ -30,7 +28,7 @@ class Copies(NamedTuple):
     Attributes:
         items, is_load, time_us, starts: of each copy, rank by rank.
         after: the place among the codes' actions whose end each waits for, or -1.
-        place: of the load of each item among all copies, or -1.
+        load_of: index of the load of each item among all copies, or -1.
         links: of each rank, the link that it shares or has.
         start_us, end_us, at, clock_us: where `play` writes.
         lane_us: the same; when either direction of a link is free.
@@ -41,7 +39,7 @@ class Copies(NamedTuple):
     time_us: Floats
     after: Integers
     starts: Integers
-    place: Integers
+    load_of: Integers
     links: Integers
     start_us: Floats
     end_us: Floats
@@ -51,7 +49,7 @@ class Copies(NamedTuple):
 
 
 @compiled
-def play(actions: Integers, starts: Integers, columns: Columns, backward_us: Floats, copies: Copies, room: Room) -> float:
+def play(actions: Integers, starts: Integers, columns: Columns, took_us: Floats, copies: Copies, room: Room) -> float:
     """Compute the makespan of an order, in microseconds; `STUCK` if it deadlocks.
 
     An order has the slices of a sequence ascending in forward and descending in backward on every rank, which is then all they
@@ -59,17 +57,14 @@ def play(actions: Integers, starts: Integers, columns: Columns, backward_us: Flo
 
     Args:
         actions, starts: the order (`Codes`).
-        columns: times by item.
-        backward_us: by item, with recompute, without a weight gradient that is an action of its own.
+        columns: what waits for what on other sites.
+        took_us: time of every action, by node (`durations`).
         copies: offloads and loads of every rank.
         room: storage for the results.
     """
     ranks = len(starts) - 1
-    first, last = columns.num_chunks, (columns.num_stages - 1) * columns.num_chunks
-    for item in range(len(room.forward_in)):
-        room.forward_in[item] = 0.0 if item < first else -1.0
-        room.backward_in[item] = 0.0 if item >= last else -1.0
-        room.forward_end[item] = -1.0
+    for node in range(len(room.ended_us)):
+        room.ended_us[node] = -1.0
     for rank in range(ranks):
         room.at[rank] = starts[rank]
         room.clock_us[rank] = 0.0
@@ -85,7 +80,7 @@ def play(actions: Integers, starts: Integers, columns: Columns, backward_us: Flo
     while left > 0:
         moved = 0
         for turn in range(ranks):
-            moved += advance(turn if down else ranks - 1 - turn, actions, starts, columns, backward_us, copies, room)
+            moved += advance(turn if down else ranks - 1 - turn, actions, starts, columns, took_us, copies, room)
         left -= moved
         down = not down
         while moved == 0:
@@ -93,7 +88,7 @@ def play(actions: Integers, starts: Integers, columns: Columns, backward_us: Flo
             if rank < 0:
                 return STUCK
             copying -= 1
-            moved = advance(rank, actions, starts, columns, backward_us, copies, room)
+            moved = advance(rank, actions, starts, columns, took_us, copies, room)
             left -= moved
     makespan_us = 0.0
     for rank in range(ranks):
@@ -111,45 +106,39 @@ def advance(
     actions: Integers,
     starts: Integers,
     columns: Columns,
-    backward_us: Floats,
+    took_us: Floats,
     copies: Copies,
     room: Room,
 ) -> int:
-    """Run a rank as far as it goes; how many actions that were."""
-    chunks, stages = columns.num_chunks, columns.num_stages
-    forward_in, backward_in = room.forward_in, room.backward_in
+    """Run a rank as far as it goes, and return the number of actions that it ran. Arguments as of `play`."""
+    items, loads = columns.num_items, len(copies.load_of)
+    need_starts, ended_us = columns.need_starts, room.ended_us
     now = room.clock_us[rank]
     begin = at = room.at[rank]
     stop = starts[rank + 1]
     while at < stop:
         code = actions[at]
-        item, op = code // 3, code % 3
-        if op == FORWARD:
-            arrived = forward_in[item]
-            if arrived < 0.0:
+        kind, item = code & KIND_MASK, code >> KIND_BITS
+        node = kind * items + item
+        start, ready = now, True
+        for edge in range(need_starts[node], need_starts[node + 1]):
+            ended = ended_us[columns.needs[edge]]
+            if ended < 0.0:
+                ready = False
                 break
-            start = arrived if arrived > now else now
-            now = start + columns.forward_us[item]
-            room.forward_end[item] = now
-            if item + chunks < stages * chunks:
-                forward_in[item + chunks] = now + columns.hops[item]
-        elif op == BACKWARD:
-            arrived = backward_in[item]
-            if arrived < 0.0:
-                break
-            start = arrived if arrived > now else now
-            if len(copies.place) > 0 and copies.place[item] >= 0:
-                loaded = copies.end_us[copies.place[item]]
-                if loaded < 0.0:
-                    break
-                if loaded > start:
-                    start = loaded
-            now = start + backward_us[item]
-            if item >= chunks:
-                backward_in[item - chunks] = now + columns.hops[item - chunks]
-        else:
-            start = now
-            now = start + columns.weight_us[item]
+            arrived = ended + columns.need_us[edge]
+            if arrived > start:
+                start = arrived
+        if kind == BACKWARD and loads > 0 and copies.load_of[item] >= 0:
+            loaded = copies.end_us[copies.load_of[item]]
+            if loaded < 0.0:
+                ready = False
+            elif loaded > start:
+                start = loaded
+        if not ready:
+            break
+        now = start + took_us[node]
+        ended_us[node] = now
         room.start_us[at] = start
         room.end_us[at] = now
         at += 1
@@ -168,7 +157,7 @@ def take_turn(copies: Copies, room: Room) -> int:
             continue
         came = copies.clock_us[rank]
         if copies.is_load[at] == 0:
-            ended = room.forward_end[copies.items[at]]
+            ended = room.ended_us[copies.items[at]]  # of its forward
             if ended < 0.0:
                 continue
             if ended > came:
@@ -194,14 +183,22 @@ def take_turn(copies: Copies, room: Room) -> int:
 
 
 @compiled
-def backward_times(columns: Columns, layers: Integers, split: Integers, out: Floats) -> None:
-    """Times of backwards with recompute, without the weight gradients that `split` marks. All by item."""
+def durations(columns: Columns, layers: Integers, split: Integers, out: Floats) -> None:
+    """Compute the times of backwards with recompute, without the weight gradients that `split` marks.
+
+    Args:
+        columns: times by item.
+        layers: recompute steps by item.
+        split: by item, nonzero if its weight gradient is an action of its own.
+        out: time of every action by node; those of backwards are written, the others are left alone.
+    """
+    items = columns.num_items
     for item in range(len(layers)):
         again_us = climbed(columns.layer_us, item * columns.num_rungs, columns.layers[item], layers[item])
         time_us = columns.backward_us[item] + again_us
         if split[item]:
             time_us -= columns.weight_us[item]
-        out[item] = time_us
+        out[BACKWARD * items + item] = time_us
 
 
 @compiled
@@ -210,5 +207,5 @@ def mark_split(actions: Integers, split: Integers) -> None:
     for item in range(len(split)):
         split[item] = 0
     for at in range(len(actions)):
-        if actions[at] % 3 == WEIGHT:
-            split[actions[at] // 3] = 1
+        if (actions[at] & KIND_MASK) == WEIGHT:
+            split[actions[at] >> KIND_BITS] = 1

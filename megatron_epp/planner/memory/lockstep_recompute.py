@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from megatron_epp.planner.evaluate import Layers
-from megatron_epp.planner.kernels.columns import Codes
+from megatron_epp.planner.kernels.columns import KIND_BITS, Codes
 from megatron_epp.planner.kernels.compiled import integers
 from megatron_epp.planner.kernels.memory import peak
 from megatron_epp.planner.memory.recompute import Fit, by_stage, coded, fit_recompute
@@ -42,7 +42,7 @@ def _trimmed(together: list[int], order: Order | Codes, tables: Sequence[Tables]
     for rank in range(codes.num_ranks):
         begin, stop = codes.starts[rank], codes.starts[rank + 1]
         items = sorted(
-            {int(action) // 3 for action in codes.actions[begin:stop]}, key=lambda item: (-columns.dear_us[item], item)
+            {int(action) >> KIND_BITS for action in codes.actions[begin:stop]}, key=lambda item: (-columns.dear_us[item], item)
         )
         for item in items:
             while layers[item] > 0:

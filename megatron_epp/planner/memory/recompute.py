@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.kernels import memory as inner
-from megatron_epp.planner.kernels.columns import Codes, encode
+from megatron_epp.planner.kernels.columns import Codes, Columns, encode_known
 from megatron_epp.planner.kernels.compiled import Integers, integers, numbers
 from megatron_epp.planner.kernels.memory import fit, peak, sweep
 from megatron_epp.planner.kernels.timing import mark_split
@@ -42,7 +42,7 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
 
     When recompute of everything meets the caps, they are met (`least_peaks`).
     """
-    columns, codes = tables.columns, coded(order, tables)
+    codes, columns = _coded(order, tables)
     items = columns.num_stages * columns.num_chunks
     if options.recompute != "auto" or not tables.backward_us:
         fixed = options.recompute if options.recompute != "auto" and tables.backward_us else 0
@@ -108,8 +108,8 @@ def levels(order: Order | Codes, tables: Tables, layers: Layers) -> tuple[list[l
         tables: sizes of the chunks.
         layers: recompute ``[stage][chunk]``.
     """
-    columns, codes = tables.columns, coded(order, tables)
-    count, split = len(codes.actions), integers([0] * columns.num_stages * columns.num_chunks)
+    codes, columns = _coded(order, tables)
+    count, split = len(codes.actions), integers([0] * columns.num_items)
     takes, gives = integers([0] * count), integers([0] * count)
     mark_split(codes.actions, split)
     inner.levels(codes.actions, columns, integers(chain.from_iterable(layers)), split, takes, gives)
@@ -130,12 +130,20 @@ def by_stage(column: Integers, num_chunks: int) -> Layers:
 
 
 def coded(order: Order | Codes, tables: Tables) -> Codes:
-    return order if isinstance(order, Codes) else encode(order, tables.columns.num_chunks)
+    """Return an order as numbers."""
+    return _coded(order, tables)[0]
+
+
+def _coded(order: Order | Codes, tables: Tables) -> tuple[Codes, Columns]:
+    if isinstance(order, Codes):
+        return order, tables.columns
+    codes, kinds = encode_known(order, len(tables.message_us))
+    return codes, tables.columns_with(kinds)
 
 
 def _peaks(order: Order | Codes, tables: Tables, layers: Integers) -> list[int]:
-    codes = coded(order, tables)
+    codes, columns = _coded(order, tables)
     return [
-        int(peak(codes.actions, codes.starts[rank], codes.starts[rank + 1], tables.columns, layers, static))
+        int(peak(codes.actions, codes.starts[rank], codes.starts[rank + 1], columns, layers, static))
         for rank, static in enumerate(tables.static)
     ]

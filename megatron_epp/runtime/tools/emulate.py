@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
-from megatron_epp.plan.graph import receiver
+from megatron_epp.plan.graph import build_graph
+from megatron_epp.plan.operations import Message, Role, operation
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.executor import Executor
@@ -190,7 +191,7 @@ def _enter(plan: Plan, rank: int, scale: float, locks: Locks, folder: str, resul
 def _run(plan: Plan, rank: int, scale: float, locks: Locks) -> tuple[Events, float]:
     everyone = range(plan.num_ranks)
     links = Links.create(everyone, everyone, Groups()) if plan.num_ranks > 1 else None
-    times_us = {step.action: step.time_us for step in plan.ranks[rank]}
+    times_us = {action: step.time_us / len(step.actions) for step in plan.ranks[rank] for action in step.actions}
     shared = _Rank(plan, scale)
     stages = {stage: WaitingStage(stage, shared, times_us) for stage, on in enumerate(plan.placement) if on == rank}
     if plan.copies and plan.copies[rank]:
@@ -211,10 +212,9 @@ def _run(plan: Plan, rank: int, scale: float, locks: Locks) -> tuple[Events, flo
 def _meet(plan: Plan, rank: int, links: Links) -> None:
     """Send one message in each direction on every link the plan uses, so that links are connected before the emulation."""
     used = {
-        (plan.placement[action.stage], plan.placement[to], action.op is Op.B)
-        for row in range(plan.num_ranks)
-        for action in plan.actions(row)
-        if (to := receiver(plan, action)) is not None
+        (plan.placement[sent.source.stage], plan.placement[sent.target.stage], operation(sent.target.op).role is Role.CLOSES)
+        for sent in build_graph(plan).transfers
+        if isinstance(sent.carries, Message)
     }
     waiting = []
     for source, target, gradient in sorted(used):

@@ -1,0 +1,315 @@
+"""The table of operations: everything that plans, proofs, simulations, planners and reports know about a kind of action.
+
+A new kind is one `register(Operation(...))` here or in another module, and a handler in the runtime (`Executor`). All other
+code reads this table, most of it in the compiled form of `plan.graph` or of `planner.kernels`, and names no kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any, Literal, NamedTuple
+
+from megatron_epp.plan.action import Op
+
+
+class Track(Enum):
+    """List of a rank in which actions stand."""
+
+    COMPUTE = "compute"
+    COPY = "copies"
+    """Overlapped with compute, one at a time."""
+    LOWERED = "lowered"
+    """In no list of a plan; lowering adds them."""
+
+
+class Role(IntEnum):
+    """Effect of an action on the activations of its stage and chunk."""
+
+    OPENS = 0
+    """Its output and what its backward needs stay in memory."""
+    CLOSES = 1
+    """Frees them, and leaves what a deferred action needs."""
+    DEFERRED = 2
+    """Frees what the closing action left."""
+    NEITHER = 3
+
+
+class Presence(Enum):
+    """Sites and chunks for which a plan has the action."""
+
+    ALWAYS = "always"
+    TRAINING = "training"
+    """All, except in forward-only plans."""
+    OPTIONAL = "optional"
+    """Any."""
+    COMPLETE = "complete"
+    """All or none."""
+
+
+class At(Enum):
+    """Sites of an action that a dependency concerns, other than by an offset."""
+
+    LAST = "last"
+    EVERY = "every"
+
+
+class Of(Enum):
+    """Chunk of an action that a dependency concerns."""
+
+    SAME = "same"
+    PREVIOUS = "previous"
+    """Holds the slice before one of the chunk's."""
+    FOLLOWING = "following"
+    """Holds the slice after one of the chunk's."""
+    GROUP = "group"
+    """All chunks whose loss is computed together with the chunk's (`Plan.loss_groups`), itself included."""
+
+
+class Message(NamedTuple):
+    """Transfer of a result to the rank of the neighbouring site that needs it; none if both sites are on one rank.
+
+    Attributes:
+        text: of its content, for people.
+        send, receive: the operations that lowering adds on both sides.
+        times: the table of `plan.messages` with its time, by the lower of the two sites and the chunk.
+    """
+
+    text: str
+    send: Op
+    receive: Op
+    times: Literal["activation_us", "gradient_us"]
+
+
+class Collective(NamedTuple):
+    """Transfer in which all ranks of the pipeline take part, once per chunk, such as a broadcast or an all-reduce.
+
+    It starts when all actions that give to it have ended, and those that need it wait for its end.
+
+    Attributes:
+        op: the operation that lowering adds on every rank. Its times, by chunk, are in `plan.messages.collective_us`.
+    """
+
+    op: Op
+
+    @property
+    def text(self) -> str:
+        """Name for people."""
+        return str(self.op)
+
+
+class Need(NamedTuple):
+    """Relation of an action to others that it waits for.
+
+    Attributes:
+        op: operation of those.
+        site: their sites: an offset from the action's own, or the last one, or every one.
+        chunk: their chunk, relative to the action's.
+        only: the one site of the waiting action for which the relation holds; None for all.
+        carries: the transfer between the two; None if they share a rank.
+        if_present: it holds for those actions that the plan has, which may be none. Set for relations stated by `Before`.
+    """
+
+    op: Op
+    site: int | At = 0
+    chunk: Of = Of.SAME
+    only: Literal[At.LAST] | None = None
+    carries: Message | Collective | None = None
+    if_present: bool = False
+
+
+class Before(NamedTuple):
+    """Relation of an action to others that wait for it: those of operation `op`, as their `Need` says."""
+
+    op: Op
+    need: Need
+
+
+class Side(NamedTuple):
+    """A lowered action as one side of an event that several ranks share.
+
+    Attributes:
+        event: operation that names the event.
+        site: offset of the site that names it; None if the event is one for all sites.
+        replicas: all data-parallel replicas take part.
+        by_chunk: there is one event per chunk.
+    """
+
+    event: Op
+    site: int | None
+    replicas: bool = False
+    by_chunk: bool = True
+
+
+def of_stages(placement: Sequence[int]) -> Sequence[int]:
+    """Sites of an operation of stages: the rank of each."""
+    return placement
+
+
+def of_ranks(placement: Sequence[int]) -> Sequence[int]:
+    """Sites of an operation with one shard per rank."""
+    return range(max(placement) + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """Definition of a kind of action.
+
+    Attributes:
+        op: its name.
+        text: for people, such as ``weight gradient``.
+        colour: of its boxes in pictures, ``#RRGGBB``.
+        track: the list it stands in.
+        role: effect on activations.
+        presence: where it must occur.
+        sites: from the placement of the stages to the rank of each of its sites. `Action.stage` counts these.
+        needs: the actions it waits for.
+        before: the actions of other operations that wait for it.
+        in_layers: it runs layers, whose experts exchange tokens with other replicas.
+        side: for a lowered operation that other ranks take part in, the event it is a side of.
+        rows: for planners, ``rows(costs, sites, work)``: its times and bytes (`planner.tables.Rows`), or None if these costs
+            have no such action. Without this function, planners have columns of their own for it, or do not order it.
+    """
+
+    op: Op
+    text: str
+    colour: str = "#999999"
+    track: Track = Track.COMPUTE
+    role: Role = Role.NEITHER
+    presence: Presence = Presence.OPTIONAL
+    sites: Callable[[Sequence[int]], Sequence[int]] = of_stages
+    needs: tuple[Need, ...] = ()
+    before: tuple[Before, ...] = ()
+    in_layers: bool = False
+    side: Side | None = None
+    rows: Callable[[Any, Sequence[int], Any], Any] | None = None
+
+
+@dataclass(slots=True)
+class _Table:
+    operations: dict[Op, Operation] = field(default_factory=dict)
+
+    def needs(self, op: Op) -> tuple[Need, ...]:
+        """List all relations of an operation, those stated by other operations included."""
+        others = (before.need for other in self.operations.values() for before in other.before if before.op is op)
+        return *self.operations[op].needs, *(need._replace(if_present=True) for need in others)
+
+
+_TABLE = _Table()
+
+
+def register(operation: Operation) -> Operation:
+    """Add a kind of action. Raises `ValueError` if there is another definition of its name, or it needs an unknown kind."""
+    present = _TABLE.operations.get(operation.op)
+    if present is not None and present != operation:
+        raise ValueError(f"operation {operation.op} is already defined")
+    known = {*_TABLE.operations, operation.op}
+    for other in (*(need.op for need in operation.needs), *(before.op for before in operation.before)):
+        if other not in known:
+            raise ValueError(f"operation {operation.op} names {other}, which is not defined")
+    _TABLE.operations[operation.op] = operation
+    for carries in {need.carries for need in (*operation.needs, *(before.need for before in operation.before))}:
+        if isinstance(carries, Collective) and carries.op not in _TABLE.operations:
+            side = Side(carries.op, None)
+            register(Operation(op=carries.op, text=f"collective {carries.op}", track=Track.LOWERED, sites=of_ranks, side=side))
+    return operation
+
+
+def unregister(op: Op) -> None:
+    """Remove an added kind of action, for tests, with the collectives that it has added."""
+    removed = _TABLE.operations.pop(op)
+    for need in (*removed.needs, *(before.need for before in removed.before)):
+        if isinstance(need.carries, Collective):
+            _TABLE.operations.pop(need.carries.op, None)
+
+
+def operation(op: Op) -> Operation:
+    """Definition of a kind of action. Raises `KeyError` for a name without one."""
+    return _TABLE.operations[op]
+
+
+def operations(track: Track | None = None) -> tuple[Operation, ...]:
+    """All kinds of action, or those of one track, in the order of their registration."""
+    return tuple(each for each in _TABLE.operations.values() if track is None or each.track is track)
+
+
+def is_compute(op: Op) -> bool:
+    """True for an operation that stands in the compute list of a rank."""
+    return _TABLE.operations[op].track is Track.COMPUTE
+
+
+def needs_of(op: Op) -> tuple[Need, ...]:
+    """All relations of a kind of action to those that it waits for."""
+    return _TABLE.needs(op)
+
+
+ACTIVATION = Message("activation", Op.SEND_F, Op.RECV_F, "activation_us")
+GRADIENT = Message("gradient", Op.SEND_B, Op.RECV_B, "gradient_us")
+
+_OWN_B = (Need(Op.B),)
+
+_DEFINED = (
+    Operation(
+        op=Op.F,
+        text="forward",
+        colour="#0072B2",
+        role=Role.OPENS,
+        presence=Presence.ALWAYS,
+        needs=(Need(Op.F, -1, carries=ACTIVATION), Need(Op.F, chunk=Of.PREVIOUS)),  # the latter's keys and values
+        in_layers=True,
+    ),
+    Operation(
+        op=Op.B,
+        text="backward",  # the input gradient, and the weight gradient too unless the plan has a `W` for it
+        colour="#D55E00",
+        role=Role.CLOSES,
+        presence=Presence.TRAINING,
+        needs=(
+            Need(Op.F),
+            Need(Op.F, chunk=Of.GROUP, only=At.LAST),
+            Need(Op.B, 1, carries=GRADIENT),
+            Need(Op.B, chunk=Of.FOLLOWING),  # the gradient of its keys and values
+        ),
+        in_layers=True,
+    ),
+    Operation(op=Op.W, text="weight gradient", colour="#009E73", role=Role.DEFERRED, needs=_OWN_B),
+    Operation(
+        op=Op.R,
+        text="recompute",  # as an action of its own, before the backward that needs it
+        colour="#CC79A7",
+        needs=(Need(Op.F),),
+        before=(Before(Op.B, Need(Op.R)),),
+        in_layers=True,
+    ),
+    Operation(op=Op.O, text="offload", colour="#56B4E9", track=Track.COPY, needs=(Need(Op.F),)),
+    Operation(
+        op=Op.L,
+        text="load",  # of the activations that `O` moved
+        colour="#F0E442",
+        track=Track.COPY,
+        needs=(Need(Op.O),),
+        before=(Before(Op.B, Need(Op.L)),),
+    ),
+    Operation(op=Op.FREE, text="release of offloaded activations", track=Track.LOWERED, needs=(Need(Op.O),)),
+    Operation(op=Op.SEND_F, text="send of an activation", track=Track.LOWERED, needs=(Need(Op.F),), side=Side(Op.SEND_F, 1)),
+    Operation(
+        op=Op.RECV_F,
+        text="receive of an activation",
+        track=Track.LOWERED,
+        needs=(Need(Op.SEND_F, -1),),
+        side=Side(Op.SEND_F, 0),
+    ),
+    Operation(op=Op.SEND_B, text="send of a gradient", track=Track.LOWERED, needs=_OWN_B, side=Side(Op.SEND_B, -1)),
+    Operation(
+        op=Op.RECV_B, text="receive of a gradient", track=Track.LOWERED, needs=(Need(Op.SEND_B, 1),), side=Side(Op.SEND_B, 0)
+    ),
+    Operation(  # of a stage's gradients over replicas; its chunk is that of the last gradient
+        op=Op.REDUCE,
+        text="gradient reduction",
+        track=Track.LOWERED,
+        needs=_OWN_B,
+        side=Side(Op.REDUCE, 0, replicas=True, by_chunk=False),
+    ),
+)
+_TABLE.operations.update({each.op: each for each in _DEFINED})
