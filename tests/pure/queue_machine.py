@@ -12,7 +12,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_ACTION = re.compile(r"(\d+)([A-Z]+(?:_[FB])?)(\d+)")
+_ACTION = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)*)(\d+)")
+_MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 
 Row = list[tuple[int, str, int]]
 """Stage, operation and chunk of each launch."""
@@ -51,6 +52,7 @@ def launches(placement: Sequence[int], rank: int, row: Row, replica: int = 0, lo
     made: list[Launch] = []
     last: dict[object, int] = {}
     numbers: dict[tuple[int, str, int], int] = {}
+    collected: dict[int, int] = {}
 
     def launch(text: str, stream: object, waits: Sequence[int | None], event: object = None) -> int:
         made.append(Launch(text, stream, [w for w in (*waits, last.get(stream)) if w is not None], event))
@@ -60,17 +62,7 @@ def launches(placement: Sequence[int], rank: int, row: Row, replica: int = 0, lo
     for stage, op, chunk in row:
         text = f"{stage}{op}{chunk}"
         compute = last.get("compute")
-        if op in ("F", "B", "W", "R"):
-            waits = [numbers.get((stage, f"RECV_{op}", chunk)), numbers.get((stage, "L", chunk)) if op == "B" else None]
-            event = ("exchange", text) if lockstep and op != "W" else None
-            numbers[stage, op, chunk] = launch(text, "compute", waits, event)
-        elif op in ("O", "L"):
-            numbers[stage, op, chunk] = launch(text, "copy", [compute])
-        elif op == "FREE":  # compute waits for the copy, then the memory goes
-            launch(text, "compute", [numbers[stage, "O", chunk]])
-        elif op == "REDUCE":
-            launch(text, "reduce", [compute], ("reduce", stage))
-        else:
+        if op in _MESSAGES:
             side, kind = op.split("_")
             step = (1 if kind == "F" else -1) * (1 if side == "SEND" else -1)
             to_stage = stage + step if side == "SEND" else stage
@@ -79,6 +71,19 @@ def launches(placement: Sequence[int], rank: int, row: Row, replica: int = 0, lo
             if side == "SEND" and link in last:  # the payload before this one goes when it has left
                 compute = launch(f"end of a send before {text}", "compute", [last[link]])
             numbers[stage, op, chunk] = launch(text, link, [compute], ("message", kind, to_stage, chunk, replica))
+        elif "_" in op:  # a collective of all ranks, for which the chunk's next compute waits
+            collected[chunk] = launch(text, op, [compute, collected.get(chunk)], ("collective", op, chunk, replica))
+        elif len(op) == 1 and op not in "OL":
+            waits = [numbers.get((stage, f"RECV_{op}", chunk)), numbers.get((stage, "L", chunk)) if op == "B" else None]
+            waits.append(collected.get(chunk))
+            event = ("exchange", text) if lockstep and op in "FBR" else None
+            numbers[stage, op, chunk] = launch(text, "compute", waits, event)
+        elif op in ("O", "L"):
+            numbers[stage, op, chunk] = launch(text, "copy", [compute])
+        elif op == "FREE":  # compute waits for the copy, then the memory goes
+            launch(text, "compute", [numbers[stage, "O", chunk]])
+        elif op == "REDUCE":
+            launch(text, "reduce", [compute], ("reduce", stage))
     return made
 
 
@@ -193,6 +198,9 @@ def makespan_us(plan_json: str, lowered: str, queues: int) -> float | None:
             for chunk, time_us in enumerate(row):
                 for side, at in (("SEND", stage + sender), ("RECV", stage + 1 - sender)):
                     times_us[plan["placement"][at]][f"{at}{side}_{kind}{chunk}"] = time_us
+    for name, row in plan["messages"].get("collective_us", {}).items():
+        for rank in range(plan["num_ranks"]):
+            times_us[rank] |= {f"{rank}{name}{chunk}": time_us for chunk, time_us in enumerate(row)}
     todo = [launches(plan["placement"], rank, row) for rank, row in enumerate(rows_of(lowered))]
     machine = Machine(todo, queues, times_us=times_us)
     return None if machine.run() else machine.now_us

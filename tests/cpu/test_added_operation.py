@@ -1,0 +1,151 @@
+"""A kind of action is added in one file: planned, checked, simulated, lowered, proven, drawn, and run over gloo."""
+
+import json
+from dataclasses import replace
+
+import added_operation as added
+import pytest
+from added_operation import SPREAD_US, SUM_US, TIME_US, N
+from queue_machine import makespan_us, stuck
+from rank_processes import Ranks
+
+from megatron_epp import planner
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.plan import Action, Op, PlanError, Step, check, from_json, lower, simulate, to_grid, to_json
+from megatron_epp.plan.check.launches import blocked
+from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.evaluate import makespan_us as planned_makespan_us
+from megatron_epp.planner.tables import tabulate
+from megatron_epp.report.gantt import save_gantt
+from megatron_epp.report.trace import trace
+
+LENGTHS = (900, 500, 200, 120, 60)
+
+
+def costs_of(num_layers):
+    shape = ModelShape(num_layers=sum(num_layers), hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
+    return analytic_costs(shape, CPU, num_layers)
+
+
+def with_shards(num_layers, placement=None):
+    """A greedy plan's order with a shard on every rank ahead of the chunk's first backward there."""
+    costs, where = costs_of(num_layers), placement or tuple(range(len(num_layers)))
+    problem = Problem(LENGTHS, where, (UNLIMITED_BYTES,) * (max(where) + 1))
+    options = Options(slices=3)
+    plan = planner.plan(problem, costs, options)
+    order = []
+    for rank in range(plan.num_ranks):
+        row, done = [], set()
+        for action in plan.actions(rank):
+            if action.op is Op.B and action.chunk not in done:
+                done.add(action.chunk)
+                row.append(Action(N, rank, action.chunk))
+            row.append(action)
+        order.append(tuple(row))
+    layers = [[0] * len(plan.chunks) for _ in num_layers]
+    return build_plan(problem, costs, options, Decisions(plan.chunks, tuple(order), layers))
+
+
+@pytest.fixture
+def plan():
+    with added.defined():
+        yield with_shards([1, 1, 1])
+
+
+def test_planners_time_it_as_the_simulator_does_and_the_plan_is_sound(plan):
+    assert check(plan) == []
+    line = simulate(plan)
+    tables = tabulate(plan.chunks, Problem(LENGTHS, plan.placement, plan.cap_bytes), costs_of([1, 1, 1]))
+    order = [plan.actions(rank) for rank in range(plan.num_ranks)]
+    assert planned_makespan_us(order, tables, [[0] * len(plan.chunks)] * 3) == line.makespan_us
+    actions = [step.action for row in plan.ranks for step in row]
+    starts = dict(zip(actions, (time_us for row in line.start_us for time_us in row), strict=True))
+    ends = dict(zip(actions, (time_us for row in line.end_us for time_us in row), strict=True))
+    for chunk in range(len(plan.chunks)):
+        shards = [Action(N, rank, chunk) for rank in range(plan.num_ranks)]
+        assert min(starts[shard] for shard in shards) >= ends[Action(Op.F, 2, chunk)] + SPREAD_US
+        assert starts[Action(Op.B, 2, chunk)] >= max(ends[shard] for shard in shards) + SUM_US
+        assert all(ends[shard] - starts[shard] == pytest.approx(TIME_US) for shard in shards)
+
+
+def test_it_takes_memory_in_the_plan(plan):
+    bare = replace(plan, ranks=tuple(tuple(s for s in row if s.action.op is not N) for row in plan.ranks))
+    higher = [a - b for a, b in zip(simulate(plan).peak_bytes, simulate(bare).peak_bytes, strict=True)]
+    assert max(higher) > 0
+
+
+def test_it_survives_json_and_text(plan):
+    assert from_json(to_json(plan)) == plan
+    assert json.loads(to_json(plan))["messages"]["collective_us"]["SUM_N"] == [SUM_US] * len(plan.chunks)
+    assert Action.parse("2N11") == Action(N, 2, 11)
+
+
+def test_check_wants_all_shards_on_their_ranks_and_in_a_possible_order(plan):
+    def without(action):
+        return replace(plan, ranks=tuple(tuple(s for s in row if s.action != action) for row in plan.ranks))
+
+    assert "missing: site 1 never runs N of chunk 0" in str(check(without(Action(N, 1, 0)))[0])
+    moved = replace(plan, ranks=(plan.ranks[0], (Step(Action(N, 0, 0), 1.0, 0, 0), *plan.ranks[1]), plan.ranks[2]))
+    assert any("wrong rank: site 0 is placed on rank 0" in str(fault) for fault in check(moved))
+    last = list(plan.ranks[2])
+    first = next(i for i, step in enumerate(last) if step.action.op is Op.F)
+    shard = next(i for i, step in enumerate(last) if step.action == Action(N, 2, last[first].action.chunk))
+    last.insert(first, last.pop(shard))
+    assert "runs before" in str(check(replace(plan, ranks=(*plan.ranks[:2], tuple(last))))[0])
+
+
+def test_lowering_puts_each_collective_once_on_every_rank_and_the_proof_holds(plan):
+    rows = lower(plan)
+    for rank, row in enumerate(rows):
+        for op in (added.SPREAD, added.SUM):
+            assert [a.chunk for a in row if a.op is op] == [a.chunk for a in rows[0] if a.op is op]
+            assert sorted(a.chunk for a in row if a.op is op) == list(range(len(plan.chunks)))
+            assert {a.stage for a in row if a.op is op} == {rank}
+    assert blocked([rows]) == []
+    for queues in (1, 8):
+        assert stuck(to_json(plan), to_grid(rows), queues, waits=0.1) == []
+    assert makespan_us(to_json(plan), to_grid(rows), queues=32) >= plan.predicted.makespan_us * (1 - 1e-9)
+
+
+def test_crossed_collectives_are_found_by_the_proof_and_by_the_independent_machine(plan):
+    rows = [list(row) for row in lower(plan)]
+    one, two, *_ = [i for i, action in enumerate(rows[1]) if action.op is added.SPREAD]
+    rows[1][one], rows[1][two] = rows[1][two], rows[1][one]
+    assert blocked([rows]) != []
+    assert stuck(to_json(plan), to_grid(rows)) != []
+
+
+def test_pictures_and_traces_name_it(plan, tmp_path):
+    save_gantt(plan, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    categories = {event.get("cat") for event in trace(plan)["traceEvents"]}
+    assert {"planned,loss shard", "planned,message"} <= categories
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 2), (0, 1, 1, 0)])
+def test_its_handler_runs_over_gloo(placement, tmp_path):
+    ranks = max(placement) + 1
+    with Ranks(ranks, tmp_path) as running:
+        results = running.run(added.run_plan, with_placement, placement)
+    expected = {chunk: ranks * 100.0 * chunk + sum(range(1, ranks + 1)) for chunk in results[0][0]}
+    assert len(expected) > 3
+    for sums, events in results:
+        assert sums == expected
+        assert sum("B" in text for text in events) >= len(expected)
+
+
+def with_placement(placement):
+    return with_shards([1] * len(placement), placement)
+
+
+def test_a_runtime_without_its_handler_refuses_the_plan(plan):
+    from megatron_epp.runtime.executor import Executor, RunError
+
+    with pytest.raises(RunError, match="no handler for the plan's N, SPREAD_N, SUM_N actions"):
+        Executor(plan, 0, {0: None}, links=object())
+
+
+def test_an_operation_that_is_not_in_the_table_is_no_action():
+    with pytest.raises(PlanError, match="is not an action"):
+        Action.parse("2NN11")
