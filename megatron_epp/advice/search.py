@@ -128,7 +128,7 @@ class _Search:
 
     def _refuse(self, layout: Layout, error: InfeasibleError) -> None:
         needed, cap = error.least_cap_bytes, gib(self.question.cap_bytes)
-        why = f"a replica's share of this batch needs {gib(needed)} of {cap}" if needed else str(error)
+        why = f"a replica's share of this batch needs {gib(needed)} of {cap}" if needed else error.message.rstrip()
         self.refused.append(Refusal(layout.name, why, needed, layout))
 
 

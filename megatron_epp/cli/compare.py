@@ -12,6 +12,7 @@ from megatron_epp.cli.inputs import costs_of, options_of, problem_of
 from megatron_epp.cli.lengths import batches_of
 from megatron_epp.cli.progress import progress
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, Problem, plan
@@ -61,7 +62,7 @@ def _entry(args: argparse.Namespace, problem: Problem, costs: PipelineCosts, nam
     try:
         made, refusal = plan(problem, costs, options_of(args, name)), ""
     except EppError as error:
-        made, refusal = None, str(error)
+        made, refusal = None, error.text(names_of(args.parser))
     return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3)
 
 

@@ -35,6 +35,7 @@ from megatron_epp.cli.parser import Parser
 from megatron_epp.cli.progress import progress
 from megatron_epp.cli.types import PICTURES, count, output, picture, planner
 from megatron_epp.cost import balance as spread
+from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.lockstep import check_matched
@@ -73,8 +74,10 @@ the first 512 documents of a Megatron index, for a shipped model and cluster
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors print one or two lines on stderr, a traceback only with ``--debug``."""
+    parser = _parser()
     try:
-        args = _parser().parse(argv)
+        args = parser.parse(argv)
+        parser = args.parser
         run: Run = args.run
         code = run(args)
         finish()
@@ -85,13 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in (sys.argv[1:] if argv is None else argv):
             tell_traceback(error)
-        return _refused(error)
+        return _refused(error, parser)
 
 
-def _refused(error: Exception) -> int:
-    """Say what ended a command in a line or two; the exit code."""
+def _refused(error: Exception, parser: Parser) -> int:
+    """Say what ended a command in a line or two, with the flags that the command has; the exit code."""
     if isinstance(error, EppError):
-        tell_error(str(error))
+        tell_error(error.text(names_of(parser)))
         return 2
     if isinstance(error, OSError):
         tell_error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
@@ -263,7 +266,7 @@ def _plan(args: argparse.Namespace) -> int:
         save(made, args.output)
     say(_summary(made, args))
     if not has_costs_of_stages(args) and (
-        hint := spread.advice(costs, problem.placement, problem.lengths, "--layers-per-stage balanced")
+        hint := spread.advice(costs, problem.placement, problem.lengths, lambda _: "--layers-per-stage balanced")
     ):
         say(f"\n{hint}")
     return 0

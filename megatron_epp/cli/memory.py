@@ -15,6 +15,7 @@ from megatron_epp.cli.model import flags_of
 from megatron_epp.cli.output import say
 from megatron_epp.cli.progress import progress
 from megatron_epp.cli.types import count, picture
+from megatron_epp.mcore.arguments.table import names_of
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.planner import Options, Problem, plan
@@ -57,7 +58,7 @@ def run(args: Namespace) -> int:
         with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
             made = plan(problem, costs, options)
     except InfeasibleError as error:
-        refusal = str(error)
+        refusal = error.text(names_of(args.parser))
     reaches = {} if args.quick and made is not None else _reaches(args, problem, options)
     if made is None:
         made = min((reach.cap_plan for reach in reaches.values()), key=lambda one: max(one.cap_bytes))

@@ -17,6 +17,7 @@ from megatron.core import mpu
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs.sources import gathered, pipeline_costs
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import block_loss
@@ -217,7 +218,7 @@ class Session:
         try:
             return self._planner.plan(replace(self._problem, lengths=lengths, forward_only=forward_only))
         except EppError as error:
-            raise type(error)(f"{error}\nThe batch that this is about has {_summary(lengths)}.") from error
+            raise error.within(after=f"\nThe batch that this is about has {_summary(lengths)}.", names=TRAINING) from error
 
     def _exchange(self, items: list[Item]) -> list[Item]:
         assert self.links is not None
