@@ -166,7 +166,7 @@ def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsErro
     return NothingFitsError(
         f"nothing fits {gib(question.cap_bytes)} per device on {question.devices} devices. Nearest is {nearest.name}: "
         f"{nearest.why}.\nAny of these would do: {', or '.join(changes) or f'devices of {gb} GiB or more'}",
-        cap,
+        least_cap_bytes=cap,
     )
 
 

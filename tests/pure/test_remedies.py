@@ -11,7 +11,8 @@ import pytest
 import megatron_epp
 from megatron_epp.cli import main as cli
 from megatron_epp.cost import ModelShape
-from megatron_epp.mcore.arguments.table import TRAINING, names_of
+from megatron_epp.mcore.arguments.parser import names_of
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import EppError, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.reading import naming
 from megatron_epp.planner import Options, Problem
@@ -44,7 +45,7 @@ COMMAND_LINE = {
         "num_experts": "--experts",
         "experts_per_token": "--experts-per-token",
     },
-    "advise": {"context": "--context", "global_batch_size": "--global-batch-size", "num_stages": "--pipeline-parallel"},
+    "advise": {"context": "--context", "global_batch_size": "--global-batch-size"},
     "prepare": {"tokenizer_type": "--tokenizer-type", "tokenizer_model": "--tokenizer-model", "vocab_size": "--vocab-size"},
 }
 ERROR = InfeasibleError(
@@ -95,7 +96,7 @@ def test_each_door_has_its_own_name_for_a_setting():
     for name, expected in COMMAND_LINE.items():
         names = names_of(command(name))
         assert names | expected == names
-    for setting in set(TRAINING) - {"eod_mask_loss"}:
+    for setting in set().union(*map(remedied, PURE)) - {"eod_mask_loss"}:
         assert any(setting in names_of(command(name)) for name in COMMAND_LINE), setting
 
 

@@ -17,6 +17,7 @@ from megatron.core import mpu
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
+from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs.sources import gathered, pipeline_costs
 from megatron_epp.mcore.model.adopt import check_adopted
@@ -273,16 +274,7 @@ def problem_of(
 
 def options_of(args: argparse.Namespace) -> Options:
     """Return the planner options that the `--epp-*` flags set."""
-    return Options(
-        chunk_tokens=args.epp_chunk_tokens,
-        slices=args.epp_slices,
-        recompute=args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute),
-        recompute_levels=args.epp_recompute_levels,
-        planner=args.epp_planner,
-        split_weight=args.epp_split_weight_gradient,
-        offload=args.epp_offload == "on",
-        budget_ms=args.epp_plan_budget_ms,
-    )
+    return options_from(args, training=True)
 
 
 def _teams() -> tuple[Teams, list[list[int]]]:
