@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_epp.cli import main as cli
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.refused import CONFLICTS, IDLE, IMPLIED, DataFlag
+from megatron_epp.mcore.arguments.refused import CONFLICTS, IDLE, IMPLIED, MegatronFlag
 from megatron_epp.mcore.arguments.table import TABLE
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
@@ -70,7 +70,7 @@ def renamed() -> str:
     return ", ".join(said)
 
 
-def flags_in(flags: Iterable[DataFlag]) -> str:
+def flags_in(flags: Iterable[MegatronFlag]) -> str:
     return ", ".join(code(one.flag) for one in flags)
 
 
