@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from random_documents import write_documents
 
-from megatron_epp.cli.progress import progress
+from megatron_epp.cli.output import progress
 from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.runs import Run, RunError, tiny_gpt, train
 from megatron_epp.plan import Plan, load

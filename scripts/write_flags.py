@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_epp.cli import main as cli
-from megatron_epp.mcore.arguments.consequences import _CONFLICTS
-from megatron_epp.mcore.arguments.data_flags import _IDLE, _IMPLIED, _Flag
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.arguments.refused import CONFLICTS, IDLE, IMPLIED, MegatronFlag
+from megatron_epp.mcore.arguments.table import TABLE
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
 HEAD = """\
-<!-- Written by scripts/write_flags.py. Change the help texts of the parsers, then run it again. -->
+<!-- Written by scripts/write_flags.py from mcore/arguments/table.py and the commands: change those, and run it again. -->
 
 # Flags
 
@@ -21,11 +21,15 @@ Training takes Megatron's own flags and those of the first table; in YAML they s
 (`epp.memory_cap_gb=70`, and `epp.enabled` for `--epp`).
 """
 REFUSED = """\
+## Old names
+
+They work for one more release, and a warning names the new one: {renamed}.
+
 ## Megatron's flags that --epp refuses
 
 All that are given are named at once, with the advice. More depends on several flags together: see [supported.md](supported.md).
 """
-IDLE = """\
+NO_EFFECT = """\
 ## Megatron's data flags that change nothing with --epp
 
 A line at start-up names those that are given. It is always so: {implied}. There is nothing for them to do: {idle}.
@@ -37,9 +41,15 @@ TITLES = "flag", "default", "what it does"
 def document() -> str:
     """The whole file."""
     training = add_epp_args(argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False))
-    refused = [(code(one.flag), allowed(one.allowed), one.advice) for one in _CONFLICTS]
-    parts = [HEAD, "## Training\n", table(rows_of(training)), REFUSED, table(refused, ("flag", "but for", "advice"))]
-    parts.append(IDLE.format(implied=flags_in(_IMPLIED), idle=flags_in(_IDLE)))
+    refused = [(code(one.flag), allowed(one.allowed), one.advice) for one in CONFLICTS]
+    parts = [
+        HEAD,
+        "## Training\n",
+        table(rows_of(training)),
+        REFUSED.format(renamed=renamed()),
+        table(refused, ("flag", "but for", "advice")),
+    ]
+    parts.append(NO_EFFECT.format(implied=flags_in(IMPLIED), idle=flags_in(IDLE)))
     above: dict[Row, str] = {}
     for name, parser in commands().items():
         rows = rows_of(parser)
@@ -51,7 +61,16 @@ def document() -> str:
     return "\n".join(parts)
 
 
-def flags_in(flags: Iterable[_Flag]) -> str:
+def renamed() -> str:
+    """Every old name and value with the new one."""
+    names = [(name, row.training if name.startswith("--epp") else row.short) for row in TABLE for name in row.old_names]
+    said = [f"{code(old)} is {code(new)}" for old, new in names]
+    said += [f"its {code(old)} is {code(new)}" for row in TABLE for old, new in row.old_values.items()]
+    said += [f"{code(f'megatron-epp {old}')} is {code(f'megatron-epp {new}')}" for old, new in cli.OLD_NAMES.items()]
+    return ", ".join(said)
+
+
+def flags_in(flags: Iterable[MegatronFlag]) -> str:
     return ", ".join(code(one.flag) for one in flags)
 
 

@@ -128,7 +128,7 @@ class _Search:
 
     def _refuse(self, layout: Layout, error: InfeasibleError) -> None:
         needed, cap = error.least_cap_bytes, gib(self.question.cap_bytes)
-        why = f"a replica's share of this batch needs {gib(needed)} of {cap}" if needed else str(error)
+        why = f"a replica's share of this batch needs {gib(needed)} of {cap}" if needed else error.message.rstrip()
         self.refused.append(Refusal(layout.name, why, needed, layout))
 
 
@@ -166,7 +166,7 @@ def _nothing_fits(question: Question, refused: list[Refusal]) -> NothingFitsErro
     return NothingFitsError(
         f"nothing fits {gib(question.cap_bytes)} per device on {question.devices} devices. Nearest is {nearest.name}: "
         f"{nearest.why}.\nAny of these would do: {', or '.join(changes) or f'devices of {gb} GiB or more'}",
-        cap,
+        least_cap_bytes=cap,
     )
 
 

@@ -18,100 +18,73 @@ from megatron_epp.advice.question import Question
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
-from megatron_epp.cli.inputs import add_offload, add_split_weight, cap_of
-from megatron_epp.cli.lengths import SOURCES, add_documents, limited, read_lengths
-from megatron_epp.cli.model import add_shape, flags_of
-from megatron_epp.cli.output import say
-from megatron_epp.cli.progress import progress
-from megatron_epp.cli.types import count, devices, output, positive_number, seed, sequences
+from megatron_epp.cli.inputs import add_shape, cap_of, flags_of
+from megatron_epp.cli.lengths import SOURCES, limited, read_lengths
+from megatron_epp.cli.output import progress, say
+from megatron_epp.cli.parser import Command, Parser, add_output
 from megatron_epp.cost import Profile
 from megatron_epp.cost.library import find, load_cluster, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
+from megatron_epp.mcore.arguments.flag import COUNT, DEVICES
+from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, shown, whole
 from megatron_epp.planner import Options
 
-EXAMPLE = """\
+_EXAMPLE = """\
 example: Llama 3 8B on 64 H100, documents like Wikipedia's, a recipe for `megatron-epp train`
   megatron-epp advise --model llama3-8b --cluster h100x8 --devices 64 --lengths wikipedia --context 131072 -o recipe.yaml
 the lengths of your own documents, with tensor parallelism left at 2
   megatron-epp advise --model llama3-8b --cluster a100x8 --devices 16 --lengths documents.idx --tensor-parallel 2
 """
-_BATCH = 512
+_SIZES = {
+    "tensor_parallel": "ranks that share a layer",
+    "context_parallel": "ranks that share the tokens",
+    "pipeline_parallel": "ranks that share the layers",
+    "virtual_stages": "stages on each rank",
+    "expert_parallel": "ranks that share the experts",
+}
+"""Settings that are searched unless they are given."""
 _FREE = ("num_layers", "loss_block_tokens")
 """Model settings in which a pipeline may differ from the model that was measured."""
 _SAMPLE = 65536
 """Smallest number of lengths drawn as a sample of a distribution."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
+    """Add the command's flags."""
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--devices", type=devices, required=True, metavar="N", help="to use, in all")
-    machine.add_argument(
-        "--cluster",
-        default="h100x8",
-        metavar="NAME|FILE",
-        help=f"YAML of a machine's rates, memory and devices per node; shipped: {', '.join(shipped('clusters'))} "
-        "(default: %(default)s)",
-    )
-    machine.add_argument(
-        "--memory-cap-gb",
-        "--memory-gb",
-        "--epp-memory-cap-gb",
-        type=positive_number,
-        metavar="GB",
-        help=f"what one device may hold, in 2^30 bytes (default: {100 * DEVICE_SHARE:.0f}%% of the cluster's device memory)",
-    )
+    machine.add_argument("--devices", type=DEVICES, required=True, metavar="N", help="to use, in all")
+    rates = f"YAML of a machine's rates, memory and devices per node; shipped: {', '.join(shipped('clusters'))}"
+    add(machine, "cluster", default="h100x8", help=f"{rates} (default: %(default)s)")
+    share = f"{100 * DEVICE_SHARE:.0f}%%"
+    held = f"what one device may hold, in 2^30 bytes (default: {share} of the cluster's device memory)"
+    add(machine, "cap_bytes", help=held)
     batch = parser.add_argument_group("batch", "drawn from the lengths")
     batch.add_argument("--lengths", required=True, metavar="FILE|N,N,...|NAME", help=SOURCES)
-    batch.add_argument(
-        "--context",
-        "--seq-length",
-        type=count,
-        metavar="N",
-        help="the most tokens of a sequence, and one as long must fit (default: the longest length)",
-    )
-    add_documents(batch)
-    batch.add_argument(
-        "--global-batch-size", type=sequences, default=_BATCH, metavar="N", help="sequences of a batch (default: %(default)s)"
-    )
-    batch.add_argument("--seed", type=seed, default=0, metavar="S", help="of the draw (default: 0)")
+    longest = "the most tokens of a sequence, and one as long must fit (default: the longest length)"
+    add(batch, "context", help=longest)
+    add(batch, "documents", "global_batch_size")
+    add(batch, "seed", help="of the draw (default: 0)")
     add_shape(parser.add_argument_group("model", "(default: an 8B model)"))
-    _add_fixed(parser)
+    fixed = parser.add_argument_group("sizes", "searched where they are not given")
+    for setting, what in _SIZES.items():
+        add(fixed, setting, help=f"{what} (default: searched)")
+    parser.set_defaults(sequence_parallel=False)
     plans = parser.add_argument_group("plans", "as training would make them")
-    plans.add_argument(
-        "--costs",
+    add(
+        plans,
+        "costs_file",
         action="append",
-        metavar="FILE",
         help="a profile of this model that `megatron-epp profile` wrote, in place of formulas; only its tensor-, context- and "
         "expert-parallel sizes are searched then, so repeat it for more of them (default: formulas)",
     )
-    add_offload(plans)
-    add_split_weight(plans)
+    add(plans, "offload", "split_weight")
     out = parser.add_argument_group("output")
-    out.add_argument("--show", type=count, default=5, metavar="N", help="layouts in the table (default: %(default)s)")
+    out.add_argument("--show", type=COUNT, default=5, metavar="N", help="layouts in the table (default: %(default)s)")
     out.add_argument("--all", action="store_true", help="say of every layout why it loses, not only of the nearest")
     out.add_argument("--json", action="store_true", help="print everything as JSON")
-    out.add_argument(
-        "-o",
-        "--output",
-        type=output,
-        metavar="FILE",
-        help="write the best as a recipe for `megatron-epp train -c` (default: do not)",
-    )
-
-
-def _add_fixed(parser: argparse.ArgumentParser) -> None:
-    fixed = parser.add_argument_group("sizes", "searched where they are not given")
-    for names, what in (
-        (("--tensor-parallel", "--tensor-model-parallel-size"), "ranks that share a layer"),
-        (("--context-parallel", "--context-parallel-size"), "ranks that share the tokens"),
-        (("--pipeline-parallel", "--pipeline-size", "--pipeline-model-parallel-size"), "ranks that share the layers"),
-        (("--virtual-stages", "--num-virtual-stages-per-pipeline-rank"), "stages on each rank"),
-        (("--expert-parallel", "--expert-model-parallel-size"), "ranks that share the experts"),
-    ):
-        fixed.add_argument(*names, type=count, metavar="N", help=f"{what} (default: searched)")
-    parser.set_defaults(sequence_parallel=False)
+    add_output(out, "write the best as a recipe for `megatron-epp train -c` (default: do not)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -149,8 +122,6 @@ def _question(args: argparse.Namespace) -> Question:
     cluster = load_cluster(args.cluster)
     lengths = read_lengths(args.lengths, max(_SAMPLE, args.global_batch_size), args.seed)
     context = args.context or max(lengths)
-    names = {"tensor": "tensor_parallel", "context": "context_parallel", "pipeline": "pipeline_parallel"}
-    names |= {"virtual": "virtual_stages", "expert": "expert_parallel"}
     flags = flags_of(args)
     if flags.get("num_experts") is None and (args.expert_parallel or 1) > 1:
         raise EppError(f"--expert-parallel {args.expert_parallel} is for a model with --experts: leave it out")
@@ -161,7 +132,7 @@ def _question(args: argparse.Namespace) -> Question:
         cap_bytes=cap_of(args.memory_cap_gb, cluster),
         lengths=_drawn(limited(lengths, args), args.global_batch_size, args.seed),
         context=context,
-        fixed={name: value for name, dest in names.items() if (value := getattr(args, dest)) is not None},
+        fixed={name.partition("_")[0]: value for name in _SIZES if (value := getattr(args, name)) is not None},
         documents=args.documents,
         options=Options(context=context, offload=args.offload == "on", split_weight=args.split_weight),
     )
@@ -194,3 +165,7 @@ def _drawn(lengths: tuple[int, ...], size: int, seed: int) -> tuple[int, ...]:
     """A batch, each length as often as any other before one is drawn again."""
     order = np.random.RandomState(seed).permutation(len(lengths)).tolist()
     return tuple(lengths[order[at % len(order)]] for at in range(size))
+
+
+_PURPOSE = "search parallel sizes for a model, a cluster and lengths, and say why the others lose"
+COMMAND = Command("advise", _PURPOSE, add_arguments, run, _EXAMPLE)

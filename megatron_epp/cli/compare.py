@@ -8,10 +8,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.cli.inputs import costs_of, options_of, problem_of
+from megatron_epp.cli.inputs import add_problem, costs_of, options_of, problem_of
 from megatron_epp.cli.lengths import batches_of
-from megatron_epp.cli.progress import progress
+from megatron_epp.cli.output import progress, say
+from megatron_epp.cli.parser import Command, Parser, add_output, picture
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.mcore.arguments.flag import planner
+from megatron_epp.mcore.arguments.parser import names_of
+from megatron_epp.mcore.arguments.table import PLANNER_NAMES
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, Problem, plan
@@ -28,6 +32,27 @@ class Entry:
     plan: Plan | None
     refusal: str
     planning_ms: float
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the command's flags."""
+    add_problem(parser, several_batches=True)
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON, a row per batch and planner")
+    parser.add_argument(
+        "--planner",
+        action="append",
+        type=planner,
+        metavar="NAME",
+        help=f"a planner to compare, {PLANNER_NAMES}; repeat it for more (default: all that are here)",
+    )
+    below = "a picture of the plans of one batch below each other, .png, .svg or .pdf (default: none)"
+    add_output(parser, below, type=picture)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the comparison. Raises `EppError`."""
+    say(compare(args))
+    return 0
 
 
 def compare(args: argparse.Namespace) -> str:
@@ -61,7 +86,7 @@ def _entry(args: argparse.Namespace, problem: Problem, costs: PipelineCosts, nam
     try:
         made, refusal = plan(problem, costs, options_of(args, name)), ""
     except EppError as error:
-        made, refusal = None, str(error)
+        made, refusal = None, error.text(names_of(args.parser))
     return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3)
 
 
@@ -94,3 +119,6 @@ def _row(batch: str, lengths: tuple[int, ...], entries: list[Entry], entry: Entr
         "recompute_share": recompute_share(entry.plan),
         "chunks": len(entry.plan.chunks),
     }
+
+
+COMMAND = Command("compare", "plan batches with several planners and print them side by side", add_arguments, run)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_epp.cli.output import say
-from megatron_epp.cli.progress import progress
+from megatron_epp.cli.output import progress, say
+from megatron_epp.cli.parser import Command, Parser
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.profile import Profile
 from megatron_epp.launch import allocator
@@ -32,7 +32,7 @@ _CHANNELS = (64, 128, 256)
 _ENTRIES = 128256
 """Vocabulary size for which the loss kernel is checked."""
 
-EXAMPLE = """\
+_EXAMPLE = """\
 example: in a job script, before anything is started
   megatron-epp doctor --profile profile.json || exit 1
 """
@@ -122,7 +122,7 @@ _NUMBA = _Library(
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
     parser.add_argument(
         "--profile", metavar="FILE", help="also say whether this cost profile is one of this machine (default: none)"
@@ -329,3 +329,7 @@ def _profile(name: str, torch: Any, has_gpu: bool) -> Iterator[Finding]:
     fits = source == "measured" and machine == here
     todo = "" if fits else "measure here: megatron-epp profile -o FILE"
     yield Finding("profile", OK if fits else WARNING, f"{name}: {source}, of {machine}; this machine is {here}", todo)
+
+
+_PURPOSE = "say what this machine has, lacks and should change to train; exit code 1 where it cannot"
+COMMAND = Command("doctor", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -1,15 +1,15 @@
-"""Flags of the commands that plan: the batch, the pipeline and the machine, and what they become."""
+"""Flags of the commands that plan or take a model, and what they become: a batch, a pipeline, a machine."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Literal
+from typing import Any
 
 from megatron_epp.cli.lengths import add_batch, lengths_of
-from megatron_epp.cli.model import add_count, add_model, flags_of, of_model
-from megatron_epp.cli.types import planner, positive_number, seed, share, stages, whole
+from megatron_epp.cli.parser import Parser
 from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.library import (
     RATES,
@@ -19,141 +19,94 @@ from megatron_epp.cost.library import (
     layers_of,
     load_cluster,
     load_costs,
+    load_flags,
     shape_of,
-    shipped,
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
+from megatron_epp.mcore.arguments.parser import add, options_from
+from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_LAYERS, naming, shown
-from megatron_epp.planner import PLANNERS, UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner.amounts import check_amounts
 
-PLANNER_NAMES = f"{', '.join(sorted(PLANNERS))}, or module:function"
+_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "vocab_size",
+    "gated_mlp",
+    "num_experts",
+    "experts_per_token",
+    "bytes_per_value",
+)
+_SHARING = ("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel")
+_MODEL: dict[str, Any] = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "vocab_size": 128256,
+    "swiglu": True,
+    "bf16": True,
+}
+"""Model used without --model: the shape of Llama 3 8B, so that planning needs no YAML."""
 
 
-def add_problem(parser: argparse.ArgumentParser, several_batches: bool = False) -> None:
-    """Add the flags. Those that Megatron has too also go by Megatron's names, those of the plugin also by ``--epp-...``.
+def add_problem(parser: Parser, several_batches: bool = False) -> None:
+    """Add the flags of the batch, the pipeline and the machine.
 
     Args:
+        parser: of the command.
         several_batches: the flags that name batches may be given several times.
     """
     add_batch(parser, several_batches)
-    _add_pipeline(parser)
-    _add_memory(parser)
-    _add_costs(parser)
-
-
-def add_planner(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that names who plans."""
-    names = "--planner", "--epp-planner"
-    parser.add_argument(
-        *names, type=planner, metavar="NAME", default="greedy", help=f"who plans: {PLANNER_NAMES} (default: greedy)"
-    )
-
-
-def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     pipeline = parser.add_argument_group("pipeline")
-    names = ("--stages", "--pipeline-size", "--pipeline-model-parallel-size")
-    add_count(pipeline, *names, type=stages, default=4, help="pipeline stages, one per rank (default: 4)")
-    pipeline.add_argument(
-        "--layers-per-stage",
-        default="even",
-        metavar="even|balanced|N,N,...",
-        help="balanced: fewer where the vocabulary's work comes on top, for sequences as long as these (default: even)",
-    )
-    add_count(pipeline, "--chunk-tokens", "--epp-chunk-tokens", help="most tokens of a chunk (default: no limit)")
-    add_count(pipeline, "--slices", "--epp-slices", help="slices of the longest sequence (default: the planner chooses)")
-    add_count(pipeline, "--token-multiple", default=1, help="pad chunks to a multiple of this many tokens (default: 1)")
-    add_split_weight(pipeline)
-    pipeline.add_argument("--steps", type=whole, default=0, metavar="N", help="of local search (default: 0)")
-    add_count(
-        pipeline,
-        "--plan-budget-ms",
-        "--epp-plan-budget-ms",
-        help="time for planning: what the planner greedy leaves of it goes to local search; what that finds depends on the "
-        "machine, unlike with --steps (default: none)",
-    )
-    pipeline.add_argument("--seed", type=seed, default=0, metavar="S", help="of the planner's search (default: 0)")
-
-
-def _add_memory(parser: argparse.ArgumentParser) -> None:
+    add(pipeline, "num_stages", "layers_per_stage", "chunk_tokens", "slices", "token_multiple", "split_weight", "steps")
+    add(pipeline, "budget_ms", "seed")
     memory = parser.add_argument_group("memory")
-    memory.add_argument(
-        "--memory-cap-gb",
-        "--memory-gb",
-        "--epp-memory-cap-gb",
-        type=positive_number,
-        metavar="GB",
-        help="what one rank may hold, in 2^30 bytes, weights and optimizer included "
-        f"(default: {100 * DEVICE_SHARE:.0f}%% of the --cluster's device memory; no cap without)",
-    )
-    memory.add_argument(
-        "--fragmentation-share",
-        "--epp-fragmentation-share",
-        type=share,
-        metavar="SHARE",
-        help="of what chunks hold, what to allow for gaps between an allocator's blocks, 0 to 1 (default: 0.05, with "
-        "--rates cpu 0)",
-    )
-    memory.add_argument(
-        "--recompute",
-        "--epp-recompute",
-        default="auto",
-        metavar="auto|N",
-        help="layers per stage that recompute in backward: as few as the cap allows, or a number (default: auto)",
-    )
-    memory.add_argument(
-        "--recompute-levels",
-        "--epp-recompute-levels",
-        choices=["whole", "all"],
-        default="all",
-        help="what a layer may recompute: itself whole, or also all but core attention, or MLP and norms (default: all)",
-    )
-    add_offload(memory)
-    memory.add_argument(
-        "--host-memory-gb",
-        "--epp-host-memory-gb",
-        type=positive_number,
-        metavar="GB",
-        help="host memory that --offload may take per rank, in 2^30 bytes (default: no limit)",
-    )
-
-
-def add_split_weight(group: argparse._ArgumentGroup) -> None:
-    """Add the flag that plans weight gradients as separate actions."""
-    names = "--split-weight", "--epp-split-weight-gradient"
-    group.add_argument(*names, action="store_true", help="weight gradients as actions of their own (default: off)")
-
-
-def add_offload(group: argparse._ArgumentGroup) -> None:
-    """Add the flag that plans offload copies to host memory."""
-    group.add_argument(
-        "--offload",
-        "--epp-offload",
-        nargs="?",
-        choices=["on", "off"],
-        const="on",
-        default="off",
-        help="copy activations to the host and back where that is faster than recompute, and have keys and values of slices "
-        "there where the rest does not fit otherwise (default: off)",
-    )
-
-
-def _add_costs(parser: argparse.ArgumentParser) -> None:
+    add(memory, "cap_bytes", "fragmentation_share", "recompute", "recompute_levels", "offload", "host_cap_bytes")
     costs = parser.add_argument_group(
         "costs", "from a profile, or by formula from a model and a machine (default: an 8B model)"
     )
-    costs.add_argument(
-        "--costs", metavar="FILE", help="what `megatron-epp profile` or a training run wrote (default: formulas)"
-    )
+    add(costs, "costs_file")
     add_model(costs)
-    costs.add_argument(
-        "--cluster",
-        metavar="NAME|FILE",
-        help=f"YAML of a machine; shipped: {', '.join(shipped('clusters'))} (default: --rates)",
-    )
-    costs.add_argument("--rates", choices=sorted(RATES), help="the machine the formulas assume (default: h100)")
-    add_count(costs, "--data-parallel", default=1, help="replicas, which share the optimizer's state (default: 1)")
+    add(costs, "cluster", "rates", "data_parallel")
+
+
+def add_model(costs: argparse._ArgumentGroup) -> None:
+    """Add the flags that make a model's shape, and those that say which ranks share it."""
+    add_shape(costs)
+    add(costs, *_SHARING)
+
+
+def add_shape(costs: argparse._ArgumentGroup) -> None:
+    """Add the flags that make a model's shape."""
+    add(costs, "model", *_SHAPE)
+    add(costs, "loss_block_tokens", default=None)
+
+
+def flags_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return Megatron's flags of the model: those of the file, or of an 8B model, and over them those given."""
+    flags = dict(_MODEL) if args.model is None else dict(load_flags(args.model))
+    rows = [ROWS[setting] for setting in (*_SHAPE, *_SHARING, "loss_block_tokens")]
+    given = {row.dest: getattr(args, row.short_dest) for row in rows if row.training}
+    given |= {
+        "group_query_attention": True if args.kv_heads else None,
+        "swiglu": False if args.no_gated_mlp else None,
+        "bf16": None if args.bytes_per_value is None else args.bytes_per_value == 2,
+        "sequence_parallel": args.sequence_parallel or None,
+    }
+    return flags | {name: value for name, value in given.items() if value is not None}
+
+
+def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """Names the model's file in errors about its shape."""
+    return nullcontext() if args.model is None else naming(f"--model {args.model}")
 
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None) -> Problem:
@@ -184,24 +137,10 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
     return UNLIMITED_BYTES if given_gb is None else int(given_gb * 2**30)
 
 
-def options_of(args: argparse.Namespace, planner: str) -> Options:
-    """Return the planner options of the flags. Raises `EppError` if ``--recompute`` is neither auto nor a number."""
-    if args.recompute != "auto" and not _is_layers(args.recompute):
-        raise EppError(f"--recompute {shown(args.recompute)}: give auto or a number of layers, up to {MOST_LAYERS:,}")
-    recompute: Literal["auto"] | int = "auto" if args.recompute == "auto" else int(args.recompute)
-    return Options(
-        chunk_tokens=args.chunk_tokens,
-        slices=args.slices,
-        context=args.context,
-        recompute=recompute,
-        recompute_levels=args.recompute_levels,
-        planner=planner,
-        split_weight=args.split_weight,
-        offload=args.offload == "on",
-        steps=args.steps,
-        budget_ms=args.plan_budget_ms,
-        seed=args.seed,
-    )
+def options_of(args: argparse.Namespace, planner: str | None = None) -> Options:
+    """Return the planner's options of the flags, for another planner if one is given."""
+    options: Options = options_from(args, **({} if planner is None else {"planner": planner}))
+    return options
 
 
 def costs_of(args: argparse.Namespace, lengths: Sequence[int], longest: int | None = None) -> PipelineCosts:

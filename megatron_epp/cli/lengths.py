@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_epp.cli.types import MOST_SEQUENCES, count, sequences
 from megatron_epp.data import sequence_lengths
 from megatron_epp.data.document_index import document_tokens
-from megatron_epp.data.sequences import LONG_DOCUMENTS, sequences_of
+from megatron_epp.data.sequences import sequences_of
+from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
+from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_BYTES, naming, read_text, shown
 
@@ -29,43 +30,26 @@ SOURCES = (
 def add_batch(parser: argparse.ArgumentParser, several: bool) -> None:
     """Add the flags that name the batch, or with `several` the batches."""
     batch = parser.add_argument_group("batches" if several else "batch")
-    repeat = "; repeat it for more batches" if several else ""
     batch.add_argument(
         "--lengths",
         "--lengths-file",
         action="append" if several else "store",
         required=True,
         metavar="FILE|N,N,...",
-        help=f"{SOURCES} ({_DRAWN} without --batch-size){repeat}",
+        help=f"{SOURCES} ({_DRAWN} without --batch-size)" + "; repeat it for more batches" * several,
     )
-    batch.add_argument(
-        "--context", "--seq-length", type=count, metavar="N", help="the most tokens of a sequence (default: the longest length)"
-    )
-    add_documents(batch)
+    add(batch, "context", "documents")
     batch.add_argument(
         "--batch-size",
-        type=sequences,
+        type=SEQUENCES,
         metavar="N",
-        help="a batch is this many sequences, from the file's first on"
-        + (", --batches times" if several else "")
-        + " (default: all)",
-    )
+        help="a batch is this many sequences, from the file's first on" + ", --batches times" * several + " (default: all)",
+    ).setting = "global_batch_size"  # type: ignore[attr-defined]
     if several:
         batch.add_argument(
-            "--batches", type=count, default=1, metavar="K", help="batches per file with --batch-size (default: 1)"
+            "--batches", type=COUNT, default=1, metavar="K", help="batches per file with --batch-size (default: 1)"
         )
-    batch.add_argument("--forward-only", action="store_true", help="plan an evaluation, without backward")
-
-
-def add_documents(group: argparse._ArgumentGroup) -> None:
-    """Add the flag that says what becomes of lengths beyond ``--context``."""
-    group.add_argument(
-        "--documents",
-        "--epp-documents",
-        choices=list(LONG_DOCUMENTS),
-        default="split",
-        help="what becomes of longer ones, as in training: several sequences, or one that is cut off (default: split)",
-    )
+    add(batch, "forward_only")
 
 
 def lengths_of(args: argparse.Namespace) -> tuple[int, ...]:

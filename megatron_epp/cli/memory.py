@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import warnings
@@ -10,11 +9,11 @@ from argparse import Namespace
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_epp.cli.inputs import add_planner, add_problem, costs_of, options_of, problem_of
-from megatron_epp.cli.model import flags_of
-from megatron_epp.cli.output import say
-from megatron_epp.cli.progress import progress
-from megatron_epp.cli.types import count, picture
+from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, options_of, problem_of
+from megatron_epp.cli.output import progress, say
+from megatron_epp.cli.parser import Command, Parser, add_output, picture
+from megatron_epp.mcore.arguments.flag import COUNT
+from megatron_epp.mcore.arguments.parser import add, names_of
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.planner import Options, Problem, plan
@@ -25,7 +24,7 @@ from megatron_epp.report.memory_picture import save_memory_picture
 from megatron_epp.report.table import format_bytes, format_us, table
 from megatron_epp.report.text import headline
 
-EXAMPLE = """\
+_EXAMPLE = """\
 example: before anything is launched, what a batch takes on 8 GPUs of 80 GB, and what else would fit
   megatron-epp memory --lengths 131072,9000,800,350,120 --model llama3-8b --cluster h100x8 --stages 8 -o memory.png
 """
@@ -35,29 +34,27 @@ _BESIDE_CURVE = 20
 _NO_MEGATRON = "Megatron's own estimate: Megatron is not installed here"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
     add_problem(parser)
-    add_planner(parser)
-    parser.add_argument(
-        "-o", "--output", type=picture, metavar="FILE", help="also draw it over time: .png, .svg or .pdf (default: do not)"
-    )
+    add(parser, "planner")
+    add_output(parser, "also draw it over time: .png, .svg or .pdf (default: do not)", type=picture)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--quick", action="store_true", help="do not look for what else would fit")
     parser.add_argument("--no-megatron", action="store_true", help="leave out Megatron's own estimate")
-    parser.add_argument("--width", type=count, default=100, metavar="N", help="characters of a curve's line (%(default)s)")
+    parser.add_argument("--width", type=COUNT, default=100, metavar="N", help="characters of a curve's line (%(default)s)")
 
 
 def run(args: Namespace) -> int:
     """Plan, account for the plan's memory, search for limits, and print. Raises `EppError`."""
-    problem, options = problem_of(args), options_of(args, args.planner)
+    problem, options = problem_of(args), options_of(args)
     costs = costs_of(args, problem.lengths)
     refusal, made = "", None
     try:
         with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
             made = plan(problem, costs, options)
     except InfeasibleError as error:
-        refusal = str(error)
+        refusal = error.text(names_of(args.parser))
     reaches = {} if args.quick and made is not None else _reaches(args, problem, options)
     if made is None:
         made = min((reach.cap_plan for reach in reaches.values()), key=lambda one: max(one.cap_bytes))
@@ -173,3 +170,7 @@ def _figures(
         for name, reach in reaches.items()
     }
     return {"refusal": refusal, "ranks": figures(account), "limits": limits, "megatron": megatron}
+
+
+_PURPOSE = "say what memory a batch takes on every rank, of what and when, and what else would fit"
+COMMAND = Command("memory", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -1,10 +1,17 @@
-"""Output of the command line: control characters in the text of files are printed as escapes, so no terminal obeys them."""
+"""Output of the command line, and a line on stderr while something takes long.
+
+Control characters in the text of files are printed as escapes, so no terminal obeys them.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from megatron_epp.report.table import clip, printable
@@ -12,6 +19,9 @@ from megatron_epp.report.table import clip, printable
 PROGRAM = "megatron-epp"
 _WIDEST = 2000
 """Characters after which a line of an error is cut."""
+PATIENCE_S = 2.0
+"""Seconds before the first progress line: shorter work prints nothing."""
+_TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
 
 
 def say(text: str = "", end: str = "\n", *, flush: bool = False) -> None:
@@ -39,6 +49,24 @@ def finish() -> None:
     _write(sys.stdout, "", flush=True)
 
 
+@contextmanager
+def progress(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
+    """Say what is going on, and for how long, when the body takes more than two seconds.
+
+    Args:
+        what: is going on.
+        detail: how far it has got; asked each time the line is written.
+    """
+    done = threading.Event()
+    thread = threading.Thread(target=_report, args=(what, detail, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def _lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
@@ -62,3 +90,16 @@ def _drop(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def _report(what: str, detail: Callable[[], str], done: threading.Event) -> None:
+    start, terminal, said = time.monotonic(), sys.stderr.isatty(), False
+    wait_s = PATIENCE_S
+    while not done.wait(wait_s):
+        parts = [what, f"{time.monotonic() - start:.0f} s", *filter(None, [detail()])]
+        sys.stderr.write(("\r\033[K" if terminal else "") + printable(", ".join(parts)) + ("" if terminal else "\n"))
+        sys.stderr.flush()
+        said, wait_s = True, _TERMINAL_EVERY_S if terminal else _LOG_EVERY_S
+    if said and terminal:
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()

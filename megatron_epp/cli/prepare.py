@@ -10,8 +10,9 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_epp.cli.output import say
-from megatron_epp.cli.types import count
+from megatron_epp.cli.parser import Command, Parser
 from megatron_epp.data.token_record import SUFFIX
+from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, megatron_encoder
 from megatron_epp.mcore.data.prepare import SUFFIXES, prepare
 from megatron_epp.plan.errors import EppError
@@ -22,7 +23,7 @@ _TOKENIZER_FLAGS: dict[str, dict[str, Any]] = {
     "--tokenizer-model": {"metavar": "NAME|FILE", "help": "of a Hugging Face model, or its file or folder"},
     "--vocab-file": {"metavar": "FILE", "help": "of GPT2BPETokenizer and its kin"},
     "--merge-file": {"metavar": "FILE", "help": "of GPT2BPETokenizer and its kin"},
-    "--vocab-size": {"metavar": "N", "type": count, "help": "of NullTokenizer, whose text is ids, and TikTokenizer"},
+    "--vocab-size": {"metavar": "N", "type": COUNT, "help": "of NullTokenizer, whose text is ids, and TikTokenizer"},
     "--tiktoken-pattern": {"metavar": "NAME", "help": "of TikTokenizer"},
     "--tokenizer-special-tokens": {"metavar": "TOKEN", "nargs": "+", "dest": "special_tokens", "help": "to add to it"},
     "--tokenizer-hf-no-include-special-tokens": {
@@ -62,7 +63,7 @@ def encoder_from(args: Namespace) -> Encoder:
     return megatron_encoder(given, shlex.join(flags))
 
 
-def add_arguments(parser: ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The flags of ``megatron-epp prepare``. Tokenizer flags are named as in Megatron."""
     parser.add_argument("--input", nargs="+", required=True, help="folders (a document per file), JSONL files, or single files")
     parser.add_argument(
@@ -96,3 +97,7 @@ def run(args: Namespace) -> int:
         )
     say(str(summary))
     return 0
+
+
+_PURPOSE = "make Megatron .bin/.idx files of folders, JSONL files or single files (needs torch and Megatron)"
+COMMAND = Command("prepare", _PURPOSE, add_arguments, run)

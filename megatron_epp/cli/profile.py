@@ -11,26 +11,26 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cli.model import add_model, flags_of, of_model
-from megatron_epp.cli.output import say
-from megatron_epp.cli.progress import progress
-from megatron_epp.cli.types import output, whole
+from megatron_epp.cli.inputs import add_model, flags_of, of_model
+from megatron_epp.cli.output import progress, say
+from megatron_epp.cli.parser import Command, Parser, add_output
 from megatron_epp.cost.analytic import analytic_profile
 from megatron_epp.cost.fit import fit_profile
 from megatron_epp.cost.library import RATES, load_cluster, shape_of
 from megatron_epp.cost.profile import Profile
 from megatron_epp.launch.machine import cpu_name, version_of
+from megatron_epp.mcore.arguments.flag import WHOLE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.report.table import table
 
-EXAMPLE = """\
+_EXAMPLE = """\
 example: the model of the quickstart, here, then a plan with what was measured
   megatron-epp profile --model tiny-gpt -o profile.json
   megatron-epp plan --lengths 1200,88,4096 --costs profile.json --pipeline-size 2
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
     add_model(parser.add_argument_group("model", "a layer, the embedding and the head are measured (default: an 8B model)"))
     parser.add_argument("--device", choices=["cpu", "cuda"], help="where to measure (default: a GPU if there is one)")
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CLUSTER",
         help="do not measure: write what the formulas give for this machine, marked as such (default: measure)",
     )
-    parser.add_argument("-o", "--output", type=output, metavar="FILE", required=True, help="write the profile as JSON")
+    add_output(parser, "write the profile as JSON", required=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,4 +109,8 @@ def _measured(args: argparse.Namespace) -> Profile:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(whole, text.split(",")))
+    return tuple(map(WHOLE, text.split(",")))
+
+
+_PURPOSE = "measure a model's parts on this machine and write a cost profile (needs torch)"
+COMMAND = Command("profile", _PURPOSE, add_arguments, run, _EXAMPLE)

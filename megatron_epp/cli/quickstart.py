@@ -15,11 +15,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cli.output import say
-from megatron_epp.cli.progress import progress
-from megatron_epp.cli.types import count, stages
+from megatron_epp.cli.output import progress, say
+from megatron_epp.cli.parser import Command, Parser
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, pipeline_size, tiny_gpt, train
+from megatron_epp.mcore.arguments.flag import COUNT, STAGES
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.serialize import load
@@ -28,7 +28,7 @@ from megatron_epp.report.measured import Measured
 from megatron_epp.report.table import table
 from megatron_epp.report.text import summary
 
-EXAMPLE = """\
+_EXAMPLE = """\
 example: a short one
   megatron-epp quickstart --iterations 5 --context 1024
 """
@@ -40,14 +40,14 @@ _RUNS = {
 _FOLDER = "runs/quickstart"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
     add = parser.add_argument
-    add("--iterations", type=count, default=20, metavar="N", help="training iterations of each of the three runs (%(default)s)")
-    add("--pipeline", type=stages, default=2, metavar="N", help="pipeline stages, at most the number of GPUs (%(default)s)")
+    add("--iterations", type=COUNT, default=20, metavar="N", help="training iterations of each of the three runs (%(default)s)")
+    add("--pipeline", type=STAGES, default=2, metavar="N", help="pipeline stages, at most the number of GPUs (%(default)s)")
     add(
         "--context",
-        type=count,
+        type=COUNT,
         default=4096,
         metavar="N",
         help="longer documents are truncated to this many tokens (%(default)s)",
@@ -145,3 +145,7 @@ def _leave(folder: Path) -> str:
         say(f"\nno picture: {error}")
         return ""
     return "iteration.png (planned and measured), "
+
+
+_PURPOSE = "train a small GPT with Megatron's schedule and with elastic plans, and compare (needs torch and Megatron)"
+COMMAND = Command("quickstart", _PURPOSE, add_arguments, run, _EXAMPLE)

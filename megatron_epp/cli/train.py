@@ -10,8 +10,8 @@ import shlex
 import warnings
 from collections.abc import Iterator
 
-from megatron_epp.cli.output import say, tell
-from megatron_epp.cli.progress import progress
+from megatron_epp.cli.output import progress, say, tell
+from megatron_epp.cli.parser import Command, Parser
 from megatron_epp.cost.library import find
 from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
 from megatron_epp.launch.environment import environment_to_set, exports
@@ -22,7 +22,7 @@ from megatron_epp.launch.meet_token import TOKEN_VARIABLE
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
 from megatron_epp.plan.reading import naming
 
-EXAMPLE = """\
+_EXAMPLE = """\
 example: two iterations of a tiny model on two CPU processes
   megatron-epp train -c recipes/tiny-cpu train_iters=2 data_path=documents
 see what would run, without running it
@@ -30,7 +30,7 @@ see what would run, without running it
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add(
         "-c",
@@ -117,3 +117,7 @@ def _processes(settings: Settings, launch: Launch) -> int:
             "launch.processes_per_node"
         )
     return needed // launch.nodes
+
+
+_PURPOSE = "train from YAML settings with Megatron's own loop (needs torch and Megatron)"
+COMMAND = Command("train", _PURPOSE, add_arguments, run, _EXAMPLE)

@@ -109,7 +109,7 @@ def analytic_costs(
         EppError: the layers do not add up.
     """
     if sum(layers_per_stage) != shape.num_layers or min(layers_per_stage, default=-1) < 0:
-        raise EppError(f"stages of {list(layers_per_stage)} layers do not make the model's {shape.num_layers} (--num-layers)")
+        raise EppError(f"stages of {list(layers_per_stage)} layers do not make the model's num_layers {shape.num_layers}")
     return analytic_profile(shape, rates).costs(layers_per_stage, state_bytes_per_parameter=state_bytes_per_parameter)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_epp.cost.model import PipelineCosts
@@ -29,7 +29,7 @@ WORTH = 0.05
 
 
 def layout_flag(layers: Sequence[int]) -> str:
-    """Format layers per stage for Megatron's ``--pipeline-model-parallel-layout``, embedding and loss included:
+    """Format layers per stage as Megatron's ``pipeline_model_parallel_layout``, embedding and loss included:
     ``Et*7|t*8|t*7L``.
     """
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
@@ -83,7 +83,12 @@ def spreads(costs: PipelineCosts, lengths: Sequence[int]) -> tuple[Spread, Sprea
     return spread(costs.num_layers), spread(spread_layers(layer_us, extra_us, num_layers))
 
 
-def advice(costs: PipelineCosts, placement: Sequence[int], lengths: Sequence[int], flag: str | None = None) -> str | None:
+def advice(
+    costs: PipelineCosts,
+    placement: Sequence[int],
+    lengths: Sequence[int],
+    setting: Callable[[Sequence[int]], str] | None = None,
+) -> str | None:
     """A sentence of advice if other layers per stage would save the busiest stage at least `WORTH`; None otherwise.
 
     Also None if ranks have several stages, or there are fewer layers than stages.
@@ -92,16 +97,16 @@ def advice(costs: PipelineCosts, placement: Sequence[int], lengths: Sequence[int
         costs: of the stages.
         placement: the rank of every stage.
         lengths: tokens of sequences like those to come.
-        flag: the flag that would set the balanced layers; None for Megatron's.
+        setting: words that set given layers per stage, for who asked; None names the layers alone.
     """
     if len(set(placement)) < len(placement) or sum(costs.num_layers) < len(placement) or not lengths:
         return None
     own, best = spreads(costs, lengths)
     if own.excess - best.excess < WORTH:
         return None
-    flag = flag or f"--pipeline-model-parallel-layout '{layout_flag(best.layers)}'"
-    layers = ", ".join(map(str, own.layers))
+    layers, others = (", ".join(map(str, spread.layers)) for spread in (own, best))
+    words = setting(best.layers) if setting else f"stages of {others} layers"
     return (
         f"stages of {layers} layers: the busiest takes {own.excess:.0%} longer than the mean, and the others wait for it; "
-        f"{flag} would make it {best.excess:.0%}, for sequences like these"
+        f"{words} would make it {best.excess:.0%}, for sequences like these"
     )

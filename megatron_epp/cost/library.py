@@ -19,7 +19,7 @@ from megatron_epp.cost.profile import FORM as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token
 from megatron_epp.cost.yaml_file import read_yaml
-from megatron_epp.plan import EppError
+from megatron_epp.plan import EppError, Remedy
 from megatron_epp.plan.reading import MOST_LAYERS, naming, number, read_text, shown
 
 RATES = {"h100": H100, "cpu": CPU}
@@ -140,20 +140,23 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     experts, expert_ranks = flags.get("num_experts"), whole("expert_model_parallel_size", 1)
     if expert_ranks > 1 and (experts is None or whole("num_experts") % expert_ranks):
         raise EppError(
-            f"{expert_ranks} ranks cannot share {experts or 'no'} experts evenly: change --expert-parallel or --experts"
+            f"{expert_ranks} ranks cannot share {experts or 'no'} experts evenly",
+            Remedy("change", "expert_parallel"),
+            Remedy("change", "num_experts"),
         )
     if experts is not None and whole("moe_router_topk", 2) > whole("num_experts"):
-        raise EppError(f"a token cannot pass {flags.get('moe_router_topk', 2)} of {experts} experts: lower --experts-per-token")
+        passed = flags.get("moe_router_topk", 2)
+        raise EppError(f"a token cannot pass {passed} of {experts} experts", Remedy("lower", "experts_per_token"))
     gated, hidden, tensor = bool(flags.get("swiglu")), whole("hidden_size"), whole("tensor_model_parallel_size", 1)
     ffn = whole("ffn_hidden_size", int(8 * hidden / 3 / 64) * 64 if gated else 4 * hidden)
     heads = whole("num_attention_heads")
     groups = whole("num_query_groups", 1) if flags.get("group_query_attention") else None
     if flags.get("kv_channels") is None and hidden % heads:
-        raise EppError(f"{heads} attention heads cannot share a width of {hidden} evenly: change --heads or --hidden")
+        remedies = Remedy("change", "num_attention_heads"), Remedy("change", "hidden_size")
+        raise EppError(f"{heads} attention heads cannot share a width of {hidden} evenly", *remedies)
     if groups is not None and heads % groups:
-        raise EppError(
-            f"{heads} attention heads cannot share {groups} key and value heads evenly: change --heads or --kv-heads"
-        )
+        remedies = Remedy("change", "num_attention_heads"), Remedy("change", "num_query_groups")
+        raise EppError(f"{heads} attention heads cannot share {groups} key and value heads evenly", *remedies)
     multiple = whole("make_vocab_size_divisible_by", _VOCABULARY_MULTIPLE) * tensor
     vocabulary, context_ranks = -(-whole("vocab_size") // multiple) * multiple, whole("context_parallel_size", 1)
     longest = whole("seq_length", 1) // context_ranks if flags.get("seq_length") else 0
@@ -210,7 +213,8 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
         EppError: there are more stages than layers.
     """
     if num_stages > num_layers:
-        raise EppError(f"{num_layers} layers do not make {num_stages} stages; change --layers or --stages")
+        remedies = Remedy("change", "num_layers"), Remedy("change", "num_stages")
+        raise EppError(f"{num_layers} layers do not make {num_stages} stages", *remedies)
     each, more = divmod(num_layers, num_stages)
     return tuple(each + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.errors import EppError, Remedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,9 @@ class ModelShape:
         if self.num_attention_heads % self.ranks:
             raise EppError(
                 f"{self.num_attention_heads} attention heads cannot be shared evenly by {self.tensor_parallel} tensor-parallel "
-                f"x {self.context_parallel} context-parallel ranks: change --tensor-parallel or --context-parallel"
+                f"x {self.context_parallel} context-parallel ranks",
+                Remedy("change", "tensor_parallel"),
+                Remedy("change", "context_parallel"),
             )
 
     @property

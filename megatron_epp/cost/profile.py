@@ -121,7 +121,7 @@ class Profile:
             EppError: a stage has a negative number of layers, or there is no stage.
         """
         if min(layers_per_stage, default=-1) < 0:
-            raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline (--num-layers)")
+            raise EppError(f"stages of {list(layers_per_stage)} layers make no pipeline")
         last = len(layers_per_stage) - 1
         at_once, turns = divide(self.host_sharing, self.stage_ranks * replicas)
         return PipelineCosts(

@@ -71,7 +71,7 @@ class GlobalBatch:
         global_size: sequences of the whole batch, over all replicas.
         planning_us: time of planning, on the planning rank.
         dataset: source of the tokens.
-        mask_loss_of: positions whose input is this token do not count in the loss (``--eod-mask-loss``).
+        mask_loss_of: positions whose input is this token do not count in the loss (``eod_mask_loss``).
     """
 
     indices: tuple[int, ...]

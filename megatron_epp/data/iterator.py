@@ -113,7 +113,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
         if plan.lengths != batch.lengths:
             raise DisagreementError(
                 f"the plan is for sequences of {_some(plan.lengths)} tokens but this rank's batch has {_some(batch.lengths)}. "
-                "All ranks need the same data files, --seed, --seq-length and batch size"
+                "All ranks need the same data files, seed, sequence length and batch size"
             )
         return replace(batch, plan=plan, planning_us=packed.planning_us)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.errors import EppError, Remedy
 
 SUFFIX = ".tokenizer.json"
 """Suffix of the file, after the prefix of the pair."""
@@ -34,7 +34,7 @@ class Tokenizer:
     """Properties that distinguish tokenizers.
 
     Attributes:
-        kind: Megatron's ``--tokenizer-type``.
+        kind: Megatron's ``tokenizer_type``.
         model: its name or path; None if it has none.
         vocab_size: all ids are below it, `eod` included.
         eod: the id that ends a document; None if there is none.
@@ -107,7 +107,7 @@ def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_e
         prefix: of the pair.
         record: of the pair.
         run: the run's tokenizer.
-        masks_eod: True if the run uses ends of documents (``--eod-mask-loss``).
+        masks_eod: True if the run uses ends of documents (``eod_mask_loss``).
     """
     made = record.tokenizer
     same = made.digest == run.digest and (made.digest is not None or made.kind == run.kind)
@@ -115,8 +115,10 @@ def check_tokenizer(prefix: str, record: TokenRecord, run: Tokenizer, *, masks_e
         raise _refusal(prefix, record, str(run))
     if masks_eod and made.eod is not None and made.eod != run.eod:
         raise EppError(
-            f"--eod-mask-loss: documents of {prefix} end with token {made.eod}, and this run's tokenizer ({run}) ends them "
-            f"with {run.eod}: train with {record.flags}"
+            f"documents of {prefix} end with token {made.eod}, and this run's tokenizer ({run}) ends them with {run.eod}, so "
+            "the loss cannot be masked there",
+            Remedy("drop", "eod_mask_loss"),
+            Remedy("use", value=record.flags),
         )
 
 
@@ -145,7 +147,8 @@ def check_ids(prefix: str, ids: np.ndarray, vocab_size: int) -> None:
     if len(ids) and ids.max() >= vocab_size:
         raise EppError(
             f"{prefix} has token {int(ids.max()):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}: the tokens "
-            "are of another one (--tokenizer-type, --tokenizer-model, --vocab-size)"
+            "are of another one",
+            *(Remedy("change", setting) for setting in ("tokenizer_type", "tokenizer_model", "vocab_size")),
         )
 
 

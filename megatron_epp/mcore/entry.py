@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from megatron_epp.launch import lifetime, scratch
 from megatron_epp.mcore import cpu
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.patches import compat, dataset_helpers, helpers, install, patching, plain_torch
 from megatron_epp.plan.errors import EppError
 
@@ -40,4 +41,4 @@ def errors_in_one_line() -> Iterator[None]:
     except EppError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, EppError):
             traceback.print_exception(error.__cause__)
-        raise SystemExit(f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error}") from None
+        raise SystemExit(f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error.text(TRAINING)}") from None

@@ -4,7 +4,7 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check import Violation, check, report
 from megatron_epp.plan.check.lockstep import check_matched
 from megatron_epp.plan.chunk import Chunk, Segment
-from megatron_epp.plan.errors import EppError, InfeasibleError, PlanError
+from megatron_epp.plan.errors import EppError, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.graph import deps
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.plan import UNLIMITED_BYTES, Copy, Hosted, Messages, Plan, Prediction, Step, is_unlimited
@@ -31,6 +31,7 @@ __all__ = [
     "PlanError",
     "Prediction",
     "Recompute",
+    "Remedy",
     "Segment",
     "Step",
     "Timeline",

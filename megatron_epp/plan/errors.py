@@ -1,8 +1,95 @@
-"""Errors for users: one or two lines with the numbers and the flag to change."""
+"""Errors for users: one or two lines with the numbers, and the settings to change as data.
+
+Planning knows settings by their fields (`Options.chunk_tokens`), not by flags: who asked may have used Python, the command line
+or the flags of a training run. Each front end renders an error with its own names (`EppError.text`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal, Self
+
+type Names = Mapping[str, str]
+"""The name of each setting for who asked. A setting without a name is called by its field."""
+
+_VERBS = {"drop": "leave out"}
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of one setting that helps.
+
+    Attributes:
+        change: what to do with it; "use" for words of the value alone.
+        setting: field of `Problem`, `Options` or `ModelShape`, or a flag of Megatron with underscores.
+        value: a value that helps, in the field's unit; None where any change in this direction may help.
+    """
+
+    change: Literal["raise", "lower", "change", "set", "add", "drop", "use"]
+    setting: str = ""
+    value: int | str | None = None
+
+    @property
+    def verb(self) -> str:
+        return _VERBS.get(self.change, self.change)
+
+    def object(self, names: Names) -> str:
+        """Format setting and value. Bytes become GiB where the name has GB as its unit, rounded up so that they suffice."""
+        name = names.get(self.setting, self.setting)
+        if self.value is None:
+            return name
+        in_gib = isinstance(self.value, int) and self.setting.endswith("_bytes") and name.endswith("gb")
+        value = format_gib(int(self.value)) if in_gib else str(self.value)
+        return f"{name} to {value}" if name else value
 
 
 class EppError(Exception):
-    """Base of every error this package raises on purpose. The command line prints it without a traceback."""
+    """Base of every error this package raises on purpose. The command line prints it without a traceback.
+
+    Errors cross processes: pickling keeps everything.
+
+    Attributes:
+        message: what is wrong; ends with a line break where the remedies are a sentence of their own.
+        remedies: alternatives, each of which may help.
+        after: lines below both, as `within` adds them.
+        names: of the settings, for `str`; empty where they are called by their fields.
+    """
+
+    def __init__(self, message: str, *remedies: Remedy) -> None:
+        super().__init__(message, *remedies)
+        self.message, self.remedies, self.after = message, remedies, ""
+        self.names: Names = {}
+
+    def __str__(self) -> str:
+        return self.text(self.names)
+
+    def __reduce__(self) -> tuple[Callable[..., EppError], tuple[Any, ...]]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+    def text(self, names: Names) -> str:
+        """Format the error for who asked, with their names of the settings."""
+        if not self.remedies:
+            return self.message + self.after
+        advice = ", or ".join(_phrases(self.remedies, names))
+        if self.message.endswith("\n"):
+            return f"{self.message}{advice[0].upper()}{advice[1:]}.{self.after}"
+        return f"{self.message}; {advice}{self.after}"
+
+    def within(self, before: str = "", after: str = "", names: Names | None = None) -> Self:
+        """Return a copy with more text around its message: the same type, remedies and attributes.
+
+        Args:
+            before, after: text in front of the message, and behind the remedies.
+            names: names that `str` of the copy uses; None for those of this error.
+        """
+        made = copy.copy(self)
+        made.message, made.after = before + self.message, self.after + after
+        made.names = self.names if names is None else names
+        return made
 
 
 class PlanError(EppError):
@@ -10,12 +97,31 @@ class PlanError(EppError):
 
 
 class InfeasibleError(EppError):
-    """No plan fits the limits. The message names the smallest sufficient limit, or the flag to change.
+    """No plan fits the limits. The message names the smallest sufficient limit, or the remedies the setting to change.
 
     Attributes:
         least_cap_bytes: the smallest sufficient memory cap; 0 if another limit is the reason.
     """
 
-    def __init__(self, message: str, least_cap_bytes: int = 0) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *remedies: Remedy, least_cap_bytes: int = 0) -> None:
+        super().__init__(message, *remedies)
         self.least_cap_bytes = least_cap_bytes
+
+
+def format_gib(num_bytes: int) -> str:
+    """Format bytes as GiB, rounded up so that a limit raised to this number suffices."""
+    return f"{-(-num_bytes * 100 // _GIB) / 100:.2f}"
+
+
+def _restored(kind: type[EppError], args: tuple[Any, ...], state: dict[str, Any]) -> EppError:
+    """Rebuild an error without its constructor, whose parameters differ between types."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
+def _phrases(remedies: tuple[Remedy, ...], names: Names) -> Iterator[str]:
+    """Say each verb once, in front of all its objects."""
+    for verb, group in groupby(remedies, key=lambda remedy: remedy.verb):
+        *others, last = (remedy.object(names) for remedy in group)
+        yield f"{verb} {', '.join(others)} or {last}" if others else f"{verb} {last}"

@@ -43,8 +43,10 @@ def naming(path: str | os.PathLike[str], kind: type[EppError] = EppError) -> Ite
         yield
     except OSError as error:
         raise kind(f"cannot read {path}: {error.strerror or error}") from error
-    except (EppError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise kind(f"{path}: {error}") from error
+    except EppError as error:
+        raise kind(f"{path}: {error.message}", *error.remedies).within(after=error.after) from error
     except Exception as error:
         error.add_note(f"the file at hand was {path}")
         raise

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError
+from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError, Remedy
 from megatron_epp.plan.reading import shown
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.baselines import BASELINES
@@ -24,7 +24,7 @@ from megatron_epp.planner.search.greedy import Planner, for_table, greedy
 __all__ = ["PLANNERS", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "for_table", "plan"]
 
 PLANNERS: dict[str, Planner] = {**OUR_PLANNERS, **BASELINES, "milp": milp}
-"""Every planner, by the name `--epp-planner` takes. It takes ``module:function`` too, for one that is not here."""
+"""Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here."""
 
 
 def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan:  # noqa: B008 - frozen
@@ -39,7 +39,8 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
         A plan that `check` finds nothing wrong with, with the simulator's predictions.
 
     Raises:
-        InfeasibleError: nothing fits the caps; the message names the smallest cap that would suffice and the flags to change.
+        InfeasibleError: nothing fits the caps; the message names the smallest cap that would suffice, the remedies name the
+            settings to change.
         PlanError: the arguments make no sense, there is no such planner, it fails, or (a bug in it) its plan does not pass
             `check`; then the message is the report.
     """
@@ -54,11 +55,11 @@ def plan(problem: Problem, costs: Costs, options: Options = Options()) -> Plan: 
 def _built(problem: Problem, costs: Costs, options: Options, planner: Planner) -> Plan:
     if options.planner in PLANNERS:
         return build_plan(problem, costs, options, planner(problem, costs, options))
-    with _of_user(f"--epp-planner {options.planner} failed"):
+    with _of_user(f"planner {options.planner} failed"):
         made = planner(problem, costs, options)
     if not isinstance(made, Decisions):
-        raise PlanError(f"--epp-planner {options.planner} returned {shown(made)}; a planner returns `Decisions`")
-    with _of_user(f"--epp-planner {options.planner} returned decisions that make no plan"):
+        raise PlanError(f"planner {options.planner} returned {shown(made)}; a planner returns `Decisions`")
+    with _of_user(f"planner {options.planner} returned decisions that make no plan"):
         return build_plan(problem, costs, options, made)
 
 
@@ -75,15 +76,16 @@ def _planner(name: str) -> Planner:
     module, colon, function = name.partition(":")
     if not colon:
         raise PlanError(
-            f"no planner {name!r}; there are {', '.join(sorted(PLANNERS))} (--epp-planner), or give module:function"
+            f"no planner {name!r}; there are {', '.join(sorted(PLANNERS))}, or one of your own as module:function",
+            Remedy("change", "planner"),
         )
     try:
         planner: Planner = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as error:  # whatever the module raises
         what = f"{type(error).__name__}: {_one_line(error)}"
-        raise PlanError(f"--epp-planner {name}: {what}; give module:function, the module where PYTHONPATH finds it") from error
+        raise PlanError(f"planner {name}: {what}; give module:function, the module where PYTHONPATH finds it") from error
     if not callable(planner):
-        raise PlanError(f"--epp-planner {name} is {shown(planner)}, which is no function")
+        raise PlanError(f"planner {name} is {shown(planner)}, which is no function")
     return planner
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError
+from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError, Remedy
 from megatron_epp.planner.amounts import check_amounts
 
 WHOLE = ("whole",)
@@ -54,7 +54,7 @@ class Options:
     """Settings that the user fixed; the planner decides the rest.
 
     Attributes:
-        chunk_tokens: most padded tokens of a chunk (--epp-chunk-tokens); None for no limit.
+        chunk_tokens: most padded tokens of a chunk; None for no limit.
         slices: slices of the longest sequence; None lets the planner search.
         context: tokens of a row of the planners that pad or pack to a fixed length; None for the longest sequence.
         recompute: "auto" recomputes as much as the memory caps ask for; a number recomputes that many layers of every stage.
@@ -105,8 +105,10 @@ def require_whole(problem: Problem, options: Options, tokens: int) -> None:
     """
     if options.chunk_tokens is not None and tokens > options.chunk_tokens:
         raise InfeasibleError(
-            f"planner {options.planner!r} does not cut sequences: it needs chunks of {tokens} tokens, above "
-            f"--epp-chunk-tokens {options.chunk_tokens}; raise that to {tokens} or use --epp-planner greedy"
+            f"planner {options.planner!r} does not cut sequences: it needs chunks of {tokens} tokens, above the "
+            f"{options.chunk_tokens} that are allowed",
+            Remedy("raise", "chunk_tokens", tokens),
+            Remedy("set", "planner", "greedy"),
         )
 
 
@@ -135,7 +137,7 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
         raise PlanError(f"recompute {options.recompute!r} must be 'auto' or a number of layers")
     if options.chunk_tokens is not None and options.chunk_tokens < problem.token_multiple:
         raise InfeasibleError(
-            f"chunks of at most {options.chunk_tokens} tokens cannot be padded to a multiple of {problem.token_multiple}; "
-            f"raise --epp-chunk-tokens to {problem.token_multiple} or more"
+            f"chunks of at most {options.chunk_tokens} tokens cannot be padded to a multiple of {problem.token_multiple}",
+            Remedy("raise", "chunk_tokens", problem.token_multiple),
         )
     check_amounts(problem.lengths, costs, problem.token_multiple)

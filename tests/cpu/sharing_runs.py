@@ -84,7 +84,7 @@ def fail_at(rank, links, number, kind):
         calls.append(lengths)
         if len(calls) == number:
             if kind == "infeasible":
-                raise InfeasibleError("needs 12 GB; raise --epp-memory-cap-gb")
+                raise InfeasibleError("needs 12 GB")
             raise ZeroDivisionError("a bug")
         return packed(lengths)
 

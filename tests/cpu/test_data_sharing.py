@@ -29,7 +29,7 @@ def test_only_the_first_rank_plans(ranks):
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        ("infeasible", ("InfeasibleError", "needs 12 GB; raise --epp-memory-cap-gb")),
+        ("infeasible", ("InfeasibleError", "needs 12 GB")),
         ("bug", ("EppError", "the next batch cannot be planned: ZeroDivisionError: a bug")),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_rehearsal_that_takes_too_long_is_ended():
 def test_the_command_reports_measured_against_simulated_and_writes_the_run(tmp_path, capsys):
     plan = planned((900, 200, 120, 60), [1, 1])
     save(plan, tmp_path / "plan.json")
-    argv = ["rehearse", str(tmp_path / "plan.json"), "--time-scale", "2", "-o", str(tmp_path / "measured.json")]
+    argv = ["emulate", str(tmp_path / "plan.json"), "--time-scale", "2", "-o", str(tmp_path / "measured.json")]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "makespan: simulated" in out
@@ -90,12 +90,12 @@ def test_the_command_reports_measured_against_simulated_and_writes_the_run(tmp_p
 def test_a_plan_that_does_not_check_is_not_rehearsed(tmp_path, capsys):
     plan, path = two_ranks(), tmp_path / "plan.json"
     save(replace(plan, ranks=(plan.ranks[0][::-1], plan.ranks[1])), path)
-    assert main(["rehearse", str(path)]) == 2
+    assert main(["emulate", str(path)]) == 2
     assert "megatron-epp check" in capsys.readouterr().err
 
 
 def test_a_scale_that_makes_no_sense_is_refused(tmp_path, capsys):
     save(two_ranks(), tmp_path / "plan.json")
     with pytest.raises(SystemExit):
-        main(["rehearse", str(tmp_path / "plan.json"), "--time-scale", "0"])
+        main(["emulate", str(tmp_path / "plan.json"), "--time-scale", "0"])
     assert "--time-scale: '0' is not a positive number" in capsys.readouterr().err

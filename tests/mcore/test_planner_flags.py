@@ -58,7 +58,7 @@ def test_a_number_or_auto_is_nothing_else(flag, value):
         ["--epp-plan-budget-ms", "500"],
         ["--epp-loss-block-tokens", "0"],
         ["--epp-offload", "off", "--epp-planner", "milp"],
-        ["--epp-offload", "--epp-host-memory-gb", "4", "--epp-recompute-levels", "whole"],
+        ["--epp-offload", "--epp-host-memory-gb", "4", "--epp-recompute-modes", "full"],
     ],
 )
 def test_others_are_not(given):

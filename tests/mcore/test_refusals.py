@@ -7,9 +7,9 @@ import re
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_epp.mcore.arguments import consequences as epp_args
 from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.arguments.refused import CONFLICTS
 from megatron_epp.mcore.model.adopt import adopting, check_adopted
 from megatron_epp.mcore.patches import install
 from megatron_epp.plan import EppError
@@ -47,7 +47,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("conflict", epp_args._CONFLICTS, ids=lambda conflict: conflict.flag)
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: conflict.flag)
 def test_every_flag_that_plans_cannot_honour_is_named_with_its_value_and_what_to_do(conflict):
     value = WRONG.get(conflict.flag, True)
     with pytest.raises(ArgumentError) as refusal:

@@ -11,7 +11,7 @@ from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
 from megatron_epp.mcore.training import loggers as writers
 from megatron_epp.mcore.training import session
-from megatron_epp.mcore.training.report import IterationReport
+from megatron_epp.mcore.training.report import IterationReport, layout_words
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
@@ -134,7 +134,7 @@ def test_after_a_few_logged_batches_it_is_told_once_which_layers_would_keep_fewe
         report._log_spread()
         told.append(capsys.readouterr().out)
     assert [number for number, text in enumerate(told) if text] == [9]
-    assert told[9] == f"epp hint | {spread.advice(costs, made.placement, made.lengths * 10)}\n"
+    assert told[9] == f"epp hint | {spread.advice(costs, made.placement, made.lengths * 10, layout_words)}\n"
     assert "--pipeline-model-parallel-layout 'Et" in told[9]
 
 

@@ -9,8 +9,9 @@ from bad_files import PLAN, SOUND, error_line, exit_code, signed, spoiled, writt
 
 from megatron_epp.cli import inputs as cli_inputs
 from megatron_epp.cli import main as cli
-from megatron_epp.cli.types import MOST
-from megatron_epp.plan import EppError
+from megatron_epp.cli import plan as cli_plan
+from megatron_epp.mcore.arguments.flag import MOST
+from megatron_epp.plan import EppError, check
 from megatron_epp.plan.reading import check_nested, naming
 
 BATCH = ["--lengths", "300,200", "--stages", "2"]
@@ -102,7 +103,7 @@ def test_a_planner_of_a_users_own_that_fails_is_named_with_where(tmp_path, monke
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "given_planners", raising=False)
     message = error_line(capsys, ["plan", *BATCH, "--planner", f"given_planners:{name}"])
-    assert f"--epp-planner given_planners:{name}" in message
+    assert f"planner given_planners:{name}" in message
     assert words.replace("PLACE", path) in message
 
 
@@ -193,7 +194,7 @@ def test_an_interrupted_command_ends_with_130_and_without_a_traceback(monkeypatc
     def interrupted(args, lengths):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "costs_of", interrupted)
+    monkeypatch.setattr(cli_plan, "costs_of", interrupted)
     assert exit_code(["plan", *BATCH]) == 130
     assert capsys.readouterr().err == "\nmegatron-epp: interrupted\n"
 
@@ -241,4 +242,4 @@ def test_what_is_nested_up_to_the_limit_is_taken():
 
 
 def test_the_plan_that_is_spoiled_here_is_sound():
-    assert cli.check(PLAN) == []
+    assert check(PLAN) == []

@@ -52,7 +52,7 @@ def work_of(team):
 @settings(max_examples=60, deadline=None)
 def test_every_sequence_is_in_one_share_and_no_share_is_empty(lengths, replicas):
     if len(lengths) < replicas:
-        with pytest.raises(PlanError, match="--global-batch-size"):
+        with pytest.raises(PlanError, match="raise global_batch_size to"):
             divide(problem(lengths), COSTS, alone(replicas), work_of)
         return
     division = divide(problem(lengths), COSTS, alone(replicas), work_of)
@@ -143,7 +143,7 @@ def test_imbalance_is_how_much_longer_the_slowest_takes_than_the_mean():
 
 def test_a_share_that_fits_no_cap_is_refused_as_its_plan_is():
     whole = problem((4000, 4000), cap_bytes=1 << 20)
-    with pytest.raises(InfeasibleError, match="--epp-memory-cap-gb"):
+    with pytest.raises(InfeasibleError, match="Raise cap_bytes to"):
         divide(whole, COSTS, alone(2), planned_us(whole))
 
 

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_epp.cli import progress as cli_progress
+from megatron_epp.cli import output as cli_progress
 from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, analytic_profile, on_device, work_of
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of
@@ -120,7 +120,7 @@ def test_a_profile_stands_in_for_the_model_with_any_number_of_stages(tmp_path):
 
 def test_weight_gradients_are_split_and_activations_offloaded_where_asked(tmp_path):
     argv = ["--lengths", "60000,9000", "--stages", "4", "--data-parallel", "8", "--memory-gb", "54"]
-    choices = [], ["--split-weight"], ["--offload", "--recompute-levels", "whole"], ["--split-weight", "--offload"]
+    choices = [], ["--split-weight"], ["--offload", "--recompute-modes", "full"], ["--split-weight", "--offload"]
     plain, split, copied, both = (planned(tmp_path, *argv, *flags) for flags in choices)
     assert not any(step.action.op is Op.W for steps in plain.ranks for step in steps)
     assert any(step.action.op is Op.W for steps in split.ranks for step in steps)

@@ -69,7 +69,7 @@ def test_a_cap_that_it_passes_is_told_by_the_proof():
 @pytest.mark.usefixtures("example")
 @pytest.mark.parametrize("name", ["no_such_module:gpipe", "my_schedule:other", ":gpipe", "my_schedule:"])
 def test_a_name_that_leads_nowhere_is_refused(name):
-    with pytest.raises(PlanError, match=f"--epp-planner {name}: .*give module:function"):
+    with pytest.raises(PlanError, match=f"planner {name}: .*give module:function"):
         plan(BATCH, COSTS, Options(planner=name))
 
 

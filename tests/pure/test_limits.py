@@ -90,5 +90,5 @@ def test_an_error_that_is_not_about_memory_is_not_taken_for_an_answer():
 
 def test_what_no_cap_would_let_through_is_refused_with_its_own_reason():
     asked = Limits(problem(BATCH, 2, CAP, token_multiple=8), lambda _: COSTS, Options(chunk_tokens=4))
-    with pytest.raises(InfeasibleError, match="cannot be padded to a multiple of 8; raise --epp-chunk-tokens to 8"):
+    with pytest.raises(InfeasibleError, match="cannot be padded to a multiple of 8; raise chunk_tokens to 8"):
         asked.reach()

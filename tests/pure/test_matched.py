@@ -196,12 +196,12 @@ def test_slices_stay_together_and_side_by_side():
 
 
 def test_a_replica_with_too_few_tokens_for_the_chunks_another_needs_is_refused():
-    with pytest.raises(InfeasibleError, match="has 3 tokens in all has too few: raise --global-batch-size"):
+    with pytest.raises(InfeasibleError, match="has 3 tokens in all has too few; raise global_batch_size"):
         plan_matched(problems((4000,), (3,)), COSTS, Options(chunk_tokens=100))
 
 
 def test_a_cap_that_is_too_small_is_refused_with_the_one_that_would_do():
-    with pytest.raises(InfeasibleError, match="--epp-memory-cap-gb"):
+    with pytest.raises(InfeasibleError, match="Raise cap_bytes to"):
         plan_matched(problems(*ROUGH, cap_bytes=1000), COSTS, Options())
 
 

@@ -15,6 +15,7 @@ from test_account import random_costs
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, work_of
 from megatron_epp.cost import memory as item
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.planner import Options, for_table, plan
@@ -185,7 +186,7 @@ def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: li
         plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
     assert f"at the host, where it may have {host}." in str(refused.value)
     wanted = named_host_bytes(refused.value)
-    assert f"or --epp-host-memory-gb to {ceil(100 * wanted / GIB) / 100:.2f}" in str(refused.value)
+    assert f"or --epp-host-memory-gb to {ceil(100 * wanted / GIB) / 100:.2f}" in refused.value.text(TRAINING)
     made = plan(problem(lengths, 2, cap, host_cap_bytes=wanted), costs, FIXED_ON)
     assert max(host_peaks(simulate(made))) <= wanted
     with pytest.raises(InfeasibleError) as refused:
@@ -195,7 +196,7 @@ def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: li
 
 def test_where_more_at_the_host_would_not_help_the_error_does_not_ask_for_it():
     costs = pipeline(2)
-    with pytest.raises(InfeasibleError, match="--epp-memory-cap-gb") as refused:
+    with pytest.raises(InfeasibleError, match="Raise cap_bytes to") as refused:
         plan(problem([60_000], 2, sum(costs.static_items(0).values()) // 2, host_cap_bytes=GIB), costs, FIXED_ON)
     assert "host" not in str(refused.value)
 

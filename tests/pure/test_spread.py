@@ -38,11 +38,11 @@ def test_the_excess_is_what_the_others_wait_for_the_busiest():
 
 
 def test_a_head_that_makes_others_wait_is_spoken_of_with_the_flag_that_mends_it():
-    said = advice(costs((4,) * 8), range(8), SHORT)
+    said = advice(costs((4,) * 8), range(8), SHORT, lambda layers: f"--layout '{layout_flag(layers)}'")
     assert said is not None
     own, best = spreads(costs((4,) * 8), SHORT)
     assert f"{own.excess:.0%} longer" in said
-    assert f"--pipeline-model-parallel-layout '{layout_flag(best.layers)}' would make it {best.excess:.0%}" in said
+    assert f"--layout '{layout_flag(best.layers)}' would make it {best.excess:.0%}" in said
     assert own.excess - best.excess > WORTH
     assert advice(costs(best.layers), range(8), SHORT) is None
 

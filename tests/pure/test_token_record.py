@@ -91,7 +91,9 @@ def test_another_tokenizer_is_refused_by_name_in_one_line(made, run):
 def test_ends_of_documents_must_agree_only_where_they_are_looked_for():
     run = replace(BYTES, vocab_size=258, eod=257)
     check_tokenizer("corpus", record(BYTES, 256), run)
-    with pytest.raises(EppError, match=r"--eod-mask-loss: documents of corpus end with token 256, .* ends them with 257"):
+    with pytest.raises(
+        EppError, match=r"documents of corpus end with token 256, .* ends them with 257, .*; leave out eod_mask_loss, or use"
+    ):
         check_tokenizer("corpus", record(BYTES, 256), run, masks_eod=True)
     check_tokenizer("corpus", record(BYTES, 256), BYTES, masks_eod=True)
 

@@ -31,14 +31,12 @@ def megatron_parser() -> argparse.ArgumentParser:
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, Flag]:
     """Return every option of a parser by its name, with underscores."""
     found = {}
-    for action in parser._actions:
-        options = [option for option in action.option_strings if option.startswith("--")]
-        takes_value = action.nargs != 0
-        for option in options:
-            opposite = _opposite(option, options, action)
+    for option, action in parser._option_string_actions.items():  # old names too, which an action does not show
+        if option.startswith("--"):
             several = action.nargs in ("*", "+") or isinstance(action.nargs, int)
             on_or_off = {"on", "off"} <= set(action.choices or ())
-            found[option.removeprefix("--").replace("-", "_")] = Flag(option, takes_value, several, opposite, on_or_off)
+            flag = Flag(option, action.nargs != 0, several, _opposite(option, action), on_or_off)
+            found[option.removeprefix("--").replace("-", "_")] = flag
     return found
 
 
@@ -82,9 +80,9 @@ def check_files(args: argparse.Namespace) -> None:
     check_files_of(args)
 
 
-def _opposite(option: str, options: Sequence[str], action: Any) -> str | None:
+def _opposite(option: str, action: Any) -> str | None:
     """Return ``--no-x`` if one action defines both ``--x`` and ``--no-x`` (`argparse.BooleanOptionalAction`), else None."""
     if not isinstance(action, argparse.BooleanOptionalAction) or option.startswith("--no-"):
         return None
     negative = f"--no-{option.removeprefix('--')}"
-    return negative if negative in options else None
+    return negative if negative in action.option_strings else None

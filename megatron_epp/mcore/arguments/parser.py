@@ -1,194 +1,111 @@
-"""The `--epp-*` flags of Megatron's parser."""
+"""The table of flags as argparse's parsers, of Megatron's training script and of the command line, and what they parse."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
-from megatron_epp.data.sequences import LONG_DOCUMENTS
-from megatron_epp.plan.kv_sums import CHOICES, MOST_ROUNDED
+from megatron_epp.mcore.arguments.flag import Flag, Number
+from megatron_epp.mcore.arguments.table import ROWS, TABLE, TRAINING
+from megatron_epp.plan.errors import Names
+from megatron_epp.planner import Options
+
+logger = logging.getLogger(__name__)
 
 TITLE = "elastic pipeline parallelism"
+_OPTIONS = frozenset(field.name for field in fields(Options))
 
 
 def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags to Megatron's parser, once."""
+    """Add the flags of a training run to Megatron's parser, once."""
     if any(group.title == TITLE for group in parser._action_groups):
         return parser
-    add = parser.add_argument_group(title=TITLE).add_argument
-    _add_planning(add)
-    _add_data(add)
-    _add_memory(add)
-    _add_running(add)
-    _add_watching(add)
+    group = parser.add_argument_group(title=TITLE)
+    for row in TABLE:
+        if row.is_ours:
+            read = row.read.kind if isinstance(row.read, Number) and not row.read.of_what else str
+            old = [name for name in row.old_names if name.startswith("--epp")]
+            _add(group, row, [row.training], old, {"type": read, "help": row.help.format_map(TRAINING)})
     return parser
 
 
-def _add_planning(add: Callable[..., Any]) -> None:
-    """Add the flags that turn planning on and choose the schedule, the planner and its time budget."""
-    add("--epp", action="store_true", help="Plan every iteration from the lengths of its sequences and run the plan.")
-    add(
-        "--epp-schedule",
-        choices=["elastic", "stock", "whole", "padded", "packed"],
-        default="elastic",
-        help="elastic: our plans. The others run Megatron's own schedule on the same documents, for comparison. stock: one "
-        "whole sequence per microbatch, with Megatron's attention; whole: the same with our attention; padded: each "
-        "sequence padded to --seq-length; packed: sequences packed up to --seq-length (default: elastic).",
-    )
-    add(
-        "--epp-planner",
-        default="greedy",
-        metavar="NAME",
-        help="Who makes the plans (default: greedy): a planner that `megatron-epp compare` lists, or module:function for "
-        "one of your own. milp: greedy, while beside training a solver works on small batches for when their lengths come "
-        "again; which plan runs depends on timing, so a resumed run repeats losses only to rounding.",
-    )
-    add(
-        "--epp-plan-budget-ms",
-        type=int,
-        metavar="MS",
-        help="Time for planning a replica's share of a batch, beside the iterations before it: what the planner greedy leaves "
-        "of it goes to a local search. How far that gets depends on the machine's load, so a resumed run repeats losses only "
-        "to rounding. Default: none; then plans are the same in every run.",
-    )
+def add(group: argparse._ActionsContainer, *settings: str, **changes: Any) -> None:
+    """Add flags to a command.
+
+    Args:
+        group: where they are listed.
+        settings: rows of the table.
+        changes: arguments of `add_argument` that differ for this command, as its default.
+    """
+    for row in map(ROWS.__getitem__, settings):
+        said = row.short_help or row.help.removesuffix(".")
+        said = said if said[:2].isupper() else said[0].lower() + said[1:]
+        names = {one.setting: one.short.split(" ")[0] for one in ROWS.values() if one.short}
+        options = list(dict.fromkeys([*row.short.split(), *row.training.split()]))
+        _add(group, row, options, row.old_names, {"type": row.read, "help": said.format_map(names)} | changes)
 
 
-def _add_data(add: Callable[..., Any]) -> None:
-    """Add the flag that chooses how long documents become sequences."""
-    add(
-        "--epp-documents",
-        choices=list(LONG_DOCUMENTS),
-        default="split",
-        help="What becomes of a document longer than --seq-length. split: several sequences of that length and one of what is "
-        "left, each by itself, with positions from 0; each begins with the last label of the one before, so that every token "
-        "of a document but its first is a label exactly once. truncate: what is beyond --seq-length is left out, and a warning "
-        "says how many tokens that are (default: split).",
-    )
+def names_of(parser: argparse.ArgumentParser) -> Names:
+    """Return the flag of each setting that a command has."""
+    flags = [action for action in parser._actions if action.option_strings]
+    return {getattr(action, "setting", action.dest): action.option_strings[0] for action in flags}
 
 
-def _add_memory(add: Callable[..., Any]) -> None:
-    """Add the flags that limit memory and control chunk size, slices, recompute and offload."""
-    add(
-        "--epp-memory-cap-gb",
-        type=float,
-        metavar="GB",
-        help="Memory one rank may hold, weights and optimizer included. "
-        f"Default: {100 * DEVICE_SHARE:.0f}%% of the device's; none on CPU. On a GPU no more than is left when libraries and "
-        f"communicators are set up, less {SETUP_MARGIN_BYTES >> 30} GiB.",
-    )
-    add(
-        "--epp-fragmentation-share",
-        type=float,
-        metavar="SHARE",
-        help="Of what chunks hold, what plans allow for gaps between an allocator's blocks. Default: 0.05 on GPUs, 0 on CPU.",
-    )
-    add("--epp-chunk-tokens", type=int, metavar="N", help="Most tokens in one chunk. Default: chosen per batch.")
-    add("--epp-slices", type=int, metavar="K", help="Slices of the longest sequence. Default: chosen per batch.")
-    add(
-        "--epp-recompute",
-        default="auto",
-        metavar="auto|N",
-        help="Layers per stage that recompute in backward: auto (as few as the cap allows, per stage and chunk) or a number. "
-        "Takes the place of --recompute-granularity and its kin (default: auto).",
-    )
-    add(
-        "--epp-recompute-levels",
-        choices=["all", "whole"],
-        default="all",
-        help="What a layer that recomputes runs again, with --epp-recompute auto. all: as the plan finds cheapest, the whole "
-        "layer, all but its core attention, or its MLP or experts and norms; whole: always the whole layer (default: all).",
-    )
-    add(
-        "--epp-offload",
-        nargs="?",
-        choices=["on", "off"],
-        const="on",
-        default="off",
-        help="Copy activations to host memory between forward and backward, beside compute, where that costs less time than "
-        "recompute, and have keys and values of sliced sequences there where the rest does not fit otherwise (default: off). "
-        "Only the planner greedy does so.",
-    )
-    add(
-        "--epp-host-memory-gb",
-        type=float,
-        metavar="GB",
-        help="Host memory that --epp-offload may take per rank. Default: 80%% of the machine's, or of what the control group "
-        "of the job or container allows where that is less, shared by the machine's ranks; the log says which.",
-    )
+def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: Any) -> Options:
+    """Return the planner's options that parsed flags give.
+
+    Args:
+        args: of a command, or of a training run.
+        training: they are of a training run, where other flags of Megatron have names of ours.
+        fixed: options that are not taken from the flags.
+    """
+    found = {}
+    for row in TABLE:
+        dest = (row.dest if row.is_ours else "") if training else row.short_dest
+        if dest and row.setting in _OPTIONS and row.setting not in fixed:
+            found[row.setting] = row.field(getattr(args, dest))
+    return Options(**found, **fixed)
 
 
-def _add_running(add: Callable[..., Any]) -> None:
-    """Add the flags that control execution: placement, weight gradients, costs, gradient precision, retry and loss blocks."""
-    add(
-        "--epp-placement",
-        choices=["looped", "v"],
-        default="looped",
-        help="Where stages go when a rank has several (--num-virtual-stages-per-pipeline-rank and its kin). looped: round the "
-        "ranks again and again, as in Megatron's interleaved pipelines; v: there and back again, so that of two stages on each "
-        "the first rank has the first and the last (default: looped).",
-    )
-    add(
-        "--epp-split-weight-gradient",
-        action="store_true",
-        help="Compute the gradient of linear layers' weights apart from the backward, where a stage would wait.",
-    )
-    add(
-        "--epp-costs",
-        default="analytic",
-        metavar="analytic|measure|FILE",
-        help="Where predicted times come from: formulas, a short measurement at start-up (kept with the checkpoints, so that a "
-        "resumed run plans alike), or a file (default: analytic).",
-    )
-    add(
-        "--epp-fp32-kv-gradients",
-        nargs="?",
-        choices=CHOICES,
-        const="on",
-        default="auto",
-        help="Add up the gradients of a sliced sequence's keys and values in fp32: on (or no value), off, or auto, which does "
-        f"so where it has more than {MOST_ROUNDED} slices. In bf16 and fp16 every slice rounds the sum otherwise. Takes twice "
-        "the memory for them (default: auto).",
-    )
-    add(
-        "--epp-oom-retry",
-        action="store_true",
-        help="Where a rank runs out of memory, plan the batch again below a cap lowered by what was in use beyond the plan, "
-        "and run it once more; later iterations keep that cap until the run ends. Gradients are reduced only when all ranks "
-        "are through, so --overlap-grad-reduce overlaps nothing then. Not with tensor, context or expert parallelism.",
-    )
-    add(
-        "--epp-loss-block-tokens",
-        default="auto",
-        metavar="auto|N|0",
-        help="Compute logits and loss by blocks of at most N tokens, again in backward, so that a chunk's logits are never "
-        "there at once. The price is one more product with the output layer's weight. Liger's kernel does what is between "
-        "products where it can (megatron-epp doctor tells), else plain torch. 0: as Megatron does. auto (default): blocks of "
-        "1 GiB of fp32 logits where --seq-length tokens have more than 2 GiB of them on a rank, else 0.",
-    )
+class _Renamed(argparse._StoreAction):
+    """Stores the value of a flag, and warns where it was given by an old name."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string not in self.option_strings:
+            _warn(f"{option_string} is now {self.option_strings[-1 if '--epp-' in str(option_string) else 0]}")
+        super().__call__(parser, namespace, values, option_string)
 
 
-def _add_watching(add: Callable[..., Any]) -> None:
-    """Add the flags for lookahead, wait limits, reports and memory measurement."""
-    add("--epp-lookahead", type=int, default=2, metavar="N", help="Iterations to plan ahead of training (default: 2).")
-    add(
-        "--epp-wait-limit-seconds",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="End the run, naming the action, when an action, message or collective takes longer (default: 600). Before the "
-        "first iteration, where ranks measure costs and wait for each other, so much for every step of the slowest.",
-    )
-    add("--epp-report-dir", metavar="DIR", help="Write each iteration's planned and measured figures here (default: do not).")
-    add(
-        "--epp-trace",
-        type=int,
-        nargs="+",
-        metavar="I",
-        help="Write iteration I to --epp-report-dir: plan.json, measured.json with the times of every action, copy and wait, "
-        "and trace.json for ui.perfetto.dev, measured beside planned, a track for each stream; of several iterations as "
-        "plan-I.json and so on (default: none).",
-    )
-    add("--epp-measure-memory", action="store_true", help="Count the bytes autograd keeps, per rank. Costs a little time.")
-    add("--epp-allow-unknown-megatron", action="store_true", help="Patch a Megatron whose code is not known to work.")
+def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], old: Sequence[str], more: dict[str, Any]) -> None:
+    """Add a row's flag by its names and old names, with more arguments of `add_argument`."""
+    settings: dict[str, Any] = {"default": row.default, "metavar": row.unit, "choices": row.choices or None}
+    if row.is_switch:
+        settings = {"action": "store_true"}
+        more = {name: value for name, value in more.items() if name != "type"}
+    elif row.alone:
+        settings |= {"nargs": "?", "const": row.alone}
+    elif row.takes_several:
+        settings["nargs"] = "+"
+    if old:
+        settings["action"] = _Renamed
+        more["type"] = lambda text: _new_value(row, text)
+    action = group.add_argument(*names, *old, **settings | more)
+    action.option_strings = names  # the parser goes on to know the old names, which help does not show
+    action.setting = row.setting  # type: ignore[attr-defined]
+
+
+def _new_value(row: Flag, text: str) -> str:
+    new = row.old_values.get(text, text)
+    if new != text:
+        _warn(f"{text!r} of {row.training} is now {new!r}")
+    return new
+
+
+def _warn(renamed: str) -> None:
+    """Log a renaming, in a training run on its first rank only."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("%s; the old name goes with the next release", renamed)

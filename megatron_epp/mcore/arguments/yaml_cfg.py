@@ -19,7 +19,7 @@ from typing import Any
 from megatron_epp.launch.flags import EPP_PREFIX
 from megatron_epp.launch.nearest import nearest
 from megatron_epp.launch.settings import read_settings
-from megatron_epp.mcore.arguments.errors import ArgumentError
+from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.plan.reading import shown
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def take_defaults(parser: argparse.ArgumentParser, path: str) -> None:
         EppError: the file cannot be read.
     """
     body = _flat(read_settings(Path(path)), path)
-    by_name = {option.removeprefix("--").replace("-", "_"): a for a in parser._actions for option in a.option_strings}
+    by_name = {option.removeprefix("--").replace("-", "_"): action for option, action in parser._option_string_actions.items()}
     by_name |= {action.dest: action for action in parser._actions}
     _translate(body, by_name)
     unused = {}

@@ -17,7 +17,7 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from megatron.training import global_vars
 
-from megatron_epp.mcore.arguments.layout import check_pattern
+from megatron_epp.mcore.arguments.sizes import check_pattern
 from megatron_epp.mcore.model import model_chunks
 from megatron_epp.mcore.model.layer_spec import relayed
 from megatron_epp.mcore.model.linear import split_weight_gradients

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
@@ -39,6 +39,11 @@ LINES = "iterations.jsonl"
 
 _BATCHES = 10
 """Number of logged iterations whose lengths are taken as typical of the run."""
+
+
+def layout_words(layers: Sequence[int]) -> str:
+    """Format the flag that gives every stage its number of layers."""
+    return f"--pipeline-model-parallel-layout '{spread.layout_flag(layers)}'"
 
 
 @dataclass(slots=True)
@@ -190,7 +195,7 @@ class IterationReport:
         session.batches_seen.append(plan.lengths)
         if len(session.batches_seen) == _BATCHES:
             lengths = list(chain.from_iterable(session.batches_seen))
-            if hint := spread.advice(session.costs, plan.placement, lengths):
+            if hint := spread.advice(session.costs, plan.placement, lengths, layout_words):
                 writers.log_hint(hint)
 
     def _write(self, line: dict[str, Any], measured: Measured | None) -> None:

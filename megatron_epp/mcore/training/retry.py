@@ -69,6 +69,6 @@ def run_twice_if_short(
         batch = batches.again()
     except EppError as error:
         why = "another rank ran out of memory; its log says where" if shortage is None else shortage.text
-        raise type(error)(f"{why}\nThere is no plan for less: {error}") from error
+        raise error.within(f"{why}\nThere is no plan for less: ") from error
     attempt(batch, False)
     return batch

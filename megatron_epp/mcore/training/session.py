@@ -17,6 +17,8 @@ from megatron.core import mpu
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
+from megatron_epp.mcore.arguments.parser import options_from
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.costs.sources import gathered, pipeline_costs
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import block_loss
@@ -217,7 +219,7 @@ class Session:
         try:
             return self._planner.plan(replace(self._problem, lengths=lengths, forward_only=forward_only))
         except EppError as error:
-            raise type(error)(f"{error}\nThe batch that this is about has {_summary(lengths)}.") from error
+            raise error.within(after=f"\nThe batch that this is about has {_summary(lengths)}.", names=TRAINING) from error
 
     def _exchange(self, items: list[Item]) -> list[Item]:
         assert self.links is not None
@@ -272,16 +274,7 @@ def problem_of(
 
 def options_of(args: argparse.Namespace) -> Options:
     """Return the planner options that the `--epp-*` flags set."""
-    return Options(
-        chunk_tokens=args.epp_chunk_tokens,
-        slices=args.epp_slices,
-        recompute=args.epp_recompute if args.epp_recompute == "auto" else int(args.epp_recompute),
-        recompute_levels=args.epp_recompute_levels,
-        planner=args.epp_planner,
-        split_weight=args.epp_split_weight_gradient,
-        offload=args.epp_offload == "on",
-        budget_ms=args.epp_plan_budget_ms,
-    )
+    return options_from(args, training=True)
 
 
 def _teams() -> tuple[Teams, list[list[int]]]:

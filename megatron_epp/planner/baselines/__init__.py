@@ -20,4 +20,4 @@ BASELINES: dict[str, Callable[[Problem, Costs, Options], Decisions]] = {
     "chunkflow": chunkflow,
     "infinipipe": infinipipe,
 }
-"""Planners by the names `--epp-planner` takes."""
+"""Planners by their names in `Options.planner`."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, PlanError
+from megatron_epp.plan import Chunk, PlanError, Remedy
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import Layers, makespan_us
 from megatron_epp.planner.memory.recompute import peaks_bytes
@@ -98,6 +98,6 @@ def own_recompute_only(options: Options) -> None:
     """Raise `PlanError` if the user fixed the recompute that a planner chooses itself."""
     if options.recompute != "auto":
         raise PlanError(
-            f"planner {options.planner!r} chooses recompute itself; it cannot take {options.recompute} layers "
-            f"(leave --epp-recompute at auto)"
+            f"planner {options.planner!r} chooses recompute itself; it cannot take {options.recompute} layers",
+            Remedy("set", "recompute", "auto"),
         )

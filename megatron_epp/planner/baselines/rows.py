@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_epp.plan import Chunk, InfeasibleError, Segment
+from megatron_epp.plan import Chunk, InfeasibleError, Remedy, Segment
 from megatron_epp.planner.baselines.contest import MOST_CHUNKS
 from megatron_epp.planner.chunks.chunker import round_up
 from megatron_epp.planner.problem import Options, Problem
@@ -20,8 +20,8 @@ def context_tokens(problem: Problem, options: Options) -> int:
     context = longest if options.context is None else options.context
     if longest > context:
         raise InfeasibleError(
-            f"planner {options.planner!r} does not cut sequences: one of {longest} tokens does not fit rows of {context} "
-            f"(raise the context length to {longest})"
+            f"planner {options.planner!r} does not cut sequences: one of {longest} tokens does not fit rows of {context}",
+            Remedy("raise", "context", longest),
         )
     return round_up(context, problem.token_multiple)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_epp.plan import PlanError
+from megatron_epp.plan import PlanError, Remedy
 
 INFEASIBLE = 2
 """scipy's status of a model without solution."""
@@ -186,5 +186,6 @@ def _scipy() -> tuple[Any, Any]:
     try:
         from scipy import optimize, sparse  # type: ignore[import-untyped]
     except ImportError as error:
-        raise PlanError("this planner needs scipy: pip install 'megatron-epp[milp]', or use --epp-planner greedy") from error
+        remedy = Remedy("set", "planner", "greedy")
+        raise PlanError("this planner needs scipy (pip install 'megatron-epp[milp]')", remedy) from error
     return optimize, sparse

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, InfeasibleError, PlanError
+from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
@@ -89,8 +89,8 @@ def oracle(
     if math.isinf(solved.bound) and solved.bound > 0:
         if made is None:
             raise InfeasibleError(
-                f"no decisions for these {len(chunks)} chunks fit a memory cap of {min(problem.cap_bytes)} bytes per rank "
-                f"(--epp-memory-cap-gb)"
+                f"no decisions for these {len(chunks)} chunks fit a memory cap of {min(problem.cap_bytes)} bytes per rank",
+                Remedy("raise", "cap_bytes"),
             )
         return Proven(made, made_us, made_us * (1 - TOLERANCE), True)
     bound_us = max(bound_us, solved.bound * horizon_us)
@@ -180,8 +180,10 @@ def _serial_us(tables: Tables) -> float:
 
 def _known(problem: Problem, options: Options) -> None:
     if not problem.is_straight or problem.forward_only:
-        raise PlanError("the oracle knows training with one stage on each rank, in order (--epp-planner greedy knows more)")
+        remedy = Remedy("set", "planner", "greedy")
+        raise PlanError("the oracle knows training with one stage on each rank, in order", remedy)
     if options.recompute != "auto":
         raise PlanError(
-            f"the oracle chooses recompute itself; it cannot take {options.recompute} layers (--epp-recompute auto)"
+            f"the oracle chooses recompute itself; it cannot take {options.recompute} layers",
+            Remedy("set", "recompute", "auto"),
         )

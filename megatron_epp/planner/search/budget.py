@@ -1,4 +1,4 @@
-"""Planning against a deadline (--epp-plan-budget-ms): the local search gets the time that the search for a plan leaves.
+"""Planning against a deadline (`Options.budget_ms`): the local search gets the time that the search for a plan leaves.
 
 The number of steps depends on the machine, so equal arguments may give different plans. Use it where one process decides.
 """

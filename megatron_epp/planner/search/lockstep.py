@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan, PlanError
+from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan, PlanError, Remedy
 from megatron_epp.plan.check.lockstep import check_matched
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned, align
@@ -74,7 +74,8 @@ def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) ->
         validate(problem, costs, options)
     _require_equal(problems)
     if options.planner != "greedy" or options.budget_ms:
-        raise PlanError("replicas that share experts are planned with --epp-planner greedy, without --epp-plan-budget-ms")
+        remedy = Remedy("drop", "budget_ms") if options.planner == "greedy" else Remedy("set", "planner", "greedy")
+        raise PlanError("replicas that share experts are planned by the planner greedy, without a time budget", remedy)
 
     def planned(asked: Problem) -> tuple[Plan, ...]:
         room = [replace(problem, cap_bytes=asked.cap_bytes, message_bytes=asked.message_bytes) for problem in problems]
@@ -302,8 +303,11 @@ class _Joint:
         if best is None:
             fewest = min(sum(problem.lengths) for problem in self.problems)
             raise InfeasibleError(
-                f"replicas that share experts need as many chunks each, and one that has {fewest} tokens in all has too few: "
-                "raise --global-batch-size or --epp-chunk-tokens, or lower --epp-slices or --expert-model-parallel-size"
+                f"replicas that share experts need as many chunks each, and one that has {fewest} tokens in all has too few",
+                Remedy("raise", "global_batch_size"),
+                Remedy("raise", "chunk_tokens"),
+                Remedy("lower", "slices"),
+                Remedy("lower", "expert_parallel"),
             )
         order = self._split(best) if splits(self.problems[0], self.costs, options) else best.order
         every = zip(self.problems, best.aligned.chunks, best.tables, best.made, best.hosted, strict=True)

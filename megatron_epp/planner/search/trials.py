@@ -9,7 +9,8 @@ from dataclasses import replace
 from operator import itemgetter
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, InfeasibleError
+from megatron_epp.plan import Chunk, InfeasibleError, Remedy
+from megatron_epp.plan.errors import format_gib
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
@@ -23,7 +24,6 @@ from megatron_epp.planner.orders.warm_up import Order, Schedule
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 
-GIB = 1 << 30
 CLEARLY = 0.99
 """While nothing fits, a grain counts as better when its least peak is below this share of the least before."""
 
@@ -180,21 +180,19 @@ def infeasible(problem: Problem, least_cap: int, least_host: int = 0, planner: s
         least_host: bytes of each rank at the host that would suffice, with the caps as they are; 0 where none would.
         planner: name of the planner, for the message.
     """
-    whose, instead = "", "lower --epp-chunk-tokens or --seq-length"
-    if planner != "greedy":
-        whose, instead = f" of {planner!r}", "lower --seq-length or use --epp-planner greedy"
-    raised, beside = f"--epp-memory-cap-gb to {_gib(least_cap)}", ""
+    remedies, beside = [Remedy("raise", "cap_bytes", least_cap)], ""
     if least_host:
-        raised += f", or --epp-host-memory-gb to {_gib(least_host)}"
-        beside = f", or {least_host} bytes ({_gib(least_host)} GiB) at the host, where it may have {problem.host_cap_bytes}"
+        remedies.append(Remedy("raise", "host_cap_bytes", least_host))
+        in_gib = format_gib(least_host)
+        beside = f", or {least_host} bytes ({in_gib} GiB) at the host, where it may have {problem.host_cap_bytes}"
+    if planner == "greedy":
+        whose, instead = "", (Remedy("lower", "chunk_tokens"), Remedy("lower", "context"))
+    else:
+        whose, instead = f" of {planner!r}", (Remedy("lower", "context"), Remedy("set", "planner", "greedy"))
     return InfeasibleError(
         f"no plan{whose} fits a memory cap of {min(problem.cap_bytes)} bytes per rank: the least that would do is "
-        f"{least_cap} bytes ({_gib(least_cap)} GiB){beside}.\n"
-        f"Raise {raised}, or {instead}.",
-        least_cap,
+        f"{least_cap} bytes ({format_gib(least_cap)} GiB){beside}.\n",
+        *remedies,
+        *instead,
+        least_cap_bytes=least_cap,
     )
-
-
-def _gib(num_bytes: int) -> str:
-    """Format bytes as GiB, rounded up so that a cap raised to this number suffices."""
-    return f"{-(-num_bytes * 100 // GIB) / 100:.2f}"

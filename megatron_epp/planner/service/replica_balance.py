@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.plan import InfeasibleError, PlanError, Remedy
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.problem import Problem
 
@@ -84,7 +84,8 @@ def divide(problem: Problem, costs: Costs, teams: Teams, makespan_us: Makespan, 
     """
     lengths, replicas = problem.lengths, sum(map(len, teams))
     if len(lengths) < replicas:
-        raise PlanError(f"{len(lengths)} sequences cannot be shared by {replicas} replicas: raise --global-batch-size")
+        remedy = Remedy("raise", "global_batch_size", replicas)
+        raise PlanError(f"{len(lengths)} sequences cannot be shared by {replicas} replicas", remedy)
     work_us = sequence_work(problem, costs)
     shares = longest_first(work_us, replicas)
     alone = tuple((replica,) for replica in range(replicas))

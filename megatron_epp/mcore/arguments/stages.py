@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_epp.mcore.arguments.errors import ArgumentError
+from megatron_epp.mcore.arguments import ArgumentError
 
 _PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _PER_RANK = "--num-virtual-stages-per-pipeline-rank"

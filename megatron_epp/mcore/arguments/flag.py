@@ -1,0 +1,170 @@
+"""A flag as data, and the values of flags as argparse reads them: each is refused in words that say what would do."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from dataclasses import field as default_of
+from typing import Any
+
+from megatron_epp.cost.head import AUTO
+from megatron_epp.plan.reading import MOST_LAYERS, shown
+from megatron_epp.planner import PLANNERS
+
+MOST = (1 << 31) - 1
+"""Largest whole number of a flag, where nothing smaller makes sense."""
+MOST_SEQUENCES = 1 << 24
+"""Largest number of sequences in a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Reads a number within limits.
+
+    Attributes:
+        least, most: limits.
+        kind: whole numbers, or any.
+        is_above: `least` itself is too small.
+        of_what: takes the word ``auto`` too, and counts this.
+    """
+
+    least: int
+    most: float
+    kind: type[int] | type[float] = int
+    is_above: bool = False
+    of_what: str = ""
+
+    def __call__(self, text: str) -> int | float | str:
+        if self.of_what and text == AUTO:
+            return text
+        try:
+            value = self.kind(text) if self.kind is float or (text.isdecimal() and len(text) < 16) else math.nan
+        except ValueError:
+            value = math.nan
+        if not self.holds(value):
+            raise argparse.ArgumentTypeError(f"{shown(text)} {self._wrong}")
+        return value
+
+    def holds(self, value: float) -> bool:
+        """Return True for a number within the limits."""
+        return self.least <= value <= self.most and not (self.is_above and value == self.least)
+
+    def accepts(self, value: float | str) -> bool:
+        """Return True for a number within the limits, or for the text of a value that `__call__` takes."""
+        if not isinstance(value, str):
+            return self.holds(value)
+        try:
+            self(value)
+        except argparse.ArgumentTypeError:
+            return False
+        return True
+
+    @property
+    def must_be(self) -> str:
+        """Words for what a value must be."""
+        if self.of_what:
+            return f"auto or a number of {self.of_what}"
+        if self.is_above:
+            return f"positive, and at most {self.most:g}"
+        return (
+            f"at least {self.least}, and at most {self.most:,}" if self.kind is int else f"a share, {self.least} to {self.most}"
+        )
+
+    @property
+    def _wrong(self) -> str:
+        if self.of_what:
+            return f"is none; give auto or a number of {self.of_what}, up to {self.most:,}"
+        if self.is_above:
+            return f"is not a positive number up to {self.most:,.0f}"
+        return f"is not a whole number from {self.least} to {self.most:,}" if self.kind is int else f"is not {self.must_be}"
+
+
+COUNT = Number(1, MOST)
+WHOLE = Number(0, MOST)
+SEED = Number(0, (1 << 32) - 1)
+LAYERS = Number(1, MOST_LAYERS)
+STAGES = Number(1, 4096)
+DEVICES = Number(1, 1 << 20)
+SEQUENCES = Number(1, MOST_SEQUENCES)
+AMOUNT = Number(0, 1e9, float, is_above=True)
+"""A size in GB, a time in seconds, or a scale."""
+SHARE = Number(0, 1, float)
+RECOMPUTED = Number(0, MOST_LAYERS, of_what="layers")
+SWITCH = bool
+"""Type of a flag that takes no value."""
+BLOCK = Number(0, MOST, of_what="tokens, 0 for no blocks")
+
+
+def planner(text: str) -> str:
+    """Read a planner's name."""
+    if ":" not in text and text not in PLANNERS:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is none of {', '.join(sorted(PLANNERS))}, and no module:function")
+    return text
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A setting, and its flags.
+
+    Attributes:
+        setting: name in errors, and destination: a field of `Options`, `Problem` or `ModelShape`, else the flag's own name.
+        training: flag of a training run: ``--epp...`` is ours, any other Megatron's own; empty for none.
+        short: flags of the command line, with spaces between; it takes the one of training too. Empty for none.
+        read: type of the value; `SWITCH` for a flag without one. Training checks the limits of a `Number` with all else.
+        help: what it does, for training; the command line says it in lower case. Settings in braces become flags.
+        short_help: for the command line, where that differs.
+        default: value where the flag is not given.
+        choices: all values; empty where they are not listed.
+        metavar: the value in help texts, or its unit; N for whole numbers by default.
+        alone: value where the flag is given without one; None where it needs one.
+        takes_several: takes one or more values.
+        field: converts a parsed value to that of the field.
+        old_names: names that work for one more release, with a warning.
+        old_values: values that do, and their new names.
+    """
+
+    setting: str
+    training: str = ""
+    short: str = ""
+    read: Callable[[str], Any] = str
+    help: str = ""
+    short_help: str = ""
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+    alone: str | None = None
+    takes_several: bool = False
+    field: Callable[[Any], Any] = _same
+    old_names: tuple[str, ...] = ()
+    old_values: Mapping[str, str] = default_of(default_factory=dict)
+
+    @property
+    def unit(self) -> str | None:
+        """Name of the value in help texts."""
+        return "N" if self.metavar is None and isinstance(self.read, Number) and self.read.kind is int else self.metavar
+
+    @property
+    def is_switch(self) -> bool:
+        """True for a flag that takes no value."""
+        return self.read is SWITCH
+
+    @property
+    def is_ours(self) -> bool:
+        """True for a flag that this package adds to a training run."""
+        return self.training.startswith("--epp")
+
+    @property
+    def dest(self) -> str:
+        """Name in the arguments of a training run."""
+        return self.training.removeprefix("--").replace("-", "_")
+
+    @property
+    def short_dest(self) -> str:
+        """Name in the arguments of a command."""
+        return self.short.split(" ")[0].removeprefix("--").replace("-", "_")
