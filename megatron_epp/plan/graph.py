@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_epp.plan.action import Action, Op
@@ -102,22 +103,48 @@ def deps(
     return needs
 
 
+class Link(NamedTuple):
+    """Relation between two operations at their sites whose results travel: who makes them, who needs them, how, and when."""
+
+    source: tuple[Op, int]
+    target: tuple[Op, int]
+    carries: Message | Collective
+    times_us: Sequence[float]
+
+
 class Transfer(NamedTuple):
     """Transfer of a step's result to other ranks, for one of the steps that need it.
 
     Attributes:
         producer, consumer: numbers of the steps.
-        source, target: the producing and the needing action of these.
-        carries: the kind of transfer.
-        time_us: its time.
+        chunk: of both.
+        link: the relation between them.
     """
 
     producer: int
     consumer: int
-    source: Action
-    target: Action
-    carries: Message | Collective
-    time_us: float
+    chunk: int
+    link: Link
+
+    @property
+    def source(self) -> Action:
+        """The producing action."""
+        return Action(*self.link.source, self.chunk)
+
+    @property
+    def target(self) -> Action:
+        """The needing action."""
+        return Action(*self.link.target, self.chunk)
+
+    @property
+    def carries(self) -> Message | Collective:
+        """The kind of transfer."""
+        return self.link.carries
+
+    @property
+    def time_us(self) -> float:
+        """Time of the transfer."""
+        return self.link.times_us[self.chunk] if self.link.times_us else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +158,7 @@ class Graph:
         tracks: the numbers of each track's steps.
         num_ranks: tracks of compute; copies of rank ``r`` are track ``num_ranks + r``.
         links: index of the link to the host, for every rank.
-        index: number of the step of each action.
+        rows: by operation and site, the number of the step of each chunk; -1 if the plan has none.
         needs: for each step, the steps it waits for and the time in microseconds of the transfer between them (zero if none).
         transfers: all transfers between ranks, in the order of their producers.
     """
@@ -140,9 +167,16 @@ class Graph:
     tracks: list[range]
     num_ranks: int
     links: Sequence[int]
-    index: dict[Action, int]
+    rows: dict[tuple[Op, int], list[int]]
     needs: list[list[tuple[int, float]]]
     transfers: list[Transfer]
+
+    def number(self, action: Action) -> int | None:
+        """Number of the step of an action; None if the plan does not have it."""
+        op, site, chunk = action
+        row = self.rows.get((op, site))
+        found = -1 if row is None else row[chunk]
+        return None if found < 0 else found
 
     def where(self, number: int) -> tuple[int, int]:
         """Rank of a step, and its position in its track."""
@@ -157,9 +191,9 @@ class Graph:
         if count == len(self.steps):
             return self
         steps = self.steps[:count]
-        index = {action: number for action, number in self.index.items() if number < count}
+        rows = {key: [number if number < count else -1 for number in row] for key, row in self.rows.items()}
         needs = [[(need, message_us) for need, message_us in links if need < count] for links in self.needs[:count]]
-        return Graph(steps, self.tracks[: self.num_ranks], self.num_ranks, (), index, needs, self.transfers)
+        return Graph(steps, self.tracks[: self.num_ranks], self.num_ranks, (), rows, needs, self.transfers)
 
 
 def build_graph(plan: Plan) -> Graph:
@@ -174,84 +208,92 @@ def build_graph(plan: Plan) -> Graph:
     for track in rows:
         tracks.append(range(len(steps), len(steps) + len(track)))
         steps.extend(track)
-    index: dict[Action, int] = {}
+    numbers: dict[tuple[Op, int], list[int]] = {}
+    chunks = len(plan.chunks)
     for number, step in enumerate(steps):
         for action in step.actions:
-            if index.setdefault(action, number) != number or action in step.actions[: step.actions.index(action)]:
+            op, site, chunk = action
+            row = numbers.get((op, site))
+            if row is None:
+                row = numbers[op, site] = [-1] * chunks
+            if not 0 <= chunk < chunks:
+                raise PlanError(f"{action} is of a chunk that the plan does not have; it has {chunks}")
+            if row[chunk] >= 0:
                 raise PlanError(f"{action} occurs more than once in the plan")
-    needs, transfers = _Linker(plan, index).link(steps)
-    return Graph(steps, tracks, plan.num_ranks, plan.host_links or range(plan.num_ranks), index, needs, transfers)
+            row[chunk] = number
+    graph = Graph(steps, tracks, plan.num_ranks, plan.host_links or range(plan.num_ranks), numbers, [], [])
+    _link(plan, graph)
+    return graph
 
 
 class _Relation(NamedTuple):
-    """A resolved relation with its transfer, None if both sides share a rank, and the times of that, by chunk."""
+    """A resolved relation.
 
+    Attributes:
+        row: numbers of the steps that it concerns, by chunk.
+        which: their chunk, relative to the waiting action's.
+        times_us: of the transfer between them, by chunk; empty if there is none, or it takes no time.
+        link: of the transfer; None if there is none.
+        op, site: of the steps.
+        if_present: as in `Need`.
+    """
+
+    row: list[int]
+    which: Of
+    times_us: Sequence[float]
+    link: Link | None
     op: Op
     site: int
-    chunk: Of
-    carries: Message | Collective | None
-    times_us: Sequence[float]
     if_present: bool
 
 
-class _Linker:
-    """Evaluation of the table of operations for the steps of a plan."""
+def _link(plan: Plan, graph: Graph) -> None:
+    """Fill a graph's `needs` and `transfers` from the table of operations."""
+    relations: dict[tuple[Op, int], list[_Relation]] = {}
+    links, same = ChunkLinks(plan.chunks, plan.loss_groups), Of.SAME
+    for number, step in enumerate(graph.steps):
+        found: list[tuple[int, float]] = []
+        if isinstance(step, Copy) and step.after is not None:
+            found.append((_required(graph, step.after, step.action), 0.0))
+        for action in step.actions:
+            op, site, own = action
+            related = relations.get((op, site))
+            if related is None:
+                related = relations[op, site] = list(_related(plan, graph, op, site))
+            for row, which, times_us, link, other, at, if_present in related:
+                for chunk in (own,) if which is same else links.of(which, own):
+                    need = row[chunk]
+                    if need < 0:
+                        if not if_present:
+                            _required(graph, Action(other, at, chunk), action)
+                    elif need != number:
+                        found.append((need, times_us[chunk] if times_us else 0.0))
+                        if link is not None:
+                            graph.transfers.append(Transfer(need, number, chunk, link))
+        graph.needs.append(found)
+    graph.transfers.sort(key=itemgetter(0))
 
-    def __init__(self, plan: Plan, index: dict[Action, int]) -> None:
-        self._plan, self._index = plan, index
-        self._links = ChunkLinks(plan.chunks, plan.loss_groups)
-        self._relations: dict[tuple[Op, int], list[_Relation]] = {}
 
-    def link(self, steps: Sequence[AnyStep]) -> tuple[list[list[tuple[int, float]]], list[Transfer]]:
-        """List the needs of every step, and the transfers between ranks."""
-        needs, transfers = [], []
-        for number, step in enumerate(steps):
-            links: list[tuple[int, float]] = []
-            if isinstance(step, Copy) and step.after is not None:
-                links.append((self._number(step.after, step.action), 0.0))
-            for action in step.actions:
-                for need, source, carries, time_us in self._needs(action):
-                    if need != number:
-                        links.append((need, time_us))
-                        if carries is not None:
-                            transfers.append(Transfer(need, number, source, action, carries, time_us))
-            needs.append(links)
-        transfers.sort(key=lambda transfer: transfer.producer)
-        return needs, transfers
+def _related(plan: Plan, graph: Graph, op: Op, site: int) -> Iterator[_Relation]:
+    here, nothing = operation(op).sites(plan.placement)[site], [-1] * len(plan.chunks)
+    for other, at, need in resolve(op, site, plan.placement):
+        if need.chunk is Of.GROUP and not plan.loss_groups:
+            continue
+        carries = need.carries
+        times_us: Sequence[float] = ()
+        if isinstance(carries, Message):
+            if operation(other).sites(plan.placement)[at] == here:
+                carries = None
+            else:
+                times_us = getattr(plan.messages, carries.times)[min(at, site)]
+        elif carries is not None:
+            times_us = plan.messages.collective_times(carries.op)
+        link = None if carries is None else Link((other, at), (op, site), carries, times_us)
+        yield _Relation(graph.rows.get((other, at), nothing), need.chunk, times_us, link, other, at, need.if_present)
 
-    def _needs(self, action: Action) -> Iterator[tuple[int, Action, Message | Collective | None, float]]:
-        op, site, chunk = action
-        relations = self._relations.get((op, site))
-        if relations is None:
-            relations = self._relations[op, site] = list(self._related(op, site))
-        same, index = Of.SAME, self._index
-        for other, at, which, carries, times_us, if_present in relations:
-            for c in (chunk,) if which is same else self._links.of(which, chunk):
-                number = index.get(need := Action(other, at, c))
-                if number is not None:
-                    yield number, need, carries, times_us[c] if times_us else 0.0
-                elif not if_present:
-                    self._number(need, action)
 
-    def _number(self, need: Action, action: Action) -> int:
-        number = self._index.get(need)
-        if number is None:
-            raise PlanError(f"{action} needs {need}, which the plan does not have")
-        return number
-
-    def _related(self, op: Op, site: int) -> Iterator[_Relation]:
-        plan = self._plan
-        here = operation(op).sites(plan.placement)[site]
-        for other, at, need in resolve(op, site, plan.placement):
-            if need.chunk is Of.GROUP and not plan.loss_groups:
-                continue
-            carries = need.carries
-            times_us: Sequence[float] = ()
-            if isinstance(carries, Message):
-                if operation(other).sites(plan.placement)[at] == here:
-                    carries = None
-                else:
-                    times_us = getattr(plan.messages, carries.times)[min(at, site)]
-            elif carries is not None:
-                times_us = plan.messages.collective_times(carries.op)
-            yield _Relation(other, at, need.chunk, carries, times_us, need.if_present)
+def _required(graph: Graph, need: Action, action: Action) -> int:
+    number = graph.number(need)
+    if number is None:
+        raise PlanError(f"{action} needs {need}, which the plan does not have")
+    return number

@@ -89,15 +89,16 @@ def _transfers(graph: Graph, ends: Sequence[_Moment]) -> list[list[_Posted]]:
     rank_of = [rank for rank, numbers in enumerate(graph.tracks[: graph.num_ranks]) for _ in numbers]
     gathered: dict[Action, _Moment] = {}
     for transfer in graph.transfers:
-        source, target, carries, due = transfer.source, transfer.target, transfer.carries, ends[transfer.producer]
+        producer, consumer, chunk, ((_, site), (_, to_site), carries, _) = transfer
+        due = ends[producer]
         if isinstance(carries, Collective):
-            action = Action(carries.op, 0, target.chunk)
+            action = Action(carries.op, 0, chunk)
             gathered[action] = max(due, gathered.get(action, due))
             continue
-        rank, to_rank = rank_of[transfer.producer], rank_of[transfer.consumer]
+        rank, to_rank = rank_of[producer], rank_of[consumer]
         stream = streams.setdefault((carries.send, rank, to_rank), len(streams))
-        posted[rank].append((due, stream, source._replace(op=carries.send)))
-        posted[to_rank].append((due, stream, target._replace(op=carries.receive)))
+        posted[rank].append((due, stream, Action(carries.send, site, chunk)))
+        posted[to_rank].append((due, stream, Action(carries.receive, to_site, chunk)))
     for action, due in gathered.items():
         stream = streams.setdefault((action.op,), len(streams))
         for rank, row in enumerate(posted):

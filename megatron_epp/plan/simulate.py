@@ -246,7 +246,8 @@ def _memory_events(graph: Graph, played: Playback, rank: int) -> Iterator[Memory
 def _change(graph: Graph, played: Playback, rank: int, action: Action) -> MemoryEvent:
     """Allocation of a copy when it starts, or release of an offload when it ends (`FREE`)."""
     at_end = action.op is Op.FREE
-    number = graph.index[action._replace(op=Op.O) if at_end else action]
+    number = graph.number(action._replace(op=Op.O) if at_end else action)
+    assert number is not None  # it was issued
     position, step = number - graph.tracks[graph.num_ranks + rank].start, graph.steps[number]
     if at_end:
         return MemoryEvent(played.end_us[number], -step.free_bytes, step, position, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, pairwise, repeat
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +14,9 @@ from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.line import TimeColumn
 from megatron_epp.cost.work import IntColumn
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Recompute
-from megatron_epp.plan.graph import Resolved, resolve
-from megatron_epp.plan.operations import Collective, Message, Track, operation, operations
+from megatron_epp.plan.operations import Collective, Message, Track, operations
 from megatron_epp.planner.kernels import climb
-from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds
+from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, filled, need_columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers, plain
 from megatron_epp.planner.memory.ladder import ABSENT, Rung, ladder, recompute_of, taken_by
 from megatron_epp.planner.memory.messages import message_room
@@ -133,9 +132,16 @@ class Tables:
             self._columns[kinds] = columns_of(self, kinds)
         return self._columns[kinds]
 
-    def collective_us(self, op: Op) -> Sequence[float]:
-        """Time by chunk of a collective of added operations, in microseconds."""
-        found = [rows.collective_us[op] for rows in self.added.values() if op in rows.collective_us]
+    def transfer_us(self, carries: Message | Collective | None, boundary: int) -> Sequence[float]:
+        """Time by chunk of a transfer, in microseconds.
+
+        Args:
+            carries: the transfer; None for none.
+            boundary: of a message, the lower of its two stages.
+        """
+        if isinstance(carries, Message):
+            return self.hops[boundary]
+        found = [rows.collective_us[carries.op] for rows in self.added.values() if carries and carries.op in rows.collective_us]
         return found[0] if found else [0.0] * len(self.message_us)
 
     def host_us(self, num_bytes: int) -> float:
@@ -362,7 +368,9 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     chunks = len(tables.message_us)
     added = [tables.added[op] for op in kinds[ADDED:]]
     num_items = chunks * max([len(tables.rank_of), *(len(rows.time_us) for rows in added)])
-    need_starts, needs, need_us = _needs(tables, kinds, num_items)
+    need_starts, needs, need_us = need_columns(
+        kinds, tables.rank_of, num_items, chunks, lambda carries, site: tables.transfer_us(carries, site)
+    )
     none: list[list[float]] = [[0.0] * chunks] * len(tables.rank_of)
 
     def column(rows: Sequence[Sequence[float]]) -> Floats:
@@ -413,51 +421,7 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
         need_starts=need_starts,
         needs=needs,
         need_us=need_us,
-        added_us=floats(_filled([rows.time_us for rows in added], num_items, 0.0)),
-        added_takes=integers(_filled([rows.takes for rows in added], num_items, 0)),
-        added_gives=integers(_filled([rows.gives for rows in added], num_items, 0)),
+        added_us=floats(filled([rows.time_us for rows in added], num_items, 0.0)),
+        added_takes=integers(filled([rows.takes for rows in added], num_items, 0)),
+        added_gives=integers(filled([rows.gives for rows in added], num_items, 0)),
     )
-
-
-def _filled[T: (int, float)](tables: Sequence[Sequence[Sequence[T]]], num_items: int, zero: T) -> list[T]:
-    """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries."""
-    return [value for table in tables for value in islice(chain(chain.from_iterable(table), repeat(zero)), num_items)]
-
-
-def _needs(tables: Tables, kinds: Kinds, num_items: int) -> tuple[Integers, Integers, Floats]:
-    """Resolve the table of operations into `Columns.need_starts`, `needs` and `need_us`."""
-    chunks, number = len(tables.message_us), {op: kind for kind, op in enumerate(kinds)}
-    count = np.arange(chunks)
-    per_node = np.zeros(len(kinds) * num_items, dtype=np.int64)
-    needs: list[IntColumn] = []
-    times: list[TimeColumn] = []
-    for kind, op in enumerate(kinds):
-        sites = operation(op).sites
-        for site in range(len(sites(tables.rank_of))):
-            related = [
-                one
-                for one in resolve(op, site, tables.rank_of)
-                if one.op in number and not (one.site == site and operation(one.op).sites is sites)
-            ]
-            first = kind * num_items + site * chunks
-            per_node[first : first + chunks] = len(related)
-            if related:
-                nodes = [number[one.op] * num_items + one.site * chunks + count for one in related]
-                needs.append(np.stack(nodes, axis=1).ravel())
-                times.append(np.stack([_transfer_us(tables, op, site, one) for one in related], axis=1).ravel())
-    starts = [0, *np.cumsum(per_node).tolist()]
-    return (
-        integers(starts),
-        integers(np.concatenate(needs).tolist() if needs else []),
-        floats(np.concatenate(times).tolist() if times else []),
-    )
-
-
-def _transfer_us(tables: Tables, op: Op, site: int, related: Resolved) -> TimeColumn:
-    """Time by chunk of the transfer between an action and one that it waits for."""
-    carries = related.need.carries
-    if isinstance(carries, Message):
-        return np.array(tables.hops[min(site, related.site)], dtype=np.float64)
-    if isinstance(carries, Collective):
-        return np.array(tables.collective_us(carries.op), dtype=np.float64)
-    return np.zeros(len(tables.message_us))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
-from megatron_epp.plan.operations import operation
+from megatron_epp.plan.operations import operations
 
 Rows = Sequence[Sequence[Action]]
 
@@ -85,13 +85,16 @@ def check_launches(replicas: Sequence[Rows], lockstep: bool = False) -> Iterator
 def _events(row: Sequence[Action], replica: int, lockstep: bool) -> list[tuple[_Event, int]]:
     """Return the events that a row shares with other rows, each with its position. All sides of an event have the same key."""
     found: list[tuple[_Event, int]] = []
+    kinds = {kind.op: kind for kind in operations() if kind.side is not None or (lockstep and kind.in_layers)}
     for position, (op, site, chunk) in enumerate(row):
-        kind = operation(op)
-        if (side := kind.side) is not None:
+        kind = kinds.get(op)
+        if kind is None:
+            continue
+        if (side := kind.side) is None:
+            found.append(((op, site, chunk, -1), position))
+        else:
             at = 0 if side.site is None else site + side.site
             found.append(((side.event, at, chunk if side.by_chunk else 0, -1 if side.replicas else replica), position))
-        elif lockstep and kind.in_layers:
-            found.append(((op, site, chunk, -1), position))
     return found
 
 

@@ -8,7 +8,7 @@ from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.plan.kv_offload import host_levels
-from megatron_epp.plan.operations import Role, Track, of_stages, operation
+from megatron_epp.plan.operations import Role, Track, of_stages, operation, operations
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline
 
@@ -61,23 +61,26 @@ _Owner = tuple[str, int, int]
 def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Violation]:
     live: dict[_Owner, int] = {}
     kept: dict[tuple[int, int], Action] = {}
-    owners = _owners(timeline.plan, rank, chains)
+    joined = _joined(timeline.plan, rank, chains)
+    roles = {kind.op: kind.role for kind in operations()}
+    sites = _site_names()
     for event in timeline.memory_events[rank]:
-        owner = owners[event.step.action]
+        step, delta, at_end = event.step, event.delta_bytes, event.at_end
+        op, stage, chunk = step.action
+        owner: _Owner = (sites[op], stage, chains[chunk])
+        owner = joined.get(owner, owner) if joined else owner
         before = live.get(owner, 0)
-        for action in event.step.actions:
-            op, *key = action
-            role = operation(op).role
-            opener = kept.get((key[0], key[1]))
-            if not event.at_end and role in (Role.CLOSES, Role.DEFERRED) and before <= 0 and opener is not None:
+        live[owner] = after = before + delta
+        for action in step.actions:
+            role = roles[action.op]
+            if role is Role.OPENS:
+                if at_end and step.alloc_bytes > step.free_bytes:
+                    kept[action[1:]] = action
+            elif before <= 0 and not at_end and role is not Role.NEITHER and (opener := kept.get(action[1:])):
                 yield Violation(rank, event.position, action, f"reads what {opener} kept, but all of it was freed before")
-            if event.at_end and role is Role.OPENS and event.step.alloc_bytes > event.step.free_bytes:
-                kept[key[0], key[1]] = action
-        live[owner] = before + event.delta_bytes
-        if live[owner] < 0 and event.delta_bytes < 0:
-            action = event.step.action
-            reason = f"frees {-event.delta_bytes} bytes when only {before} of its stage and chunk are live"
-            yield Violation(rank, event.position, action, reason, operation(action.op).track is Track.COPY)
+        if after < 0 and delta < 0:
+            reason = f"frees {-delta} bytes when only {before} of its stage and chunk are live"
+            yield Violation(rank, event.position, step.action, reason, operation(op).track is Track.COPY)
             live[owner] = 0
     for (site, index, chain), left in live.items():
         if left > 0:
@@ -85,24 +88,25 @@ def _balance(timeline: Timeline, rank: int, chains: list[int]) -> Iterator[Viola
             yield Violation(rank, None, None, reason)
 
 
-def _owners(plan: Plan, rank: int, chains: list[int]) -> dict[Action, _Owner]:
-    """Owner of the bytes of each action of a rank; actions that run in one step have one owner."""
+def _site_names() -> dict[Op, str]:
+    return {kind.op: "stage" if kind.sites is of_stages else "site" for kind in operations()}
 
-    def owner(action: Action) -> _Owner:
-        return "stage" if operation(action.op).sites is of_stages else "site", action.stage, chains[action.chunk]
 
-    steps = [step for _, table in plan.tables if table for step in table[rank]]
+def _joined(plan: Plan, rank: int, chains: list[int]) -> dict[_Owner, _Owner]:
+    """Owners that are one because actions of both run in one step, each with the one that stands for it; none without such."""
     joined: dict[_Owner, _Owner] = {}
+    sites = _site_names()
 
     def root(one: _Owner) -> _Owner:
         while (above := joined.get(one, one)) != one:
             one = above
         return one
 
-    for step in steps:
-        first, *others = (root(owner(action)) for action in step.actions)
-        joined |= {other: first for other in others if other != first}
-    return {action: root(owner(action)) for step in steps for action in step.actions}
+    for step in plan.ranks[rank]:
+        if step.also:
+            first, *others = (root((sites[op], stage, chains[chunk])) for op, stage, chunk in step.actions)
+            joined |= {other: first for other in others if other != first}
+    return {one: root(one) for one in joined}
 
 
 def _copies(plan: Plan) -> Iterator[Violation]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, islice, repeat
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_epp.plan import Action, Op, PlanError
-from megatron_epp.plan.operations import Track, operations
-from megatron_epp.planner.kernels.compiled import Floats, Integers, integers
+from megatron_epp.plan.graph import resolve
+from megatron_epp.plan.operations import Collective, Message, Track, operation, operations
+from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers
 
 KIND_BITS = 3
 """Low bits of a code that hold the kind of an action."""
@@ -98,6 +101,49 @@ class Codes(NamedTuple):
     @property
     def num_ranks(self) -> int:
         return len(self.starts) - 1
+
+
+def filled[T: (int, float)](tables: Sequence[Sequence[Sequence[T]]], num_items: int, zero: T) -> list[T]:
+    """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries."""
+    return [value for table in tables for value in islice(chain(chain.from_iterable(table), repeat(zero)), num_items)]
+
+
+def need_columns(
+    kinds: Kinds,
+    rank_of: Sequence[int],
+    num_items: int,
+    num_chunks: int,
+    transfer_us: Callable[[Message | Collective | None, int], Sequence[float]],
+) -> tuple[Integers, Integers, Floats]:
+    """Resolve the table of operations into `Columns.need_starts`, `needs` and `need_us`.
+
+    Args:
+        kinds: operations of the orders that are to be timed.
+        rank_of: the rank of each stage.
+        num_items: `Columns.num_items`.
+        num_chunks: of the chunk table.
+        transfer_us: times by chunk of a transfer over the boundary behind a stage.
+    """
+    number, chunks = {op: kind for kind, op in enumerate(kinds)}, np.arange(num_chunks)
+    per_node = np.zeros(len(kinds) * num_items, dtype=np.int64)
+    needs: list[int] = []
+    times_us: list[float] = []
+    for kind, op in enumerate(kinds):
+        sites = operation(op).sites
+        for site in range(len(sites(rank_of))):
+            related = [
+                one
+                for one in resolve(op, site, rank_of)
+                if one.op in number and not (one.site == site and operation(one.op).sites is sites)
+            ]
+            first = kind * num_items + site * num_chunks
+            per_node[first : first + num_chunks] = len(related)
+            if related:
+                nodes = [number[one.op] * num_items + one.site * num_chunks + chunks for one in related]
+                needs += np.stack(nodes, axis=1).ravel().tolist()
+                rows = [transfer_us(one.need.carries, min(site, one.site)) for one in related]
+                times_us += np.array(rows, dtype=np.float64).T.ravel().tolist()
+    return integers([0, *np.cumsum(per_node).tolist()]), integers(needs), floats(times_us)
 
 
 def code_of(action: Action, num_chunks: int, kinds: Kinds = KINDS) -> int:

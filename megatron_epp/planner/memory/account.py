@@ -16,6 +16,7 @@ from megatron_epp.cost import memory as item
 from megatron_epp.cost.work import BoolColumn
 from megatron_epp.plan import LEVELS, Action, Op, Plan, Recompute, simulate
 from megatron_epp.plan.account import Account, Items
+from megatron_epp.plan.operations import operation, operations
 from megatron_epp.plan.plan import AnyStep
 from megatron_epp.plan.simulate import Timeline
 from megatron_epp.planner.memory.kv_offload import without_caches
@@ -34,7 +35,10 @@ def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Ac
     placed = [[stage for stage, on in enumerate(plan.placement) if on == rank] for rank in range(plan.num_ranks)]
     stages = [_Stage(plan, costs, stage, work) for stage in range(plan.num_stages)]
     steps = [step for _, rows in plan.tables for row in rows for step in row]
-    pairs = {step.action: stages[step.action.stage].pair(step) for step in steps}
+    known = {kind.op for kind in operations() if kind.rows is None}
+    pairs = {step.action: stages[step.action.stage].pair(step) if step.action.op in known else _added(step) for step in steps}
+    *dynamic, lost = item.DYNAMIC
+    texts = [kind.text for kind in operations() if kind.rows is not None and any(step.action.op is kind.op for step in steps)]
     return Account(
         timeline or simulate(plan),
         tuple(
@@ -43,9 +47,15 @@ def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Ac
         ),
         {action: takes for action, (takes, _) in pairs.items()},
         {action: gives for action, (_, gives) in pairs.items()},
-        item.DYNAMIC,
+        (*dynamic, *texts, lost),
         costs.fragmentation_share,
     )
+
+
+def _added(step: AnyStep) -> tuple[Items, Items]:
+    """Bytes by item of a step of an added operation: one item, named after it."""
+    name = operation(step.action.op).text
+    return {name: step.alloc_bytes}, {name: step.free_bytes}
 
 
 class _Stage:
