@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_epp.cli.types import output, picture, unwritable
-from megatron_epp.launch.nearest import nearest
+from megatron_epp.launch.settings import nearest
 from megatron_epp.report.table import printable
 
 

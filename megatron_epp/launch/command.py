@@ -16,10 +16,9 @@ from typing import Any
 
 import megatron_epp
 from megatron_epp.launch.environment import check_environment, exports, is_secret
-from megatron_epp.launch.machine import version_of
-from megatron_epp.launch.meet import WAIT_S, usable_port
-from megatron_epp.launch.nearest import nearest
-from megatron_epp.launch.settings import Settings, SettingsError
+from megatron_epp.launch.machine import usable_port, version_of
+from megatron_epp.launch.rendezvous import WAIT_S
+from megatron_epp.launch.settings import Settings, SettingsError, nearest
 
 REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Parallel sizes whose product is the number of ranks of one data-parallel replica."""

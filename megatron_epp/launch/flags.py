@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.launch.nearest import nearest
-from megatron_epp.launch.settings import Settings, SettingsError
+from megatron_epp.launch.settings import Settings, SettingsError, nearest
 
 EPP_PREFIX = "epp_"
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")

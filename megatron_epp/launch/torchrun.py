@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from megatron_epp.launch.scratch import launcher_folder
+from megatron_epp.launch.lifetime import launcher_folder
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import yaml
 
 import megatron_epp
 from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
-from megatron_epp.launch.meet import PortError
+from megatron_epp.launch.machine import PortError
 from megatron_epp.launch.settings import SettingsError
 
 
