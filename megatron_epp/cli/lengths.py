@@ -11,8 +11,7 @@ import numpy as np
 
 from megatron_epp.cli.types import MOST_SEQUENCES, count, sequences
 from megatron_epp.data import sequence_lengths
-from megatron_epp.data.document_index import document_tokens
-from megatron_epp.data.sequences import LONG_DOCUMENTS, sequences_of
+from megatron_epp.data.documents import LONG_DOCUMENTS, document_tokens, sequences_of
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_BYTES, naming, read_text, shown
 

@@ -11,7 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.data.sequences import LONG_DOCUMENTS
+from megatron_epp.data.documents import LONG_DOCUMENTS
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, DocumentFile
 from megatron_epp.plan.errors import EppError
 

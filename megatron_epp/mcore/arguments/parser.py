@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
-from megatron_epp.data.sequences import LONG_DOCUMENTS
+from megatron_epp.data.documents import LONG_DOCUMENTS
 from megatron_epp.plan.kv_sums import CHOICES, MOST_ROUNDED
 
 TITLE = "elastic pipeline parallelism"
