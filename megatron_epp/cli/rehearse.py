@@ -8,13 +8,12 @@ from pathlib import Path
 from megatron_epp.cli.output import say
 from megatron_epp.cli.progress import progress
 from megatron_epp.cli.types import output, positive_number
-from megatron_epp.plan.action import Action
 from megatron_epp.plan.check import check
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.serialize import digest, load
+from megatron_epp.plan.serialize import load
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.measured import Event, Measured
+from megatron_epp.report.measured import Measured
 from megatron_epp.report.table import format_us
 
 EXAMPLE = """\
@@ -65,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
     timeout_s = args.timeout or 60 + 5 * plan.num_ranks + 3 * simulated_us * scale / 1e6
     with progress(f"rehearsing {plan.num_ranks} ranks for {simulated_us * scale / 1e6:.0f} s"):
         rehearsed = rehearse(plan, scale, timeout_s)
-    ranks = tuple(tuple(Event(Action.parse(text), *times) for text, *times in events) for events in rehearsed.events)
-    measured = Measured(digest(plan), ranks)
+    measured = Measured.of(plan, rehearsed.events)
     if args.output:
         measured.save(Path(args.output))
     actions = sum(map(len, plan.ranks))

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_epp.plan.account import Account, Moment
 from megatron_epp.plan.plan import is_unlimited
-from megatron_epp.report.facts import host_peak_bytes
+from megatron_epp.report.facts import host_peak_bytes, stages_of
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, table
 
 _COLUMNS = 8
@@ -37,12 +37,12 @@ def _table(account: Account, peaks: Sequence[Moment], ranks: Sequence[int], size
     def row(name: str, sizes: Sequence[int]) -> list[str]:
         return [name, *(f"{num_bytes / size:.2f}" if num_bytes else "" for num_bytes in sizes)]
 
-    throughout = [name for name in account.items if name in account.static[0]]
-    passing = [name for name in account.items if name not in account.static[0]]
+    constant = [name for name in account.items if name in account.static[0]]
+    varying = [name for name in account.items if name not in account.static[0]]
     rule = [_LINE * 6, *(_LINE * 6 for _ in ranks)]
-    rows = [row(name, [peaks[rank].items.get(name, 0) for rank in ranks]) for name in throughout]
-    rows += [rule, row("held throughout", [plan.static_bytes[rank] for rank in ranks])]
-    rows += [row(name, sizes) for name in passing if any(sizes := [peaks[rank].items.get(name, 0) for rank in ranks])]
+    rows = [row(name, [peaks[rank].items.get(name, 0) for rank in ranks]) for name in constant]
+    rows += [rule, row("static, in all", [plan.static_bytes[rank] for rank in ranks])]
+    rows += [row(name, sizes) for name in varying if any(sizes := [peaks[rank].items.get(name, 0) for rank in ranks])]
     rows += [rule, row("peak", [peaks[rank].num_bytes for rank in ranks])]
     caps = _of(plan.cap_bytes, ranks)
     rows.append(["cap", *(format_cap(cap) if is_unlimited(cap) else f"{cap / size:.2f}" for cap in caps)])
@@ -60,7 +60,7 @@ def peak_lines(account: Account) -> Iterator[str]:
     for rank in range(plan.num_ranks):
         peak = account.peak(rank)
         if peak.step is None:
-            yield f"rank {rank} never holds more than throughout"
+            yield f"rank {rank} needs no more than its static memory"
             continue
         alive = [(str(plan.recompute[stage][c]), stage, c) for stage, c in account.alive(rank, peak)]
         groups = {text: _numbers([c for _, _, c in some]) for text, some in groupby(sorted(alive), key=lambda entry: entry[0])}
@@ -94,7 +94,7 @@ def figures(account: Account) -> list[dict[str, Any]]:
         found.append(
             {
                 "rank": rank,
-                "stages": [stage for stage, on in enumerate(plan.placement) if on == rank],
+                "stages": stages_of(plan, rank),
                 "static": {name: size for name, size in account.static[rank].items() if size},
                 "static_bytes": plan.static_bytes[rank],
                 "peak": peak.items,

@@ -16,8 +16,7 @@ from megatron_epp.plan.action import COMPUTE_OPS, COPY_OPS, Op
 from megatron_epp.plan.deps import deps
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline, simulate
-from megatron_epp.report.boxes import COMPUTE, COPY, LINK, Box, measured_boxes, planned_boxes
-from megatron_epp.report.measured import Measured
+from megatron_epp.report.measured import COMPUTE, COPY, LINK, Box, Measured, measured_boxes, planned_boxes
 
 Event = dict[str, Any]
 
