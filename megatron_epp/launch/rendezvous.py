@@ -6,6 +6,7 @@ torchrun itself would wait longer and end in a traceback on every node that is u
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import secrets
@@ -62,30 +63,35 @@ def wait_for_nodes(
         return
     token = shared_token() if token is None else token
     if node_rank == 0:
-        _gather(nodes, address, port, wait_s, deadline_s, token)
+        _admit(nodes, address, port, wait_s, deadline_s, token)
     else:
         _report(Hello(node_rank, nodes, new_nonce()), address, port, wait_s, deadline_s, token)
 
 
-def _gather(nodes: int, address: str, port: int, wait_s: float, deadline_s: float, token: bytes) -> None:
+def _admit(nodes: int, address: str, port: int, wait_s: float, deadline_s: float, token: bytes) -> None:
     """Wait for the other nodes as the first one, and tell them whether all have started."""
     try:
-        with listening(address, port, nodes + 128) as servers, Gathering(servers, nodes, token) as gathering:
-            absent = gathering.wait(deadline_s)
-            text = ""
-            if absent:
-                more = f" and {len(absent) - _MOST_LISTED} more" if len(absent) > _MOST_LISTED else ""
-                text = (
-                    f"node {', '.join(map(str, absent[:_MOST_LISTED]))}{more} of {nodes} did not come up within {wait_s:g} s: "
-                    "see its log; launch.wait_seconds (WAIT_SECONDS) sets how long to wait"
-                )
-                if gathering.num_refused:
-                    text += f". {gathering.num_refused} calls came without this run's token: {_REMEDY}"
-            gathering.answer(text)
+        with listening(address, port, nodes) as servers:
+            text = asyncio.run(_gather(Gathering(nodes, token), servers, nodes, wait_s, deadline_s))
     except OSError as error:
         raise PortError(port, error) from error
     if text:
         raise AbsentError(text)
+
+
+async def _gather(gathering: Gathering, servers: list[socket.socket], nodes: int, wait_s: float, deadline_s: float) -> str:
+    """Wait for nodes and answer them; return the answer, which is empty if all have started."""
+    absent, text = await gathering.wait(servers, deadline_s - time.monotonic()), ""
+    if absent:
+        more = f" and {len(absent) - _MOST_LISTED} more" if len(absent) > _MOST_LISTED else ""
+        text = (
+            f"node {', '.join(map(str, absent[:_MOST_LISTED]))}{more} of {nodes} did not come up within {wait_s:g} s: "
+            "see its log; launch.wait_seconds (WAIT_SECONDS) sets how long to wait"
+        )
+        if gathering.num_refused:
+            text += f". {gathering.num_refused} calls came without this run's token: {_REMEDY}"
+    await gathering.answer(text)
+    return text
 
 
 def _report(own: Hello, address: str, port: int, wait_s: float, deadline_s: float, token: bytes) -> None:
