@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,6 +97,10 @@ class Question:
         """Planning problem of one iteration of one replica."""
         caps = (self.cap_bytes,) * layout.pipeline
         return Problem(lengths, layout.rank_of, caps, token_multiple=layout.tensor * layout.context)
+
+    def problem_of(self, layout: Layout, share: Iterable[int]) -> Problem:
+        """Planning problem of the replica that has the sequences at these positions of the batch."""
+        return self.problem(layout, tuple(self.lengths[at] for at in share))
 
     def layers(self, layout: Layout, partition: str) -> tuple[int, ...]:
         """Layers of every stage, ``even`` or ``balanced``. Raises `EppError` if there are more stages than layers."""
