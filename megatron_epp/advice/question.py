@@ -127,10 +127,10 @@ class Question:
             slowest_us = max(slowest_us, dense_us + expert_us)
         return slowest_us
 
-    def _ring_us(self, parameters: float, group: int, apart: int) -> float:
-        """Time of `reduction_us` for a group of ranks with the given parameters each, spaced `apart` ranks in a node."""
+    def _ring_us(self, parameters: float, group: int, spacing: int) -> float:
+        """Time of `reduction_us` for a group of ranks with the given parameters each, `spacing` ranks apart in a node."""
         rates, node = self.cluster.rates, self.cluster.devices_per_node
-        in_node = max(1, min(group, node // apart))
+        in_node = max(1, min(group, node // spacing))
         rate = rates.exchange_bytes
         if group > in_node:
             rate = min(rate, in_node * rates.message_bytes)

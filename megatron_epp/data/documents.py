@@ -46,14 +46,14 @@ def read_header(path: str) -> Header:
     if not raw.startswith(_MAGIC):
         raise EppError(f"{path} is not a Megatron index (its first bytes are {raw[: len(_MAGIC)]!r}); {REMAKE}")
     if len(raw) < _HEADER.size:
-        raise EppError(f"{path} is truncated: {num_bytes} bytes, not even a header of {_HEADER.size}; {REMAKE}")
+        raise EppError(f"{path} is truncated: {num_bytes} bytes, less than a header of {_HEADER.size}; {REMAKE}")
     _, version, *numbers = _HEADER.unpack(raw)
     header = Header(*numbers)
     if version != 1:
         raise EppError(f"{path} has index version {version}, which cannot be read; {REMAKE}")
     expected = _HEADER.size + 12 * header.num_sequences + 8 * header.num_boundaries
     if num_bytes not in (expected, expected + header.num_sequences):
-        state = "is truncated" if num_bytes < expected else "has too much in it"
+        state = "is truncated" if num_bytes < expected else "is too long"
         raise EppError(f"{path} {state}: {num_bytes} bytes where its header announces {expected}; {REMAKE}")
     if header.num_boundaries < 2:
         raise EppError(f"{path} holds no documents; {REMAKE}")

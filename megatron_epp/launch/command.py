@@ -75,7 +75,8 @@ class Launch:
             if (number := getattr(made, key)) is not None and not least <= number <= most:
                 raise SettingsError(f"launch.{key} is {number}; it must be {least} or more" + f", up to {most}" * (most < _ANY))
         if not 0 <= made.node_rank < made.nodes:
-            raise SettingsError(f"launch.node_rank {made.node_rank} is none of launch.nodes {made.nodes}: they count from 0")
+            last, nodes = made.nodes - 1, made.nodes
+            raise SettingsError(f"launch.node_rank is {made.node_rank}; it must be from 0 to {last} for launch.nodes {nodes}")
         if made.nodes > 1 and made.master_port == 0:
             raise SettingsError("launch.master_port is 0; nodes must agree on a port: set MASTER_PORT or launch.master_port")
         if not made.name or made.name[0] in "-." or set(made.name) & set("/\\"):

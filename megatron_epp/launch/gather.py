@@ -135,7 +135,7 @@ class Gathering:
                     self._arrived.set()
                     await reader.read(1)  # nodes send no more: they wait for the answer and disconnect
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # it has disconnected, or is none of this run
+            pass  # it has disconnected, or is no node of this run
         finally:
             self._unproved.pop(writer, None)
             if found is not None and (node := self._present.get(found.node_rank)) is not None and node.writer is writer:
@@ -160,9 +160,9 @@ class Gathering:
         if found.nodes != self._nodes:
             return f"node {rank} was started for {found.nodes} nodes, node 0 for {self._nodes}: give all the same NNODES"
         if not 0 < rank < self._nodes:
-            return f"node {rank} is none of {self._nodes} beside node 0: set NODE_RANK from 1 to {self._nodes - 1}"
+            return f"node {rank} is not one of the {self._nodes} nodes: set NODE_RANK from 1 to {self._nodes - 1}"
         if (other := self._present.get(rank)) is not None:
-            return f"node {rank} is here already, from {other.address}: give every node a NODE_RANK of its own"
+            return f"node {rank} is present already, from {other.address}: give every node a NODE_RANK of its own"
         return ""
 
     def _tell(self, writer: asyncio.StreamWriter, hello: handshake.Hello, text: str) -> None:

@@ -163,8 +163,8 @@ def test_callers_that_say_nothing_keep_no_node_from_its_place(port, pool):
 def test_a_place_is_given_once(port, pool):
     first = pool.submit(one, 3, 0, port, 60)
     with placed(port, 1, 3):
-        assert "node 1 is here already, from 127.0.0.1: give every node a NODE_RANK of its own" in one(3, 1, port, 60)
-        assert "node 7 is none of 3 beside node 0" in one(3, 7, port, 60)
+        assert "node 1 is present already, from 127.0.0.1: give every node a NODE_RANK of its own" in one(3, 1, port, 60)
+        assert "node 7 is not one of the 3 nodes" in one(3, 7, port, 60)
         assert "node 2 was started for 4 nodes, node 0 for 3: give all the same NNODES" in one(4, 2, port, 60)
         assert one(3, 2, port, 60) is None
     assert first.result(LIMIT_S) is None
