@@ -93,16 +93,16 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
         raise PlanError("there is no plan to draw: no planner found one")
     least, most = _LANE_INCHES
     inches = max(least, min(most, _ALL_LANES_INCHES / sum(plan.num_ranks for _, plan in plans)))
-    rows = []
-    for name, plan in plans:
+    pipelines, rows = [f"{plan.num_stages} stages on {plan.num_ranks} ranks" for _, plan in plans], []
+    differ = len(set(pipelines)) > 1
+    for (name, plan), pipeline in zip(plans, pipelines, strict=True):
         predicted, share = plan.predicted, facts.recompute_share(plan)
-        recompute = f", recompute {share:.1%}" if share else ""
-        title = f"{name}: {format_us(predicted.makespan_us)}, bubble {predicted.bubble_fraction:.1%}{recompute}, "
-        title += f"peak {format_bytes(max(predicted.peak_bytes))}"
+        figures = [f"{name}: {format_us(predicted.makespan_us)}", f"bubble {predicted.bubble_fraction:.1%}"]
+        figures += [f"recompute {share:.1%}"] * (share > 0)
+        title = ", ".join([*figures, f"peak {format_bytes(max(predicted.peak_bytes))}", *[pipeline] * differ])
         height = max(inches * plan.num_ranks, 0.6)
         rows.append(_Row(title, plan, planned_boxes(simulate(plan)), predicted.makespan_us, Shades(plan), height))
-    first = plans[0][1]
-    title = f"{facts.batch_text(first)}, {first.num_stages} stages on {first.num_ranks} ranks, as planned"
+    title = ", ".join([facts.batch_text(plans[0][1]), *pipelines[: not differ], "as planned"])
     return _figure_of(rows, title, Shades.kinds())[0]
 
 

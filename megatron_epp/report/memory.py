@@ -11,6 +11,7 @@ from megatron_epp.plan.account import Account
 from megatron_epp.plan.plan import is_unlimited
 from megatron_epp.report.facts import host_peak_bytes, stages_of
 from megatron_epp.report.gantt import draw_caps, new_figure
+from megatron_epp.report.lanes import label_time
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, table
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def memory_picture(account: Account) -> Figure:
         axis.set_ylabel(f"rank {rank}\n{unit}", fontsize=9)
     note = draw_caps(axes, plan.cap_bytes, peak, size)
     axes[0].set_xlim(0.0, timeline.makespan_us / 1e3 or 1.0)
-    axes[-1].set_xlabel("ms")
+    label_time(axes[-1], timeline.makespan_us)
     axes[0].set_title(f"planned memory of {len(plan.lengths):,} sequences in {len(plan.chunks)} chunks ({note})", loc="left")
     from matplotlib.patches import Patch
 

@@ -35,6 +35,15 @@ def test_only_a_plan_that_recomputes_says_so():
     assert "recompute 25.0%" in second.get_title(loc="left")
 
 
+def test_pipelines_are_described_once_or_where_they_differ_in_every_title():
+    alike = side_by_side([("one", sliced_plan()), ("two", sliced_plan())])
+    assert "2 stages on 2 ranks" in alike.get_suptitle()
+    differing = side_by_side([("one", sliced_plan()), ("v", v_shaped_plan())])
+    assert "stages" not in differing.get_suptitle()
+    titles = [axis.get_title(loc="left") for axis in differing.axes]
+    assert [title.split(", ")[-1] for title in titles] == ["2 stages on 2 ranks", "4 stages on 2 ranks"]
+
+
 def test_the_legend_names_the_operations_of_all_plans():
     figure = side_by_side([("one", sliced_plan(recompute=0)), ("two", sliced_plan(recompute=1)), ("v", v_shaped_plan())])
     names = [text.get_text() for text in figure.legends[0].get_texts()]
