@@ -112,7 +112,7 @@ def test_switches_values_and_lists_reach_megatron_as_given(parser):
     ("override", "words"),
     [
         ("num_layer=3", "megatron.num_layer is not a flag of the training script; did you mean 'num_layers'?"),
-        ("epp.plcement=v", "epp.plcement is no flag"),
+        ("epp.plcement=v", "epp.plcement is not a flag"),
         ("num_layers=four", "argument --num-layers: invalid int value: 'four'"),
         ("position_embedding_type=ropes", "argument --position-embedding-type: invalid choice: 'ropes'"),
         ("swiglu=3", "megatron.swiglu is 3; --swiglu is a switch"),
