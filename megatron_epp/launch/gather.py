@@ -124,7 +124,8 @@ class Gathering:
             oldest = next(iter(self._unproved))
             del self._unproved[oldest]
             oldest.close()
-        address, found = str(writer.get_extra_info("peername")[0]), None
+        address, *_ = writer.get_extra_info("peername") or ("an unknown address",)  # unknown where it has disconnected
+        found = None
         try:
             found = await self._proved(reader, writer, address)
             if found is not None:
