@@ -185,7 +185,7 @@ def _read_token(path: Path) -> bytes:
 
 
 def main() -> None:
-    """For launch scripts: `python -m megatron_epp.launch.rendezvous NODES NODE_RANK ADDRESS PORT [SECONDS]`."""
+    """Serve launch scripts: `python -m megatron_epp.launch.rendezvous NODES NODE_RANK ADDRESS PORT [SECONDS]`."""
     parser = argparse.ArgumentParser(prog="megatron_epp.launch.rendezvous", description=main.__doc__)
     for name in ("nodes", "node_rank"):
         parser.add_argument(name, type=int)
