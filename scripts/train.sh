@@ -8,7 +8,7 @@
 # Knobs (environment):
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NPROC_PER_NODE   as torchrun's --nnodes and so on (1, 0, 127.0.0.1, any, one per GPU)
 #   WAIT_SECONDS                                                  how long nodes wait for each other to come up (300)
-#   EPP_MEET_TOKEN          16 or more random characters, the same on all nodes; not needed where they share your home folder
+#   EPP_RENDEZVOUS_TOKEN    16 or more random characters, the same on all nodes; not needed where they share your home folder
 #   EPP_SCRIPT                                                    a pretrain_gpt.py of your own, where flags are given (ours)
 # Uses the environment that `megatron-epp` is found in; without one it makes .venv.
 
@@ -53,7 +53,7 @@ printf '%q ' "${command[@]}"
 printf '\n'
 if [ "${#dry_run[@]}" -gt 0 ]; then exit 0; fi
 if [ "${NNODES:-1}" != 1 ] || [ -n "${MASTER_PORT:-}" ]; then # so that a node that does not come up, or a taken port, is named
-    python -m megatron_epp.launch.meet "${NNODES:-1}" "${NODE_RANK:-0}" "${MASTER_ADDR:-127.0.0.1}" "${MASTER_PORT:-29500}" "${WAIT_SECONDS:-300}"
+    python -m megatron_epp.launch.rendezvous "${NNODES:-1}" "${NODE_RANK:-0}" "${MASTER_ADDR:-127.0.0.1}" "${MASTER_PORT:-29500}" "${WAIT_SECONDS:-300}"
 fi
-unset EPP_MEET_TOKEN
+unset EPP_RENDEZVOUS_TOKEN
 exec "${command[@]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -119,15 +120,10 @@ def check_devices(question: Question) -> None:
     if devices > node and devices % node:
         less = devices // node * node
         raise EppError(
-            f"--devices {devices} are no whole nodes of {node} ({question.cluster.name}): give {less} or {less + node}, or a "
-            "cluster file with another devices_per_node"
+            f"--devices {devices} is not a multiple of {node}, the devices of a node of {question.cluster.name}: give {less} "
+            f"or {less + node}, or a cluster file with another devices_per_node"
         )
-    ranks = 1
-    for name in ("tensor", "context", "pipeline"):
-        ranks *= question.fixed.get(name, 1)
-    if devices % ranks:
-        sizes = " x ".join(f"--{name}-parallel {question.fixed[name]}" for name in question.fixed if name in _FIXABLE)
+    fixed = {name: size for name, size in question.fixed.items() if name in ("tensor", "context", "pipeline")}
+    if devices % (ranks := math.prod(fixed.values())):
+        sizes = " x ".join(f"--{name}-parallel {size}" for name, size in fixed.items())
         raise EppError(f"--devices {devices} do not divide by {sizes}: a replica takes {ranks}, so give a multiple of {ranks}")
-
-
-_FIXABLE = ("tensor", "context", "pipeline")

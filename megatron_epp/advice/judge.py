@@ -132,22 +132,24 @@ def shares_by_work(question: Question, layout: Layout) -> tuple[Share, ...]:
     work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
     alone = tuple((replica,) for replica in range(layout.data))
     shares = divide(problem, costs, alone, lambda team: sum(work_us[length] for length in team[0]), tries=0).shares
-    loads = [sum(work_us[question.lengths[at]] for at in share) for share in shares]
-    return tuple(shares[r] for r in sorted(range(layout.data), key=lambda r: (-loads[r], r)))
+    loads_us = _loads_us(question, layout, shares)
+    return tuple(shares[r] for r in sorted(range(layout.data), key=lambda r: (-loads_us[r], r)))
+
+
+def _loads_us(question: Question, layout: Layout, shares: Sequence[Share]) -> list[float]:
+    """Work of each share in microseconds."""
+    work_us = sequence_work(question.problem(layout, question.lengths), question.costs(layout))
+    return [sum(work_us[at] for at in share) for share in shares]
 
 
 def roughly(question: Question, layout: Layout, shares: Sequence[Share]) -> Entry:
     """Evaluate by a rough plan of the replica with the most work, which is the first. Raises `InfeasibleError`."""
-    costs = question.costs(layout)
-    problem = question.problem(layout, tuple(question.lengths[at] for at in shares[0]))
+    costs, problem = question.costs(layout), question.problem_of(layout, shares[0])
     try:
         made = rough_plan(problem, costs, question.options)
     except InfeasibleError:
         made = plan(problem, costs, question.options)
-    work_us = sequence_work(question.problem(layout, question.lengths), costs)
-    loads = [sum(work_us[at] for at in share) for share in shares]
-    mean = sum(loads) / len(loads) / max(loads)
-    return Entry(layout, _parts(question, layout, made, mean), made, is_exact=False)
+    return Entry(layout, _parts(question, layout, made, _loads_us(question, layout, shares)), made, is_exact=False)
 
 
 def exactly(question: Question, layout: Layout) -> Entry:
@@ -166,16 +168,14 @@ def exactly(question: Question, layout: Layout) -> Entry:
     for team in sorted(layout.teams, key=lambda team: (-times_us[team[0]], team))[:_PLANNED]:
         if slowest is not None and times_us[team[0]] <= slowest.predicted.makespan_us:
             break
-        batches = [tuple(question.lengths[at] for at in division.shares[replica]) for replica in team]
-        problems = [question.problem(layout, lengths) for lengths in batches]
+        problems = [question.problem_of(layout, division.shares[replica]) for replica in team]
         if len(problems) > 1:
             plans = plan_matched(problems, costs, question.options)
         else:
             plans = (plan(problems[0], costs, question.options),)
         slowest = max((*([slowest] if slowest else []), *plans), key=lambda made: made.predicted.makespan_us)
     assert slowest is not None  # there is always one
-    mean = sum(times_us) / len(times_us) / max(times_us)
-    return Entry(layout, _parts(question, layout, slowest, mean), slowest, is_exact=True)
+    return Entry(layout, _parts(question, layout, slowest, times_us), slowest, is_exact=True)
 
 
 def plain(question: Question, layout: Layout, shares: Sequence[Share]) -> Plain | None:
@@ -184,14 +184,14 @@ def plain(question: Question, layout: Layout, shares: Sequence[Share]) -> Plain 
     This favours 1F1B: the batch is divided by count and by work, which Megatron does not do, and the better result counts.
     """
     costs, best = question.costs(layout), None
-    work_us = sequence_work(question.problem(layout, question.lengths), costs)
     dealt = [by_count(len(question.lengths), replica, layout.data) for replica in range(layout.data)]
-    heaviest = max(dealt, key=lambda share: sum(work_us[at] for at in share))
+    loads_us = _loads_us(question, layout, dealt)
+    heaviest = dealt[loads_us.index(max(loads_us))]
     for planner, contexts in PLAIN:
+        options = Options(planner=planner, context=contexts * question.context)
         for share in dict.fromkeys((heaviest, tuple(sorted(shares[0])))):
-            problem = question.problem(layout, tuple(question.lengths[at] for at in share))
             try:
-                made = plan(problem, costs, Options(planner=planner, context=contexts * question.context))
+                made = plan(question.problem_of(layout, share), costs, options)
             except InfeasibleError:
                 continue
             step_us = made.predicted.makespan_us + question.reduction_us(layout)
@@ -200,13 +200,16 @@ def plain(question: Question, layout: Layout, shares: Sequence[Share]) -> Plain 
     return best
 
 
-def _parts(question: Question, layout: Layout, made: Plan, mean: float) -> Parts:
+def _parts(question: Question, layout: Layout, made: Plan, times_us: Sequence[float]) -> Parts:
     """Compute the parts of a step.
 
     Args:
+        question: input of the advice.
+        layout: the evaluated layout.
         made: plan of the slowest replica.
-        mean: mean time of all replicas, divided by that of the slowest.
+        times_us: time of every replica, or an estimate; only their ratios count.
     """
+    mean = sum(times_us) / len(times_us) / max(times_us)
     shape, rates, ranks = question.shape(layout), question.rates(layout), made.num_ranks
     makespan_us = made.predicted.makespan_us
     busy = sum(busy_us(made, rank) for rank in range(ranks)) / ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,6 +98,10 @@ class Question:
         caps = (self.cap_bytes,) * layout.pipeline
         return Problem(lengths, layout.rank_of, caps, token_multiple=layout.tensor * layout.context)
 
+    def problem_of(self, layout: Layout, share: Iterable[int]) -> Problem:
+        """Planning problem of the replica that has the sequences at these positions of the batch."""
+        return self.problem(layout, tuple(self.lengths[at] for at in share))
+
     def layers(self, layout: Layout, partition: str) -> tuple[int, ...]:
         """Layers of every stage, ``even`` or ``balanced``. Raises `EppError` if there are more stages than layers."""
         num_layers = int(self.flags["num_layers"])
@@ -122,10 +127,10 @@ class Question:
             slowest_us = max(slowest_us, dense_us + expert_us)
         return slowest_us
 
-    def _ring_us(self, parameters: float, group: int, apart: int) -> float:
-        """Time of `reduction_us` for a group of ranks with the given parameters each, spaced `apart` ranks in a node."""
+    def _ring_us(self, parameters: float, group: int, spacing: int) -> float:
+        """Time of `reduction_us` for a group of ranks with the given parameters each, `spacing` ranks apart in a node."""
         rates, node = self.cluster.rates, self.cluster.devices_per_node
-        in_node = max(1, min(group, node // apart))
+        in_node = max(1, min(group, node // spacing))
         rate = rates.exchange_bytes
         if group > in_node:
             rate = min(rate, in_node * rates.message_bytes)

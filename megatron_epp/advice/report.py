@@ -1,18 +1,22 @@
-"""Advice as text and as JSON."""
+"""Advice as text and as JSON, with the reasons for which layouts are slower than the best, in words with numbers."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
-from megatron_epp.advice.judge import Entry, Refusal, gib
-from megatron_epp.advice.reasons import CLOSE, why_slower
+from megatron_epp.advice.judge import Entry, Parts, gib
+from megatron_epp.advice.question import Question
 from megatron_epp.advice.search import TIE, WORTH, Advice
 from megatron_epp.plan import is_unlimited
 from megatron_epp.report.table import format_us, table
 
+CLOSE = 0.02
+"""Share of the best step's time by which a layout may be slower and still be called as good."""
+_NOTICED = 0.005
+"""Share of the best step's time that a part must take longer to be named as the reason."""
 _WIDTH = 128
 _LINES = 6
 """Number of reasons of a kind that are printed unless all are requested."""
@@ -101,23 +105,24 @@ def _plain_text(advice: Advice) -> str:
     plain, best_us = advice.plain, advice.best[0].parts.step_us
     length = "the context" if plain.contexts == 1 else f"{plain.contexts} times the context"
     where = f"plain 1F1B, {_FILLS[plain.planner]} to {length}, is at its best with {plain.layout.name}"
-    rate = f"{advice.tokens_per_s(plain.step_us):,.0f} tokens/s"
-    share = f"{best_us / plain.step_us:.0%}".replace("%", " %")
     alone = " Without a pipeline that is plain gradient accumulation." if plain.layout.pipeline == 1 else ""
+    where = (
+        f"{where}: {advice.tokens_per_s(plain.step_us):,.0f} tokens/s, {best_us / plain.step_us:.0%} of the best above.{alone}"
+    )
     if best_us > (1 + TIE) * plain.step_us:
-        return f"Plain 1F1B is faster: {where}: {rate}, {share} of the best above.{alone}"
+        return f"Plain 1F1B is faster: {where}"
     if advice.plain_is_as_good:
-        return f"Plain 1F1B is as good (within {TIE * 100:.0f} %): {where}: {rate}, {share} of the best above.{alone}"
+        return f"Plain 1F1B is as good (within {TIE:.0%}): {where}"
     head = "Plain 1F1B comes close" if plain.step_us < (1 + _NEAR) * best_us else "Elastic plans pay"
-    return f"{head}: {where}: {rate}, {share} of the best above.{alone}"
+    return f"{head}: {where}"
 
 
 def _close_text(advice: Advice, count: int) -> str:
     """Describe the layouts that are as good as the first one or even faster."""
     best = advice.best[0]
-    text = f"{count} {'other is' if count == 1 else 'others are'} as good within {CLOSE * 100:.0f} %."
+    text = f"{count} {'other is' if count == 1 else 'others are'} as good within {CLOSE:.0%}."
     if min(entry.parts.step_us for entry in advice.best) < best.parts.step_us:
-        text += f" The first is the plainest with its sizes: more stages or unequal layers gain less than {WORTH * 100:.0f} %."
+        text += f" The first is the plainest with its sizes: more stages or unequal layers gain less than {WORTH:.0%}."
     return _wrapped(text)
 
 
@@ -129,10 +134,51 @@ def _listed(title: str, lines: list[tuple[str, str]], limit: int | None) -> Iter
         yield f"  and {len(lines) - limit} more (--all lists them)"
 
 
+def why_slower(question: Question, entry: Entry, best: Entry) -> str:
+    """Describe the part of a step that contributes most to a layout's extra time over the best one."""
+    slower = entry.parts.step_us / best.parts.step_us
+    if slower <= 1 + CLOSE:
+        return f"as good within {CLOSE:.0%}"
+    excess_us = {part.name: getattr(entry.parts, part.name) - getattr(best.parts, part.name) for part in fields(Parts)}
+    name = max(excess_us, key=lambda name: excess_us[name])
+    head = f"{'' if entry.is_exact else 'about '}{slower:.2f}x the time"
+    if excess_us[name] <= _NOTICED * best.parts.step_us:
+        return head
+    share, of_best = (f"{getattr(one.parts, name) / one.parts.step_us:.0%}" for one in (entry, best))
+    words, cause = _reason(question, entry, name)
+    return f"{head}: {words} {share} of a step (best: {of_best}){cause}"
+
+
+def _reason(question: Question, entry: Entry, name: str) -> tuple[str, str]:
+    """Words for a part of a layout's step, before its share of the step and after it."""
+    layout, made = entry.layout, entry.plan
+    sizes = (("TP", layout.tensor), ("CP", layout.context), ("EP", layout.expert))
+    sharing = " x ".join(f"{label} {size}" for label, size in sizes if size > 1)
+    crosses = layout.tensor * max(layout.context, layout.expert) > question.cluster.devices_per_node
+    ranks, chunks, fair_tokens = layout.tensor * layout.context, len(made.chunks), question.tokens // layout.data
+    room_bytes = min(cap - static for cap, static in zip(made.cap_bytes, made.static_bytes, strict=True))
+    return {
+        "compute_us": (
+            "compute takes",
+            f": each of {chunks} chunks is shared by {ranks}, and short kernels are slow",
+        ),
+        "exchange_us": (f"exchange within {sharing}{' across nodes' if crosses else ''} takes", ""),
+        "recompute_us": ("recompute takes", f", as weights and optimizer leave {gib(room_bytes)} for activations"),
+        "bubble_us": (
+            f"the bubble of a pipeline of {layout.pipeline} is",
+            f", with {sum(made.lengths):,} tokens for each replica",
+        ),
+        "waiting_us": (
+            f"{layout.data} replicas wait for the slowest for",
+            f": the longest document has {max(question.lengths):,} tokens, where a fair share has {fair_tokens:,}",
+        ),
+        "reduction_us": (f"reducing gradients over {layout.context * layout.data} ranks takes", ""),
+    }[name]
+
+
 def as_json(advice: Advice) -> dict[str, Any]:
     """Return every figure, with units in the names."""
-    best, question = advice.best[0], advice.question
-    plain = advice.plain
+    best, question, plain = advice.best[0], advice.question, advice.plain
     return {
         "devices": question.devices,
         "cluster": question.cluster.name,
@@ -142,17 +188,10 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "tokens": question.tokens,
         "best": [_row(advice, entry, best) for entry in advice.best],
         "slower": [_row(advice, entry, best) for entry in advice.slower],
-        "refused": [_refused(one) for one in advice.refused],
+        "refused": [{"name": one.name, "why": one.why, "needed_bytes": one.needed_bytes} for one in advice.refused],
         "plain_1f1b": None
         if plain is None
-        else {
-            "layout": asdict(plain.layout),
-            "planner": plain.planner,
-            "contexts": plain.contexts,
-            "step_us": plain.step_us,
-            "tokens_per_s": advice.tokens_per_s(plain.step_us),
-            "is_as_good": advice.plain_is_as_good,
-        },
+        else asdict(plain) | {"tokens_per_s": advice.tokens_per_s(plain.step_us), "is_as_good": advice.plain_is_as_good},
     }
 
 
@@ -166,7 +205,3 @@ def _row(advice: Advice, entry: Entry, best: Entry) -> dict[str, Any]:
         "peak_bytes": entry.peak_bytes,
         "why": "" if entry is best else why_slower(advice.question, entry, best),
     }
-
-
-def _refused(one: Refusal) -> dict[str, Any]:
-    return {"name": one.name, "why": one.why, "needed_bytes": one.needed_bytes}

@@ -19,9 +19,9 @@ from megatron_epp.mcore.arguments.table import PLANNER_NAMES
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.planner import PLANNERS, Problem, plan
-from megatron_epp.report.compare import comparison
 from megatron_epp.report.facts import recompute_share
-from megatron_epp.report.side_by_side import side_by_side
+from megatron_epp.report.gantt import side_by_side
+from megatron_epp.report.text import comparison
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,14 @@ from megatron_epp.cli.output import progress, say
 from megatron_epp.cli.parser import Command, Parser
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.profile import Profile
-from megatron_epp.launch import allocator
-from megatron_epp.launch.machine import cpu_name, version_of
+from megatron_epp.launch.machine import (
+    EXPANDABLE,
+    allocator_setting,
+    allocator_variables,
+    cpu_name,
+    segments_expand,
+    version_of,
+)
 from megatron_epp.mcore.patches import compat
 from megatron_epp.plan.errors import EppError
 
@@ -301,12 +307,12 @@ def _loss_by_blocks(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
     version = _version(_TORCH.distributions) or "0.0"
-    name, found = allocator.setting(environment, version) or (allocator.variables(version)[0], "not set")
-    if not has_gpu or allocator.segments_expand(environment, version):
+    name, found = allocator_setting(environment, version) or (allocator_variables(version)[0], "not set")
+    if not has_gpu or segments_expand(environment, version):
         yield Finding(name, OK, found)
     else:
-        name, why = allocator.variables(version)[0], "chunks differ in size, and fixed segments leave gaps"
-        yield Finding(name, WARNING, found, f"export {name}={allocator.EXPANDABLE}: {why}")
+        name, why = allocator_variables(version)[0], "chunks differ in size, and fixed segments leave gaps"
+        yield Finding(name, WARNING, found, f"export {name}={EXPANDABLE}: {why}")
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if connections == "1" or not has_gpu:
         yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", OK, connections or "not set")

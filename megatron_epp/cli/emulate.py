@@ -9,13 +9,12 @@ from megatron_epp.cli.output import progress, say
 from megatron_epp.cli.parser import Command, Parser, add_output
 from megatron_epp.cli.show import add_plan
 from megatron_epp.mcore.arguments.flag import AMOUNT
-from megatron_epp.plan.action import Action
 from megatron_epp.plan.check import check
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.serialize import digest, load
+from megatron_epp.plan.serialize import load
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.measured import Event, Measured
+from megatron_epp.report.measured import Measured
 from megatron_epp.report.table import format_us
 
 _EXAMPLE = """\
@@ -58,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
     timeout_s = args.timeout or 60 + 5 * plan.num_ranks + 3 * simulated_us * scale / 1e6
     with progress(f"emulating {plan.num_ranks} ranks for {simulated_us * scale / 1e6:.0f} s"):
         emulated = emulate(plan, scale, timeout_s)
-    ranks = tuple(tuple(Event(Action.parse(text), *times) for text, *times in events) for events in emulated.events)
-    measured = Measured(digest(plan), ranks)
+    measured = Measured.of(plan, emulated.events)
     if args.output:
         measured.save(Path(args.output))
     actions = sum(map(len, plan.ranks))

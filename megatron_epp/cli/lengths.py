@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_epp.data import sequence_lengths
-from megatron_epp.data.document_index import document_tokens
-from megatron_epp.data.sequences import sequences_of
+from megatron_epp.data.documents import document_tokens, sequences_of
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError

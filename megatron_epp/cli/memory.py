@@ -19,8 +19,7 @@ from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.search.limits import Limit, Limits, Reach
-from megatron_epp.report.memory import curves, figures, peak_lines, peak_table
-from megatron_epp.report.memory_picture import save_memory_picture
+from megatron_epp.report.memory import curves, figures, peak_lines, peak_table, save_memory_picture
 from megatron_epp.report.table import format_bytes, format_us, table
 from megatron_epp.report.text import headline
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_epp.launch.nearest import nearest
+from megatron_epp.launch.settings import nearest
 from megatron_epp.report.table import printable
 
 PICTURES = (".png", ".svg", ".pdf")

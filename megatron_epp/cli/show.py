@@ -19,11 +19,10 @@ from megatron_epp.plan.reading import naming
 from megatron_epp.plan.serialize import load
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.text import to_grid
-from megatron_epp.report.boxes import measured_boxes
-from megatron_epp.report.compare import against
 from megatron_epp.report.gantt import save_gantt
-from megatron_epp.report.measured import Measured
+from megatron_epp.report.measured import Measured, measured_boxes
 from megatron_epp.report.table import format_bytes, format_us, table
+from megatron_epp.report.text import against
 from megatron_epp.report.trace import save_trace
 
 

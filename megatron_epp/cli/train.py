@@ -17,8 +17,7 @@ from megatron_epp.launch.command import Launch, command_of, folder_of, save_run,
 from megatron_epp.launch.environment import environment_to_set, exports
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.machine import count_gpus
-from megatron_epp.launch.meet import meet
-from megatron_epp.launch.meet_token import TOKEN_VARIABLE
+from megatron_epp.launch.rendezvous import TOKEN_VARIABLE, wait_for_nodes
 from megatron_epp.launch.settings import Settings, SettingsError, load_settings
 from megatron_epp.plan.reading import naming
 
@@ -67,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
         tell(f"settings, command and versions are in {folder}")
     if launch.nodes > 1:
         tell(f"waiting for all {launch.nodes} nodes, at most {launch.wait_seconds} s")
-        meet(launch.nodes, launch.node_rank, launch.master_addr, launch.master_port, launch.wait_seconds)
-    os.environ.pop(TOKEN_VARIABLE, None)  # all that had to know it do
+        wait_for_nodes(launch.nodes, launch.node_rank, launch.master_addr, launch.master_port, launch.wait_seconds)
+    os.environ.pop(TOKEN_VARIABLE, None)  # processes of the run need it no longer
     os.execvpe(command[0], command, {**os.environ, **environment})
     return 0
 

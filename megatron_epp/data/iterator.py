@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from megatron_epp.data.ahead import Ahead
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
+from megatron_epp.data.prefetch import Prefetcher
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner.service.background import PackedPlan, PackedPlans
@@ -38,7 +38,7 @@ class PlanSource:
             that receive their plans from another rank.
         exchange: called by all ranks of these replicas together, once per batch, with the items of the planning rank and an
             empty list on the others; returns the items of the planning rank.
-        place: index of this rank's replica among them.
+        position: index of this rank's replica among them.
         agree: called by all ranks of the job together, once per batch, with the checksum of its division, or None if its
             planning failed; raises if replicas have divided it differently, or another's planning has failed.
         prepare: called with every plan in the background, before its batch.
@@ -48,7 +48,7 @@ class PlanSource:
 
     make: MakePlan | None
     exchange: Callable[[list[Item]], list[Item]] = lambda items: items
-    place: int = 0
+    position: int = 0
     agree: Callable[[int | None], None] = lambda checksum: None
     prepare: Callable[[Plan], object] = lambda plan: None
     version: Callable[[], int] = lambda: 0
@@ -82,7 +82,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
     ) -> None:
         self._plans = plans
         self._replica, self._replicas = replica, replicas
-        self._ahead = Ahead(_batches(dataset, sampler, plans, mask_loss_of), depth)
+        self._prefetched = Prefetcher(_batches(dataset, sampler, plans, mask_loss_of), depth)
         self._taken: deque[GlobalBatch] = deque()  # their plans have been sent
         self._waiting: deque[GlobalBatch] = deque()  # drawn before, without a valid plan
         self._last: GlobalBatch | None = None
@@ -95,7 +95,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
         if self._is_closed:
             raise StopIteration
         if self._plans is None:
-            batch = next(self._ahead)[0]
+            batch = next(self._prefetched)[0]
             return batch.part(by_count(batch.global_size, self._replica, self._replicas))
         if self._version != self._plans.version():
             self._version = self._plans.version()
@@ -128,7 +128,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
     def close(self) -> None:
         """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""
         self._is_closed = True
-        self._ahead.close()
+        self._prefetched.close()
         self._unpacker.shutdown(cancel_futures=True)
         for drawn in (self._given, self._taken, self._waiting):
             drawn.clear()
@@ -143,14 +143,14 @@ class PlannedBatches(Iterator[GlobalBatch]):
         for drawn in (self._taken, self._waiting):
             if drawn:
                 return drawn.popleft()
-        return next(self._ahead)[0]
+        return next(self._prefetched)[0]
 
     def _made(self) -> list[Item]:
         """Items that the planning rank sends now: this batch's plan, unless sent before, and the next one if it is ready."""
         items: list[Item] = []
         while self._plans is not None and self._plans.make is not None:
             known = len(self._given) + len(items)
-            if known >= KNOWN or (known and (self._waiting or not self._ahead.is_ready())):
+            if known >= KNOWN or (known and (self._waiting or not self._prefetched.is_ready())):
                 break
             try:
                 batch, packed = self._next_planned(self._plans.make)
@@ -162,7 +162,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
 
     def _next_planned(self, make: MakePlan) -> tuple[GlobalBatch, PackedPlans]:
         if not self._waiting:
-            batch, packed, version = next(self._ahead)
+            batch, packed, version = next(self._prefetched)
             if packed is not None and version == self._version:
                 return batch, packed
             self._waiting.append(batch)
@@ -204,7 +204,7 @@ def _portable(error: Exception) -> Exception:
 def _unpacked(item: Item, source: PlanSource) -> tuple[Plan, PackedPlan]:
     if isinstance(item, Exception):
         raise item
-    mine = item[source.place]
+    mine = item[source.position]
     plan = _unpack(mine.message)
     source.prepare(plan)
     return plan, mine

@@ -52,7 +52,8 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
         if num_sequences < 1:
             raise EppError("there are no sequences to sample from: the dataset is empty")
         if global_batch_size < 1:
-            raise EppError(f"a global batch of {global_batch_size} sequences is none", Remedy("raise", "global_batch_size", 1))
+            reason = f"a global batch of {global_batch_size} sequences is too small"
+            raise EppError(reason, Remedy("raise", "global_batch_size", 1))
         self.consumed_samples = consumed_samples
         self._num_sequences = num_sequences
         self._batch_size = global_batch_size

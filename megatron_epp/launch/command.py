@@ -16,10 +16,9 @@ from typing import Any
 
 import megatron_epp
 from megatron_epp.launch.environment import check_environment, exports, is_secret
-from megatron_epp.launch.machine import version_of
-from megatron_epp.launch.meet import WAIT_S, usable_port
-from megatron_epp.launch.nearest import nearest
-from megatron_epp.launch.settings import Settings, SettingsError
+from megatron_epp.launch.machine import usable_port, version_of
+from megatron_epp.launch.rendezvous import WAIT_S
+from megatron_epp.launch.settings import Settings, SettingsError, nearest
 
 REPLICA_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Parallel sizes whose product is the number of ranks of one data-parallel replica."""
@@ -76,7 +75,8 @@ class Launch:
             if (number := getattr(made, key)) is not None and not least <= number <= most:
                 raise SettingsError(f"launch.{key} is {number}; it must be {least} or more" + f", up to {most}" * (most < _ANY))
         if not 0 <= made.node_rank < made.nodes:
-            raise SettingsError(f"launch.node_rank {made.node_rank} is none of launch.nodes {made.nodes}: they count from 0")
+            last, nodes = made.nodes - 1, made.nodes
+            raise SettingsError(f"launch.node_rank is {made.node_rank}; it must be from 0 to {last} for launch.nodes {nodes}")
         if made.nodes > 1 and made.master_port == 0:
             raise SettingsError("launch.master_port is 0; nodes must agree on a port: set MASTER_PORT or launch.master_port")
         if not made.name or made.name[0] in "-." or set(made.name) & set("/\\"):

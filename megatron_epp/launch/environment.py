@@ -39,7 +39,7 @@ def check_environment(values: Mapping[Any, Any]) -> None:
     for name, value in values.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise SettingsError(
-                f"launch.environment: {name!r} is no name of a variable: give letters, digits and _, no digit first"
+                f"launch.environment: {name!r} is not a name of a variable: use letters, digits and _, and no digit first"
             )
         if not isinstance(value, str | int | float | None) or "\0" in str(value):
             raise SettingsError(f"launch.environment.{name} must be text without a NUL character, or a number")

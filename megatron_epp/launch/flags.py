@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.launch.nearest import nearest
-from megatron_epp.launch.settings import Settings, SettingsError
+from megatron_epp.launch.settings import Settings, SettingsError, nearest
 
 EPP_PREFIX = "epp_"
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
@@ -70,7 +69,7 @@ def _arguments(section: str, key: str, name: str, value: Any, flags: Flags) -> I
     if flag is None:
         prefix = EPP_PREFIX if section == "epp" else ""
         known = [other.removeprefix(prefix) for other in flags if other.startswith(EPP_PREFIX) == bool(prefix)]
-        raise SettingsError(f"{section}.{key} is no flag of the training script{nearest(key, known)}")
+        raise SettingsError(f"{section}.{key} is not a flag of the training script{nearest(key, known)}")
     if not flag.takes_value:
         if not isinstance(value, bool):
             raise SettingsError(f"{section}.{key} is {value!r}; {flag.option} is a switch: give true or false")

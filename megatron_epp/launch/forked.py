@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 
-from megatron_epp.launch.meet import usable_port
+from megatron_epp.launch.machine import usable_port
 from megatron_epp.plan.errors import EppError
 
 _PATIENCE_S = 60.0

@@ -5,15 +5,14 @@ Callers have a few seconds to prove that they are a node of this run, and count 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import ipaddress
 import logging
-import selectors
 import socket
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron_epp.launch import handshake
 
@@ -62,32 +61,20 @@ def _servers(address: str, port: int, backlog: int) -> list[socket.socket]:
     return [socket.create_server(("", port), backlog=backlog)]
 
 
-@dataclass(slots=True, eq=False)
-class _Caller:
-    """A caller.
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A node that is present: its connection, remote address, proved identity, and the task that serves it."""
 
-    Attributes:
-        connection: non-blocking socket.
-        address: its remote address.
-        until_s: deadline of its proof, a time of `time.monotonic`.
-        nonce: the nonce of its greeting.
-        received: part of its line received so far.
-        hello: its proved identity; None before.
-    """
-
-    connection: socket.socket
+    writer: asyncio.StreamWriter
     address: str
-    until_s: float
-    nonce: str = field(default_factory=handshake.new_nonce)
-    received: bytes = b""
-    hello: handshake.Hello | None = None
+    hello: handshake.Hello
+    task: asyncio.Task[None] | None
 
 
 class Gathering:
-    """Wait for the other nodes of a run. Use as a context manager, which disconnects all callers at its end.
+    """Wait for the other nodes of a run. Use it within one `asyncio.run`, which disconnects all callers at its end.
 
     Args:
-        servers: listening sockets.
         nodes: number of nodes.
         token: of the run.
 
@@ -95,126 +82,89 @@ class Gathering:
         num_refused: number of callers that did not know the token.
     """
 
-    def __init__(self, servers: Iterable[socket.socket], nodes: int, token: bytes) -> None:
+    def __init__(self, nodes: int, token: bytes) -> None:
         self._nodes, self._token = nodes, token
-        self._selector = selectors.DefaultSelector()
-        self._unproved: dict[_Caller, None] = {}
-        self._there: dict[int, _Caller] = {}
+        self._unproved: dict[asyncio.StreamWriter, None] = {}
+        self._present: dict[int, _Node] = {}
+        self._arrived = asyncio.Event()
+        self._listeners: list[asyncio.Server] = []
         self.num_refused = 0
-        self._servers = [*servers]
-        for server in self._servers:
-            server.setblocking(False)
-            self._selector.register(server, selectors.EVENT_READ)
 
-    def __enter__(self) -> Gathering:
-        return self
+    async def wait(self, servers: Sequence[socket.socket], limit_s: float) -> list[int]:
+        """Serve callers of listening sockets until all nodes are present or the time is over, and return the missing nodes."""
+        backlog = self._nodes + _MOST_UNPROVED
+        for server in servers:
+            made = asyncio.start_server(self._serve, sock=server, limit=handshake.MOST_BYTES, backlog=backlog)
+            self._listeners.append(await made)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while len(self._present) < self._nodes - 1:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+        return [rank for rank in range(1, self._nodes) if rank not in self._present]
 
-    def __exit__(self, *_: object) -> None:
-        for caller in [*self._unproved, *self._there.values()]:
-            self._drop(caller)
-        self._selector.close()
-
-    def wait(self, deadline_s: float) -> list[int]:
-        """Wait until all nodes are present or the deadline has passed, and return the missing nodes."""
-        while len(self._there) < self._nodes - 1 and (now_s := time.monotonic()) < deadline_s:
-            for caller in [caller for caller in self._unproved if caller.until_s <= now_s]:
-                self._drop(caller)
-            next_s = min([deadline_s, *(caller.until_s for caller in self._unproved)])
-            self._attend(next_s - now_s)
-        return [rank for rank in range(1, self._nodes) if rank not in self._there]
-
-    def answer(self, text: str) -> None:
+    async def answer(self, text: str) -> None:
         """Tell all present nodes to start (empty text), or the reason why they may not, and wait for them to disconnect.
 
         Later callers are ignored.
         """
-        for server in self._servers:
-            self._selector.unregister(server)
-        for caller in [*self._unproved]:
-            self._drop(caller)
-        for caller in [*self._there.values()]:
-            self._tell(caller, text)
-        until_s = time.monotonic() + _CLOSE_S
-        while self._there and (left_s := until_s - time.monotonic()) > 0:
-            self._attend(left_s)
+        for listener in self._listeners:
+            listener.close()
+        for writer in self._unproved:
+            writer.close()
+        for node in self._present.values():
+            self._tell(node.writer, node.hello, text)
+        if tasks := [node.task for node in self._present.values() if node.task is not None]:
+            await asyncio.wait(tasks, timeout=_CLOSE_S)
 
-    def _attend(self, limit_s: float) -> None:
-        """Handle new callers and received data, as soon as there are any or the time limit has passed."""
-        for key, _ in self._selector.select(max(limit_s, 0.0)):
-            if isinstance(key.data, _Caller):
-                self._hear(key.data)
-            else:
-                assert isinstance(key.fileobj, socket.socket)
-                self._accept(key.fileobj)
-
-    def _accept(self, server: socket.socket) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Greet a caller, admit it as the node that it proves to be, and wait until it disconnects."""
+        self._unproved[writer] = None
+        if len(self._unproved) > _MOST_UNPROVED + self._nodes:
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            oldest.close()
+        address, *_ = writer.get_extra_info("peername") or ("an unknown address",)  # unknown where it has disconnected
+        found = None
         try:
-            connection, address = server.accept()
-        except OSError:  # it has gone again
-            return
-        connection.setblocking(False)
-        caller = _Caller(connection, str(address[0]), time.monotonic() + PROOF_S)
-        if len(self._unproved) >= _MOST_UNPROVED + self._nodes:
-            self._drop(next(iter(self._unproved)))
-        self._unproved[caller] = None
-        self._selector.register(connection, selectors.EVENT_READ, caller)
-        self._say(caller, handshake.greeting(caller.nonce))
+            found = await self._proved(reader, writer, address)
+            if found is not None:
+                if reason := self._objection(found):
+                    self._tell(writer, found, reason)
+                else:
+                    self._present[found.node_rank] = _Node(writer, address, found, asyncio.current_task())
+                    self._arrived.set()
+                    await reader.read(1)  # nodes send no more: they wait for the answer and disconnect
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # it has disconnected, or is no node of this run
+        finally:
+            self._unproved.pop(writer, None)
+            if found is not None and (node := self._present.get(found.node_rank)) is not None and node.writer is writer:
+                del self._present[found.node_rank]
+            writer.close()
 
-    def _hear(self, caller: _Caller) -> None:
-        try:
-            more = caller.connection.recv(handshake.MOST_BYTES + 1 - len(caller.received))
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        caller.received += more
-        is_line = caller.received.endswith(b"\n")
-        if not more or caller.hello is not None or len(caller.received) > handshake.MOST_BYTES:
-            self._drop(caller)
-        elif is_line:
-            self._admit(caller)
-
-    def _admit(self, caller: _Caller) -> None:
-        """Admit a caller as the node that it proves to be, or tell it the reason for refusal."""
-        found = handshake.read_hello(self._token, caller.nonce, handshake.decoded(caller.received))
+    async def _proved(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> handshake.Hello | None:
+        """Return the identity that a caller proves in time; None if it does not know the token."""
+        nonce = handshake.new_nonce()
+        writer.write(f"{handshake.greeting(nonce)}\n".encode())
+        async with asyncio.timeout(PROOF_S):
+            line = await reader.readuntil(b"\n")
+        found = handshake.read_hello(self._token, nonce, handshake.decoded(line))
         if found is None:
             self.num_refused += 1
-            logger.warning("a caller from %s does not know this run's token", caller.address)
-            self._drop(caller)
-            return
-        caller.hello = found
-        del self._unproved[caller]
-        reason = self._objection(found)
-        if reason:
-            self._tell(caller, reason)
-            self._drop(caller)
-        else:
-            self._there[found.node_rank] = caller
+            logger.warning("a caller from %s does not know this run's token", address)
+        self._unproved.pop(writer, None)
+        return found
 
     def _objection(self, found: handshake.Hello) -> str:
         rank = found.node_rank
         if found.nodes != self._nodes:
             return f"node {rank} was started for {found.nodes} nodes, node 0 for {self._nodes}: give all the same NNODES"
         if not 0 < rank < self._nodes:
-            return f"node {rank} is none of {self._nodes} beside node 0: set NODE_RANK from 1 to {self._nodes - 1}"
-        if (other := self._there.get(rank)) is not None:
-            return f"node {rank} is here already, from {other.address}: give every node a NODE_RANK of its own"
+            return f"node {rank} is not one of the {self._nodes} nodes: set NODE_RANK from 1 to {self._nodes - 1}"
+        if (other := self._present.get(rank)) is not None:
+            return f"node {rank} is present already, from {other.address}: give every node a NODE_RANK of its own"
         return ""
 
-    def _tell(self, caller: _Caller, text: str) -> None:
-        assert caller.hello is not None
-        self._say(caller, handshake.answer(self._token, caller.hello.nonce, text))
-
-    def _say(self, caller: _Caller, line: str) -> None:
-        try:
-            caller.connection.sendall(f"{line}\n".encode())
-        except OSError:
-            self._drop(caller)
-
-    def _drop(self, caller: _Caller) -> None:
-        self._unproved.pop(caller, None)
-        if caller.hello is not None and self._there.get(caller.hello.node_rank) is caller:
-            del self._there[caller.hello.node_rank]
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(caller.connection)
-        caller.connection.close()
+    def _tell(self, writer: asyncio.StreamWriter, hello: handshake.Hello, text: str) -> None:
+        writer.write(f"{handshake.answer(self._token, hello.nonce, text)}\n".encode())

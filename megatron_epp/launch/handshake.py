@@ -14,7 +14,7 @@ import socket
 import time
 from dataclasses import dataclass
 
-_GREETING, _HELLO, _ANSWER = "megatron-epp-meet", "node", "answer"
+_GREETING, _HELLO, _ANSWER = "megatron-epp-rendezvous", "node", "answer"
 MOST_BYTES = 1024
 """Largest size of a line. Nodes of a run send no longer ones."""
 _LEAST_NONCE = 32
@@ -92,10 +92,10 @@ def receive_line(other: socket.socket, until_s: float) -> str:
             raise TimeoutError("timed out")
         other.settimeout(left_s)
         if not (more := other.recv(MOST_BYTES + 1 - len(found))):
-            raise ConnectionError("it hangs up")
+            raise ConnectionError("the connection is closed")
         found += more
         if len(found) > MOST_BYTES:
-            raise ConnectionError("it says too much")
+            raise ConnectionError("the line is too long")
     return decoded(found)
 
 

@@ -1,25 +1,36 @@
-"""Processes that end with the process that started them, however that ends, so that a killed run leaves none behind."""
+"""Lifetime of a run's processes and of their temporary files: both end with the process that started them, however it ends.
+
+Temporary files are in a folder that the launcher removes at its end, or the next launcher if this one was killed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import hashlib
 import logging
 import multiprocessing
 import os
+import platform
 import shutil
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.launch.scratch import FOLDER_VARIABLE, is_abandoned
-
 logger = logging.getLogger(__name__)
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
+FOLDER_VARIABLE = "EPP_LAUNCHER_FOLDER"
+"""Environment variable that names the folder to the launcher's processes."""
+_LOCK = "lock"
+_MOST_BYTES = 107 - len("/pymp-12345678/listener-12345678")
+"""Longest path of a folder in which the paths of sockets are short enough for the system."""
 
 
 def end_with_launcher() -> None:
@@ -71,3 +82,95 @@ def _end_after_parent() -> None:
     if FOLDER_VARIABLE not in os.environ:  # else the launcher removes it, and others may use it
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     os._exit(1)
+
+
+@contextlib.contextmanager
+def launcher_folder() -> Iterator[Path]:
+    """Make a new temporary folder, named in the environment and locked as long as this process lives.
+
+    Abandoned folders of launchers of the same user are removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    _sweep(Path(tempfile.gettempdir()))
+    folder, handle = _locked()
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    try:
+        yield folder
+    finally:
+        del os.environ[FOLDER_VARIABLE]
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def is_abandoned(folder: Path) -> bool:
+    """True if a launcher's folder exists and its launcher has ended."""
+    with _if_abandoned(folder) as abandoned:
+        return abandoned
+
+
+def keep_sockets_in_folder() -> None:
+    """Make this process and its children create `multiprocessing` sockets in the launcher's folder, if there is one."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None:
+        return
+    if not os.path.isdir(folder) or len(os.fsencode(folder)) > _MOST_BYTES:
+        del os.environ[FOLDER_VARIABLE]
+        return
+    # As `multiprocessing.util.get_temp_dir` keeps it, without its removal at exit: the launcher removes all, perhaps before.
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=folder)
+
+
+def _prefix() -> str:
+    """Prefix of this machine's folders: other machines may share the file system but not its locks."""
+    return f"epp-{hashlib.sha256(platform.node().encode()).hexdigest()[:4]}-"
+
+
+def _locked() -> tuple[Path, int]:
+    """Make a new folder; return it and the open file that locks it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_prefix()))
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: without the file, the folder is not taken for abandoned
+            (folder / _LOCK).unlink(missing_ok=True)
+        if folder.is_dir():  # else another launcher has taken it for abandoned before it was locked
+            return folder, handle
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _if_abandoned(folder: Path) -> Iterator[bool]:
+    """Yield True if a folder is abandoned; no launcher can lock it within the context."""
+    handle = _shared_lock(folder)
+    try:
+        yield handle is not None
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _shared_lock(folder: Path) -> int | None:
+    """Open the lock file of a folder of this user with a shared lock; None if its launcher locks it or it has no such file."""
+    try:
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        if os.fstat(handle).st_uid == os.geteuid():
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return handle
+    except OSError:
+        pass
+    os.close(handle)
+    return None
+
+
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{_prefix()}*"):
+        with _if_abandoned(folder) as abandoned:
+            if abandoned:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,12 +1,29 @@
-"""Short description of this machine."""
+"""Facts about this machine that a launch needs: processor, GPUs, installed packages, a free port, the GPU memory allocator."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import socket
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from megatron_epp.plan.errors import EppError
+
+EXPANDABLE = "expandable_segments:True"
+"""Allocator setting for segments that grow: chunks differ in size, and fixed segments would leave unusable gaps."""
+
+
+class PortError(EppError):
+    """A port to listen on is taken."""
+
+    def __init__(self, port: int, error: OSError) -> None:
+        super().__init__(
+            f"port {port} cannot be used here ({error.strerror}): set MASTER_PORT or launch.master_port to another, or leave "
+            "it out on a single node for a free one"
+        )
 
 
 def cpu_name() -> str:
@@ -38,3 +55,36 @@ def machine() -> str:
     import torch
 
     return f"{gpus} x {torch.cuda.get_device_name()}"
+
+
+def usable_port(port: int) -> int:
+    """Return the port, or a free one for 0. Raises `PortError` if it cannot be listened on here."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise PortError(port, error) from error
+        return int(probe.getsockname()[1])
+
+
+def allocator_variables(torch_version: str) -> tuple[str, ...]:
+    """Environment variables from which this torch reads settings of its GPU memory allocator, the preferred one first.
+
+    2.9 renamed the variable and still reads the old name.
+    """
+    old = ("PYTORCH_CUDA_ALLOC_CONF",)
+    major, minor = (int(number) for number in torch_version.split(".")[:2])
+    return ("PYTORCH_ALLOC_CONF", *old) if (major, minor) >= (2, 9) else old
+
+
+def allocator_setting(environment: Mapping[str, str], torch_version: str) -> tuple[str, str] | None:
+    """Name and value of the allocator's effective variable; None if none is set."""
+    names = allocator_variables(torch_version)
+    return next(((name, environment[name]) for name in names if name in environment), None)
+
+
+def segments_expand(environment: Mapping[str, str], torch_version: str) -> bool:
+    """True if the allocator's segments are expandable."""
+    found = allocator_setting(environment, torch_version)
+    return found is not None and EXPANDABLE in found[1]

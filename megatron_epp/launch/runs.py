@@ -15,8 +15,7 @@ from typing import Any
 from megatron_epp.cost.library import load_flags
 from megatron_epp.launch.command import OURS
 from megatron_epp.launch.forked import Forks
-from megatron_epp.launch.machine import count_gpus
-from megatron_epp.launch.meet import usable_port
+from megatron_epp.launch.machine import count_gpus, usable_port
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, parse_json, read_text
 

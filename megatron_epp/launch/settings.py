@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +11,6 @@ from typing import Any
 
 from megatron_epp.cost.library import FOLDERS, locate
 from megatron_epp.cost.yaml_file import parse_yaml, read_yaml
-from megatron_epp.launch.nearest import nearest
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import shown
 
@@ -30,6 +30,12 @@ Settings = dict[str, Any]
 
 class SettingsError(EppError):
     """A file, key or value cannot be used. The message names it and states what is valid."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'num_layers'?`` for a misspelt name, or an empty text if no known name is similar."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Settings:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from megatron_epp.launch.scratch import launcher_folder
+from megatron_epp.launch.lifetime import launcher_folder
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
         try:
             stack.enter_context(launcher_folder())
         except OSError as error:
-            sys.exit(f"megatron-epp: there is no folder for temporary files ({error.strerror}): set TMPDIR to one with space")
+            sys.exit(f"megatron-epp: cannot make a folder for temporary files ({error.strerror}): set TMPDIR to one with space")
         _run(sys.argv[1:])
 
 
@@ -32,7 +32,7 @@ def _run(arguments: list[str]) -> None:
         torchrun(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        sys.exit(f"megatron-epp: rank {rank} ended first, with exit code {failure.exitcode}: what it said is above")
+        sys.exit(f"megatron-epp: rank {rank} failed first, with exit code {failure.exitcode}: its messages are above")
     except SignalException as error:
         sys.exit(f"megatron-epp: stopped by signal {error.sigval.name}")
 

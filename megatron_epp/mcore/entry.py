@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from megatron_epp.launch import lifetime, scratch
+from megatron_epp.launch import lifetime
 from megatron_epp.mcore import cpu
 from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.mcore.patches import compat, dataset_helpers, helpers, install, patching, plain_torch
@@ -20,7 +20,7 @@ def prepare() -> None:
     Call it before megatron is imported. Raises EppError if Megatron is missing or unknown.
     """
     lifetime.end_with_launcher()
-    scratch.keep_sockets_in_folder()
+    lifetime.keep_sockets_in_folder()
     allow_unknown = "--epp-allow-unknown-megatron" in sys.argv  # needed long before the arguments are parsed
     compat.check_megatron(allow_unknown)
     if cpu.activate():

@@ -1,4 +1,4 @@
-"""A picture of one iteration: every rank's actions, planned and measured, and memory against the cap.
+"""Pictures of iterations: a plan and a run of it with its memory, or several plans below each other.
 
 Colours are Okabe and Ito's (distinguishable with every kind of colour blindness). The hue shows the operation; the shade shows
 whether a chunk holds whole short sequences (light) or a slice of a long one (dark, one shade per sequence).
@@ -7,16 +7,18 @@ matplotlib is imported only when a picture is drawn (``pip install "megatron-epp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline, simulate
-from megatron_epp.report.boxes import measured_boxes, planned_boxes
-from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, draw_legend, label_time, lane_inches, matplotlib_classes
-from megatron_epp.report.measured import Measured
+from megatron_epp.report import facts
+from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, label_time, lane_inches, matplotlib_classes
+from megatron_epp.report.measured import Box, Measured, measured_boxes, planned_boxes
 from megatron_epp.report.palette import Shades, tint
-from megatron_epp.report.table import byte_unit, format_cap, format_us, printable
+from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +26,22 @@ if TYPE_CHECKING:
 
 _CAP_IN_SIGHT = 3
 """Largest ratio of cap to peak for which the cap is drawn; a higher one would flatten the curves."""
+_MEMORY_INCHES = 1.7
+_ALL_LANES_INCHES = 9.0
+"""Height of the lanes of several plans together, as long as lanes stay legible."""
+_LANE_INCHES = (0.16, 0.3)
+"""Least and largest height of a lane of several plans."""
+
+
+class _Row(NamedTuple):
+    """An iteration to draw: a plan as simulated, or a run of it."""
+
+    title: str
+    plan: Plan
+    boxes: Sequence[Box]
+    makespan_us: float
+    shades: Shades
+    height_inches: float
 
 
 def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> Figure:
@@ -38,29 +56,21 @@ def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> 
         EppError: matplotlib is not installed.
         PlanError: the order deadlocks, or the measurement is of another plan.
     """
-    figure_class, canvas_class = matplotlib_classes()
-    timeline = simulate(plan)
-    rows = [("planned", planned_boxes(timeline), timeline.makespan_us, timeline.bubble_fraction)]
+    timeline, shades = simulate(plan), Shades(plan)
+    drawn = [("planned", planned_boxes(timeline), timeline.makespan_us, timeline.bubble_fraction)]
     if measured is not None:
-        rows.append(("measured", measured_boxes(plan, measured), measured.makespan_us, measured.bubble_fraction))
-    heights = [max(plan.num_ranks * lane_inches(plan.num_ranks), 0.8)] * len(rows) + [1.7] * memory
-    figure: Figure = figure_class(
-        figsize=(WIDTH_INCHES, sum(heights) + 0.35 * len(heights) + 1.1), dpi=DPI, layout="constrained"
+        drawn.append(("measured", measured_boxes(plan, measured), measured.makespan_us, measured.bubble_fraction))
+    height, rows = max(plan.num_ranks * lane_inches(plan.num_ranks), 0.8), []
+    for name, boxes, makespan_us, bubble in drawn:
+        title = f"{name}: makespan {format_us(makespan_us)}, bubble {bubble:.1%}"
+        rows.append(_Row(title, plan, boxes, makespan_us, shades, height))
+    title = (
+        f"{facts.batch_text(plan)}, {len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, "
+        f"planner {printable(plan.planner)}"
     )
-    canvas_class(figure)
-    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    longest_us = max(makespan_us for _, _, makespan_us, _ in rows) or 1.0
-    axes[0].set_xlim(0.0, longest_us / 1e3)
-    shades = Shades(plan)
-    for axis, (name, boxes, makespan_us, bubble) in zip(axes, rows, strict=False):
-        draw_lanes(axis, plan, boxes, shades, longest_us)
-        axis.set_title(f"{name}: makespan {format_us(makespan_us)}, bubble {bubble:.1%}", loc="left", fontsize=10)
-        axis.axvline(makespan_us / 1e3, color="0.3", linewidth=0.8)
+    figure, axes = _figure_of(rows, title, shades.legend(), [_MEMORY_INCHES] * memory)
     if memory:
         _draw_memory(axes[-1], timeline)
-    label_time(axes[-1], longest_us)
-    figure.suptitle(_title(plan), fontsize=11, parse_math=False)
-    draw_legend(figure, [plan], shades.legend())
     return figure
 
 
@@ -69,30 +79,105 @@ def save_gantt(plan: Plan, path: str | Path, measured: Measured | None = None) -
     gantt(plan, measured).savefig(path)
 
 
-def _title(plan: Plan) -> str:
-    return (
-        f"{len(plan.lengths):,} sequences of {min(plan.lengths):,} to {max(plan.lengths):,} tokens, "
-        f"{len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, planner {printable(plan.planner)}"
-    )
+def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
+    """Draw plans one below the other, on a common time axis.
+
+    Args:
+        plans: name and plan.
+
+    Raises:
+        EppError: matplotlib is not installed.
+        PlanError: there is nothing to draw, or an order deadlocks.
+    """
+    if not plans:
+        raise PlanError("there is no plan to draw: no planner found one")
+    least, most = _LANE_INCHES
+    inches = max(least, min(most, _ALL_LANES_INCHES / sum(plan.num_ranks for _, plan in plans)))
+    pipelines, rows = [f"{plan.num_stages} stages on {plan.num_ranks} ranks" for _, plan in plans], []
+    differ = len(set(pipelines)) > 1
+    for (name, plan), pipeline in zip(plans, pipelines, strict=True):
+        predicted, share = plan.predicted, facts.recompute_share(plan)
+        figures = [f"{name}: {format_us(predicted.makespan_us)}", f"bubble {predicted.bubble_fraction:.1%}"]
+        figures += [f"recompute {share:.1%}"] * (share > 0)
+        title = ", ".join([*figures, f"peak {format_bytes(max(predicted.peak_bytes))}", *[pipeline] * differ])
+        height = max(inches * plan.num_ranks, 0.6)
+        rows.append(_Row(title, plan, planned_boxes(simulate(plan)), predicted.makespan_us, Shades(plan), height))
+    title = ", ".join([facts.batch_text(plans[0][1]), *pipelines[: not differ], "as planned"])
+    return _figure_of(rows, title, Shades.kinds())[0]
+
+
+def _figure_of(
+    rows: Sequence[_Row], title: str, legend: Sequence[tuple[str, str]], more_inches: Sequence[float] = ()
+) -> tuple[Figure, Sequence[Axes]]:
+    """Draw iterations below each other, and leave room for more axes below them.
+
+    Args:
+        rows: the iterations, from the top.
+        title: of the figure.
+        legend: colour and meaning of shades.
+        more_inches: height of each further axis.
+    """
+    heights = [*(row.height_inches for row in rows), *more_inches]
+    size_inches = WIDTH_INCHES, sum(heights) + 0.35 * len(heights) + 1.1
+    figure, axes = new_figure(size_inches, DPI, len(heights), height_ratios=heights)
+    longest_us = max(row.makespan_us for row in rows) or 1.0
+    axes[0].set_xlim(0.0, longest_us / 1e3)
+    for axis, row in zip(axes, rows, strict=False):
+        draw_lanes(axis, row.plan, row.boxes, row.shades, longest_us)
+        axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
+        axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
+    label_time(axes[-1], longest_us)
+    figure.suptitle(title, fontsize=11, parse_math=False)
+    draw_legend(figure, [row.plan for row in rows], legend)
+    return figure, axes
+
+
+def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layout: Any) -> tuple[Figure, Sequence[Axes]]:
+    """Make a figure with axes below each other that share the time axis. Raises `EppError` if matplotlib is not installed.
+
+    Args:
+        size_inches: width and height.
+        dpi: pixels per inch.
+        num_axes: number of axes.
+        layout: further arguments of matplotlib's `Figure.subplots`.
+    """
+    figure_class, canvas_class = matplotlib_classes()
+    figure: Figure = figure_class(figsize=size_inches, dpi=dpi, layout="constrained")
+    canvas_class(figure)
+    axes: Sequence[Axes] = figure.subplots(num_axes, 1, sharex=True, squeeze=False, **layout)[:, 0]
+    return figure, axes
+
+
+def draw_caps(axes: Sequence[Axes], caps: Sequence[int], peak: int, size: int) -> str:
+    """Draw a cap as a dashed line on each axis unless it is far above the peak, scale the axes, and return a note about caps.
+
+    Args:
+        axes: one for each cap; their unit is `size` bytes.
+        caps: memory caps in bytes.
+        peak: highest peak in bytes.
+        size: bytes of the axes' unit.
+    """
+    shown = [cap for cap in caps if cap <= _CAP_IN_SIGHT * peak]
+    for axis, cap in zip(axes, caps, strict=True):
+        if cap in shown:
+            axis.axhline(cap / size, color="0.15", linestyle=(0, (6, 3)), linewidth=1.2, label="_cap")
+        axis.set_ylim(0.0, max([peak, *shown]) / size * 1.08)
+        axis.spines[["top", "right"]].set_visible(False)
+    return "dashed: cap" if shown else f"cap {format_cap(min(caps))}, not drawn"
 
 
 def _draw_memory(axis: Axes, timeline: Timeline) -> None:
-    """Draw live bytes of every rank as steps, and the cap as a dashed line, or as a note if it is far above."""
-    plan = timeline.plan
-    peak, caps = max(timeline.peak_bytes), sorted(set(plan.cap_bytes))
+    """Draw live bytes of every rank as steps, and the caps."""
+    plan, peak = timeline.plan, max(timeline.peak_bytes)
     size, unit = byte_unit(peak)
     for rank in range(plan.num_ranks):
-        # Of several changes at one instant (to the nanosecond), releases come first: the last level is valid.
-        levels = {round(time_us, 3): num_bytes for time_us, num_bytes in timeline.live_bytes(rank)}
+        # Of several changes at one instant (to the nanosecond), releases come first: the last value is valid.
+        live = {round(time_us, 3): num_bytes for time_us, num_bytes in timeline.live_bytes(rank)}
         colour = tint("#0B1F3A", 0.2 + 0.8 * (1 - rank / plan.num_ranks))
-        times_ms, heights = [time_us / 1e3 for time_us in levels], [num_bytes / size for num_bytes in levels.values()]
+        times_ms, heights = [time_us / 1e3 for time_us in live], [num_bytes / size for num_bytes in live.values()]
         axis.step(times_ms, heights, where="post", linewidth=1.0, color=colour, label=f"_rank {rank}")
-    shown = [cap for cap in caps if cap <= _CAP_IN_SIGHT * peak]
-    for cap in shown:
-        axis.axhline(cap / size, color="0.25", linestyle=(0, (6, 3)), linewidth=1.2, label="_cap")
-    axis.set_ylim(0.0, max([peak, *shown]) / size * 1.08)
+    caps = sorted(set(plan.cap_bytes))
+    note = draw_caps([axis] * len(caps), caps, peak, size)
     ranks = f"rank 0 dark to rank {plan.num_ranks - 1} light, " if plan.num_ranks > 1 else ""
-    note = "dashed: cap" if shown else f"cap {format_cap(caps[0])}, not drawn"
     axis.set_title(f"planned live bytes ({ranks}{note})", loc="left", fontsize=10)
     axis.set_ylabel(unit, fontsize=9)
-    axis.spines[["top", "right"]].set_visible(False)

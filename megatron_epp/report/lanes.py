@@ -9,8 +9,8 @@ from megatron_epp.plan.action import Op
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.operations import operation, operations
 from megatron_epp.plan.plan import Plan
-from megatron_epp.report.boxes import COMPUTE, COPY, Box
 from megatron_epp.report.facts import recompute_in_backward
+from megatron_epp.report.measured import COMPUTE, COPY, Box
 from megatron_epp.report.palette import Shades, text_colour
 
 if TYPE_CHECKING:

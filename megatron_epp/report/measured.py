@@ -1,6 +1,6 @@
-"""Measured times of a run of a plan: the runtime writes them, the reports compare them with the plan.
+"""Measured times of a run of a plan, and planned and measured iterations in one form: boxes, which pictures and traces draw.
 
-JSON form, times in microseconds since the start of the iteration::
+The runtime writes measured times as JSON, in microseconds since the start of the iteration::
 
     {"schema": "megatron-epp/measured", "version": 1, "plan_digest": "hex",
      "ranks": [[["0F0", 0.0, 812.5], ["0F1", 830.2, 1650.0, 790.4]]]}
@@ -11,17 +11,23 @@ The optional fourth number is processor time.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import EppError, PlanError
-from megatron_epp.plan.operations import is_compute
+from megatron_epp.plan.operations import Track, is_compute, operation
+from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown
+from megatron_epp.plan.serialize import digest
+from megatron_epp.plan.simulate import Timeline
 
 SCHEMA = "megatron-epp/measured"
 VERSION = 1
+COMPUTE, COPY, LINK = "compute", "copy", "link"
+"""Streams of a rank."""
 
 
 class Event(NamedTuple):
@@ -66,6 +72,17 @@ class Measured:
         busy = sum(e.took_us for events in self.ranks for e in events if is_compute(e.action.op))
         return 1.0 - busy / total if total else 0.0
 
+    @staticmethod
+    def of(plan: Plan, ranks: Iterable[Iterable[Sequence[Any]]]) -> Measured:
+        """Make the measurement of a run of a plan.
+
+        Args:
+            plan: the plan that was run.
+            ranks: per rank the text of every action, its start and end in microseconds and, where known, its processor time.
+        """
+        events = (tuple(Event(Action.parse(text), *times) for text, *times in rank) for rank in ranks)
+        return Measured(digest(plan), tuple(events))
+
     def to_json(self) -> str:
         ranks = [
             [[str(e.action), e.start_us, e.end_us, *([] if e.cpu_us is None else [e.cpu_us])] for e in events]
@@ -103,3 +120,51 @@ def _event(text: str, start_us: Any, end_us: Any, cpu_us: Any = None) -> Event:
     if not 0 <= start_us <= end_us:
         raise EppError(f"event {action} starts at {start_us} us and ends at {end_us} us; expected 0 <= start <= end")
     return Event(action, start_us, end_us, None if cpu_us is None else number(cpu_us))
+
+
+class Box(NamedTuple):
+    """One step on one stream of one rank, microseconds since the start of the iteration."""
+
+    rank: int
+    stream: str
+    action: Action
+    start_us: float
+    end_us: float
+    also: tuple[Action, ...] = ()
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The action and those that run in the same step."""
+        return (self.action, *self.also)
+
+
+def planned_boxes(timeline: Timeline) -> list[Box]:
+    """Boxes of a simulated plan, compute then copies, in the order of each rank."""
+    plan, boxes = timeline.plan, []
+    times = (COMPUTE, timeline.start_us, timeline.end_us), (COPY, timeline.copy_start_us, timeline.copy_end_us)
+    for (stream, starts, ends), (_, table) in zip(times, plan.tables, strict=True):
+        for rank, steps in enumerate(table):
+            boxes += [
+                Box(rank, stream, step.action, starts[rank][i], ends[rank][i], step.actions[1:]) for i, step in enumerate(steps)
+            ]
+    return boxes
+
+
+def measured_boxes(plan: Plan, measured: Measured) -> list[Box]:
+    """Boxes of a run of the plan. Raises `PlanError` if the run was of another plan, or has actions that the plan lacks."""
+    if (mine := digest(plan)) != measured.plan_digest:
+        raise PlanError(f"the measurement is of plan {measured.plan_digest[:12]}, this is plan {mine[:12]}")
+    if len(measured.ranks) != plan.num_ranks:
+        raise PlanError(f"the measurement has {len(measured.ranks)} ranks, the plan has {plan.num_ranks}")
+    for event in (event for events in measured.ranks for event in events):
+        sites = operation(event.action.op).sites(plan.placement)
+        if not (event.action.stage < len(sites) and event.action.chunk < len(plan.chunks)):
+            raise PlanError(
+                f"the measurement has {event.action}; the plan has {plan.num_stages} stages and {len(plan.chunks)} chunks"
+            )
+    return [Box(rank, _stream(e.action), e.action, e.start_us, e.end_us) for rank, es in enumerate(measured.ranks) for e in es]
+
+
+def _stream(action: Action) -> str:
+    track = operation(action.op).track
+    return COMPUTE if track is Track.COMPUTE else COPY if track is Track.COPY else LINK

@@ -1,57 +1,68 @@
-"""The memory of a plan as text: per rank, the items of its peak and a small curve of its live bytes."""
+"""The memory of a plan, as text (items at the peak of each rank, curves of live bytes) and as a picture over time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_epp.plan.account import Account, Moment
+from megatron_epp.plan.account import Account
 from megatron_epp.plan.plan import is_unlimited
-from megatron_epp.report.facts import host_peak_bytes
+from megatron_epp.report.facts import host_peak_bytes, stages_of
+from megatron_epp.report.gantt import draw_caps, new_figure
+from megatron_epp.report.lanes import label_time
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLUMNS = 8
 """Number of ranks in one table."""
-_LEVELS = "▁▂▃▄▅▆▇█"
-_LINE = "-"
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH_INCHES, _DPI = 14.0, 120
+_STATIC = ("#3B3B3B", "#5A5A5A", "#7A7A7A", "#989898", "#B5B5B5", "#CECECE", "#E2E2E2")
+"""Greys of static items, in their order."""
+_VARYING = (
+    *("#0072B2", "#56B4E9", "#9BD3F5", "#CFE9FA", "#009E73", "#F0E442", "#E69F00"),
+    *("#B8860B", "#D55E00", "#F7B58F", "#CC79A7", "#8E5BA6", "#D9C9E3"),
+)
+"""Colours of `Account.order`: Okabe and Ito's, with lighter ones for related items."""
 
 
 def peak_table(account: Account) -> list[str]:
     """Table with a column per rank: static items, items added at the peak, and headroom below the cap."""
-    ranks = list(range(len(account.static)))
-    peaks = [account.peak(rank) for rank in ranks]
-    size, unit = byte_unit(max(peak.num_bytes for peak in peaks))
-    lines: list[str] = []
-    for first in range(0, len(ranks), _COLUMNS):
-        some = ranks[first : first + _COLUMNS]
-        if lines:
-            lines.append("")
-        lines += _table(account, peaks, some, size, unit)
-    return lines
-
-
-def _table(account: Account, peaks: Sequence[Moment], ranks: Sequence[int], size: int, unit: str) -> list[str]:
     plan = account.timeline.plan
+    peaks = [account.peak(rank) for rank in range(plan.num_ranks)]
+    size, unit = byte_unit(max(peak.num_bytes for peak in peaks))
 
     def row(name: str, sizes: Sequence[int]) -> list[str]:
         return [name, *(f"{num_bytes / size:.2f}" if num_bytes else "" for num_bytes in sizes)]
 
-    throughout = [name for name in account.items if name in account.static[0]]
-    passing = [name for name in account.items if name not in account.static[0]]
-    rule = [_LINE * 6, *(_LINE * 6 for _ in ranks)]
-    rows = [row(name, [peaks[rank].items.get(name, 0) for rank in ranks]) for name in throughout]
-    rows += [rule, row("held throughout", [plan.static_bytes[rank] for rank in ranks])]
-    rows += [row(name, sizes) for name in passing if any(sizes := [peaks[rank].items.get(name, 0) for rank in ranks])]
-    rows += [rule, row("peak", [peaks[rank].num_bytes for rank in ranks])]
-    caps = _of(plan.cap_bytes, ranks)
-    rows.append(["cap", *(format_cap(cap) if is_unlimited(cap) else f"{cap / size:.2f}" for cap in caps)])
-    if not any(map(is_unlimited, caps)):
-        rows.append(["headroom", *(f"{(plan.cap_bytes[r] - peaks[r].num_bytes) / size:.2f}" for r in ranks)])
+    static, varying = [], []
+    for name in account.items:
+        sizes = [peak.items.get(name, 0) for peak in peaks]
+        if name in account.static[0]:
+            static.append(row(name, sizes))
+        elif any(sizes):
+            varying.append(row(name, sizes))
+    rule = ["-" * 6] * (1 + plan.num_ranks)
+    rows = [*static, rule, row("static, in all", plan.static_bytes), *varying, rule]
+    rows.append(row("peak", [peak.num_bytes for peak in peaks]))
+    rows.append(["cap", *(format_cap(cap) if is_unlimited(cap) else f"{cap / size:.2f}" for cap in plan.cap_bytes)])
+    if not any(map(is_unlimited, plan.cap_bytes)):
+        room = (cap - peak.num_bytes for cap, peak in zip(plan.cap_bytes, peaks, strict=True))
+        rows.append(["headroom", *(f"{num_bytes / size:.2f}" for num_bytes in room)])
     if any(hosts := host_peak_bytes(plan, account.timeline)):
-        rows.append(row("host memory, at its peak", _of(hosts, ranks)))
-    rows.append(["the peak is at", *(format_us(peaks[rank].time_us) for rank in ranks)])
-    return table((unit, *(f"rank {rank}" for rank in ranks)), rows)
+        rows.append(row("host memory, at its peak", hosts))
+    rows.append(["the peak is at", *(format_us(peak.time_us) for peak in peaks)])
+    header = [unit, *(f"rank {rank}" for rank in range(plan.num_ranks))]
+    lines: list[str] = []
+    for first in range(1, len(header), _COLUMNS):
+        part = slice(first, first + _COLUMNS)
+        lines += [""] * bool(lines) + table((unit, *header[part]), [(cells[0], *cells[part]) for cells in rows])
+    return lines
 
 
 def peak_lines(account: Account) -> Iterator[str]:
@@ -60,7 +71,7 @@ def peak_lines(account: Account) -> Iterator[str]:
     for rank in range(plan.num_ranks):
         peak = account.peak(rank)
         if peak.step is None:
-            yield f"rank {rank} never holds more than throughout"
+            yield f"rank {rank} needs no more than its static memory"
             continue
         alive = [(str(plan.recompute[stage][c]), stage, c) for stage, c in account.alive(rank, peak)]
         groups = {text: _numbers([c for _, _, c in some]) for text, some in groupby(sorted(alive), key=lambda entry: entry[0])}
@@ -80,7 +91,7 @@ def curves(account: Account, width: int) -> list[str]:
     lines = [f"live bytes over {format_us(timeline.makespan_us)}; full height: {what}, {format_bytes(top)}"]
     for rank in range(plan.num_ranks):
         most = _most_per_column(timeline.live_bytes(rank), timeline.makespan_us, width)
-        marks = "".join(_LEVELS[min(len(_LEVELS) - 1, int(num_bytes / top * len(_LEVELS)))] for num_bytes in most)
+        marks = "".join(_BARS[min(len(_BARS) - 1, int(num_bytes / top * len(_BARS)))] for num_bytes in most)
         lines.append(f"rank {rank:<2} {marks} {format_bytes(timeline.peak_bytes[rank])}")
     return lines
 
@@ -94,7 +105,7 @@ def figures(account: Account) -> list[dict[str, Any]]:
         found.append(
             {
                 "rank": rank,
-                "stages": [stage for stage, on in enumerate(plan.placement) if on == rank],
+                "stages": stages_of(plan, rank),
                 "static": {name: size for name, size in account.static[rank].items() if size},
                 "static_bytes": plan.static_bytes[rank],
                 "peak": peak.items,
@@ -117,10 +128,10 @@ def main_items(items: dict[str, int], most: int = 3) -> str:
     return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest)
 
 
-def _most_per_column(levels: list[tuple[float, int]], makespan_us: float, width: int) -> list[int]:
+def _most_per_column(live: list[tuple[float, int]], makespan_us: float, width: int) -> list[int]:
     most = [0] * width
-    ends = [*levels[1:], (makespan_us, 0)]
-    for (start_us, num_bytes), (end_us, _) in zip(levels, ends, strict=True):
+    ends = [*live[1:], (makespan_us, 0)]
+    for (start_us, num_bytes), (end_us, _) in zip(live, ends, strict=True):
         first, last = (min(width - 1, int(time_us / (makespan_us or 1.0) * width)) for time_us in (start_us, end_us))
         for column in range(first, last + 1):
             most[column] = max(most[column], num_bytes)
@@ -135,5 +146,46 @@ def _numbers(chunks: Sequence[int]) -> str:
     return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _of[T](column: Sequence[T], ranks: Sequence[int]) -> list[T]:
-    return [column[rank] for rank in ranks]
+def memory_picture(account: Account) -> Figure:
+    """Draw the items of every rank as stacked areas over the time of the iteration, in ms.
+
+    Raises:
+        EppError: matplotlib is not installed.
+    """
+    plan, timeline = account.timeline.plan, account.timeline
+    height = min(2.6, max(1.3, 9.0 / plan.num_ranks))
+    figure, axes = new_figure((_WIDTH_INCHES, plan.num_ranks * height + 1.8), _DPI, plan.num_ranks, sharey=True)
+    names, peak = account.items, max(timeline.peak_bytes)
+    static = [name for name in names if name in account.static[0]]
+    colours = dict(zip(static, _STATIC, strict=False)) | dict(zip(account.order, _VARYING, strict=True))
+    size, unit = byte_unit(peak)
+    for rank, axis in enumerate(axes):
+        _draw(axis, account, rank, {name: colours[name] for name in names}, size)
+        axis.set_ylabel(f"rank {rank}\n{unit}", fontsize=9)
+    note = draw_caps(axes, plan.cap_bytes, peak, size)
+    axes[0].set_xlim(0.0, timeline.makespan_us / 1e3 or 1.0)
+    label_time(axes[-1], timeline.makespan_us)
+    axes[0].set_title(f"planned memory of {len(plan.lengths):,} sequences in {len(plan.chunks)} chunks ({note})", loc="left")
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colours[name], label=name) for name in names]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=9, frameon=False)
+    return figure
+
+
+def save_memory_picture(account: Account, path: str | Path) -> None:
+    """Write `memory_picture` to a file; the suffix selects the format. Raises the errors of `memory_picture`."""
+    memory_picture(account).savefig(path)
+
+
+def _draw(axis: Axes, account: Account, rank: int, colours: Mapping[str, str], size: int) -> None:
+    """Draw the items of a rank as areas, the first at the bottom; `colours` is by item, and the unit is `size` bytes."""
+    moments = {round(moment.time_us, 3): moment.items for moment in account.moments(rank)}
+    times_ms = [*(time_us / 1e3 for time_us in moments), account.timeline.makespan_us / 1e3]
+    items = [*moments.values()]
+    items.append(items[-1])
+    base = [0.0] * len(items)
+    for name, colour in colours.items():
+        top = [low + entry.get(name, 0) / size for low, entry in zip(base, items, strict=True)]
+        axis.fill_between(times_ms, base, top, step="post", facecolor=colour, linewidth=0, label=f"_{name}")
+        base = top

@@ -1,14 +1,17 @@
-"""A plan in a few lines of text: its contents, the work of each rank, and the order of actions."""
+"""Plans as text: one in a few lines, several for the same batch in a table, and one against a run of it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from megatron_epp.plan.chunk import Chunk
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.serialize import digest
+from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.text import to_grid
 from megatron_epp.report import facts
+from megatron_epp.report.measured import COMPUTE, Measured, measured_boxes, planned_boxes
 from megatron_epp.report.table import byte_unit, clip, format_bytes, format_cap, format_us, printable, table
 
 _KINDS = ("split", "hybrid", "batched")
@@ -27,17 +30,16 @@ def headline(plan: Plan) -> list[str]:
     return [
         f"plan {digest(plan)[:12]}: planner {printable(plan.planner)}, costs {printable(plan.costs)}, "
         f"{plan.num_stages} stages on {plan.num_ranks} ranks, {sum(plan.num_layers)} layers{mode}",
-        f"{len(plan.lengths):,} sequences of {min(plan.lengths):,} to {max(plan.lengths):,} tokens, "
-        f"{plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
+        f"{facts.batch_text(plan)}, {plan.num_tokens:,} in all, in {len(plan.chunks)} chunks ({cut})",
         f"makespan {format_us(predicted.makespan_us)} ({above:.1%} above the lower bound), "
         f"bubble {predicted.bubble_fraction:.1%}, recompute {facts.recompute_share(plan):.1%}, "
         f"peak {format_bytes(peak)} of {format_cap(cap)}",
-        *_levers(plan),
+        *_memory_savings(plan),
         *(f"note: {printable(note)}" for note in plan.notes),
     ]
 
 
-def _levers(plan: Plan) -> list[str]:
+def _memory_savings(plan: Plan) -> list[str]:
     """Costs of recompute, offload and KV offload on one line; an empty list if there are none."""
     counts, copied = facts.recompute_counts(plan), facts.offloaded_bytes(plan)
     parts = []
@@ -47,15 +49,16 @@ def _levers(plan: Plan) -> list[str]:
         parts.append(f"recompute takes {took} of all ranks' time: {counts} of {passes:,} layer passes")
     if copied:
         parts.append(
-            f"offload copies {format_bytes(copied)} away and back in {format_us(facts.copies_us(plan))} beside compute"
+            f"offload copies {format_bytes(copied)} to host memory and back in {format_us(facts.copies_us(plan))}, "
+            "overlapped with compute"
         )
         if plan.host_links:
-            parts.append(f"{plan.num_ranks} ranks take turns on {len(set(plan.host_links))} links to the host")
+            parts.append(f"{plan.num_ranks} ranks share {len(set(plan.host_links))} links to host memory")
     if plan.hosted:
         sequences = len({entry.sequence for entry in plan.hosted})
         parts.append(
-            f"keys and values of {sequences} sequence{'s' * (sequences > 1)} at the host of {_stages(plan)}: "
-            f"{format_bytes(facts.hosted_bytes(plan))} with their gradient"
+            f"KV offload of {sequences} sequence{'s' * (sequences > 1)} on {_stages(plan)}: "
+            f"{format_bytes(facts.hosted_bytes(plan))}, gradients included"
         )
     return ["; ".join(parts)] if parts else []
 
@@ -83,7 +86,7 @@ def rank_table(plan: Plan) -> list[str]:
     rows = []
     for rank in range(plan.num_ranks):
         twice, total = facts.recompute_layers(plan, rank)
-        stages = " ".join(str(stage) for stage, on in enumerate(plan.placement) if on == rank)
+        stages = " ".join(map(str, facts.stages_of(plan, rank)))
         busy, bubble = format_us(facts.busy_us(plan, rank)), f"{facts.bubble_fraction(plan, rank):.1%}"
         peak = f"{plan.predicted.peak_bytes[rank] / peak_size:.2f}"
         rows.append([str(rank), stages, busy, bubble, peak, format_cap(plan.cap_bytes[rank]), f"{twice}/{total}"])
@@ -123,3 +126,49 @@ def _segments(chunk: Chunk, plan: Plan) -> str:
         whole = start == 0 and end == plan.lengths[sequence]
         texts.append(str(sequence) if whole else f"{sequence}[{start}:{end}]")
     return " ".join(texts)
+
+
+def comparison(plans: Sequence[tuple[str, Plan | None]]) -> str:
+    """Table with one line per plan: makespan, ratio to the shortest, bubble, highest peak and its cap, recompute, chunks.
+
+    Args:
+        plans: name and plan, in the order to print; None if there is no plan, which the line states. Recompute is the share
+            of all ranks' compute time.
+    """
+    if not plans:
+        return "no plans to compare"
+    header = ("plan", "makespan", "x best", "bubble", "peak", "cap", "recompute", "chunks")
+    best_us = min((plan.predicted.makespan_us for _, plan in plans if plan is not None), default=0.0)
+    rows = []
+    for name, plan in plans:
+        if plan is None:
+            rows.append([name, "no plan", *["-"] * (len(header) - 2)])
+            continue
+        predicted = plan.predicted
+        peak, cap = max(zip(predicted.peak_bytes, plan.cap_bytes, strict=True))
+        ratio = predicted.makespan_us / best_us if best_us else 1.0
+        figures = [format_us(predicted.makespan_us), f"{ratio:.3f}", f"{predicted.bubble_fraction:.1%}"]
+        memory = [format_bytes(peak), format_cap(cap), f"{facts.recompute_share(plan):.1%}"]
+        rows.append([name, *figures, *memory, str(len(plan.chunks))])
+    return "\n".join(table(header, rows))
+
+
+def against(plan: Plan, measured: Measured) -> str:
+    """Table that compares a plan with a run of it: makespan, bubble, and compute time of each operation over all ranks.
+
+    Raises:
+        PlanError: the measurement is of another plan, or the order deadlocks.
+    """
+    timeline = simulate(plan)
+    totals: list[dict[str, float]] = []
+    for boxes in (planned_boxes(timeline), measured_boxes(plan, measured)):
+        total: dict[str, float] = {}
+        for box in boxes:
+            if box.stream == COMPUTE:
+                total[box.action.op] = total.get(box.action.op, 0.0) + box.end_us - box.start_us
+        totals.append(total)
+    times = [("makespan", timeline.makespan_us, measured.makespan_us)]
+    times += [(f"all {op}", totals[0][op], totals[1].get(op, 0.0)) for op in totals[0]]
+    rows = [[name, format_us(a), format_us(b), f"{b / a:.3f}" if a else ""] for name, a, b in times]
+    rows.insert(1, ["bubble", f"{timeline.bubble_fraction:.1%}", f"{measured.bubble_fraction:.1%}", ""])
+    return "\n".join(table(("", "planned", "measured", "ratio"), rows))

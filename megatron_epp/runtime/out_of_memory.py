@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_epp.launch import allocator
+from megatron_epp.launch.machine import EXPANDABLE, allocator_variables, segments_expand
 from megatron_epp.plan import Action, EppError, Op, Plan, is_unlimited, simulate
 
 LEAST_SHARE = 0.05
@@ -117,8 +117,8 @@ class ShortagePolicy:
     def _advice(self, plan: Plan, action: Action, error: Exception, usage: Usage | None, lower: int | None) -> list[str]:
         """Return the two changes most likely to help, by the error and the memory in use."""
         found = list(error.advice) if isinstance(error, ShortageError) else []
-        if _has_gaps(usage) and not allocator.segments_expand(os.environ, torch.__version__):
-            found.append(f"{allocator.variables(torch.__version__)[0]}={allocator.EXPANDABLE}")
+        if _has_gaps(usage) and not segments_expand(os.environ, torch.__version__):
+            found.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
         if self.recompute_is_fixed:
             found.append("--epp-recompute auto")
         if lower is not None:

@@ -112,7 +112,7 @@ def change_versions(rank, links, count, changed_at):
     taken = [[], []]
     for number in range(count):
         for stream, mine in zip(streams, taken, strict=True):
-            while rank == 0 and not stream._ahead.is_ready():  # so that there are plans ahead to be made anew
+            while rank == 0 and not stream._prefetched.is_ready():  # so that there are plans ahead to be made anew
                 time.sleep(0.001)
             batch = next(stream)
             mine.append((batch.lengths, batch.planning_us))

@@ -186,8 +186,8 @@ def test_replicas_of_a_team_take_theirs_of_the_plans_made_for_all():
     def make(lengths):
         return tuple(packed for each in of_the_shares(*shares) for packed in each(lengths))
 
-    for place, share in enumerate(shares):
-        iterator = PlannedBatches(MemoryDataset(LENGTHS), [(3, 4, 5)], PlanSource(make, place=place))
+    for position, share in enumerate(shares):
+        iterator = PlannedBatches(MemoryDataset(LENGTHS), [(3, 4, 5)], PlanSource(make, position=position))
         assert next(iterator).indices == tuple((3, 4, 5)[at] for at in share)
 
 
@@ -240,7 +240,7 @@ def test_close_ends_the_threads_and_the_iteration():
     (unpacker,) = iterator._unpacker._threads
     iterator.close()
     iterator.close()
-    assert not iterator._ahead._thread.is_alive()
+    assert not iterator._prefetched._thread.is_alive()
     assert not unpacker.is_alive()
     with pytest.raises(StopIteration):
         next(iterator)
@@ -248,7 +248,7 @@ def test_close_ends_the_threads_and_the_iteration():
 
 def test_a_forgotten_iterator_stops_planning():
     iterator = batches()
-    thread = iterator._ahead._thread
+    thread = iterator._prefetched._thread
     next(iterator)
     del iterator
     gc.collect()

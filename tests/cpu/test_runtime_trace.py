@@ -7,8 +7,8 @@ import torch
 from plain_stage import PlainStage, batch_of, build_part
 from runtime_plans import offloading, one_rank
 
-from megatron_epp.plan import Action, Op, digest
-from megatron_epp.report.measured import Event, Measured
+from megatron_epp.plan import Action, Op
+from megatron_epp.report.measured import Measured
 from megatron_epp.report.trace import trace
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
@@ -71,7 +71,7 @@ def test_copies_are_recorded_between_their_forward_and_their_backward_and_drawn_
     at = {name: start for name, start, _, _ in events}
     for chunk in range(len(plan.chunks)):
         assert at[f"0F{chunk}"] < at[f"0O{chunk}"] < at[f"0L{chunk}"] < at[f"0B{chunk}"]
-    measured = Measured(digest(plan), (tuple(Event(Action.parse(name), *times) for name, *times in events),))
+    measured = Measured.of(plan, [events])
     drawn = trace(plan, measured)["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in drawn if event["name"] == "thread_name"}
     tracks = {(names[event["tid"]], event["name"]) for event in drawn if event["ph"] == "X"}

@@ -20,7 +20,7 @@ def test_a_process_that_fails_is_named_with_its_exit_code(tmp_path):
     done = subprocess.run([*LAUNCH, fails], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "raise the cap" in done.stderr
-    assert done.stderr.splitlines()[-1] == "megatron-epp: rank 1 ended first, with exit code 1: what it said is above"
+    assert done.stderr.splitlines()[-1] == "megatron-epp: rank 1 failed first, with exit code 1: its messages are above"
     assert "Traceback" not in done.stderr
 
 
@@ -49,6 +49,6 @@ def test_a_folder_for_temporary_files_that_cannot_be_made_is_said_in_one_line(tm
     done = subprocess.run([*LAUNCH, script(tmp_path, "")], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "megatron-epp: there is no folder for temporary files (No such file or directory): set TMPDIR to one with space"
+        "megatron-epp: cannot make a folder for temporary files (No such file or directory): set TMPDIR to one with space"
     )
     assert "Traceback" not in done.stderr

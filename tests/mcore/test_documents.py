@@ -11,7 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 from megatron_epp.cli.lengths import lengths_of
-from megatron_epp.data.sequences import LONG_DOCUMENTS
+from megatron_epp.data.documents import LONG_DOCUMENTS
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, DocumentFile
 from megatron_epp.plan.errors import EppError
 
@@ -175,11 +175,11 @@ BREAKAGES = {
     "no index": (lambda p: os.remove(f"{p}.idx"), r"there is no file .*corpus\.idx; --data-path takes prefixes"),
     "no bin": (lambda p: os.remove(f"{p}.bin"), r"there is no file .*corpus\.bin"),
     "index without an end": (lambda p: truncate(f"{p}.idx", 200), r"corpus\.idx is truncated: 200 bytes where its header"),
-    "index cut in its header": (lambda p: truncate(f"{p}.idx", 20), r"corpus\.idx is truncated: 20 bytes, not even a header"),
+    "index cut in its header": (lambda p: truncate(f"{p}.idx", 20), r"corpus\.idx is truncated: 20 bytes, less than a header"),
     "empty index": (lambda p: truncate(f"{p}.idx", 0), r"corpus\.idx is not a Megatron index"),
     "text as index": (lambda p: overwrite(f"{p}.idx", 0, b'{"text": "hello"}'), "is not a Megatron index"),
     "unknown token type": (lambda p: overwrite(f"{p}.idx", 17, b"\x63"), "token type 99"),
-    "index with a tail": (lambda p: append(f"{p}.idx", b"x" * 7), "has too much in it"),
+    "index with a tail": (lambda p: append(f"{p}.idx", b"x" * 7), "is too long"),
     "bin too short": (lambda p: truncate(f"{p}.bin", 100), r"corpus\.bin has 100 bytes but .*corpus\.idx describes \d+"),
     "bin too long": (lambda p: append(f"{p}.bin", b"xx"), "they are not a pair or the .bin is incomplete"),
     "empty bin": (lambda p: truncate(f"{p}.bin", 0), r"corpus\.bin is empty"),

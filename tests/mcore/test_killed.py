@@ -15,7 +15,7 @@ import psutil
 import pytest
 from launch import ENVIRONMENT, TINY
 
-from megatron_epp.launch.scratch import FOLDER_VARIABLE
+from megatron_epp.launch.lifetime import FOLDER_VARIABLE
 
 LIMIT_S = 240
 TORCHRUN = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", "2"]

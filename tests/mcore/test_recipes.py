@@ -111,8 +111,8 @@ def test_switches_values_and_lists_reach_megatron_as_given(parser):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("num_layer=3", "megatron.num_layer is no flag of the training script; did you mean 'num_layers'?"),
-        ("epp.plcement=v", "epp.plcement is no flag"),
+        ("num_layer=3", "megatron.num_layer is not a flag of the training script; did you mean 'num_layers'?"),
+        ("epp.plcement=v", "epp.plcement is not a flag"),
         ("num_layers=four", "argument --num-layers: invalid int value: 'four'"),
         ("position_embedding_type=ropes", "argument --position-embedding-type: invalid choice: 'ropes'"),
         ("swiglu=3", "megatron.swiglu is 3; --swiglu is a switch"),
@@ -156,7 +156,7 @@ MISTAKES = (
     ("lrr=1", "did you mean 'lr'?"),
     ("launch.nodes=x", "launch.nodes is 'x'"),
     ("launch.name=../../x", "launch.name is '../../x'; it must be the name of a folder"),
-    ('launch.environment={"X=1; touch PWNED; export Y": 1}', "'X=1; touch PWNED; export Y' is no name of a variable"),
+    ('launch.environment={"X=1; touch PWNED; export Y": 1}', "'X=1; touch PWNED; export Y' is not a name of a variable"),
 )
 
 

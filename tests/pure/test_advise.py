@@ -270,7 +270,7 @@ def test_plans_are_made_with_what_training_is_to_do(capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--devices", "12"], "--devices 12 are no whole nodes of 8 (h100x8): give 8 or 16"),
+        (["--devices", "12"], "--devices 12 is not a multiple of 8, the devices of a node of h100x8: give 8 or 16"),
         (["--devices", "8", "--tensor-parallel", "3"], "give a multiple of 3"),
         (["--devices", "8", "--expert-parallel", "2"], "a model with --experts"),
         (["--devices", "8", "--costs", "llama3-8b-h100"], "was measured with ffn_hidden_size 14336"),

@@ -133,7 +133,7 @@ FILES = {
     "hexadecimal": ("model", f"megatron: {{hidden_size: 0x{'f' * 5000}}}", "got a int too long to print"),
     "numbers for names": ("train", "megatron: {1: 3}", "1 stands where a name should"),
     "truth for a name": ("train", "epp: {true: 3}", "True stands where a name should"),
-    "number of a variable": ("train", "launch: {environment: {1: 1}}", "1 is no name of a variable"),
+    "number of a variable": ("train", "launch: {environment: {1: 1}}", "1 is not a name of a variable"),
     "include of a number": ("train", "include: 5", "`include:` holds 5; it must hold a file, or a list of files"),
     "include of numbers": ("train", "include: [5]", "`include:` holds [5]"),
     "cluster of a list": ("train", "cluster: [a]", "`cluster:` holds ['a']; it must hold the name of one"),

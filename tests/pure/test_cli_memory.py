@@ -38,7 +38,7 @@ def test_the_peaks_are_those_of_the_same_plan(report, tmp_path, capsys):
     capsys.readouterr()
     made, text = load(made_at), report("--memory-gb", "0.2", "--quick")
     assert row_of(text, "peak") == [f"{peak / 2**20:.2f}" for peak in made.predicted.peak_bytes]
-    assert row_of(text, "held throughout") == [f"{static / 2**20:.2f}" for static in made.static_bytes]
+    assert row_of(text, "static, in all") == [f"{static / 2**20:.2f}" for static in made.static_bytes]
     assert row_of(text, "headroom") == [f"{(made.cap_bytes[0] - p) / 2**20:.2f}" for p in made.predicted.peak_bytes]
 
 
@@ -48,7 +48,7 @@ def test_the_columns_add_up_and_every_rank_has_a_curve(report):
     rules = [number for number, line in enumerate(body) if line.startswith("---")]
     for rank in (0, 1):
         cells = [float(line[30:].split()[rank]) for line in body[1 : rules[0]] if len(line[30:].split()) == 2]
-        held, peak = (float(row_of(text, name)[rank]) for name in ("held throughout", "peak"))
+        held, peak = (float(row_of(text, name)[rank]) for name in ("static, in all", "peak"))
         assert 0 < sum(cells) <= held + 0.1 <= peak
     assert len(re.findall(r"^rank \d +[▁▂▃▄▅▆▇█]{40,} ", text, re.MULTILINE)) == 2
     assert len(re.findall(r"^rank \d peaks while \d[FB]\d+ runs and keeps chunks", text, re.MULTILINE)) == 2

@@ -13,7 +13,7 @@ import yaml
 
 import megatron_epp
 from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
-from megatron_epp.launch.meet import PortError
+from megatron_epp.launch.machine import PortError
 from megatron_epp.launch.settings import SettingsError
 
 
@@ -52,7 +52,7 @@ def test_a_single_node_takes_a_free_port_and_a_taken_one_is_refused():
 def test_mistakes_are_named():
     assert "launch.node is unknown; did you mean 'nodes'?" in refused(node=2)
     assert "launch.nodes is 'two'; it must be of type int" in refused(nodes="two")
-    assert "node_rank 2 is none of launch.nodes 2" in refused(nodes=2, node_rank=2, master_port=1)
+    assert "node_rank is 2; it must be from 0 to 1 for launch.nodes 2" in refused(nodes=2, node_rank=2, master_port=1)
     assert "launch.nodes is 0; it must be 1 or more" in refused(nodes=0)
     assert "launch.master_port is 70000; it must be 0 or more, up to 65535" in refused(master_port=70000)
     assert "nodes must agree on a port" in refused(nodes=2)
@@ -70,7 +70,7 @@ def test_a_name_of_a_run_is_that_of_a_folder_in_runs(name):
 @pytest.mark.parametrize("name", ["X=1; touch PWNED; export Y", "2ND", "A B", "A\nB", "", "Ä", "A-B", 1])
 def test_a_variable_has_a_name_that_a_shell_takes_for_one(name):
     message = refused(environment={name: 1})
-    assert message.startswith(f"launch.environment: {name!r} is no name of a variable")
+    assert message.startswith(f"launch.environment: {name!r} is not a name of a variable")
     assert len(message.splitlines()) == 1
 
 

@@ -52,7 +52,8 @@ def test_an_epp_section_switches_elastic_plans_on_unless_it_says_otherwise():
 
 def test_an_unknown_key_is_refused_with_the_nearest():
     assert (
-        refused(megatron={"num_layer": 4}) == "megatron.num_layer is no flag of the training script; did you mean 'num_layers'?"
+        refused(megatron={"num_layer": 4})
+        == "megatron.num_layer is not a flag of the training script; did you mean 'num_layers'?"
     )
     assert "did you mean 'slices'?" in refused(epp={"slice": 2})
 

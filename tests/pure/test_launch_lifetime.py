@@ -12,8 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_epp.launch.lifetime import EndingWithParent
-from megatron_epp.launch.scratch import FOLDER_VARIABLE, is_abandoned, keep_sockets_in_folder, launcher_folder
+from megatron_epp.launch.lifetime import (
+    FOLDER_VARIABLE,
+    EndingWithParent,
+    is_abandoned,
+    keep_sockets_in_folder,
+    launcher_folder,
+)
 
 LIMIT_S = 60
 CHILD = (
@@ -128,7 +133,8 @@ def test_a_folder_is_there_while_its_launcher_is(folder):
 
 def test_a_folder_of_a_launcher_that_was_killed_is_removed_by_the_next(folder):
     program = (
-        "import os, signal; from megatron_epp.launch.scratch import *; context = launcher_folder(); made = context.__enter__();"
+        "import os, signal; from megatron_epp.launch.lifetime import *; context = launcher_folder();"
+        "made = context.__enter__();"
         "(made / 'file').touch(); print(made, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     left = Path(python(program).communicate(timeout=LIMIT_S)[0].strip())
@@ -145,7 +151,7 @@ def test_a_folder_of_a_launcher_that_was_killed_is_removed_by_the_next(folder):
 
 def test_sockets_are_in_the_launchers_folder_where_their_paths_are_short_enough(folder):
     program = (
-        "import os; from megatron_epp.launch.scratch import *; keep_sockets_in_folder();"
+        "import os; from megatron_epp.launch.lifetime import *; keep_sockets_in_folder();"
         "from multiprocessing.connection import Listener; print(Listener(family='AF_UNIX').address);"
         "print(os.environ.get('EPP_LAUNCHER_FOLDER'))"
     )
@@ -165,7 +171,7 @@ def test_without_a_launcher_nothing_is_made(folder):
 
 def test_a_process_that_outlives_its_launcher_ends_without_complaint_about_the_folder(folder):
     program = (
-        "import os, shutil; from megatron_epp.launch.scratch import *; keep_sockets_in_folder();"
+        "import os, shutil; from megatron_epp.launch.lifetime import *; keep_sockets_in_folder();"
         "from multiprocessing.connection import Listener; Listener(family='AF_UNIX');"
         "shutil.rmtree(os.environ['EPP_LAUNCHER_FOLDER'])"
     )

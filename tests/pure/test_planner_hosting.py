@@ -155,7 +155,7 @@ def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int])
     assert not any(made.copies)
     assert max(simulate(made).peak_bytes) <= cap
     assert 0 < max(host_peaks(simulate(made))) <= 100 * GIB
-    assert "at the host of" in summary(made)
+    assert "KV offload of" in summary(made)
     assert digest(made) == digest(plan(problem(lengths, 2, cap, host_cap_bytes=100 * GIB), costs, FIXED_ON))
 
 

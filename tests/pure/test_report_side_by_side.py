@@ -7,7 +7,7 @@ from report_plans import sliced_plan, v_shaped_plan
 from megatron_epp.cli.main import main
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.simulate import simulate
-from megatron_epp.report.side_by_side import side_by_side
+from megatron_epp.report.gantt import side_by_side
 
 SMALL = ["--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "4"]
 
@@ -33,6 +33,15 @@ def test_only_a_plan_that_recomputes_says_so():
     first, second = side_by_side([("none", sliced_plan(recompute=0)), ("all", sliced_plan(recompute=4))]).axes
     assert "recompute" not in first.get_title(loc="left")
     assert "recompute 25.0%" in second.get_title(loc="left")
+
+
+def test_pipelines_are_described_once_or_where_they_differ_in_every_title():
+    alike = side_by_side([("one", sliced_plan()), ("two", sliced_plan())])
+    assert "2 stages on 2 ranks" in alike.get_suptitle()
+    differing = side_by_side([("one", sliced_plan()), ("v", v_shaped_plan())])
+    assert "stages" not in differing.get_suptitle()
+    titles = [axis.get_title(loc="left") for axis in differing.axes]
+    assert [title.split(", ")[-1] for title in titles] == ["2 stages on 2 ranks", "4 stages on 2 ranks"]
 
 
 def test_the_legend_names_the_operations_of_all_plans():

@@ -8,10 +8,9 @@ from report_plans import measured_run, predicted, sliced_plan, with_offload
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.plan import UNLIMITED_BYTES
 from megatron_epp.plan.serialize import digest
-from megatron_epp.report.compare import against, comparison
 from megatron_epp.report.facts import bubble_fraction, recompute_in_backward, recompute_share
 from megatron_epp.report.table import clip, format_bytes, format_cap, format_us
-from megatron_epp.report.text import summary
+from megatron_epp.report.text import against, comparison, summary
 
 SMALL = """\
 6 sequences of 500 to 2,000 tokens, 4,500 in all, in 4 chunks (1 split, 1 hybrid, 2 batched)
@@ -72,9 +71,9 @@ def test_what_offload_moves_is_told_where_there_is_any():
     assert "recompute takes" not in summary(plan)
     assert "offload copies" not in summary(plan)
     copied = with_offload(plan, 0)
-    assert "offload copies 1000.00 KiB away and back in 100.0 us beside compute" in summary(copied)
-    assert "take turns" not in summary(copied)
-    assert "2 ranks take turns on 1 links to the host" in summary(replace(copied, host_links=(0, 0)))
+    assert "offload copies 1000.00 KiB to host memory and back in 100.0 us, overlapped with compute" in summary(copied)
+    assert "ranks share" not in summary(copied)
+    assert "2 ranks share 1 links to host memory" in summary(replace(copied, host_links=(0, 0)))
 
 
 def test_recompute_is_a_share_of_compute_and_of_its_backward():

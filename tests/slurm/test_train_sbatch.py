@@ -96,7 +96,7 @@ def test_a_killed_task_puts_the_job_back_into_the_queue_and_it_goes_on_from_its_
     workers = children_with("megatron_epp.mcore.pretrain_gpt", job)
     assert len(workers) >= 4  # a launcher and a worker on either node
     variables = [Path(f"/proc/{worker}/environ").read_bytes() for worker in workers]
-    assert not any(b"EPP_MEET_TOKEN=" in one for one in variables), "who has met needs no token"
+    assert not any(b"EPP_RENDEZVOUS_TOKEN=" in one for one in variables), "who has met needs no token"
     os.kill(max(workers), signal.SIGKILL)
     wait_for(lambda: "start 2" in text(), LIMIT_S, "the job has started again", tell)
     wait_for(lambda: cluster.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), LIMIT_S, "the job has ended", tell)

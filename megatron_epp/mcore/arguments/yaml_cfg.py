@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.launch.flags import EPP_PREFIX
-from megatron_epp.launch.nearest import nearest
-from megatron_epp.launch.settings import read_settings
+from megatron_epp.launch.settings import nearest, read_settings
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.plan.reading import shown
 

@@ -10,8 +10,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
+from megatron_epp.data.documents import sequences_of
 from megatron_epp.data.sampler import epoch_order
-from megatron_epp.data.sequences import sequences_of
 from megatron_epp.data.token_record import check_ids
 from megatron_epp.mcore.data.indexed_file import open_documents
 from megatron_epp.plan.errors import EppError
@@ -98,7 +98,7 @@ class DocumentDataset:
             EppError: a token is not in the vocabulary.
         """
         end = int(self.lengths[index]) + 1 if end is None else end
-        document, before = self._sequences.place(index)
+        document, before = self._sequences.locate(index)
         # A document's sentences lie one after the other in the file, so reading on past the first one is a read of them all.
         sentence = int(self.file.data.document_indices[self._first + document])
         found: np.ndarray = self.file.data.get(sentence, offset=before + start, length=end - start)

@@ -8,7 +8,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
 
-from megatron_epp.data.document_index import REMAKE, read_header, sequence_ends
+from megatron_epp.data.documents import REMAKE, read_header, sequence_ends
 from megatron_epp.plan.errors import EppError
 
 

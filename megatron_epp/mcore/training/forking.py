@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.launch import lifetime, scratch
+from megatron_epp.launch import lifetime
 from megatron_epp.mcore import entry
 
 _LATE = (  # what training imports when it is under way
@@ -72,7 +72,7 @@ def serve(handle: int) -> None:
     jobs = Connection(handle)
     ours = logging.getLogger("megatron_epp")
     ours.setLevel(logging.WARNING)  # logs of jobs say what is patched; this process has none
-    with scratch.launcher_folder():
+    with lifetime.launcher_folder():
         with entry.errors_in_one_line():
             preload()
         ours.setLevel(logging.NOTSET)

@@ -21,12 +21,12 @@ from megatron_epp.cost import balance as spread
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.training import loggers as writers
 from megatron_epp.mcore.training.session import Session
-from megatron_epp.plan import Action, Plan
-from megatron_epp.plan.serialize import digest, save
+from megatron_epp.plan import Plan
+from megatron_epp.plan.serialize import save
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.replica_balance import imbalance
 from megatron_epp.report.facts import copies_us, host_peak_bytes, hosted_bytes, offload_share, recompute_share
-from megatron_epp.report.measured import Event, Measured
+from megatron_epp.report.measured import Measured
 from megatron_epp.report.trace import save_trace
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.offload.activations import Offload
@@ -128,7 +128,7 @@ class IterationReport:
         first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
         if not (first or last):
             return
-        measured = None if self.batch.plan is None else _measured(self.batch.plan, everyone)
+        measured = None if self.batch.plan is None else Measured.of(self.batch.plan, (entry["events"] for entry in everyone))
         line = self._line(everyone, measured)
         if first and self.session.args.epp_report_dir is not None:
             self._write(line, measured)
@@ -211,11 +211,6 @@ class IterationReport:
             logger.info("wrote the plan, the times and a trace (ui.perfetto.dev) of iteration %d to %s", self.iteration, folder)
         with open(folder / LINES, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
-
-
-def _measured(plan: Plan, everyone: list[dict[str, Any]]) -> Measured:
-    ranks = tuple(tuple(Event(Action.parse(text), *times) for text, *times in e["events"]) for e in everyone)
-    return Measured(digest(plan), ranks)
 
 
 def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:

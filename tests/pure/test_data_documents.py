@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_epp.data.sequences import sequences_of
+from megatron_epp.data.documents import sequences_of
 
 
 def naive(num_tokens, limit, long_documents):
@@ -28,7 +28,7 @@ def test_sequences_are_the_naive_ones(limit, long_documents):
     for seed in range(20):
         num_tokens = random_documents(seed)
         found = sequences_of(num_tokens, limit, long_documents)
-        places = [(*found.place(i), int(found.lengths[i])) for i in range(len(found))]
+        places = [(*found.locate(i), int(found.lengths[i])) for i in range(len(found))]
         assert places == naive(num_tokens.tolist(), limit, long_documents)
         assert found.num_long == sum(tokens - 1 > limit for tokens in num_tokens)
         assert found.num_left_out == sum(max(0, n - 1) for n in num_tokens) - sum(found.lengths)
@@ -42,14 +42,14 @@ def test_split_documents_have_every_token_but_the_first_as_a_label_once(limit):
         found = sequences_of(num_tokens, limit)
         seen = [np.zeros(n, dtype=int) for n in num_tokens]
         for sequence, length in enumerate(found.lengths.tolist()):
-            document, first = found.place(sequence)
+            document, first = found.locate(sequence)
             seen[document][first + 1 : first + length + 1] += 1
         assert [counts.tolist() for counts in seen] == [[0, *[1] * (n - 1)][:n] for n in num_tokens]
 
 
 def test_a_sequence_begins_with_the_last_label_of_the_one_before():
     found = sequences_of(np.array([10]), 4)
-    assert [found.place(i) for i in range(len(found))] == [(0, 0), (0, 4), (0, 8)]
+    assert [found.locate(i) for i in range(len(found))] == [(0, 0), (0, 4), (0, 8)]
     assert found.lengths.tolist() == [4, 4, 1]
 
 

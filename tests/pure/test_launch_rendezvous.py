@@ -12,8 +12,8 @@ import pytest
 
 from megatron_epp.launch.gather import listening
 from megatron_epp.launch.handshake import Hello, hello, new_nonce, read_greeting, receive_line
-from megatron_epp.launch.meet import AbsentError, PortError, meet
-from megatron_epp.launch.meet_token import TokenError, shared_token
+from megatron_epp.launch.machine import PortError
+from megatron_epp.launch.rendezvous import AbsentError, TokenError, shared_token, wait_for_nodes
 
 LIMIT_S = 120
 
@@ -31,7 +31,7 @@ def port():
 def one(nodes, rank, port, wait_s, token=TOKEN):
     """What a rank met with: nothing, or the message of its error."""
     try:
-        meet(nodes, rank, "127.0.0.1", port, wait_s, token)
+        wait_for_nodes(nodes, rank, "127.0.0.1", port, wait_s, token)
     except AbsentError as error:
         return str(error)
     return None
@@ -76,12 +76,12 @@ def test_nodes_that_all_come_up_go_on_and_the_port_is_free_again(port):
 
 def test_a_port_that_is_taken_is_said_by_the_first_node(port):
     with socket.create_server(("", port)), pytest.raises(PortError, match=rf"port {port} cannot be used here .*MASTER_PORT"):
-        meet(2, 0, "127.0.0.1", port, 1.0, TOKEN)
+        wait_for_nodes(2, 0, "127.0.0.1", port, 1.0, TOKEN)
 
 
 def test_a_single_node_waits_for_nobody_and_needs_no_token(port, monkeypatch):
-    monkeypatch.setenv("EPP_MEET_TOKEN", "short")
-    meet(1, 0, "127.0.0.1", port, 0.0)
+    monkeypatch.setenv("EPP_RENDEZVOUS_TOKEN", "short")
+    wait_for_nodes(1, 0, "127.0.0.1", port, 0.0)
 
 
 def test_the_node_that_is_missing_is_named_on_all_others(port):
@@ -163,8 +163,8 @@ def test_callers_that_say_nothing_keep_no_node_from_its_place(port, pool):
 def test_a_place_is_given_once(port, pool):
     first = pool.submit(one, 3, 0, port, 60)
     with placed(port, 1, 3):
-        assert "node 1 is here already, from 127.0.0.1: give every node a NODE_RANK of its own" in one(3, 1, port, 60)
-        assert "node 7 is none of 3 beside node 0" in one(3, 7, port, 60)
+        assert "node 1 is present already, from 127.0.0.1: give every node a NODE_RANK of its own" in one(3, 1, port, 60)
+        assert "node 7 is not one of the 3 nodes" in one(3, 7, port, 60)
         assert "node 2 was started for 4 nodes, node 0 for 3: give all the same NNODES" in one(4, 2, port, 60)
         assert one(3, 2, port, 60) is None
     assert first.result(LIMIT_S) is None
@@ -180,13 +180,13 @@ def test_a_node_that_goes_away_and_comes_again_has_its_place(port, pool):
 def test_nodes_with_different_tokens_say_what_to_set(port, pool):
     first = pool.submit(one, 2, 0, port, 2.0)
     other = one(2, 1, port, 2.0, b"another token of the same length")
-    remedy = "set EPP_MEET_TOKEN to the same 16 or more random characters on every node"
+    remedy = "set EPP_RENDEZVOUS_TOKEN to the same 16 or more random characters on every node"
     assert "came without this run's token" in first.result(LIMIT_S)
     assert remedy in first.result()
     assert remedy in other
 
 
-@pytest.mark.parametrize("answers", [[], [b"go\n"], [b"megatron-epp-meet " + NONCE + b"\n", b"answer " + PROOF + b" \n"]])
+@pytest.mark.parametrize("answers", [[], [b"go\n"], [b"megatron-epp-rendezvous " + NONCE + b"\n", b"answer " + PROOF + b" \n"]])
 def test_a_stranger_in_the_place_of_the_first_node_starts_nobody(port, pool, answers):
     with socket.create_server(("127.0.0.1", port)) as server:
         node = pool.submit(one, 2, 1, port, 1.0)
@@ -215,9 +215,9 @@ def test_an_address_that_is_of_another_machine_is_listened_for_everywhere(port):
 
 
 def test_scripts_get_one_line_and_an_exit_code(port):
-    command = [sys.executable, "-m", "megatron_epp.launch.meet", "2", "1", "127.0.0.1", str(port), "0.5"]
-    for token, words in ((TOKEN.decode(), "node 0 does not answer"), ("short", "EPP_MEET_TOKEN has 5 characters")):
-        environment = os.environ | {"EPP_MEET_TOKEN": token}
+    command = [sys.executable, "-m", "megatron_epp.launch.rendezvous", "2", "1", "127.0.0.1", str(port), "0.5"]
+    for token, words in ((TOKEN.decode(), "node 0 does not answer"), ("short", "EPP_RENDEZVOUS_TOKEN has 5 characters")):
+        environment = os.environ | {"EPP_RENDEZVOUS_TOKEN": token}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         assert done.returncode == 1
         assert done.stderr.startswith(f"megatron-epp: error: {words}")
@@ -226,7 +226,7 @@ def test_scripts_get_one_line_and_an_exit_code(port):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    monkeypatch.delenv("EPP_MEET_TOKEN", raising=False)
+    monkeypatch.delenv("EPP_RENDEZVOUS_TOKEN", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path / "config" / "megatron-epp"
 
@@ -235,20 +235,20 @@ def test_nodes_that_share_a_home_folder_share_a_token_that_nobody_else_can_read(
     tokens = set(pool.map(lambda _: shared_token(), range(8)))
     assert len(tokens) == 1
     assert len(tokens.pop()) == 64
-    assert [path.name for path in home.iterdir()] == ["meet-token"]
-    assert (home / "meet-token").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in home.iterdir()] == ["rendezvous-token"]
+    assert (home / "rendezvous-token").stat().st_mode & 0o777 == 0o600
     assert home.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_token_that_others_can_read_is_refused(home):
     shared_token()
-    (home / "meet-token").chmod(0o644)
-    with pytest.raises(TokenError, match=r"meet-token may be known to others: delete it .*set EPP_MEET_TOKEN"):
+    (home / "rendezvous-token").chmod(0o644)
+    with pytest.raises(TokenError, match=r"rendezvous-token may be known to others: delete it .*set EPP_RENDEZVOUS_TOKEN"):
         shared_token()
 
 
 def test_a_home_folder_that_cannot_hold_a_token_is_said(home):
     home.parent.mkdir()
     home.touch()
-    with pytest.raises(TokenError, match=r"meet-token cannot be used \(.*\): set EPP_MEET_TOKEN"):
+    with pytest.raises(TokenError, match=r"rendezvous-token cannot be used \(.*\): set EPP_RENDEZVOUS_TOKEN"):
         shared_token()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 
 
-class Ahead[T](Iterator[T]):
+class Prefetcher[T](Iterator[T]):
     """The items of another iterator, in order.
 
     If that raises, the items made before are still yielded, then `__next__` raises the error, then and at every later call.
@@ -23,7 +23,7 @@ class Ahead[T](Iterator[T]):
         self._stop = threading.Event()
         self._error: BaseException | None = None
         # The thread must not hold a reference to self, or a forgotten iterator would never be collected and never stop.
-        self._thread = threading.Thread(target=_fill, args=(items, self._ready, self._stop), name="epp-ahead", daemon=True)
+        self._thread = threading.Thread(target=_fill, args=(items, self._ready, self._stop), name="epp-prefetch", daemon=True)
         self._finalizer = weakref.finalize(self, _release, self._ready, self._stop)
         self._thread.start()
 

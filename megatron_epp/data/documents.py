@@ -1,0 +1,153 @@
+"""Documents of Megatron's ``.idx`` files, read with numpy, and the sequences made of them under a limit of positions.
+
+Layout of an index: 9 bytes magic, u64 version, u8 type code, u64 sequences, u64 document boundaries; then an int32 length and
+an int64 byte offset per sequence, an int64 boundary per document plus one, and for multimodal files an int8 mode per sequence.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_epp.plan.errors import EppError
+
+REMAKE = "make it again with `megatron-epp prepare` or Megatron's preprocess_data.py"
+"""Remedy for an index that cannot be read."""
+LONG_DOCUMENTS = ("split", "truncate")
+"""Treatments of a document with more positions than a sequence may have: several sequences, or its beginning only."""
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00"
+
+Index = NDArray[np.integer[Any]]
+
+
+class Header(NamedTuple):
+    """Header of an index: type code and numbers of entries."""
+
+    type_code: int
+    num_sequences: int
+    num_boundaries: int
+
+
+def read_header(path: str) -> Header:
+    """Read a header and check the index's version and size.
+
+    Raises:
+        EppError: the file is no such index, or there are no documents.
+    """
+    num_bytes = os.path.getsize(path)
+    with open(path, "rb") as stream:
+        raw = stream.read(_HEADER.size)
+    if not raw.startswith(_MAGIC):
+        raise EppError(f"{path} is not a Megatron index (its first bytes are {raw[: len(_MAGIC)]!r}); {REMAKE}")
+    if len(raw) < _HEADER.size:
+        raise EppError(f"{path} is truncated: {num_bytes} bytes, less than a header of {_HEADER.size}; {REMAKE}")
+    _, version, *numbers = _HEADER.unpack(raw)
+    header = Header(*numbers)
+    if version != 1:
+        raise EppError(f"{path} has index version {version}, which cannot be read; {REMAKE}")
+    expected = _HEADER.size + 12 * header.num_sequences + 8 * header.num_boundaries
+    if num_bytes not in (expected, expected + header.num_sequences):
+        state = "is truncated" if num_bytes < expected else "is too long"
+        raise EppError(f"{path} {state}: {num_bytes} bytes where its header announces {expected}; {REMAKE}")
+    if header.num_boundaries < 2:
+        raise EppError(f"{path} holds no documents; {REMAKE}")
+    return header
+
+
+def document_tokens(path: str) -> NDArray[np.int64]:
+    """Tokens of each document of an index, summed over its sentences.
+
+    Raises:
+        EppError: the index is damaged.
+    """
+    header, raw = read_header(path), np.memmap(path, mode="r")
+    lengths = np.frombuffer(raw, np.int32, header.num_sequences, _HEADER.size)
+    boundaries = np.frombuffer(raw, np.int64, header.num_boundaries, _HEADER.size + 12 * header.num_sequences)
+    return np.diff(sequence_ends(path, lengths, boundaries)[boundaries])
+
+
+def sequence_ends(path: str, lengths: NDArray[np.int32], boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number of tokens before each boundary between sequences, the first and the last included.
+
+    Args:
+        path: of the index, for errors.
+        lengths: tokens of each sequence.
+        boundaries: number of sequences before each document, and of all sequences.
+
+    Raises:
+        EppError: lengths and boundaries are inconsistent.
+    """
+    rises = boundaries[0] == 0 and boundaries[-1] == len(lengths) and not np.any(np.diff(boundaries) < 0)
+    if not rises or np.any(lengths < 0):
+        raise EppError(f"{path} contradicts itself (document boundaries or lengths); {REMAKE}")
+    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Every sequence of some documents, in the order of the documents and within them of their tokens.
+
+    A document of n tokens has n - 1 positions (inputs ``[:-1]``, labels ``[1:]``); one of fewer than 2 tokens has none and
+    makes no sequence. Sequence k of a document that is split has the inputs ``[k * limit, (k + 1) * limit)``, so its last label
+    is the first input of sequence k + 1: the two overlap by one token, and every token but a document's first is a label once.
+
+    Attributes:
+        lengths: int32 [sequences], the positions of each, at most `limit`.
+        limit: largest number of positions of a sequence.
+        documents: [kept documents], their indices among all documents.
+        ends: [kept documents], number of sequences up to and including the last one of each; None if each is one sequence.
+        num_long: documents of more than `limit` positions.
+        num_left_out: tokens of truncated documents beyond their only sequence.
+    """
+
+    lengths: NDArray[np.int32]
+    limit: int
+    documents: Index
+    ends: Index | None
+    num_long: int
+    num_left_out: int
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def locate(self, sequence: int) -> tuple[int, int]:
+        """Return the document of a sequence, and the index in it of the sequence's first token."""
+        if self.ends is None:
+            return int(self.documents[sequence]), 0
+        # A number of the array's own type: with any other numpy would convert the array first.
+        kept = int(np.searchsorted(self.ends, self.ends.dtype.type(sequence), side="right"))
+        before = int(self.ends[kept - 1]) if kept else 0
+        return int(self.documents[kept]), (sequence - before) * self.limit
+
+
+def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -> Sequences:
+    """Return the sequences of documents.
+
+    Args:
+        num_tokens: [documents], tokens of each.
+        limit: largest number of positions of a sequence, at least 1.
+        long_documents: one of `LONG_DOCUMENTS`.
+    """
+    kept = num_tokens >= 2
+    documents, positions = _narrow(np.flatnonzero(kept)), num_tokens[kept] - 1
+    num_long = int(np.count_nonzero(positions > limit))
+    if long_documents == "truncate" or not num_long:
+        lengths = np.minimum(positions, limit).astype(np.int32)
+        left_out = int(positions.sum(dtype=np.int64)) - int(lengths.sum(dtype=np.int64))
+        return Sequences(lengths, limit, documents, None, num_long, left_out)
+    pieces = -(-positions // limit)
+    ends = np.cumsum(pieces, dtype=np.int64)
+    lengths = np.full(ends[-1], limit, dtype=np.int32)
+    lengths[ends - 1] = positions - (pieces - 1) * limit
+    return Sequences(lengths, limit, documents, _narrow(ends), num_long, 0)
+
+
+def _narrow(rising: NDArray[np.int64]) -> Index:
+    """Convert to four bytes each if values fit, which saves memory on every rank with hundreds of millions of documents."""
+    return rising.astype(np.uint32) if len(rising) and rising[-1] < 2**32 else rising
