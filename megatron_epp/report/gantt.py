@@ -15,7 +15,7 @@ from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.report import facts
-from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, label_time, lane_inches, matplotlib_classes
+from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, draw_legend, label_time, lane_inches, matplotlib_classes
 from megatron_epp.report.measured import Box, Measured, measured_boxes, planned_boxes
 from megatron_epp.report.palette import Shades, tint
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, printable

@@ -9,7 +9,7 @@ from __future__ import annotations
 from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import RATES, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
-from megatron_epp.data.sequences import LONG_DOCUMENTS
+from megatron_epp.data.documents import LONG_DOCUMENTS
 from megatron_epp.mcore.arguments.flag import (
     AMOUNT,
     BLOCK,
