@@ -108,7 +108,7 @@ def test_no_chunk_is_longer_than_the_tokens_that_chunks_may_have(name: str, mult
 @pytest.mark.parametrize("name", ["1f1b", "1f1b-packed", "1f1b-padded"])
 def test_those_that_cut_no_sequences_refuse_chunks_that_are_too_short_for_one(name: str):
     asked = problem((3000, 100), 2, token_multiple=16)
-    words = f"'{name}' does not cut sequences: .* 3008 tokens, above --epp-chunk-tokens 3007; raise that to 3008"
+    words = f"'{name}' does not cut sequences: .* 3008 tokens, above the 3007 .*; raise chunk_tokens to 3008"
     with pytest.raises(InfeasibleError, match=words):
         plan(asked, pipeline(2), Options(planner=name, chunk_tokens=3007))
 

@@ -108,4 +108,4 @@ def test_a_batch_that_no_memory_would_help_is_refused_as_by_plan(capsys):
         assert main([*command, *too_fine]) == 2
         said.append(capsys.readouterr().err.splitlines()[-1])
     assert said[0] == said[1]
-    assert "raise --epp-chunk-tokens to 8 or more" in said[0]
+    assert "raise --chunk-tokens to 8" in said[0]

@@ -10,6 +10,7 @@ import pytest
 from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
 from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, work_of
+from megatron_epp.mcore.arguments.table import TRAINING
 from megatron_epp.plan import LEVELS, Chunk, InfeasibleError, Op, Plan, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
@@ -152,7 +153,7 @@ def test_the_cap_an_error_names_does_fit_and_one_byte_less_does_not(options: Opt
 def test_the_error_names_the_flags_and_a_value_for_the_cap_that_fits():
     with pytest.raises(InfeasibleError) as caught:
         plan(problem(WHALE, 4, 9 * GIB), pipeline(4))
-    message = str(caught.value)
+    message = caught.value.text(TRAINING)
     assert all(flag in message for flag in ("--epp-memory-cap-gb", "--epp-chunk-tokens", "--seq-length"))
     gib = float(message.split("--epp-memory-cap-gb to ")[1].split(",")[0])
     assert check(plan(problem(WHALE, 4, int(gib * GIB)), pipeline(4))) == []
