@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megatron_epp.plan import LEVELS
+from megatron_epp.plan.recompute import MODES
 
 LAYERS = "layers that keep everything"
-LEVEL_ITEMS = {name: f"layers that recompute ({name})" for name in LEVELS}
+LEVEL_ITEMS = {name: f"layers that recompute ({mode.text})" for name, mode in MODES.items()}
 INPUTS = "stage inputs, embeddings"
 HEAD = "logits and loss"
 CACHE = "keys and values of slices"

@@ -10,8 +10,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
-from megatron_epp.cost.line import TimeColumn
-from megatron_epp.cost.work import IntColumn
+from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
 from megatron_epp.planner.kernels import climb
 from megatron_epp.planner.kernels.columns import Columns

@@ -19,9 +19,8 @@ from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageC
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.costs import stored as stored_costs
-from megatron_epp.mcore.costs.host_probe import measure_host_link, measure_offloadable_share
-from megatron_epp.mcore.costs.memory_probe import measure_bytes, message_bytes
-from megatron_epp.mcore.costs.probe import Link, measure_link
+from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes
+from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
 from megatron_epp.mcore.costs.timing import measure_times
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.training.snapshot import Snapshot

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from megatron_epp.cost import PipelineCosts, StageCosts
 from megatron_epp.cost.library import find, load_costs
-from megatron_epp.cost.line import Level
 from megatron_epp.cost.profile import Profile
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import parse_json, read_text
@@ -204,13 +203,12 @@ def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:
         extra_forward=then.extra_forward,
         extra_backward=then.extra_backward,
         extra_weight=then.extra_weight,
-        linear=_level_with_time(now.linear, then.linear),
-        mlp=_level_with_time(now.mlp, then.mlp),
+        recompute={
+            name: replace(known, again=then.recompute[name].again)
+            for name, known in now.recompute.items()
+            if name in then.recompute
+        },
     )
-
-
-def _level_with_time(now: Level | None, then: Level | None) -> Level | None:
-    return None if now is None or then is None else replace(now, again=then.again)
 
 
 def other_bytes(costs: PipelineCosts, token_bytes: float) -> str:
