@@ -29,9 +29,10 @@ _FORM = Form("cost profile", "megatron-epp/costs", 1)
 class PipelineCosts:
     """Costs of every stage and of the messages between them.
 
-    Methods give times in microseconds and sizes in bytes as columns with one entry per chunk of `work`, all sizes with the
-    fragmentation share, except static ones. Recompute is linear in the number of layers of each mode. A model of another form
-    is a subclass.
+    Methods take the number of a `stage`, the `work` of chunks, and where it matters their `recompute` or a layer's recompute mode
+    (`level`; empty for none). They return times in microseconds and sizes in bytes as columns ``[chunk]``, all sizes with the
+    fragmentation share, except static ones. Recompute is linear in the number of layers of each mode; a mode whose costs are
+    unknown raises `EppError`. A model of another form is a subclass.
 
     Attributes:
         name: of the profile; the plan records it.
@@ -42,7 +43,7 @@ class PipelineCosts:
         message_us_per_byte: time per byte.
         host_latency_us: fixed time of a copy between device and host, either way.
         host_us_per_byte: time per byte; infinite if nothing can be offloaded.
-        host_turns: consecutive pipeline ranks that share a link to the host and take turns on it (`host_link.divide`).
+        host_turns: consecutive pipeline ranks that share a link to the host and take turns on it (`hardware.divide`).
         offloadable_share: largest share of a chunk's activation bytes that may be offloaded.
         fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks. Included in every
             size except `static`.
