@@ -29,10 +29,10 @@ _FORM = Form("cost profile", "megatron-epp/costs", 1)
 class PipelineCosts:
     """Costs of every stage and of the messages between them.
 
-    Methods take the number of a `stage`, the `work` of chunks, and where it matters their `recompute` or a layer's recompute mode
-    (`level`; empty for none). They return times in microseconds and sizes in bytes as columns ``[chunk]``, all sizes with the
-    fragmentation share, except static ones. Recompute is linear in the number of layers of each mode; a mode whose costs are
-    unknown raises `EppError`. A model of another form is a subclass.
+    Methods take the number of a `stage`, the `work` of chunks, and where it matters their `recompute` or a layer's recompute
+    mode (`level`; empty for none). They return times in microseconds and sizes in bytes as columns ``[chunk]``, all sizes with
+    the fragmentation share, except static ones. Recompute is linear in the number of layers of each mode; a mode whose costs
+    are unknown raises `EppError`. A model of another form is a subclass.
 
     Attributes:
         name: of the profile; the plan records it.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_epp.cost import Level, Line, StageCosts
-from megatron_epp.mcore.costs.probe import backward, by_place, forward
+from megatron_epp.mcore.costs.probe import backward, by_place, forward, layers_of
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.kv_sums import MOST_ROUNDED
@@ -20,6 +20,7 @@ from megatron_epp.plan.size_class import size_class
 from megatron_epp.runtime.attention.slice_view import SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.autograd.weights import WeightGradients
+from megatron_epp.runtime.context import ChunkContext
 
 _TOKENS = 256
 
@@ -50,7 +51,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     base = _held(stage, Recompute(full=layers))
     if layers == 0:
         return replace(costs, extra_bytes_per_token=base.kept, head_bytes_per_token=0.0)
-    alike = len({type(layer) for layer in stage.decoder.layers}) == 1  # not so a hybrid model's attention and MLP layers
+    alike = len({type(layer) for layer in layers_of(stage)}) == 1  # not so a hybrid model's attention and MLP layers
 
     def at(known: Level, level: str) -> Level:
         """Measure what a layer keeps in a mode, by comparison with a stage that recomputes in full, and the most it holds."""
@@ -129,7 +130,7 @@ class _LastLayer:
     def __init__(self, stage: MegatronStage, meter: SavedTensors) -> None:
         self.runs = False
         self.begin_bytes = self.peak_bytes = 0
-        self._layers, self._meter = stage.decoder.layers, meter
+        self._layers, self._meter = layers_of(stage), meter
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> _LastLayer:
@@ -178,14 +179,15 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
             left_bytes.append(meter.live_bytes - last.begin_bytes)
         return relay.num_bytes
 
-    cache_bytes, runs = 0, []
+    cache_bytes = 0
+    runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
     with meter, _LastLayer(stage, meter) as last:
         for start in (0, tokens):
             view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
             chunk = Chunk((Segment(0, start, start + tokens),))
-            _, *run = forward(stage, chunk, view, Recompute(full=stage.num_layers))
-            runs.append(run)
+            _, output, context = forward(stage, chunk, view, Recompute(full=stage.num_layers))
+            runs.append((output, context))
         cache_bytes = relay.num_bytes
         backward(stage, *runs.pop(), keep_weights)
         gradient_bytes, most = relay.num_bytes - cache_bytes, max(left_bytes[1:], default=0)

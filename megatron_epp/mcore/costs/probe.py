@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,7 +101,13 @@ def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_w
     stage.backward(context, output, None if stage.is_last else torch.ones_like(output), keep_weights)
 
 
+def layers_of(stage: MegatronStage) -> torch.nn.ModuleList:
+    """Return the transformer layers of a stage."""
+    layers: Any = stage.decoder.layers
+    return layers
+
+
 def by_place(stage: MegatronStage, kept: list[Kept | PutOff]) -> tuple[list[Kept | PutOff], list[Kept | PutOff]]:
     """Separate the weight gradients of the layers from the others."""
-    inside = {id(weight) for weight in stage.decoder.layers.parameters()}
+    inside = {id(weight) for weight in layers_of(stage).parameters()}
     return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]

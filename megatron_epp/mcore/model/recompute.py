@@ -55,10 +55,10 @@ class _Layer:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("packed_seq_params")
-        mode = params.context.recompute.level(self.number) if isinstance(params, ChunkParams) else ""
-        if not mode or not torch.is_grad_enabled():
+        if not isinstance(params, ChunkParams) or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
-        parts = MODES[mode].runs_again
+        mode = params.context.recompute.level(self.number)
+        parts = MODES[mode].runs_again if mode else frozenset()
         if PROJECTIONS not in parts:
             self._parts = parts
             try:
