@@ -20,6 +20,7 @@ from megatron_epp.mcore.costs.probe import backward, by_place, forward
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
+from megatron_epp.plan.recompute import MODES
 from megatron_epp.runtime.attention.slice_view import SliceView
 from megatron_epp.runtime.autograd.weights import Kept, PutOff
 from megatron_epp.runtime.context import ChunkContext
@@ -58,7 +59,8 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
     def again(mode: str) -> Line:
         found = _medians(stage, cases, Recompute(**{mode: stage.num_layers}), _LEVEL_REPEATS)
         longer = [max(0.0, after.layers_backward - t.layers_backward) for after, t in zip(found, times, strict=True)]
-        return fit_line([Point(c.tokens, 0, us) for c, us in zip(cases, longer, strict=True)], False).line.scaled(1 / layers)
+        points = [Point(c.tokens, c.pairs, us) for c, us in zip(cases, longer, strict=True)]
+        return fit_line(points, MODES[mode].repeats_attention).line.scaled(1 / layers)
 
     backward = fit(lambda t: t.layers_backward, True).scaled(1 / layers)
     extra_backward = fit(lambda t: t.backward - t.layers_backward, False)
