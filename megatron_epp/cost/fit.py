@@ -84,17 +84,6 @@ def fit_profile(
     formula = analytic_profile(shape, rates)
     exchange = Line(0.0, MICROSECONDS * shape.exchanged_bytes_per_token / rates.exchange_bytes)
     layer_forward, layer_backward = fits["linear forward"].line, fits["linear backward"].line
-
-    def again(mode: str) -> Line:
-        """Time of the parts of a layer that a recompute mode runs again."""
-        parts = MODES[mode].runs_again
-        parameters = {PROJECTIONS: shape.attention_parameters, MLP: shape.mlp_parameters_per_token}
-        exchanged = {PROJECTIONS: shape.attention_exchanged_bytes_per_token, MLP: shape.mlp_exchanged_bytes_per_token}
-        share, num_bytes = (sum(each[part] for part in each if part in parts) for each in (parameters, exchanged))
-        linear = layer_forward.scaled(share / shape.parameters_per_token)
-        line = linear + Line(0.0, MICROSECONDS * num_bytes / rates.exchange_bytes)
-        return line + fits["attention forward"].line if MODES[mode].repeats_attention else line
-
     profile = replace(
         formula,
         name=name,
@@ -103,7 +92,10 @@ def fit_profile(
             forward=layer_forward + fits["attention forward"].line + exchange,
             backward=layer_backward + fits["attention backward"].line + exchange,
             weight=fits["linear weight"].line.within(layer_backward),
-            recompute={name: replace(level, again=again(name)) for name, level in formula.layer.recompute.items()},
+            recompute={
+                mode: replace(level, again=_again(mode, shape, rates, layer_forward, fits["attention forward"].line))
+                for mode, level in formula.layer.recompute.items()
+            },
         ),
         embedding=replace(formula.embedding, forward=fits["embedding forward"].line, backward=fits["embedding backward"].line),
         head=replace(
@@ -127,3 +119,21 @@ def fit_profile(
             "points": {kind: [list(point) for point in some] for kind, some in points.items()},
         },
     )
+
+
+def _again(mode: str, shape: ModelShape, rates: Rates, linear: Line, attention: Line) -> Line:
+    """Time of the parts of a layer that a recompute mode runs again.
+
+    Args:
+        mode: its name.
+        shape: of the model, by which the parts have their shares of the layer.
+        rates: for the exchange between ranks that share a layer.
+        linear, attention: measured times of a layer's forward without core attention, and of that.
+    """
+    parts = MODES[mode].runs_again
+    parameters = {PROJECTIONS: shape.attention_parameters, MLP: shape.mlp_parameters_per_token}
+    exchanged = {PROJECTIONS: shape.attention_exchanged_bytes_per_token, MLP: shape.mlp_exchanged_bytes_per_token}
+    share, num_bytes = (sum(each[part] for part in each if part in parts) for each in (parameters, exchanged))
+    line = linear.scaled(share / shape.parameters_per_token)
+    line += Line(0.0, MICROSECONDS * num_bytes / rates.exchange_bytes)
+    return line + attention if MODES[mode].repeats_attention else line
