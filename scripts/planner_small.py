@@ -120,7 +120,7 @@ def _asked(case: SmallCase, chunks: tuple[Chunk, ...], made: Plan | None, limit_
         start = Decisions(
             made.chunks,
             actions,
-            [[again.whole for again in row] for row in made.recompute],
+            [[again.full for again in row] for row in made.recompute],
         )
     empty: Row = {"best_us": None, "bound_us": None, "settled": True, "contradicted": False, "limit_s": limit_s}
     try:

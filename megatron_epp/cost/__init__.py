@@ -1,15 +1,16 @@
 """Time and memory of every action: the cost model and the sources of its coefficients."""
 
-from megatron_epp.cost.analytic import CPU, H100, Rates, analytic_costs, analytic_profile
-from megatron_epp.cost.device import on_device
-from megatron_epp.cost.line import Level, Line
+from megatron_epp.cost.analytic import analytic_costs, analytic_profile
+from megatron_epp.cost.hardware import CPU, H100, Rates
 from megatron_epp.cost.memory import Static
-from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.model import PipelineCosts, on_device
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Part, Profile
-from megatron_epp.cost.protocol import Costs
 from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.work import ChunkWork, causal_pairs, work_of
+from megatron_epp.cost.work import ChunkWork, Level, Line, causal_pairs, work_of
+
+Costs = PipelineCosts
+"""Costs as the planners know them."""
 
 __all__ = [
     "CPU",

@@ -11,87 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.head import loss_workspace_bytes
-from megatron_epp.cost.line import Level, Line
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Part, Profile
+from megatron_epp.cost.work import Level, Line
 from megatron_epp.plan import EppError
 
 MICROSECONDS = 1e6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Rates of one rank, and the fixed costs that each pass adds.
-
-    Attributes:
-        name: for the plan's record.
-        linear_flops: in the matrix products with weights.
-        attention_forward_flops: in attention, counting only the pairs inside the mask.
-        attention_backward_flops: the same, backward.
-        memory_bytes: moved by norms, activations and residual additions.
-        layer_overhead_us: launch and other fixed time of one layer and pass.
-        message_latency_us: of a message between stages.
-        message_bytes: per second between stages.
-        saturation_tokens: of a chunk whose matrix products run at half of `linear_flops`.
-        attention_tile: tokens of a tile of attention's pairs.
-        exchange_bytes: per second among the ranks that share a layer.
-        host_latency_us: of a copy between device and host.
-        host_bytes: per second between device and host, either way; 0 where there is no such link.
-        host_sharing: devices in a row of a node that share that link.
-    """
-
-    name: str
-    linear_flops: float
-    attention_forward_flops: float
-    attention_backward_flops: float
-    memory_bytes: float
-    layer_overhead_us: float
-    message_latency_us: float
-    message_bytes: float
-    saturation_tokens: float = 0.0
-    attention_tile: float = 0.0
-    exchange_bytes: float = math.inf
-    host_latency_us: float = 0.0
-    host_bytes: float = 0.0
-    host_sharing: int = 1
-
-
-H100 = Rates(
-    name="h100",
-    linear_flops=600e12,
-    attention_forward_flops=450e12,
-    attention_backward_flops=400e12,
-    memory_bytes=2.4e12,
-    layer_overhead_us=150.0,
-    message_latency_us=20.0,
-    message_bytes=40e9,
-    saturation_tokens=128,
-    attention_tile=128,
-    exchange_bytes=300e9,
-    host_latency_us=20.0,
-    host_bytes=40e9,
-)
-"""An H100-like GPU in bf16, one 400 Gb/s link between stages, 16 lanes of PCIe 5 to the host."""
-
-CPU = Rates(
-    name="cpu",
-    linear_flops=80e9,
-    attention_forward_flops=80e9,
-    attention_backward_flops=75e9,
-    memory_bytes=10e9,
-    layer_overhead_us=500.0,
-    message_latency_us=300.0,
-    message_bytes=1e9,
-    host_latency_us=20.0,
-    host_bytes=4e9,
-)
-"""One core of a server in fp32, and gloo: for tests and laptops. Fitted to a GPT of 64 channels, sliced and whole. The device
-is its own host: offloaded data is copied within the same memory.
-"""
 
 
 def analytic_costs(
@@ -164,8 +93,10 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
         forward=overhead + linear + moved.scaled(2) + exchange + attention_forward,
         backward=overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=linear,
-        linear=Level(overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token),
-        mlp=Level(_mlp_again(shape, rates), kept - shape.mlp_bytes_per_token - 2 * hidden, kept - hidden),
+        recompute={
+            "selective": Level(overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token),
+            "mlp": Level(_mlp_again(shape, rates), kept - shape.mlp_bytes_per_token - 2 * hidden, kept - hidden),
+        },
         bytes_per_token=kept,
         attended_bytes_per_token=attended,
         apart_bytes_per_token=kept + hidden,

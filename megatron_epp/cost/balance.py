@@ -25,7 +25,8 @@ class Spread:
 
 
 WORTH = 0.05
-"""Smallest saving of the busiest stage's time, as a share of the mean, for which `advice` suggests other layers per stage."""
+"""Smallest saving of the busiest stage's time, as a share of the mean, for which `advice` suggests other layers per stage;
+chosen, not measured."""
 
 
 def layout_flag(layers: Sequence[int]) -> str:

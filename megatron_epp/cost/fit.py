@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_epp.cost.analytic import MICROSECONDS, Rates, analytic_profile
-from megatron_epp.cost.line import Line
+from megatron_epp.cost.analytic import MICROSECONDS, analytic_profile
+from megatron_epp.cost.hardware import Rates
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Profile
+from megatron_epp.cost.work import Line
+from megatron_epp.plan.recompute import MLP, MODES, PROJECTIONS
 
 
 class Point(NamedTuple):
@@ -82,8 +84,6 @@ def fit_profile(
     formula = analytic_profile(shape, rates)
     exchange = Line(0.0, MICROSECONDS * shape.exchanged_bytes_per_token / rates.exchange_bytes)
     layer_forward, layer_backward = fits["linear forward"].line, fits["linear backward"].line
-    mlp_share = shape.mlp_parameters_per_token / shape.parameters_per_token
-    mlp_exchange = Line(0.0, MICROSECONDS * shape.mlp_exchanged_bytes_per_token / rates.exchange_bytes)
     profile = replace(
         formula,
         name=name,
@@ -92,8 +92,10 @@ def fit_profile(
             forward=layer_forward + fits["attention forward"].line + exchange,
             backward=layer_backward + fits["attention backward"].line + exchange,
             weight=fits["linear weight"].line.within(layer_backward),
-            linear=formula.layer.linear and replace(formula.layer.linear, again=layer_forward + exchange),
-            mlp=formula.layer.mlp and replace(formula.layer.mlp, again=layer_forward.scaled(mlp_share) + mlp_exchange),
+            recompute={
+                mode: replace(level, again=_again(mode, shape, rates, layer_forward, fits["attention forward"].line))
+                for mode, level in formula.layer.recompute.items()
+            },
         ),
         embedding=replace(formula.embedding, forward=fits["embedding forward"].line, backward=fits["embedding backward"].line),
         head=replace(
@@ -117,3 +119,21 @@ def fit_profile(
             "points": {kind: [list(point) for point in some] for kind, some in points.items()},
         },
     )
+
+
+def _again(mode: str, shape: ModelShape, rates: Rates, linear: Line, attention: Line) -> Line:
+    """Time of the parts of a layer that a recompute mode runs again.
+
+    Args:
+        mode: its name.
+        shape: of the model, by which the parts have their shares of the layer.
+        rates: for the exchange between ranks that share a layer.
+        linear, attention: measured times of a layer's forward without core attention, and of that.
+    """
+    parts = MODES[mode].runs_again
+    parameters = {PROJECTIONS: shape.attention_parameters, MLP: shape.mlp_parameters_per_token}
+    exchanged = {PROJECTIONS: shape.attention_exchanged_bytes_per_token, MLP: shape.mlp_exchanged_bytes_per_token}
+    share, num_bytes = (sum(each[part] for part in each if part in parts) for each in (parameters, exchanged))
+    line = linear.scaled(share / shape.parameters_per_token)
+    line += Line(0.0, MICROSECONDS * num_bytes / rates.exchange_bytes)
+    return line + attention if MODES[mode].repeats_attention else line

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 AUTO = "auto"
 BLOCK_BYTES = 2**30
-"""Size of a block's fp32 logits if the number of tokens of a block is not set."""
+"""Size of a block's fp32 logits if the number of tokens of a block is not set. With a vocabulary of 128,256 a block has 2,048
+tokens, so that the matrix products reach 94 % of their rate (`Rates.saturation_tokens`)."""
 
 
 def loss_block_tokens(setting: str | int, vocabulary: int, longest: int) -> int:

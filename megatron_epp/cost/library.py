@@ -1,6 +1,7 @@
 """Models and clusters as YAML files, by path or by the name of one that ships with the package.
 
-A model file holds Megatron's own flags under ``megatron:``; a cluster file holds `Rates` and the memory of a device.
+A model file holds Megatron's own flags under ``megatron:``; a cluster file holds `Rates` and the memory of a device. YAML is
+read within limits: aliases that repeat without end, or contain themselves, are refused.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.analytic import CPU, H100, Rates
 from megatron_epp.cost.balance import spread_layers
+from megatron_epp.cost.hardware import CPU, H100, Rates
 from megatron_epp.cost.head import AUTO, loss_block_tokens
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import FORM as PROFILE
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.work import pairs_per_token
-from megatron_epp.cost.yaml_file import read_yaml
 from megatron_epp.plan import EppError, Remedy
-from megatron_epp.plan.reading import MOST_LAYERS, naming, number, read_text, shown
+from megatron_epp.plan.reading import MOST_LAYERS, MOST_VALUES, check_nested, naming, number, read_text, shown
 
 RATES = {"h100": H100, "cpu": CPU}
 """Rates by name, from which a cluster file starts."""
@@ -35,6 +35,8 @@ MOST_GB = 1e9
 """Largest memory of a device, in 2^30 bytes."""
 MOST_RATE = 1e30
 """Largest rate, per second."""
+MOST_YAML_BYTES = 1 << 20
+"""Largest size of a file: settings are small, and reading YAML is slow."""
 DEVICES_PER_NODE = 8
 """Devices per node if a cluster file does not set them."""
 
@@ -54,6 +56,40 @@ class Cluster:
     rates: Rates
     device_memory_gb: float | None
     devices_per_node: int = DEVICES_PER_NODE
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """Read the value of a YAML text.
+
+    Args:
+        text: of one document.
+        what: name of the text, for errors.
+
+    Raises:
+        EppError: PyYAML is missing, the text is not YAML, or it holds too many values, too deep.
+    """
+    try:
+        import yaml  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise EppError(f"reading {what} needs PyYAML: pip install pyyaml (megatron-core[training] brings it)") from error
+    try:
+        value = yaml.safe_load(text)
+    except RecursionError:
+        raise EppError(f"{what} is nested too deep") from None
+    except Exception as error:  # its constructors raise many kinds for values that are not of their tag, as in `2020-13-45`
+        raise EppError(f"{what} is not YAML: {' '.join(str(error).split())}") from None
+    check_nested(value, what, MOST_VALUES)
+    return value
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read the names and values of a file. Raises `EppError` if it cannot be read, is not YAML, or holds no names."""
+    with naming(path):
+        text = read_text(path, MOST_YAML_BYTES)
+    body = parse_yaml(text, str(path))
+    if not isinstance(body, dict):
+        raise EppError(f"{path} holds no names with values")
+    return {str(key): value for key, value in body.items()}
 
 
 def shipped(kind: str) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from megatron_epp.plan import LEVELS
+from megatron_epp.plan.recompute import MODES
 
 LAYERS = "layers that keep everything"
-LEVEL_ITEMS = {name: f"layers that recompute ({name})" for name in LEVELS}
+LEVEL_ITEMS = {name: f"layers that recompute ({mode.text})" for name, mode in MODES.items()}
 INPUTS = "stage inputs, embeddings"
 HEAD = "logits and loss"
 CACHE = "keys and values of slices"
@@ -37,11 +37,14 @@ DYNAMIC = (
 """Items that are allocated and freed with chunks, in the order in which reports list them."""
 
 FRAGMENTATION_SHARE = 0.05
-"""Default share of the bytes held by chunks on a GPU that is lost because a caching allocator's blocks exceed their tensors."""
+"""Default share of the bytes held by chunks on a GPU that is lost because a caching allocator's blocks exceed their tensors;
+assumed, not measured."""
 DEVICE_SHARE = 0.9
-"""Share of a device's memory that plans may fill if no cap is given, so that libraries and communicators have room."""
+"""Share of a device's memory that plans may fill if no cap is given, so that libraries and communicators have room;
+assumed, not measured."""
 SETUP_MARGIN_BYTES = 1 << 30
-"""Bytes of the memory free after set-up that plans leave unused, for kernels and workspaces allocated at their first use."""
+"""Bytes of the memory free after set-up that plans leave unused, for kernels and workspaces allocated at their first use;
+assumed, not measured."""
 _CAP_STEP_BYTES = 1 << 28
 """Granularity of caps derived from free memory, so that a resumed run with slightly different free memory makes equal plans."""
 

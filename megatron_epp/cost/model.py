@@ -7,31 +7,32 @@ Coefficients come from `analytic_costs` or from measurement; either way they are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.fields import build, check_part
-from megatron_epp.cost.kv_offload import Hosting, hosting
-from megatron_epp.cost.line import NO_TIME, Level, Line, TimeColumn
-from megatron_epp.cost.memory import HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, WORKING
-from megatron_epp.cost.prefix import prefix_bytes
+from megatron_epp.cost.kv_cache import Hosting, hosting, prefix_bytes
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE, HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, WORKING
+from megatron_epp.cost.serialize import Form, check_part
 from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.text import Form
-from megatron_epp.cost.work import ChunkWork, IntColumn, LayerPeak
-from megatron_epp.plan import LEVELS, NO_RECOMPUTE, EppError, Recompute
+from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Level, Line, TimeColumn
+from megatron_epp.plan import NO_RECOMPUTE, EppError, Recompute
+from megatron_epp.plan.recompute import MODES, mode_of
 from megatron_epp.plan.size_class import size_classes
 
 _FORM = Form("cost profile", "megatron-epp/costs", 1)
-_IN_OLDER_FILES = "message_bytes_per_token"
-"""Field of a stage in older files; now `PipelineCosts.message_bytes_per_token`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """Costs of every stage and of the messages between them. Implements `megatron_epp.cost.protocol.Costs`.
+    """Costs of every stage and of the messages between them.
+
+    Methods take the number of a `stage`, the `work` of chunks, and where it matters their `recompute` or a layer's recompute
+    mode (`level`; empty for none). They return times in microseconds and sizes in bytes as columns ``[chunk]``, all sizes with
+    the fragmentation share, except static ones. Recompute is linear in the number of layers of each mode; a mode whose costs
+    are unknown raises `EppError`. A model of another form is a subclass.
 
     Attributes:
         name: of the profile; the plan records it.
@@ -42,7 +43,7 @@ class PipelineCosts:
         message_us_per_byte: time per byte.
         host_latency_us: fixed time of a copy between device and host, either way.
         host_us_per_byte: time per byte; infinite if nothing can be offloaded.
-        host_turns: consecutive pipeline ranks that share a link to the host and take turns on it (`host_link.divide`).
+        host_turns: consecutive pipeline ranks that share a link to the host and take turns on it (`hardware.divide`).
         offloadable_share: largest share of a chunk's activation bytes that may be offloaded.
         fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks. Included in every
             size except `static`.
@@ -66,7 +67,7 @@ class PipelineCosts:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """Index of the first stage with the same costs, for each stage."""
+        """Index of the first stage with the same costs, for each stage; often one for all but the first and last stages."""
         return tuple(map(self.stages.index, self.stages))
 
     @property
@@ -77,28 +78,31 @@ class PipelineCosts:
     @property
     def recompute_levels(self) -> tuple[str, ...]:
         """Recompute modes whose costs are known for all stages, most recompute first."""
-        return tuple(name for name in LEVELS if all(stage.level(name) is not None for stage in self.stages))
+        return tuple(name for name in MODES if all(stage.level(name) is not None for stage in self.stages))
 
     def forward_line(self, stage: int) -> Line:
+        """Time of the forward as a line in tokens and pairs, by which chunks are balanced."""
         return self.stages[stage].stage_forward
 
     def backward_line(self, stage: int) -> Line:
+        """Time of the backward as such a line, with the weight gradient and without recompute."""
         return self.stages[stage].stage_backward
 
     def forward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         return self.stages[stage].stage_forward.time_us(work.tokens, work.pairs)
 
     def backward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
+        """Time of the backward, with the weight gradient and without recompute."""
         return self.stages[stage].stage_backward.time_us(work.tokens, work.pairs)
 
     def weight_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        """Time of the weight gradients, a part of `backward_us`."""
+        """Time of the weight gradients, a part of `backward_us`; if W is split off, B takes the rest."""
         return self.stages[stage].stage_weight.time_us(work.tokens, work.pairs)
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward."""
-        levels = self._levels(stage, recompute)
-        return sum((count * level.again.time_us(work.tokens, work.pairs) for _, count, level in levels), 0.0 * work.tokens)
+        levels = ((count, self._level(stage, name)) for name, count in recompute.by_mode())
+        return sum((count * level.again.time_us(work.tokens, work.pairs) for count, level in levels), 0.0 * work.tokens)
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
         """Bytes kept from forward to backward, without the cache of a sliced sequence's keys and values."""
@@ -118,7 +122,7 @@ class PipelineCosts:
     def _kept_per_token(self, stage: int, work: ChunkWork, recompute: Recompute) -> Iterator[tuple[str, TimeColumn]]:
         costs = self.stages[stage]
         yield LAYERS, (costs.num_layers - recompute.num_layers) * self._layer_per_token(stage, work, "")
-        for name, count, _ in self._levels(stage, recompute):
+        for name, count in recompute.by_mode():
             yield LEVEL_ITEMS[name], count * self._layer_per_token(stage, work, name)
         everywhere = np.ones(len(work.tokens))
         yield INPUTS, (costs.extra_bytes_per_token - costs.head_bytes_per_token) * everywhere
@@ -127,8 +131,7 @@ class PipelineCosts:
     def _layer_per_token(self, stage: int, work: ChunkWork, level: str) -> TimeColumn:
         if level == "":
             return self.stages[stage].layer_bytes_per_token - self._in_cache(stage, work)
-        (_, _, own), *_ = self._levels(stage, NO_RECOMPUTE._replace(**{level: 1}))
-        return own.bytes_per_token - self._in_cache(stage, work) * (level == "mlp")
+        return self._level(stage, level).bytes_per_token - self._in_cache(stage, work) * mode_of(level).keeps_kv
 
     def _in_cache(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Bytes per token of a layer's kept activations that are in the sequence's key and value cache."""
@@ -137,13 +140,10 @@ class PipelineCosts:
     def _gradient_of_layer(self, stage: int, work: ChunkWork) -> TimeColumn:
         return self.stages[stage].kv_gradient_per_token(work) * work.cache_tokens
 
-    def _levels(self, stage: int, recompute: Recompute) -> Iterator[tuple[str, int, Level]]:
-        for name, count in zip(LEVELS, recompute, strict=True):
-            if count:
-                level = self.stages[stage].level(name)
-                if level is None:
-                    raise EppError(f"the costs of stage {stage} do not know recompute level {name!r}; measure them again")
-                yield name, count, level
+    def _level(self, stage: int, name: str) -> Level:
+        if (level := self.stages[stage].level(name)) is None:
+            raise EppError(f"the costs of stage {stage} do not know recompute level {name!r}; measure them again")
+        return level
 
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes held from the end of B to the end of W if the two are split."""
@@ -152,7 +152,7 @@ class PipelineCosts:
         return self._whole_bytes(per_token * work.tokens)
 
     def layer_weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes of one layer among `weight_bytes`."""
+        """Bytes of one layer among `weight_bytes`; those of all others are held when the backward reaches the layers."""
         return self._whole_bytes(self.stages[stage].weight_bytes_per_token * work.tokens)
 
     def cache_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
@@ -204,7 +204,7 @@ class PipelineCosts:
         return LayerPeak(*map(self._whole_bytes, (np.maximum(early, late), comes, made)))
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
-        """Bytes that a backward frees before it reaches the layers."""
+        """Bytes of `activation_bytes` that the last stage's backward frees before it reaches the layers."""
         return -self._whole_bytes(-self.stages[stage].head_bytes_per_token * work.tokens)
 
     def transient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
@@ -236,7 +236,7 @@ class PipelineCosts:
         return self.message_latency_us + self.message_us_per_byte * self.hidden_bytes_per_token * work.tokens
 
     def host_us(self, num_bytes: float) -> float:
-        """Time to copy bytes from the device to the host, or back; infinite if there is no such link."""
+        """Time of one copy between device and host, either way, when it is the rank's turn; infinite if there is no link."""
         if math.isinf(self.host_us_per_byte):
             return math.inf
         return self.host_latency_us + self.host_us_per_byte * num_bytes
@@ -251,24 +251,43 @@ class PipelineCosts:
     @staticmethod
     def from_json(text: str) -> PipelineCosts:
         """Read `to_json`; fields that older files lack keep their defaults. Raises `EppError` for any other text."""
-        return _FORM.read(text, _costs)
+        return _FORM.read(PipelineCosts, text, _check)
+
+    @staticmethod
+    def upgraded(body: dict[str, Any]) -> dict[str, Any]:
+        """Count messages in memory if the stages of an older file do."""
+        stages = body.get("stages")
+        older = isinstance(stages, list) and any(isinstance(s, dict) and s.get("message_bytes_per_token") for s in stages)
+        return {"message_bytes_per_token": body.get("hidden_bytes_per_token")} | body if older else body
 
 
-def _costs(body: dict[str, Any]) -> PipelineCosts:
-    if isinstance(stages := body.get("stages"), list):
-        if any(isinstance(stage, dict) and stage.get(_IN_OLDER_FILES) for stage in stages):
-            body = {"message_bytes_per_token": body.get("hidden_bytes_per_token")} | body
-        body = body | {"stages": list(map(_told_apart, stages))}
-    made = build(PipelineCosts, body, ignore_unknown=True)
-    for number, stage in enumerate(made.stages):
+def _check(costs: PipelineCosts) -> None:
+    for number, stage in enumerate(costs.stages):
         check_part(f"stages[{number}].weight", stage.weight, stage.backward)
         check_part(f"stages[{number}].extra_weight", stage.extra_weight, stage.extra_backward)
-    return made
 
 
-def _told_apart(stage: Any) -> Any:
-    """Replace `static_bytes` of older files by `static`, with all bytes counted as weights."""
-    if not isinstance(stage, dict):
-        return stage
-    rest = {name: value for name, value in stage.items() if name not in ("static_bytes", _IN_OLDER_FILES)}
-    return rest | {"static": {"weights": stage["static_bytes"]}} if "static_bytes" in stage else rest
+def on_device(
+    costs: PipelineCosts,
+    fragmentation_share: float | None = FRAGMENTATION_SHARE,
+    *,
+    buffers: Sequence[int] | None = None,
+) -> PipelineCosts:
+    """Add to the costs the device memory that is used in addition to the tensors that autograd keeps.
+
+    A layer's gradients on their way through it, and attention's workspace, take about as much as the layer keeps, and no more:
+    each is the gradient of something kept, or, as the fp32 gradient of attention's queries, of its size.
+
+    Args:
+        costs: costs that count kept tensors only.
+        fragmentation_share: share of the bytes held by chunks that an allocator loses between its blocks; None as in the costs.
+        buffers: bytes of each stage, see `Static`; None as in the costs.
+    """
+    stages = []
+    for number, stage in enumerate(costs.stages):
+        static = stage.static if buffers is None else replace(stage.static, buffers=buffers[number])
+        working = stage.layer_bytes_per_token if stage.num_layers else 0.0
+        stages.append(replace(stage, static=static, working_bytes_per_token=working))
+    share = costs.fragmentation_share if fragmentation_share is None else fragmentation_share
+    per_token = costs.hidden_bytes_per_token
+    return replace(costs, stages=tuple(stages), fragmentation_share=share, message_bytes_per_token=per_token)

@@ -210,6 +210,14 @@ class ModelShape:
         return 4 * self.hidden_bytes_per_token + self.inner_bytes_per_token + self.routed_bytes_per_token
 
     @property
+    def attention_exchanged_bytes_per_token(self) -> float:
+        """Bytes of `exchanged_bytes_per_token` for attention and its projections."""
+        tensor, context = (1 - 1 / n for n in (self.tensor_parallel, self.context_parallel))
+        residual = self.hidden_size * self.bytes_per_value / self.context_parallel
+        heads = (2 * self.query_width + 2 * self.kv_width * self.kv_copies) * self.bytes_per_value / self.ranks
+        return 2 * tensor * residual + context * heads
+
+    @property
     def mlp_exchanged_bytes_per_token(self) -> float:
         """Bytes of `exchanged_bytes_per_token` for the MLP or the experts."""
         tensor, expert = (1 - 1 / n for n in (self.tensor_parallel, self.expert_parallel))
@@ -229,7 +237,4 @@ class ModelShape:
         in one). Context parallelism: queries, keys, values and the output go to the ranks of their heads. Expert parallelism:
         a token's copies go to their experts and back.
         """
-        tensor, context = (1 - 1 / n for n in (self.tensor_parallel, self.context_parallel))
-        residual = self.hidden_size * self.bytes_per_value / self.context_parallel
-        heads = (2 * self.query_width + 2 * self.kv_width * self.kv_copies) * self.bytes_per_value / self.ranks
-        return 2 * tensor * residual + context * heads + self.mlp_exchanged_bytes_per_token
+        return self.attention_exchanged_bytes_per_token + self.mlp_exchanged_bytes_per_token

@@ -4,7 +4,8 @@ JSON form, times in microseconds and sizes in bytes, everything per rank::
 
     {"schema": "megatron-epp/profile", "version": 1, "name": "measured:h100", "origin": {...},
      "layer": {"forward": {"fixed_us": 90.0, "per_token_us": 0.8, "per_pair_us": 4e-05}, "backward": {...}, "weight": {...},
-               "bytes_per_token": 180000.0, "weight_bytes_per_token": 150000.0, "parameters": 218103808},
+               "bytes_per_token": 180000.0, "weight_bytes_per_token": 150000.0, "parameters": 218103808,
+               "recompute": {"mlp": {"again": {"fixed_us": 40.0, ...}, "bytes_per_token": 90000.0}, ...}},
      "embedding": {...}, "head": {...}, "recomputed_layer_bytes_per_token": 8192.0, ...}
 
 `origin` records the source of the figures (machine, versions, date, model shape, residuals); nothing is computed from it.
@@ -14,16 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron_epp.cost.fields import build, check_part
-from megatron_epp.cost.host_link import divide
-from megatron_epp.cost.line import NO_TIME, Level, Line
+from megatron_epp.cost.hardware import divide
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
-from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.text import Form
+from megatron_epp.cost.serialize import Form, check_part
+from megatron_epp.cost.stage import LayerCosts, StageCosts
+from megatron_epp.cost.work import NO_TIME
 from megatron_epp.plan import EppError
 
 _FP32_BYTES = 4
@@ -31,37 +31,19 @@ FORM = Form("profile", "megatron-epp/profile", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One layer, or the embedding, or the head (final norm, logits, loss).
+class Part(LayerCosts):
+    """One layer, or the embedding, or the head (final norm, logits, loss). Only a layer has recompute modes and peaks.
 
     Attributes:
-        forward: of a chunk.
-        backward: of a chunk, weight gradient included.
-        weight: the weight gradient, a part of `backward`.
-        linear, mlp: of a layer, recompute of all but core attention, and of MLP and norms; None if unknown.
         bytes_per_token: kept from forward to backward.
-        attended_bytes_per_token, apart_bytes_per_token, apart_attended_bytes_per_token: peaks of a layer at moments of its
-            backward, see `StageCosts`; None if unknown.
-        weight_bytes_per_token: needed by the weight gradient, kept from B to W if the two are split.
         parameters: on one rank.
         largest_weight: parameters of the largest weight whose gradient is a separate tensor before it is accumulated; 0 if
             unknown.
-        workspace_bytes: held only while a pass runs, independent of its tokens.
     """
 
-    forward: Line = NO_TIME
-    backward: Line = NO_TIME
-    weight: Line = NO_TIME
-    linear: Level | None = None
-    mlp: Level | None = None
     bytes_per_token: float = 0.0
-    attended_bytes_per_token: float | None = None
-    apart_bytes_per_token: float | None = None
-    apart_attended_bytes_per_token: float | None = None
-    weight_bytes_per_token: float = 0.0
     parameters: float = 0.0
     largest_weight: float = 0.0
-    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +54,7 @@ class Profile:
         name: for the plan's record.
         num_layers: of the profiled model; a pipeline made from the profile may have another number.
         layer, embedding, head: the parts.
-        recomputed_layer_bytes_per_token: kept by a layer that recomputes whole: its input.
+        recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
         kv_bytes_per_token: keys and values of one layer.
         kv_heads: heads of keys and values that a rank has inside attention; 1 if unknown.
         queries_per_key: query heads that share one of them.
@@ -141,31 +123,23 @@ class Profile:
     def _stage(self, layers: int, first: bool, last: bool, state_bytes: float) -> StageCosts:
         extras = [part for part, there in ((self.embedding, first), (self.head, last)) if there]
         parameters = layers * self.layer.parameters + sum(part.parameters for part in extras)
+        of_layer: dict[str, Any] = {one.name: getattr(self.layer, one.name) for one in fields(LayerCosts)}
         return StageCosts(
+            **of_layer | {"workspace_bytes": sum(part.workspace_bytes for part in extras)},
             num_layers=layers,
-            forward=self.layer.forward,
-            backward=self.layer.backward,
-            weight=self.layer.weight,
             extra_forward=sum((part.forward for part in extras), NO_TIME),
             extra_backward=sum((part.backward for part in extras), NO_TIME),
             extra_weight=sum((part.weight for part in extras), NO_TIME),
             layer_bytes_per_token=self.layer.bytes_per_token,
-            attended_bytes_per_token=self.layer.attended_bytes_per_token,
-            apart_bytes_per_token=self.layer.apart_bytes_per_token,
-            apart_attended_bytes_per_token=self.layer.apart_attended_bytes_per_token,
             recomputed_layer_bytes_per_token=self.recomputed_layer_bytes_per_token,
-            linear=self.layer.linear,
-            mlp=self.layer.mlp,
             extra_bytes_per_token=self.hidden_bytes_per_token + sum(part.bytes_per_token for part in extras),
             head_bytes_per_token=self.head.bytes_per_token if last else 0.0,
             kv_bytes_per_token=self.kv_bytes_per_token,
             many_kv_gradient_bytes_per_token=self.kv_bytes_per_token * _FP32_BYTES / self.weight_bytes,
             kv_heads=self.kv_heads,
             queries_per_key=self.queries_per_key,
-            weight_bytes_per_token=self.layer.weight_bytes_per_token,
             extra_weight_bytes_per_token=sum(part.weight_bytes_per_token for part in extras),
             static=Static.of(parameters, state_bytes, self.weight_bytes),
-            workspace_bytes=sum(part.workspace_bytes for part in extras),
         )
 
     def adam_bytes(self, replicas: int = 1) -> float:
@@ -188,12 +162,10 @@ class Profile:
     @staticmethod
     def from_json(text: str) -> Profile:
         """Read `to_json`. Raises `EppError` for any other text."""
-        return FORM.read(text, _profile)
+        return FORM.read(Profile, text, _check)
 
 
-def _profile(body: dict[str, Any]) -> Profile:
-    made = build(Profile, body, ignore_unknown=True)
+def _check(profile: Profile) -> None:
     for name in ("layer", "embedding", "head"):
-        part: Part = getattr(made, name)
+        part: Part = getattr(profile, name)
         check_part(f"{name}.weight", part.weight, part.backward)
-    return made

@@ -2,41 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.line import NO_TIME, Level, Line, TimeColumn
 from megatron_epp.cost.memory import NO_STATIC, Static
-from megatron_epp.cost.text import Form
-from megatron_epp.cost.work import ChunkWork
+from megatron_epp.cost.work import NO_TIME, ChunkWork, Level, Line, TimeColumn
 from megatron_epp.plan.kv_sums import MOST_ROUNDED
-
-_FORM = Form("cost profile", "megatron-epp/costs", 1)
-_IN_OLDER_FILES = "message_bytes_per_token"
-"""Field of a stage in older files; now `PipelineCosts.message_bytes_per_token`."""
+from megatron_epp.plan.recompute import FULL, MODES, mode_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageCosts:
+class LayerCosts:
+    """Costs that a stage takes over unchanged from a profile's layer.
+
+    Attributes:
+        forward: one layer's forward; recomputing a layer in full costs the same.
+        backward: one layer's backward, weight gradient included, recompute not.
+        weight: one layer's weight gradient, a part of `backward`: if W is a separate action, B takes the rest.
+        recompute: a layer in each recompute mode whose costs are known, by the mode's name, except a layer that recomputes in
+            full.
+        attended_bytes_per_token: held when the backward of its attention has made the gradient of K and V; None if unknown,
+            then all bytes of the layer are assumed.
+        apart_bytes_per_token: peak of a layer during a backward with split weight gradient, which keeps what that needs; None
+            if unknown.
+        apart_attended_bytes_per_token: `attended_bytes_per_token` of such a backward; None if unknown.
+        weight_bytes_per_token: needed by a layer's W after its B: inputs and output gradients of the linear layers.
+        workspace_bytes: held only while a pass runs, independent of its tokens: a block's logits.
+    """
+
+    forward: Line = NO_TIME
+    backward: Line = NO_TIME
+    weight: Line = NO_TIME
+    recompute: dict[str, Level] = field(default_factory=dict, hash=False)
+    attended_bytes_per_token: float | None = None
+    apart_bytes_per_token: float | None = None
+    apart_attended_bytes_per_token: float | None = None
+    weight_bytes_per_token: float = 0.0
+    workspace_bytes: int = 0
+
+    @staticmethod
+    def upgraded(body: dict[str, Any]) -> dict[str, Any]:
+        """Gather the costs of recompute modes by the modes' names. In older files they are fields of a layer, by older names;
+        modes that are not known here are left out.
+        """
+        names = {name: mode.name for mode in MODES.values() for name in (mode.name, *mode.aliases)}
+        given = body.get("recompute")
+        rest = {name: value for name, value in body.items() if name not in names}
+        if given is not None and not isinstance(given, dict):
+            return rest
+        found = {name: value for name, value in (body | (given or {})).items() if name in names and value is not None}
+        return rest | {"recompute": {names[name]: value for name, value in found.items()}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts(LayerCosts):
     """Time and memory of one pipeline stage.
 
     Attributes:
-        num_layers: transformer layers of the stage.
-        forward: one layer's forward; recomputing a layer whole costs the same.
-        backward: one layer's backward, weight gradient included, recompute not.
-        weight: one layer's weight gradient, a part of `backward`: if W is a separate action, B takes the rest.
+        num_layers: transformer layers of the stage; the fields of `LayerCosts` are of each of them.
         extra_forward: the stage's work besides its layers: embedding, or final norm, logits and loss.
         extra_backward: the same, backward.
         extra_weight: the same, weight gradient, a part of `extra_backward`.
         layer_bytes_per_token: kept from forward to backward by a layer that does not recompute, its K and V included.
-        full_bytes_per_token: peak of such a layer, or of one that recomputes whole, while its backward runs; None if it is
+        full_bytes_per_token: peak of such a layer, or of one that recomputes in full, while its backward runs; None if it is
             `layer_bytes_per_token`.
-        attended_bytes_per_token: held when the backward of its attention has made the gradient of K and V; None if unknown,
-            then all bytes of the layer are assumed.
-        recomputed_layer_bytes_per_token: kept by a layer that recomputes whole: its input.
-        linear: a layer that recomputes all but core attention; None if unknown.
-        mlp: a layer that recomputes its MLP and norms; None if unknown.
+        recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
         extra_bytes_per_token: kept by the stage independent of its layers: embedding output or received input, logits, loss.
         head_bytes_per_token: the part of these that backward frees before it reaches the layers: logits, loss.
         kv_bytes_per_token: K and V of one layer.
@@ -45,28 +77,20 @@ class StageCosts:
             the same size.
         kv_heads: heads of keys and values that a rank has inside attention.
         queries_per_key: query heads that share one of them.
-        weight_bytes_per_token: needed by a layer's W after its B: inputs and output gradients of the linear layers.
-        apart_bytes_per_token: peak of a layer during a backward with split weight gradient, which keeps them; None if unknown.
-        apart_attended_bytes_per_token: `attended_bytes_per_token` of such a backward; None if unknown.
         extra_weight_bytes_per_token: `weight_bytes_per_token` of the stage's extras.
         static: weights, gradients, optimizer state.
-        workspace_bytes: held only while a pass runs, independent of its tokens: a block's logits.
         working_bytes_per_token: held only while a pass runs, for its current layer: gradients, workspace of its kernels.
     """
 
     num_layers: int
     forward: Line
     backward: Line
-    weight: Line = NO_TIME
     extra_forward: Line = NO_TIME
     extra_backward: Line = NO_TIME
     extra_weight: Line = NO_TIME
     layer_bytes_per_token: float
     full_bytes_per_token: float | None = None
-    attended_bytes_per_token: float | None = None
     recomputed_layer_bytes_per_token: float
-    linear: Level | None = None
-    mlp: Level | None = None
     extra_bytes_per_token: float = 0.0
     head_bytes_per_token: float = 0.0
     kv_bytes_per_token: float
@@ -74,13 +98,16 @@ class StageCosts:
     many_kv_gradient_bytes_per_token: float | None = None
     kv_heads: int = 1
     queries_per_key: int = 1
-    weight_bytes_per_token: float = 0.0
-    apart_bytes_per_token: float | None = None
-    apart_attended_bytes_per_token: float | None = None
     extra_weight_bytes_per_token: float = 0.0
     static: Static = NO_STATIC
-    workspace_bytes: int = 0
     working_bytes_per_token: float = 0.0
+
+    @staticmethod
+    def upgraded(body: dict[str, Any]) -> dict[str, Any]:
+        """Replace `static_bytes` of older files by `static`, with all bytes counted as weights, besides what layers need."""
+        rest = {name: value for name, value in body.items() if name not in ("static_bytes", "message_bytes_per_token")}
+        static = {"static": {"weights": body["static_bytes"]}} if "static_bytes" in body else {}
+        return LayerCosts.upgraded(rest | static)
 
     @property
     def static_bytes(self) -> int:
@@ -88,10 +115,11 @@ class StageCosts:
         return self.static.num_bytes
 
     def level(self, name: str) -> Level | None:
-        """Costs of a recompute mode by its name in `Recompute`; None if unknown."""
-        if name == "whole":
+        """Costs of a recompute mode by its name in `plan.recompute.MODES`; None if unknown."""
+        mode = mode_of(name)
+        if mode.name == FULL:
             return Level(self.forward, self.recomputed_layer_bytes_per_token)
-        return self.linear if name == "linear" else self.mlp
+        return self.recompute.get(mode.name)
 
     def kv_gradient_per_token(self, work: ChunkWork) -> TimeColumn:
         """Bytes per token of the gradient of one layer's keys and values while it is accumulated, for each chunk's sequence."""
@@ -100,7 +128,12 @@ class StageCosts:
         return np.where(work.num_slices > MOST_ROUNDED, many, few)
 
     def peaks_per_token(self, level: str, apart: bool) -> tuple[float, float]:
-        """Bytes per token of one layer when its backward begins, and when its attention has made the gradient of K and V."""
+        """Bytes per token of one layer when its backward begins, and when its attention has made the gradient of K and V.
+
+        Args:
+            level: recompute mode; empty for none.
+            apart: the weight gradient is split, so the backward keeps the tensors that it needs.
+        """
         if apart:
             everything = self.layer_bytes_per_token + self.weight_bytes_per_token
             sizes = self.apart_bytes_per_token, self.apart_attended_bytes_per_token

@@ -1,11 +1,12 @@
-"""Work of a chunk on a stage: tokens, query-key pairs, and its position in a sliced sequence."""
+"""Work of a chunk on a stage (tokens, query-key pairs, position in a sliced sequence), and times that are linear in it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import add
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from megatron_epp.plan.chunk import slice_neighbours
 
 IntColumn = NDArray[np.int64]
 BoolColumn = NDArray[np.bool_]
+TimeColumn = NDArray[np.floating[Any]]
 
 
 def causal_pairs(start: int, end: int) -> int:
@@ -28,6 +30,61 @@ def pairs_per_token(lengths: Sequence[int]) -> float:
     """Mean number of query-key pairs per token of whole sequences; 0 if there are none."""
     tokens = sum(lengths)
     return sum(causal_pairs(0, length) for length in lengths) / tokens if tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Time of one pass: ``fixed_us + per_token_us * tokens + per_pair_us * pairs``."""
+
+    fixed_us: float = 0.0
+    per_token_us: float = 0.0
+    per_pair_us: float = 0.0
+
+    @overload
+    def time_us(self, tokens: float, pairs: float) -> float: ...
+    @overload
+    def time_us(self, tokens: IntColumn, pairs: IntColumn) -> TimeColumn: ...
+    def time_us(self, tokens: Any, pairs: Any) -> Any:
+        """Time in microseconds.
+
+        Args:
+            tokens: padded tokens, a number or a column.
+            pairs: causal query-key pairs, of the same shape.
+        """
+        return self.fixed_us + self.per_token_us * tokens + self.per_pair_us * pairs
+
+    def scaled(self, factor: float) -> Line:
+        return Line(*(own * factor for own in self._coefficients))
+
+    def within(self, whole: Line) -> Line:
+        """Return the line with each coefficient limited to that of the line it is a part of."""
+        return Line(*map(min, self._coefficients, whole._coefficients))
+
+    def __add__(self, other: Line) -> Line:
+        return Line(*map(add, self._coefficients, other._coefficients))
+
+    @property
+    def _coefficients(self) -> tuple[float, float, float]:
+        return self.fixed_us, self.per_token_us, self.per_pair_us
+
+
+NO_TIME = Line()
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A layer in a recompute mode.
+
+    Attributes:
+        again: time of the recomputed part.
+        bytes_per_token: kept from forward to backward, K and V included if the mode keeps them.
+        full_bytes_per_token: peak during its backward, K and V included; None if it equals that of a layer that keeps
+            everything.
+    """
+
+    again: Line
+    bytes_per_token: float
+    full_bytes_per_token: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +124,7 @@ class LayerPeak(NamedTuple):
     Attributes:
         num_bytes: total.
         gradient: the part for accumulated gradients of keys and values, which remain allocated.
-        prefix: the part for that gradient as attention's backward makes it, see `cost.prefix`.
+        prefix: the part for that gradient as attention's backward makes it, see `kv_cache.prefix_bytes`.
     """
 
     num_bytes: IntColumn

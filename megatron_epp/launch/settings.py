@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.library import FOLDERS, locate
-from megatron_epp.cost.yaml_file import parse_yaml, read_yaml
+from megatron_epp.cost.library import FOLDERS, locate, parse_yaml, read_yaml
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import shown
 

@@ -2,31 +2,135 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NORMS, PROJECTIONS, CORE_ATTENTION, MLP = "norms", "projections", "core attention", "mlp"
+"""Parts of a layer: its norms; the linear layers of attention; attention itself, whose time grows with the square of the
+length; the MLP or the experts."""
 
 
-class Recompute(NamedTuple):
-    """Number of a stage's layers that use each recompute mode in one chunk's backward.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeMode:
+    """Parts of a layer that run again in its backward; what they would save is not kept, what the others save is.
 
-    The stage's first layers recompute whole, the next ones use `linear`, then `mlp`; the remaining layers keep everything.
+    Attributes:
+        name: of the mode.
+        column: position of its count in a `Recompute`, and so in plans; a new mode takes the next.
+        text: word for it in plans as text, and in reports.
+        runs_again: the parts.
+        aliases: other names that are understood.
     """
 
-    whole: int = 0
-    """All of the layer; it keeps its input."""
-    linear: int = 0
-    """All but core attention, whose time grows with the square of the length: its output and log-sum-exp are kept in addition
-    to the layer's input."""
-    mlp: int = 0
-    """The MLP, or the experts, and the norms."""
+    name: str
+    column: int
+    text: str
+    runs_again: frozenset[str]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def keeps_kv(self) -> bool:
+        """True if a layer keeps keys and values from forward to backward."""
+        return PROJECTIONS not in self.runs_again
+
+    @property
+    def repeats_attention(self) -> bool:
+        """True if core attention runs again, so that it reads keys and values again."""
+        return CORE_ATTENTION in self.runs_again
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        RecomputeMode(
+            name="full",
+            column=0,
+            text="whole",
+            runs_again=frozenset({NORMS, PROJECTIONS, CORE_ATTENTION, MLP}),  # keeps the layer's input
+            aliases=("whole",),
+        ),
+        RecomputeMode(
+            name="selective",
+            column=1,
+            text="linear",
+            runs_again=frozenset({NORMS, PROJECTIONS, MLP}),  # keeps the input, and core attention's output and log-sum-exp
+            aliases=("linear",),
+        ),
+        RecomputeMode(name="mlp", column=2, text="mlp", runs_again=frozenset({NORMS, MLP})),
+    )
+}
+"""Recompute modes by name, most recompute first, and those that repeat core attention before all others. A stage's first layers
+use the first mode. Costs say which of them can be used (`PipelineCosts.recompute_levels`).
+
+A new mode is a row here, its costs by formula in `cost.analytic`, and, where `mcore.model.recompute` cannot run its parts again
+without others, the way to do so there."""
+
+FULL = "full"
+"""Mode whose costs are always known: a layer's forward once more."""
+
+LEVELS = tuple(MODES)
+"""Names of the recompute modes, most recompute first."""
+
+
+def mode_of(name: str) -> RecomputeMode:
+    """Find a recompute mode by its name or an alias. Raises `KeyError`."""
+    return MODES.get(name) or {alias: mode for mode in MODES.values() for alias in mode.aliases}[name]
+
+
+class Recompute(tuple[int, ...]):
+    """Number of a stage's layers that use each recompute mode in one chunk's backward.
+
+    The stage's first layers use the first of `MODES`, the next ones the second, and so on; the remaining ones keep everything.
+    Counts are given by column, ``Recompute(4, 0, 1)``, or by name, ``Recompute(full=4, mlp=1)``, and are attributes by name.
+
+    Raises:
+        TypeError: more counts than modes, or an unknown name.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *counts: int, **by_name: int) -> Recompute:
+        if len(counts) > len(MODES):
+            raise TypeError(f"{len(counts)} counts for {len(MODES)} recompute modes")
+        columns = [*counts, *[0] * (len(MODES) - len(counts))]
+        for name, count in by_name.items():
+            try:
+                columns[mode_of(name).column] = count
+            except KeyError:
+                raise TypeError(f"no recompute mode is named {name!r}") from None
+        return super().__new__(cls, columns)
+
+    def __getnewargs__(self) -> tuple[int, ...]:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return f"Recompute({', '.join(map(str, self))})"
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            return self[mode_of(name).column]
+        except KeyError:
+            raise AttributeError(f"no recompute mode is named {name!r}") from None
 
     @property
     def num_layers(self) -> int:
         """Number of layers that recompute anything."""
         return sum(self)
 
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers, from the stage's first, whose core attention runs again."""
+        return sum(count for name, count in self.by_mode() if MODES[name].repeats_attention)
+
+    def by_mode(self) -> Iterator[tuple[str, int]]:
+        """Yield the name and the number of layers of every mode that is used, in the order of the layers."""
+        for mode in MODES.values():
+            if count := self[mode.column]:
+                yield mode.name, count
+
     def level(self, layer: int) -> str:
-        """Recompute mode of the stage's layer with that number, from 0: ``whole``, ``linear``, ``mlp`` or empty."""
-        for name, count in zip(LEVELS, self, strict=True):
+        """Name of the recompute mode of the stage's layer with that number, from 0; empty for a layer that keeps everything."""
+        for name, count in self.by_mode():
             if layer < count:
                 return name
             layer -= count
@@ -34,10 +138,7 @@ class Recompute(NamedTuple):
 
     def __str__(self) -> str:
         """Format as ``3 whole + 1 linear``, or ``none``."""
-        return " + ".join(f"{count} {name}" for name, count in zip(LEVELS, self, strict=True) if count) or "none"
+        return " + ".join(f"{count} {MODES[name].text}" for name, count in self.by_mode()) or "none"
 
-
-LEVELS = Recompute._fields
-"""Names of the recompute modes, most recompute first."""
 
 NO_RECOMPUTE = Recompute()

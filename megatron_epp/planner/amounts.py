@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_epp.cost import Costs
 from megatron_epp.cost.work import ChunkWork, causal_pairs
-from megatron_epp.plan import NO_RECOMPUTE, PlanError
+from megatron_epp.plan import NO_RECOMPUTE, PlanError, Recompute
 
 MOST_TOKENS = 1 << 40
 """Most tokens of a batch, after padding."""
@@ -77,7 +77,7 @@ def _times_us(stage: int, work: ChunkWork, costs: Costs) -> Iterator[float]:
     yield _positive("weight_us", costs.weight_us(stage, work))
     yield _positive("message_us", costs.message_us(work))
     for level in costs.recompute_levels:
-        yield _positive("recompute_us", costs.recompute_us(stage, work, NO_RECOMPUTE._replace(**{level: layers})))
+        yield _positive("recompute_us", costs.recompute_us(stage, work, Recompute(**{level: layers})))
 
 
 def _bytes(stage: int, work: ChunkWork, costs: Costs) -> Iterator[int]:

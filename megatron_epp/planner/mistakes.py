@@ -31,6 +31,7 @@ from megatron_epp.plan import (
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.tables import check_hosted, check_tokens
 from megatron_epp.plan.operations import Track, operations
+from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.problem import Problem
@@ -156,7 +157,7 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
         sizes = sorted({len(row) for row in shares})
         yield f"offload has {len(shares)} rows of {sizes} entries; expected {stages} rows of {chunks}"
     known = costs.recompute_levels
-    if not made.levels or not set(made.levels) <= set(known):
+    if not made.levels or not set(made.levels) <= {*known, *(alias for name in known for alias in MODES[name].aliases)}:
         yield f"levels of recompute are {list(made.levels)}; the costs know {', '.join(known)}"
     if made.token_multiple is not None and made.token_multiple < 1:
         yield f"token_multiple is {made.token_multiple}; it is at least 1"

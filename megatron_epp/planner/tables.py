@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
-from megatron_epp.cost.line import TimeColumn
-from megatron_epp.cost.work import IntColumn
+from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Recompute
 from megatron_epp.plan.operations import Collective, Message, Track, operations
 from megatron_epp.planner.kernels import climb

@@ -218,7 +218,7 @@ class Executor:
         context, arrival, output = self._contexts[key], self._arrivals.get(key), self._outputs[key]
         if self.offload is not None:
             self.offload.before_backward(key)
-        running = context.relay.running(context.view, True, context.recompute.whole)
+        running = context.relay.running(context.view, True, context.recompute.attention_layers)
         self._announce(action)
         with self.recorder.action(action), running:
             self.stages[stage].backward(context, output, grad, key in self._split)

@@ -109,7 +109,7 @@ class PlainStage:
             def attend(q, k, v):
                 return chunk_attention(q, k, v, context, number, SCALE)
 
-            if number < context.recompute.whole:
+            if number < context.recompute.full:
                 return checkpoint(self.part.layers[number], x, attend, use_reentrant=self.reentrant)
             return self.part.layers[number](x, attend)
 

@@ -54,7 +54,7 @@ class GpuStage:
             def attend(q, k, v, number=number):
                 return chunk_attention(q, k, v, context, number, SCALE, preference=self.preference)
 
-            again = number < context.recompute.whole
+            again = number < context.recompute.full
             x = checkpoint(layer, x, attend, use_reentrant=False, preserve_rng_state=False) if again else layer(x, attend)
         return x.float().square().sum()
 

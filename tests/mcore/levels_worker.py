@@ -19,8 +19,8 @@ from megatron_epp.plan import Copy, Hosted, Op, Recompute
 from megatron_epp.plan.kv_offload import slices_of
 
 LEVELS = {
-    "whole": Recompute(whole=8),
-    "linear": Recompute(linear=8),
+    "whole": Recompute(full=8),
+    "linear": Recompute(selective=8),
     "mlp": Recompute(mlp=8),
     "each": Recompute(1, 1, 1),
     "two": Recompute(0, 1, 8),
@@ -29,14 +29,14 @@ LEVELS = {
 OFFLOADS = {
     "0.3 away": (Recompute(), 0.3),
     "1.0 away": (Recompute(), 1.0),
-    "0.6 of linear away": (Recompute(linear=8), 0.6),
+    "0.6 of linear away": (Recompute(selective=8), 0.6),
     "0.6 of each away": (Recompute(1, 1, 1), 0.6),
 }
 """By name: recompute, and the share of what every chunk then keeps that is copied away."""
 HOSTED = {
     "hosted": (Recompute(), 0.0),
     "hosted, each": (Recompute(1, 1, 1), 0.0),
-    "hosted, 0.6 of whole away": (Recompute(whole=8), 0.6),
+    "hosted, 0.6 of whole away": (Recompute(full=8), 0.6),
 }
 """As above, with keys and values of slices at the host; where the share is 0, nothing is copied."""
 LOCAL = "--epp-slices 3"

@@ -11,7 +11,7 @@ import pytest
 from batches_worker import BATCHES, RUNS
 from forked import launch
 
-from megatron_epp.plan import LEVELS
+from megatron_epp.plan.recompute import MODES
 
 SCALARS_BYTES = 64
 """Of the loss, which no cost per token has."""
@@ -55,7 +55,7 @@ def test_the_host_has_what_was_planned_to_three_in_a_hundred(runs, name):
 @pytest.mark.parametrize("name", RUNS)
 def test_the_plans_had_every_level_alone_and_beside_others_and_copies(runs, name):
     seen = {again for lines in runs[name] for line in lines for again in line["recompute"]}
-    assert any({f"{layers} {level}" for level in LEVELS} <= seen for layers in (2, 4))
+    assert any({f"{layers} {mode.text}" for mode in MODES.values()} <= seen for layers in (2, 4))
     assert any("+" in again for again in seen)
     assert {0, 1} <= {line["hosted"] for lines in runs[name] for line in lines}
     assert len({line["share"] for lines in runs[name] for line in lines}) > BATCHES

@@ -6,8 +6,7 @@ import random
 from dataclasses import replace
 from functools import cache
 
-from megatron_epp.cost import PipelineCosts
-from megatron_epp.cost.device import on_device
+from megatron_epp.cost import PipelineCosts, on_device
 from megatron_epp.cost.library import load_costs
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement

@@ -30,8 +30,12 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
             layer_bytes_per_token=layer,
             attended_bytes_per_token=draw.choice([None, draw.uniform(kv, layer)]),
             recomputed_layer_bytes_per_token=draw.uniform(1, 9),
-            linear=Level(Line(0.5, draw.random()), draw.uniform(9, layer)),
-            mlp=Level(Line(0.3, draw.random()), mlp := draw.uniform(kv, layer), draw.choice([None, draw.uniform(mlp, layer)])),
+            recompute={
+                "selective": Level(Line(0.5, draw.random()), draw.uniform(9, layer)),
+                "mlp": Level(
+                    Line(0.3, draw.random()), mlp := draw.uniform(kv, layer), draw.choice([None, draw.uniform(mlp, layer)])
+                ),
+            },
             extra_bytes_per_token=extra,
             head_bytes_per_token=extra / 2 if last else 0.0,
             kv_bytes_per_token=kv,
@@ -194,7 +198,7 @@ def test_a_backward_that_recomputes_holds_most_at_its_last_layer():
     assert takes == {
         item.CACHE_GRADIENT: 3 * 16 * 10,
         item.RECOMPUTED: tokens * (100 - 16 - 8),
-        item.LEVEL_ITEMS["whole"]: -tokens * 2 * 8,
+        item.LEVEL_ITEMS["full"]: -tokens * 2 * 8,
         item.HEAD: -tokens * 2,
     }
 

@@ -153,7 +153,7 @@ def test_the_recompute_of_a_plan_lies_along_diagonals():
     made = plan(problem((40_000, 30_000, 9000), 3, 20 * GIB), pipeline(3), Options(planner="infinipipe", slices=8))
     if len(set(map(len, slice_groups(made.chunks)))) == 1:
         pytest.fail("the case should have sequences of several numbers of chunks")
-    rows = [[made.recompute[p][action.chunk].whole for action in made.actions(p) if action.op is Op.B] for p in range(3)]
+    rows = [[made.recompute[p][action.chunk].full for action in made.actions(p) if action.op is Op.B] for p in range(3)]
     assert any(rows[0])
     pairs = [(above, below) for upper, lower in pairwise(rows) for above, below in zip(upper, lower[1:], strict=False)]
     assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs)

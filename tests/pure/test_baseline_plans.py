@@ -88,7 +88,7 @@ def test_uniform_recompute_is_the_least_that_fits(name: str):
     static = max(stage.static_bytes for stage in pipeline(4).stages)
     asked = problem(lengths, 4, static + (most - static) // 2)
     made = plan(asked, pipeline(4), options)
-    (count,) = {again.whole for row in made.recompute for again in row}
+    (count,) = {again.full for row in made.recompute for again in row}
     assert count > 0
     assert plan(asked, pipeline(4), replace(options, recompute=count)).ranks == made.ranks
     with pytest.raises(InfeasibleError):

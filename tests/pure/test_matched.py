@@ -69,7 +69,7 @@ def test_no_replica_goes_above_its_cap_and_all_recompute_alike():
     cap = static + (max(max(made.predicted.peak_bytes) for made in free) - static) * 4 // 10
     plans = plan_matched(problems(*ROUGH, cap_bytes=cap), COSTS, Options())
     assert all(max(made.predicted.peak_bytes) <= cap for made in plans)
-    assert any(again.linear for row in plans[0].recompute for again in row)
+    assert any(again.selective for row in plans[0].recompute for again in row)
     assert plans[0].recompute == plans[1].recompute
 
 

@@ -25,8 +25,10 @@ def stage(draw: random.Random) -> StageCosts:
         layer_bytes_per_token=layer,
         recomputed_layer_bytes_per_token=draw.randint(1, 5),
         kv_bytes_per_token=4,
-        linear=Level(Line(4.0, 3.0), draw.randint(5, layer)),
-        mlp=Level(Line(2.0, draw.uniform(1.0, 3.0)), draw.randint(8, layer)),
+        recompute={
+            "selective": Level(Line(4.0, 3.0), draw.randint(5, layer)),
+            "mlp": Level(Line(2.0, draw.uniform(1.0, 3.0)), draw.randint(8, layer)),
+        },
     )
 
 
@@ -60,9 +62,7 @@ def test_steps_and_what_they_come_to_say_the_same(levels: list[int]):
         recompute = recompute_of(levels, 4, taken)
         assert taken_by(recompute, levels) == taken
         assert recompute.num_layers == min(taken, 4)
-        assert sorted(map(recompute.level, range(4)), key=["whole", "linear", "mlp", ""].index) == [
-            recompute.level(layer) for layer in range(4)
-        ]
+        assert sorted(map(recompute.level, range(4)), key=[*LEVELS, ""].index) == [recompute.level(layer) for layer in range(4)]
 
 
 def test_attention_is_not_run_again_where_that_would_cost_most():
@@ -70,10 +70,10 @@ def test_attention_is_not_run_again_where_that_would_cost_most():
     free = plan(problem((65536,), 2), pipeline(2), Options(slices=8))
     given = problem((65536,), 2, (max(free.predicted.peak_bytes) + max(free.static_bytes)) // 2)
     every, whole = (plan(given, pipeline(2), Options(slices=8, recompute_levels=levels)) for levels in ("all", "whole"))
-    counts = [sum(again.whole for row in made.recompute for again in row) for made in (every, whole)]
+    counts = [sum(again.full for row in made.recompute for again in row) for made in (every, whole)]
     assert counts[0] < counts[1] / 4
-    assert sum(again.linear + again.mlp for row in every.recompute for again in row) > 0
-    assert not any(again.linear or again.mlp for row in whole.recompute for again in row)
+    assert sum(again.selective + again.mlp for row in every.recompute for again in row) > 0
+    assert not any(again.selective or again.mlp for row in whole.recompute for again in row)
     assert every.predicted.makespan_us < 0.97 * whole.predicted.makespan_us
 
 

@@ -47,8 +47,10 @@ def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
         recomputed_layer_bytes_per_token=draw.randint(0, 9),
         extra_bytes_per_token=(extra := draw.randint(0, 9)),
         kv_bytes_per_token=(kv := draw.randint(0, 6)),
-        linear=Level(Line(0.5, draw.random()), draw.randint(0, layer)),
-        mlp=Level(Line(0.3, draw.random()), draw.randint(kv, layer)),
+        recompute={
+            "selective": Level(Line(0.5, draw.random()), draw.randint(0, layer)),
+            "mlp": Level(Line(0.3, draw.random()), draw.randint(kv, layer)),
+        },
         static=Static(weights=draw.randint(0, 50)),
         head_bytes_per_token=draw.randint(0, extra),
     )
@@ -112,7 +114,7 @@ def test_what_saves_most_bytes_per_time_is_recomputed_first():
     free = plan(problem((65536,), 1), pipeline(1), Options(slices=4))
     cap = free.predicted.peak_bytes[0] - GIB
     (row,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0, recompute_levels="whole")).recompute
-    layers = [again.whole for again in row]
+    layers = [again.full for again in row]
     assert layers[0] > 0
     assert layers[1:] == [0, 0, 0]
 
@@ -170,7 +172,7 @@ def test_a_cap_on_one_rank_makes_that_rank_recompute():
 def test_a_fixed_recompute_is_kept_and_never_above_the_layers_of_a_stage():
     for layers, kept in ((0, 0), (3, 3), (99, 4)):
         made = plan(problem(WHALE, 4), pipeline(4), Options(slices=8, recompute=layers))
-        assert {again.whole for row in made.recompute for again in row} == {kept}
+        assert {again.full for row in made.recompute for again in row} == {kept}
 
 
 def test_keys_and_values_live_from_the_first_forward_to_the_first_slices_backward():
@@ -205,8 +207,10 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
         extra_weight_bytes_per_token=draw.randint(0, 9),
         apart_bytes_per_token=draw.choice([None, layer + weight // 2]),
         recomputed_layer_bytes_per_token=whole,
-        linear=replace(own.linear, bytes_per_token=linear),
-        mlp=replace(own.mlp, bytes_per_token=mlp, full_bytes_per_token=draw.randint(int(mlp), int(layer))),
+        recompute={
+            "selective": replace(own.recompute["selective"], bytes_per_token=linear),
+            "mlp": replace(own.recompute["mlp"], bytes_per_token=mlp, full_bytes_per_token=draw.randint(int(mlp), int(layer))),
+        },
     )
     costs = replace(costs, stages=(own,) * len(costs.stages))
     chunks = (Chunk((Segment(0, 0, 25),)), Chunk((Segment(0, 25, 40),)), Chunk((Segment(1, 0, 30),)))

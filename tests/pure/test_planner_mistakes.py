@@ -96,7 +96,7 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_(layers=[[0] * 4]), "layers has 1 rows"),
         (with_(layers=[[0] * 3, [0] * 4]), r"layers has 2 rows of \[3, 4\] entries"),
         (with_(levels=()), "levels of recompute"),
-        (with_(levels=("whole", "half")), "half.*; the costs know whole"),
+        (with_(levels=("whole", "half")), "half.*; the costs know full"),
         (with_(token_multiple=0), "token_multiple is 0"),
         (with_(chunks=()), "tokens 0 to 900 of sequence 0 are in no chunk"),
         (with_chunk(Chunk(())), "chunk 3 is empty"),

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost import H100, analytic_profile, on_device, work_of
+from megatron_epp.cost.kv_cache import prefix_bytes
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.cost.prefix import prefix_bytes
 from megatron_epp.plan import Chunk, Segment, fresh
 from megatron_epp.plan.fresh import MOST_BYTES, fresh_bytes, heads_at_once
 from megatron_epp.plan.kv_offload import head_parts

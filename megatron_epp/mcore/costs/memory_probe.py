@@ -1,4 +1,4 @@
-"""Bytes that a chunk takes on a rank's own stage, measured by counting what autograd keeps of a small chunk."""
+"""Bytes that a chunk takes on a rank's own stage and the share that can be offloaded, by counting what autograd keeps of it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_epp.cost import Level, Line, StageCosts
-from megatron_epp.mcore.costs.probe import backward, by_place, forward
+from megatron_epp.mcore.costs.probe import backward, by_place, forward, layers_of
 from megatron_epp.mcore.model.stage import MegatronStage
-from megatron_epp.plan import Chunk, Recompute, Segment
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.kv_sums import MOST_ROUNDED
+from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.size_class import size_class
 from megatron_epp.runtime.attention.slice_view import SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.autograd.weights import WeightGradients
+from megatron_epp.runtime.context import ChunkContext
 
 _TOKENS = 256
 
@@ -26,7 +28,7 @@ _TOKENS = 256
 def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     """Measure the bytes per token that a chunk takes on a stage, and return `costs` with them.
 
-    These are the bytes kept by a layer at every recompute level whose time is known (from the difference that one layer makes),
+    These are the bytes kept by a layer in every recompute mode whose time is known (from the difference that one layer makes),
     by everything else, and by the head; the most a layer holds while its backward runs, and at the time its attention has
     computed the gradient of keys and values; and the bytes of keys and values and of their gradient.
 
@@ -46,14 +48,14 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         )
     least = message_bytes(stage)
     costs = replace(costs, recomputed_layer_bytes_per_token=least)
-    base = _held(stage, Recompute(whole=layers))
+    base = _held(stage, Recompute(full=layers))
     if layers == 0:
         return replace(costs, extra_bytes_per_token=base.kept, head_bytes_per_token=0.0)
-    alike = len({type(layer) for layer in stage.decoder.layers}) == 1  # not so a hybrid model's attention and MLP layers
+    alike = len({type(layer) for layer in layers_of(stage)}) == 1  # not so a hybrid model's attention and MLP layers
 
     def at(known: Level, level: str) -> Level:
-        """Measure what a layer keeps at a level, by comparison with a stage that recomputes whole, and the most it holds."""
-        found = _held(stage, _with(level, 1, whole=layers - 1) if alike else _with(level, layers))
+        """Measure what a layer keeps in a mode, by comparison with a stage that recomputes in full, and the most it holds."""
+        found = _held(stage, _with(level, 1, full=layers - 1) if alike else _with(level, layers))
         kept = least + (found.kept - base.kept) / (1 if alike else layers)
         return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + found.surge if alike else None)
 
@@ -62,14 +64,13 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         costs,
         layer_bytes_per_token=plain.bytes_per_token,
         full_bytes_per_token=plain.full_bytes_per_token,
-        linear=costs.linear and at(costs.linear, "linear"),
-        mlp=costs.mlp and at(costs.mlp, "mlp"),
+        recompute={name: at(known, name) for name, known in costs.recompute.items()},
         extra_bytes_per_token=max(0.0, base.kept - layers * least),
         head_bytes_per_token=base.head,
     )
     splits = stage.weights is not None
     if splits and alike:
-        surge = _held(stage, _with("", 1, whole=layers - 1), keep_weights=True).surge
+        surge = _held(stage, _with("", 1, full=layers - 1), keep_weights=True).surge
         costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + surge)
     kv, gradient, left = _of_slices(stage)
     _, wider, _ = _of_slices(stage, num_slices=MOST_ROUNDED + 1)
@@ -86,9 +87,9 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     return costs
 
 
-def _with(level: str, count: int, whole: int = 0) -> Recompute:
-    """Return a `Recompute` of `whole` layers, then `count` layers at `level`; an empty level means that they keep all."""
-    return Recompute(whole)._replace(**{level: count} if level else {})
+def _with(mode: str, count: int, full: int = 0) -> Recompute:
+    """Return a `Recompute` of `full` layers in full, then `count` layers in `mode`; empty means that they keep all."""
+    return Recompute(full, **{mode: count} if mode else {})
 
 
 class Held(NamedTuple):
@@ -129,7 +130,7 @@ class _LastLayer:
     def __init__(self, stage: MegatronStage, meter: SavedTensors) -> None:
         self.runs = False
         self.begin_bytes = self.peak_bytes = 0
-        self._layers, self._meter = stage.decoder.layers, meter
+        self._layers, self._meter = layers_of(stage), meter
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> _LastLayer:
@@ -178,14 +179,15 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
             left_bytes.append(meter.live_bytes - last.begin_bytes)
         return relay.num_bytes
 
-    cache_bytes, runs = 0, []
+    cache_bytes = 0
+    runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
     with meter, _LastLayer(stage, meter) as last:
         for start in (0, tokens):
             view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
             chunk = Chunk((Segment(0, start, start + tokens),))
-            _, *run = forward(stage, chunk, view, Recompute(whole=stage.num_layers))
-            runs.append(run)
+            _, output, context = forward(stage, chunk, view, Recompute(full=stage.num_layers))
+            runs.append((output, context))
         cache_bytes = relay.num_bytes
         backward(stage, *runs.pop(), keep_weights)
         gradient_bytes, most = relay.num_bytes - cache_bytes, max(left_bytes[1:], default=0)
@@ -217,6 +219,25 @@ def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[f
         for kept in inside:
             kept.run()
     return layers / chunk.num_tokens, everything / chunk.num_tokens
+
+
+def measure_offloadable_share(stage: MegatronStage) -> float:
+    """Share of the bytes a chunk keeps whose storage nothing else holds (0 to 1): the smallest over all recompute modes."""
+    layers = stage.num_layers
+    modes = [NO_RECOMPUTE, *(Recompute(**{name: layers}) for name in MODES)]
+    return min(_offloadable_share(stage, recompute) for recompute in modes)
+
+
+def _offloadable_share(stage: MegatronStage, recompute: Recompute) -> float:
+    saved = SavedTensors(stage.parameters)
+    with saved:
+        with saved.of((0, 0)):
+            _, output, _ = forward(stage, bytes_chunk(stage), recompute=recompute)
+        kept = saved.pop((0, 0))
+        movable = sum(storage.num_bytes for storage in kept if storage.is_ours)
+        share = movable / max(1, sum(storage.num_bytes for storage in kept))
+        del output
+    return share
 
 
 def bytes_chunk(stage: MegatronStage) -> Chunk:

@@ -1,11 +1,11 @@
-"""Small measurements on a rank's own stage: forward and backward of a test chunk, and the time of its messages."""
+"""Small measurements on a rank's own stage: forward and backward of a test chunk, time of its messages and host copies."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ from megatron_epp.runtime.autograd.boundary import Arrival
 from megatron_epp.runtime.autograd.weights import Kept, PutOff
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.tools.timer import Timer, time_host_copies
 
 _VOCABULARY = 32
 """Number of token ids that every model's vocabulary contains."""
 _LINK_TOKENS = (64, 1024)
 _LINK_REPEATS = 12
+_COPIED_BYTES = (1 << 20, 1 << 25)
 
 
 class Link(NamedTuple):
@@ -48,11 +50,12 @@ def measure_link(stage: MegatronStage, links: Links, rank: int) -> Link:
     if rank > 1 or len(links.ranks) < 2:
         return Link()
     points, host_us = [], []
+    timer = Timer(stage.message(1)[2], alone=False)
     for tokens in _LINK_TOKENS:
         shape, dtype, device = stage.message(tokens)
         payload, best_us = torch.zeros(shape, dtype=dtype, device=device), math.inf
         for _ in range(_LINK_REPEATS):
-            start_us, start_cpu_s = _now_us(), time.thread_time()
+            start_us, start_cpu_s = timer.now_us(), time.thread_time()
             if rank == 0:
                 links.send(payload, 1, gradient=False)
             receive = links.post_receive(shape, dtype, device, peer=1 - rank, gradient=rank == 0)
@@ -63,10 +66,18 @@ def measure_link(stage: MegatronStage, links: Links, rank: int) -> Link:
                 links.send(payload, 0, gradient=True)
             host_us.append((own_s + time.thread_time() - start_cpu_s) * 1e6 / 2)
             links.finish_sends()
-            best_us = min(best_us, (_now_us() - start_us) / 2)
+            best_us = min(best_us, (timer.now_us() - start_us) / 2)
         points.append(Point(payload.nbytes, 0, best_us))
     line = fit_line(points, pairs=False).line
     return Link(line.fixed_us, line.per_token_us, 0.0 if torch.cuda.is_initialized() else statistics.median(host_us))
+
+
+def measure_host_link(device: torch.device) -> tuple[float, float]:
+    """Measure copies to the host and back: latency in microseconds, and microseconds per byte. On a CPU, copies within host
+    memory are measured instead.
+    """
+    line = fit_line(time_host_copies(device, _COPIED_BYTES), pairs=False).line
+    return line.fixed_us, line.per_token_us
 
 
 def _arrays(tokens: int) -> ChunkArrays:
@@ -90,13 +101,13 @@ def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_w
     stage.backward(context, output, None if stage.is_last else torch.ones_like(output), keep_weights)
 
 
+def layers_of(stage: MegatronStage) -> torch.nn.ModuleList:
+    """Return the transformer layers of a stage."""
+    layers: Any = stage.decoder.layers
+    return layers
+
+
 def by_place(stage: MegatronStage, kept: list[Kept | PutOff]) -> tuple[list[Kept | PutOff], list[Kept | PutOff]]:
     """Separate the weight gradients of the layers from the others."""
-    inside = {id(weight) for weight in stage.decoder.layers.parameters()}
+    inside = {id(weight) for weight in layers_of(stage).parameters()}
     return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]
-
-
-def _now_us() -> float:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter() * 1e6

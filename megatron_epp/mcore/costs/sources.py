@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,8 @@ from megatron_epp.cost import CPU, H100, Line, ModelShape, PipelineCosts, StageC
 from megatron_epp.cost.library import shape_of
 from megatron_epp.cost.memory import FRAGMENTATION_SHARE
 from megatron_epp.mcore.costs import stored as stored_costs
-from megatron_epp.mcore.costs.host_probe import measure_host_link, measure_offloadable_share
-from megatron_epp.mcore.costs.memory_probe import measure_bytes, message_bytes
-from megatron_epp.mcore.costs.probe import Link, measure_link
+from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes
+from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
 from megatron_epp.mcore.costs.timing import measure_times
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.training.snapshot import Snapshot
@@ -122,7 +122,7 @@ def _host_link(
     return found | {"offloadable_share": min(map(measure_offloadable_share, stages.values()))}
 
 
-def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, float]:
+def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Combine the links of all ranks into one: the largest times and the smallest offloadable share."""
     return {name: (min if name == "offloadable_share" else max)(host[name] for host in hosts) for name in hosts[0]}
 
@@ -132,13 +132,13 @@ def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageC
     return replace(measure_bytes(stage, base), static=_static(args, stage), **_heads(args))
 
 
-def _heads(args: argparse.Namespace) -> dict[str, int]:
+def _heads(args: argparse.Namespace) -> dict[str, Any]:
     """Return this rank's head counts inside attention, which determine how much of a prefix's gradient is computed at once."""
     shape = model_shape(args)
     return {"kv_heads": shape.kv_heads_on_rank, "queries_per_key": shape.queries_per_key}
 
 
-def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, float]:
+def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, Any]:
     """Return the bytes per token of a layer's key and value gradients, for sequences with few and with many slices."""
     kept = costs.kv_bytes_per_token
     wide = kept * torch.float32.itemsize / model_shape(args).bytes_per_value
@@ -244,7 +244,7 @@ def _beside(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
 @contextmanager
 def _undisturbed(stages: Iterable[MegatronStage]) -> Iterator[None]:
     """Restore random states, gradients, buffers and the routers' counts on exit."""
-    models = [stage.model for stage in stages]
+    models: list[Any] = [stage.model for stage in stages]
     before = Snapshot(models)
     with torch.enable_grad(), ExitStack() as held:
         for model in models:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from megatron_epp.cost import PipelineCosts, StageCosts
 from megatron_epp.cost.library import find, load_costs
-from megatron_epp.cost.line import Level
 from megatron_epp.cost.profile import Profile
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import parse_json, read_text
@@ -56,6 +55,10 @@ _FLAGS = (
 The number of replicas may differ. Times of a stage include those of its messages to neighbours, so the placement must agree.
 """
 
+_TIMES_OF_STAGES = ("forward", "backward", "weight", "extra_forward", "extra_backward", "extra_weight")
+_TIMES_OF_LINKS = ("message_latency_us", "message_us_per_byte", "host_latency_us", "host_us_per_byte")
+"""Fields with times, besides those of recompute modes."""
+
 _DEVICE = "device"
 """Key of the device's name, which must agree as well, among those of the flags."""
 
@@ -75,8 +78,9 @@ def of_first[T](make: Callable[[], T]) -> T:
         except EppError as error:
             shared = [error]
         except Exception as error:
-            shared = [EppError(f"the first rank of the job failed ({type(error).__name__}: {error})")]
-            shared[0].__cause__ = error  # stays on this rank
+            failure = EppError(f"the first rank of the job failed ({type(error).__name__}: {error})")
+            failure.__cause__ = error  # stays on this rank
+            shared = [failure]
     dist.broadcast_object_list(shared, src=0)
     if isinstance(shared[0], EppError):
         raise shared[0]
@@ -184,33 +188,14 @@ def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, objec
 
 def _with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
     """Combine the bytes of `here` with the times of `kept`."""
-    return replace(
-        here,
-        name=kept.name,
-        stages=tuple(map(_stage_with_times, here.stages, kept.stages)),
-        message_latency_us=kept.message_latency_us,
-        message_us_per_byte=kept.message_us_per_byte,
-        host_latency_us=kept.host_latency_us,
-        host_us_per_byte=kept.host_us_per_byte,
-    )
+    stages = tuple(map(_stage_with_times, here.stages, kept.stages))
+    return replace(here, name=kept.name, stages=stages, **{name: getattr(kept, name) for name in _TIMES_OF_LINKS})
 
 
 def _stage_with_times(now: StageCosts, then: StageCosts) -> StageCosts:
-    return replace(
-        now,
-        forward=then.forward,
-        backward=then.backward,
-        weight=then.weight,
-        extra_forward=then.extra_forward,
-        extra_backward=then.extra_backward,
-        extra_weight=then.extra_weight,
-        linear=_level_with_time(now.linear, then.linear),
-        mlp=_level_with_time(now.mlp, then.mlp),
-    )
-
-
-def _level_with_time(now: Level | None, then: Level | None) -> Level | None:
-    return None if now is None or then is None else replace(now, again=then.again)
+    both = now.recompute.keys() & then.recompute.keys()
+    modes = {name: replace(known, again=then.recompute[name].again) for name, known in now.recompute.items() if name in both}
+    return replace(now, recompute=modes, **{name: getattr(then, name) for name in _TIMES_OF_STAGES})
 
 
 def other_bytes(costs: PipelineCosts, token_bytes: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +20,11 @@ from megatron_epp.mcore.costs.probe import backward, by_place, forward
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
+from megatron_epp.plan.recompute import MODES
 from megatron_epp.runtime.attention.slice_view import SliceView
-from megatron_epp.runtime.autograd.weights import Kept
+from megatron_epp.runtime.autograd.weights import Kept, PutOff
 from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.tools.timer import Timer
 
 _REPEATS = 8
 _LEVEL_REPEATS = 3
@@ -38,8 +39,8 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
     """Fit the stage's lines to times of whole, packed and sliced sequences; time outside the layers goes to the stage's extras.
 
     A kernel's time is not exactly linear in tokens and pairs, so the measured cases resemble real batches: slices at several
-    positions of a sequence of the context length. The recompute time of a level is the time by which its backward takes longer;
-    a layer that recomputes whole runs its forward again.
+    positions of a sequence of the context length. The recompute time of a mode is the time by which its backward takes longer;
+    a layer that recomputes in full runs its forward again.
 
     Args:
         stage: the stage to run.
@@ -55,10 +56,11 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
 
     layers = max(1, stage.num_layers)
 
-    def again(level: str) -> Line:
-        found = _medians(stage, cases, Recompute(**{level: stage.num_layers}), _LEVEL_REPEATS)
+    def again(mode: str) -> Line:
+        found = _medians(stage, cases, Recompute(**{mode: stage.num_layers}), _LEVEL_REPEATS)
         longer = [max(0.0, after.layers_backward - t.layers_backward) for after, t in zip(found, times, strict=True)]
-        return fit_line([Point(c.tokens, 0, us) for c, us in zip(cases, longer, strict=True)], False).line.scaled(1 / layers)
+        points = [Point(c.tokens, c.pairs, us) for c, us in zip(cases, longer, strict=True)]
+        return fit_line(points, MODES[mode].repeats_attention).line.scaled(1 / layers)
 
     backward = fit(lambda t: t.layers_backward, True).scaled(1 / layers)
     extra_backward = fit(lambda t: t.backward - t.layers_backward, False)
@@ -72,8 +74,7 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
         costs,
         forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
         backward=backward,
-        linear=None if costs.linear is None else replace(costs.linear, again=again("linear")),
-        mlp=None if costs.mlp is None else replace(costs.mlp, again=again("mlp")),
+        recompute={name: replace(known, again=again(name)) for name, known in costs.recompute.items()},
         extra_forward=fit(lambda t: t.forward - t.layers_forward, False),
         extra_backward=extra_backward,
     )
@@ -111,23 +112,16 @@ def _limits(costs: StageCosts) -> tuple[int, int, int]:
 
 
 class _Clock:
-    """Recorder of the times of events, in microseconds.
-
-    Where a single host thread computes and shares no layer, it reads processor time, so that other programs on the machine do
-    not count. Ranks that share a layer wait for each other, which uses no processor time, so wall time is read there.
-    """
+    """Recorder of the times of events, in microseconds; wall time where ranks share a layer and so wait for each other."""
 
     def __init__(self, stage: MegatronStage) -> None:
         config = stage.config
-        shared = config.tensor_model_parallel_size * config.context_parallel_size * config.expert_model_parallel_size > 1
-        host_alone = not torch.cuda.is_initialized() and torch.get_num_threads() == 1 and not shared
-        self._now_s = time.thread_time if host_alone else time.perf_counter
+        sharing = config.tensor_model_parallel_size * config.context_parallel_size * config.expert_model_parallel_size
+        self._timer = Timer(stage.message(1)[2], alone=sharing == 1)
         self.times_us: dict[str, float] = {}
 
     def note(self, name: str) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        self.times_us[name] = self._now_s() * 1e6
+        self.times_us[name] = self._timer.now_us()
 
 
 @dataclass(slots=True)
@@ -211,7 +205,7 @@ def _end(stage: MegatronStage, one: _Alive) -> Times:
     )
 
 
-def _time_weights(stage: MegatronStage, kept: list[Kept], clock: _Clock) -> tuple[float, float]:
+def _time_weights(stage: MegatronStage, kept: list[Kept | PutOff], clock: _Clock) -> tuple[float, float]:
     """Compute the weight gradients; return the microseconds for the layers' and for all."""
     clock.note("weights")
     for name, part in zip(("layers' weights end", "weights end"), by_place(stage, kept), strict=True):

@@ -1,10 +1,10 @@
-"""Recompute of parts of a layer's forward in the backward, at the levels that a chunk's plan names.
+"""Recompute of parts of a layer's forward in the backward, in the modes that a chunk's plan names (`plan.recompute.MODES`).
 
-All levels use Megatron's `checkpoint`, which restores random states, around the part of a layer that the level covers. At level
-`linear` a layer keeps the output of core attention. At level `mlp` it recomputes its MLP or experts, with their norm and
-residual, and the output of its input norm if that norm is a separate module. Parts that a layer lacks are left out (hybrid
-models have layers of attention alone and of an MLP alone): a layer without attention recomputes whole at `linear`, and one
-without an MLP keeps everything except the norm's output at `mlp`.
+All modes use Megatron's `checkpoint`, which restores random states. Where the projections of attention run again, it is around
+the layer, which keeps the output of core attention unless that runs again too. Else it is around the MLP or experts, with their
+norm and residual, and the output of the input norm is discarded if that norm is a separate module. Parts that a layer lacks are
+left out (hybrid models have layers of attention alone and of an MLP alone): a layer without attention recomputes in full in
+`selective` mode, and one without an MLP keeps everything except the norm's output in `mlp` mode.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megatron_epp.mcore.model.core_attention import ChunkParams
+from megatron_epp.plan import EppError
+from megatron_epp.plan.recompute import CORE_ATTENTION, MLP, MODES, NORMS, PROJECTIONS
 from megatron_epp.runtime.autograd.discard import Discarded
 from megatron_epp.runtime.autograd.hold import Attended
 
 
 def recompute_by_level(layers: Iterable[torch.nn.Module]) -> None:
-    """Make a stage's layers recompute as the plan of the chunk that they run says."""
+    """Make a stage's layers recompute as the plan of the chunk that they run says.
+
+    Raises:
+        EppError: a mode runs the projections of attention again, but not the rest of the layer.
+    """
+    for mode in MODES.values():
+        if PROJECTIONS in mode.runs_again and not {NORMS, MLP} <= mode.runs_again:
+            raise EppError(f"recompute mode {mode.name}: layers cannot run {', '.join(sorted(mode.runs_again))} again alone")
     for number, layer in enumerate(layers):
         _Layer(number, layer)
 
@@ -35,7 +44,7 @@ class _Layer:
     def __init__(self, number: int, layer: Any) -> None:
         self.number = number
         self._run, self._run_mlp, self._run_norm = layer.forward, layer._forward_mlp, layer.input_layernorm.forward
-        self._in_parts = False
+        self._parts: frozenset[str] = frozenset()
         self._normed: Discarded | None = None
         layer.forward = self._forward
         if not isinstance(layer.mlp, IdentityOp):
@@ -46,25 +55,26 @@ class _Layer:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         params = kwargs.get("packed_seq_params")
-        level = params.context.recompute.level(self.number) if isinstance(params, ChunkParams) else ""
-        if not level or not torch.is_grad_enabled():
+        if not isinstance(params, ChunkParams) or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
-        if level == "mlp":
-            self._in_parts = True
+        mode = params.context.recompute.level(self.number)
+        parts = MODES[mode].runs_again if mode else frozenset()
+        if PROJECTIONS not in parts:
+            self._parts = parts
             try:
                 return self._run(*args, **kwargs)
             finally:
-                self._in_parts, self._normed = False, None
-        if level == "linear":
+                self._parts, self._normed = frozenset(), None
+        if CORE_ATTENTION not in parts:
             kwargs["packed_seq_params"] = ChunkParams(replace(params.context, attended=Attended()))
         return _again(self._run, args, kwargs)
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
-        return _again(self._run_mlp, args, kwargs) if self._in_parts else self._run_mlp(*args, **kwargs)
+        return _again(self._run_mlp, args, kwargs) if MLP in self._parts else self._run_mlp(*args, **kwargs)
 
     def _norm(self, x: Tensor) -> Tensor:
         output = self._run_norm(x)
-        if self._in_parts and isinstance(output, Tensor):  # a fused norm returns the residual too
+        if NORMS in self._parts and isinstance(output, Tensor):  # a fused norm returns the residual too
             self._normed = Discarded(self._run_norm, x, output)
         return output
 

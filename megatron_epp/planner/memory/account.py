@@ -14,7 +14,7 @@ import numpy as np
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost import memory as item
 from megatron_epp.cost.work import BoolColumn
-from megatron_epp.plan import LEVELS, Action, Op, Plan, Recompute, simulate
+from megatron_epp.plan import Action, Op, Plan, Recompute, simulate
 from megatron_epp.plan.account import Account, Items
 from megatron_epp.plan.operations import operation, operations
 from megatron_epp.plan.plan import AnyStep
@@ -73,7 +73,7 @@ class _Stage:
         self.head: list[int] = costs.head_bytes(stage, work).tolist()
         self.stays: list[int] = costs.weight_bytes(stage, work).tolist()
         self.of_layer: list[int] = costs.layer_weight_bytes(stage, work).tolist()
-        used = {"", *(name for r in set(self.recompute) for name, count in zip(LEVELS, r, strict=True) if count)}
+        used = {"", *(name for r in set(self.recompute) for name, _ in r.by_mode())}
         self.layers = {level: _layers(costs, stage, work, level) for level in used}
         steps = {step.action: step for step in plan.ranks[plan.placement[stage]]}
         self.split = {action.chunk for action in steps if action.op is Op.W and action.stage == stage}

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs, work_of
-from megatron_epp.cost.kv_offload import Hosting
+from megatron_epp.cost.kv_cache import Hosting
 from megatron_epp.cost.work import BoolColumn
-from megatron_epp.plan import LEVELS, Chunk, Hosted
+from megatron_epp.plan import Chunk, Hosted
+from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables, tabulate
 
@@ -60,6 +61,7 @@ def with_hosted(
     bare = tabulate(chunks, problem, costs, levels, in_order, without_caches(work))
     found = _hosting(costs, work, pairs, sharing)
     slices = [chunk.slice_of(problem.lengths) for chunk in chunks]
+    attending = {position for position, mode in enumerate(MODES.values()) if mode.repeats_attention}
     items = [(s, c) for s in found for c, part in enumerate(slices) if part is not None and (s, part.sequence) in pairs]
     rows: dict[str, Any] = {}
     for name in _ROWS:
@@ -76,9 +78,8 @@ def with_hosted(
             continue
         rows["backward_us"][s][c] += float(host.backward_us[c])
         rows["backward_throughout"][s][c] = int(host.backward_bytes[c])
-        for rung in rungs:
-            if rung.level[s][c] == LEVELS.index("whole"):  # only then attention runs again
-                rung.layer_us[s][c] += float(host.again_us[c])
+        if repeating := next((rung for rung in rungs if rung.level[s][c] in attending), None):
+            repeating.layer_us[s][c] += float(host.again_us[c])  # attention, run again, streams them again
     return replace(tables, **rows, rungs=tuple(rungs), host_us_per_byte=tables.host_us_per_byte * sharing)
 
 

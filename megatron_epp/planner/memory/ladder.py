@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.cost import ChunkWork, Costs
-from megatron_epp.cost.line import TimeColumn
-from megatron_epp.cost.work import IntColumn
-from megatron_epp.plan import LEVELS, NO_RECOMPUTE, Recompute
+from megatron_epp.cost.work import IntColumn, TimeColumn
+from megatron_epp.plan import NO_RECOMPUTE, Recompute
+from megatron_epp.plan.recompute import MODES, mode_of
 
 ABSENT = -1
 
@@ -24,7 +24,7 @@ class Rung:
     """One step of every chunk's recompute frontier, as columns over the chunks.
 
     Attributes:
-        level: index in `LEVELS` of the level it leads to; `ABSENT` where the frontier is shorter.
+        level: position in `MODES` of the level it leads to; `ABSENT` where the frontier is shorter.
         saved: bytes that a layer saves by this step.
         layer_us: microseconds that it adds to the backward.
         fuller: growth of the layer's peak bytes while its backward runs; below zero where the peak shrinks.
@@ -53,12 +53,13 @@ def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_
     plain = costs.layer_peak_bytes(stage, work).num_bytes
     saved, took_us, fuller = [], [], []
     for name in levels:
-        one = NO_RECOMPUTE._replace(**{name: 1})
+        one = Recompute(**{name: 1})
         gives = np.minimum(kept - costs.activation_bytes(stage, work, one), kept // layers) if layers else 0 * kept
         saved.append(np.maximum(gives, 0))
         took_us.append(costs.recompute_us(stage, work, one))
         fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain)
-    places = np.array([LEVELS.index(name) for name in levels])
+    names = list(MODES)
+    places = np.array([names.index(mode_of(name).name) for name in levels])
     if len(levels) == 1 or in_order:
         columns = (np.diff(rows, axis=0, prepend=0 * rows[0][None]) for rows in (saved, took_us, fuller))
         return [Rung(np.full(len(kept), place), *rung) for place, *rung in zip(places, *columns, strict=True)]
@@ -86,16 +87,18 @@ def recompute_of(levels: Sequence[int], num_layers: int, taken: int) -> Recomput
         num_layers: layers of the stage.
         taken: recompute steps.
     """
-    counts = dict.fromkeys(LEVELS, 0)
+    counts = dict.fromkeys(MODES, 0)
     if taken and num_layers:
-        full, rest = divmod(taken, num_layers)
+        names = list(MODES)
+        complete, rest = divmod(taken, num_layers)
         if rest:
-            counts[LEVELS[levels[full]]] = rest
-        if full:
-            counts[LEVELS[levels[full - 1]]] += num_layers - rest
+            counts[names[levels[complete]]] = rest
+        if complete:
+            counts[names[levels[complete - 1]]] += num_layers - rest
     return Recompute(**counts)
 
 
 def taken_by(recompute: Recompute, levels: Sequence[int]) -> int:
     """Return the number of recompute steps: the inverse of `recompute_of`."""
-    return sum(count * (levels.index(place) + 1) for place, count in enumerate(recompute) if count)
+    names = list(MODES)
+    return sum(count * (levels.index(names.index(name)) + 1) for name, count in recompute.by_mode())

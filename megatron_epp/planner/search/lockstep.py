@@ -48,7 +48,7 @@ from megatron_epp.planner.search.greedy import (
 from megatron_epp.planner.search.trials import WORTH, infeasible
 from megatron_epp.planner.tables import Tables, tabulate
 
-ALIKE = ("linear", "whole")
+ALIKE = ("selective", "full")
 """Levels of recompute in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
 _TIMES = ("forward_us", "backward_us", "weight_us", "hops")
 

@@ -6,8 +6,6 @@ one rank is timed, and what it exchanges with the others is left to formulas, as
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +19,9 @@ from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.loss.blocks import Head, block_losses
+from megatron_epp.runtime.tools.timer import Timer, time_host_copies
 
 Points = dict[str, list[Point]]
-_LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 15, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +66,20 @@ def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[
         ("attention", bench.attention, [(n, prefix) for n in grid.tokens for prefix in grid.prefixes]),
         ("loss", bench.loss, [(n,) for n in grid.tokens]),
         ("embedding", bench.embedding, [(n,) for n in grid.tokens]),
-        ("host copy", bench.host_copy, [(n,) for n in grid.copy_bytes]),
     ):
         note(kind)
         for place in places:
             for name, point in measurer(*place):
-                points.setdefault(f"{kind} {name}".strip(), []).append(point)
-    return points
+                points.setdefault(f"{kind} {name}", []).append(point)
+    note("host copy")
+    return points | {"host copy": time_host_copies(device, grid.copy_bytes)}
 
 
 class _Bench:
     """One rank's share of one layer, of the embedding and of the head, in memory."""
 
     def __init__(self, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.timer = device, dtype, Timer(device)
         ranks = shape.tensor_parallel
         self.hidden, self.vocab = shape.hidden_size, shape.vocab_size // ranks
         self.loss_block_tokens = shape.loss_block_tokens
@@ -154,23 +152,16 @@ class _Bench:
         k, v = (self._random(prefix + tokens, self.kv_heads, self.channels) for _ in range(2))
         scale = self.channels**-0.5
         kernel = kernels.choose(q, k)
-        yield "forward", Point(tokens, pairs, self._time_us(lambda: kernel.forward(q, k, v, table, scale)))
+        yield "forward", Point(tokens, pairs, self.timer.median_us(lambda: kernel.forward(q, k, v, table, scale)))
         out, saved = kernel.forward(q, k, v, table, scale)
         yield (
             "backward",
-            Point(tokens, pairs, self._time_us(lambda: kernel.backward(q, q, k, v, out, saved, table, scale))),
+            Point(tokens, pairs, self.timer.median_us(lambda: kernel.backward(q, q, k, v, out, saved, table, scale))),
         )
 
-    def host_copy(self, num_bytes: int) -> Iterator[tuple[str, Point]]:
-        """Time copies to pinned host memory and back; without a GPU, between two buffers."""
-        there = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-        back = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        for source, target in ((there, back), (back, there)):
-            yield "", Point(num_bytes, 0, self._time_us(lambda source=source, target=target: target.copy_(source)))
-
     def _passes(self, tokens: int, run: Callable[[], Tensor], grad: Tensor | None) -> Iterator[tuple[str, Point]]:
-        yield "forward", Point(tokens, 0, self._time_us(run))
-        yield "backward", Point(tokens, 0, self._time_us(lambda output: output.backward(grad), run))
+        yield "forward", Point(tokens, 0, self.timer.median_us(run))
+        yield "backward", Point(tokens, 0, self.timer.median_us(lambda output: output.backward(grad), run))
 
     def _weight_gradients(self, tokens: int, weights: Sequence[Tensor]) -> Point:
         pairs = [(self._random(tokens, w.shape[0]), self._random(tokens, w.shape[1]), w.grad) for w in weights]
@@ -180,22 +171,4 @@ class _Bench:
                 assert total is not None
                 total.addmm_(grad.t(), given)
 
-        return Point(tokens, 0, self._time_us(run))
-
-    def _time_us(self, run: Callable[..., object], prepare: Callable[[], object] | None = None) -> float:
-        """Return the median time of runs after a warm-up. `prepare` runs untimed before each; `run` takes its result."""
-        times: list[float] = []
-        began_s = time.perf_counter()
-        while len(times) <= _LEAST_RUNS or (len(times) <= _MOST_RUNS and time.perf_counter() - began_s < _ENOUGH_S):
-            given = () if prepare is None else (prepare(),)
-            start_us = self._now_us()
-            run(*given)
-            times.append(self._now_us() - start_us)
-        return statistics.median(times[1:])
-
-    def _now_us(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        elif torch.get_num_threads() == 1:  # so that other programs on this machine do not count
-            return time.thread_time() * 1e6
-        return time.perf_counter() * 1e6
+        return Point(tokens, 0, self.timer.median_us(run))

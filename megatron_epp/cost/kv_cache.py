@@ -1,10 +1,11 @@
-"""Time and memory of KV offload: keys and values of sliced sequences are in host memory and streamed to attention in pieces.
+"""Keys and values of sliced sequences: time and memory of KV offload, and workspace of their gradients.
 
-A *piece* is a group of heads of one layer. While attention runs on one piece, the next is loaded; in backward its gradient is
-loaded and stored too. Copies overlapped with attention cost no time; the excess over attention's time counts, and so do the
-load of a pass's first piece and the store of its last one, which overlap with nothing. The device holds keys and values of the
-running piece and of the next, and in backward also the gradient of one piece. Gradients that attention's backward makes before
-they are added to that are counted with the layer, see `cost.prefix`.
+With KV offload they are in host memory and streamed to attention in pieces. A *piece* is a group of heads of one layer. While
+attention runs on one piece, the next is loaded; in backward its gradient is loaded and stored too. Copies overlapped with
+attention cost no time; the excess over attention's time counts, and so do the load of a pass's first piece and the store of its
+last one, which overlap with nothing. The device holds keys and values of the running piece and of the next, and in backward
+also the gradient of one piece. Gradients that attention's backward makes before they are added to that are counted with the
+layer (`prefix_bytes`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost.line import TimeColumn
 from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.work import ChunkWork, IntColumn
+from megatron_epp.cost.work import ChunkWork, IntColumn, TimeColumn
+from megatron_epp.plan.fresh import all_at_once, fresh_bytes
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.size_class import size_classes
 
@@ -81,3 +82,26 @@ def hosting(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragmentation_s
 
 def _whole(amount: TimeColumn) -> IntColumn:
     return np.ceil(amount).astype(np.int64)
+
+
+def prefix_bytes(costs: StageCosts, work: ChunkWork) -> TimeColumn:
+    """Bytes of new gradients of a prefix's keys and values in one layer, before they are added to the sums, without those of
+    the chunk's own tokens, which `working_bytes_per_token` includes. 0 if that is 0: then memory of passes is not counted.
+
+    Every kernel is assumed to make them for each query head if key heads are shared, as all known kernels do, and in fp32, as
+    the one with the largest memory does.
+    """
+    if not costs.working_bytes_per_token:
+        return np.zeros(len(work.tokens))
+    head, seen = costs.kv_bytes_per_token / costs.kv_heads, work.prefix_tokens + work.tokens
+
+    def made(keys: IntColumn, kv_heads: int) -> TimeColumn:
+        return fresh_bytes(keys, kv_heads, head, costs.queries_per_key)
+
+    parts = head_parts(costs.kv_heads)
+    all_heads, piece = made(seen, costs.kv_heads), made(seen, costs.kv_heads // parts)
+    # Where all heads run at once and the sums are no wider, what the last slice makes becomes them, and counts there.
+    wider = costs.kv_gradient_per_token(work) > costs.kv_bytes_per_token
+    becomes = work.last & all_at_once(seen, costs.kv_heads, head, costs.queries_per_key) & ~wider
+    resident = all_heads - np.where(becomes, costs.kv_bytes_per_token * seen, 0.0)
+    return np.maximum(np.where(work.hosted, piece, resident) - made(work.tokens, costs.kv_heads), 0.0)

@@ -1,16 +1,21 @@
-"""Construction of cost dataclasses from JSON values; every field is checked for its type and limits."""
+"""Costs and profiles as JSON with a schema and a version; every field that is read is checked for its type and limits."""
 
 from __future__ import annotations
 
+import json
+import math
 import types
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from megatron_epp.cost.line import Line
+from megatron_epp.cost.work import Line
 from megatron_epp.plan import EppError
-from megatron_epp.plan.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, number, shown, whole
+from megatron_epp.plan.reading import MOST_LAYERS, MOST_NUMBER, MOST_WHOLE, number, parse_json, shown, whole
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _LEAST = dict.fromkeys(("kv_heads", "queries_per_key", "stage_ranks", "host_sharing", "host_turns"), 1)
 """Smallest value of a whole number, by the field's name; 0 of all others."""
@@ -18,11 +23,55 @@ _MOST = {"num_layers": MOST_LAYERS, "offloadable_share": 1.0, "fragmentation_sha
 """Largest value, by the field's name."""
 
 
+class Form(NamedTuple):
+    """A kind of file.
+
+    Attributes:
+        name: used in error messages.
+        schema, version: values of these fields in the file.
+    """
+
+    name: str
+    schema: str
+    version: int
+
+    def write(self, costs: DataclassInstance) -> str:
+        """Return canonical JSON; a missing link to the host, of which a copy takes for ever, is written as null."""
+        body = {"schema": self.schema, "version": self.version, **asdict(costs)}
+        if body["host_us_per_byte"] == math.inf:
+            body["host_us_per_byte"] = None
+        return json.dumps(body, sort_keys=True, indent=1, allow_nan=False)
+
+    def read[T](self, kind: type[T], text: str, check: Callable[[T], None]) -> T:
+        """Read what `write` wrote.
+
+        Args:
+            kind: dataclass of the result, see `build`; names that are not its fields are ignored.
+            text: JSON.
+            check: raises `EppError` if fields contradict each other.
+
+        Raises:
+            EppError: the text is something else.
+        """
+        try:
+            body = parse_json(text, "the text")
+            if not isinstance(body, dict):
+                raise EppError(f"{shown(body)} is no object with names")
+            if (found := (body.get("schema"), body.get("version"))) != (self.schema, self.version):
+                what, version = map(shown, found)
+                raise EppError(f"schema {what} version {version}, where this reads {self.schema!r} {self.version}")
+            check(made := build(kind, body, ignore_unknown=True))
+        except EppError as error:
+            raise EppError(f"not a {self.name} ({error}); write one with `megatron-epp profile`") from error
+        return made
+
+
 def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool = False) -> T:
     """Make a dataclass of times and sizes.
 
     Args:
-        kind: dataclass whose fields are numbers, text, or such dataclasses again.
+        kind: dataclass whose fields are numbers, text, such dataclasses again, or tuples or dictionaries of these. If it has a
+            function `upgraded`, that turns the objects of older files into those of today.
         body: the JSON object; null stands for a missing field.
         where: path of the object inside the file, for errors; empty at the top.
         ignore_unknown: ignore names that are not fields.
@@ -33,6 +82,7 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
     """
     if not isinstance(body, dict):
         raise EppError(f"{where or 'the file'} is {shown(body)}, which is no object with names")
+    body = getattr(kind, "upgraded", dict)(body)
     at, hints = f"{where}." if where else "", _hints(kind)  # type: ignore[arg-type]
     given = {name: value for name, value in body.items() if value is not None}
     if unknown := [name for name in given if name not in hints and not ignore_unknown]:
@@ -74,9 +124,12 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
     if read is None:
         return build(hint, value, where)
     try:
-        return read()
+        found = read()
     except EppError as error:
         raise EppError(f"{where}: {error}") from None
+    if get_origin(hint) is dict and (entries := get_args(hint)[1]) is not Any:
+        return {key: build(entries, entry, f"{where}.{key}") for key, entry in found.items()}
+    return found
 
 
 def _of[T](kind: type[T], value: Any, words: str) -> T:

@@ -1,0 +1,105 @@
+"""Rates of devices and of the links between them and to their hosts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Rates of one rank, and the fixed costs that each pass adds.
+
+    Attributes:
+        name: for the plan's record.
+        linear_flops: per second in the matrix products with weights.
+        attention_forward_flops: per second in attention, counting only the pairs inside the mask.
+        attention_backward_flops: the same, backward.
+        memory_bytes: per second moved by norms, activations and residual additions.
+        layer_overhead_us: launch and other fixed time of one layer and pass.
+        message_latency_us: of a message between stages.
+        message_bytes: per second between stages.
+        saturation_tokens: of a chunk whose matrix products run at half of `linear_flops`.
+        attention_tile: tokens of a tile of attention's pairs.
+        exchange_bytes: per second among the ranks that share a layer.
+        host_latency_us: of a copy between device and host.
+        host_bytes: per second between device and host, either way; 0 where there is no such link.
+        host_sharing: devices in a row of a node that share that link.
+    """
+
+    name: str
+    linear_flops: float
+    attention_forward_flops: float
+    attention_backward_flops: float
+    memory_bytes: float
+    layer_overhead_us: float
+    message_latency_us: float
+    message_bytes: float
+    saturation_tokens: float = 0.0
+    attention_tile: float = 0.0
+    exchange_bytes: float = math.inf
+    host_latency_us: float = 0.0
+    host_bytes: float = 0.0
+    host_sharing: int = 1
+
+
+H100 = Rates(
+    name="h100",
+    linear_flops=600e12,
+    attention_forward_flops=450e12,
+    attention_backward_flops=400e12,
+    memory_bytes=2.4e12,
+    layer_overhead_us=150.0,
+    message_latency_us=20.0,
+    message_bytes=40e9,
+    saturation_tokens=128,
+    attention_tile=128,
+    exchange_bytes=300e9,
+    host_latency_us=20.0,
+    host_bytes=40e9,
+)
+"""An H100-like GPU in bf16, one 400 Gb/s link between stages, 16 lanes of PCIe 5 to the host.
+
+Peaks are those of NVIDIA's datasheet of the H100 SXM, and the shares of them that a training sustains are assumed:
+989 TFLOP/s in dense bf16, of which linear layers have 61 %; attention 45 and 40 %, between the 35 % of FlashAttention-2 and the
+75 % of FlashAttention-3 there (arXiv 2407.08608); 3.35 TB/s of HBM3, 72 %; 450 GB/s of NVLink each way, two thirds; 50 GB/s of
+the link, 80 %; 64 GB/s of PCIe each way, 63 %. Latencies, the overhead of a layer's launches and the half-saturation of matrix
+products are assumed too. `megatron-epp profile` measures all of them but memory and the exchange.
+"""
+
+CPU = Rates(
+    name="cpu",
+    linear_flops=80e9,
+    attention_forward_flops=80e9,
+    attention_backward_flops=75e9,
+    memory_bytes=10e9,
+    layer_overhead_us=500.0,
+    message_latency_us=300.0,
+    message_bytes=1e9,
+    host_latency_us=20.0,
+    host_bytes=4e9,
+)
+"""One core of a server in fp32, and gloo: for tests and laptops. Fitted to times of a GPT of 64 channels, sliced and whole, as
+``--epp-costs measure`` takes them. The device is its own host: offloaded data is copied within the same memory.
+"""
+
+
+def divide(sharing: int, apart: int) -> tuple[int, int]:
+    """Number of ranks that use a node's shared link at once, and of pipeline ranks that take turns on it.
+
+    Megatron numbers tensor-parallel ranks first, then context-parallel ones, then replicas, then stages, and ranks are devices
+    in that order. So a stage's ranks and their replicas are adjacent, and the next stage's ranks follow all of them.
+
+    Ranks that share a stage run the same plan, so they copy at the same times: each has its part of the link. Replicas run
+    plans of their own, whose copies may come at any time: they are taken to copy at the same times too. Stages of one pipeline
+    are planned together, so their copies take turns. Where the devices of a link are not whole stages, or only one stage's,
+    no ranks take turns and every rank has its part.
+
+    Args:
+        sharing: devices in a row that share a link.
+        apart: ranks from one stage's to the next stage's in the same pipeline: tensor x context parallel ranks x replicas.
+
+    Returns:
+        ranks that use a link at once, and the consecutive pipeline ranks that take turns on each one's part.
+    """
+    return (sharing, 1) if sharing % apart else (apart, sharing // apart)
