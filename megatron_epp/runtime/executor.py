@@ -6,7 +6,6 @@ The dispatch table below is the only definition of what an op does at run time. 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,35 +16,26 @@ from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.text import to_grid
 from megatron_epp.runtime.autograd.boundary import Arrival
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.drain import DrainedOffload, DrainedStage, blank
 from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.out_of_memory import SHORTAGES, Shortage, ShortagePolicy
+from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
 from megatron_epp.runtime.stage import Mover, Stage
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
-logger = logging.getLogger(__name__)
-
 
 class RunError(EppError):
     """An action failed. The message holds the action, the rank and the grid."""
 
 
-class ShortageRunError(RunError):
+class OutOfMemoryRunError(RunError):
     """An action ran out of memory. The message holds the action, the rank, the planned bytes and the bytes in use."""
 
 
 class Executor:
     """Runs one plan on one rank, once.
-
-    A handler changes the executor's state only after all else is done, so a handler that ran out of memory can run again.
-
-    Attributes:
-        shortage: the out-of-memory failure after which this rank went on without computing, if any; its results are then
-            invalid.
 
     Args:
         plan: a checked plan.
@@ -56,7 +46,7 @@ class Executor:
         watchdog: ends the run when an action or a wait outlasts its limit.
         offload: offloads activations; None if the plan offloads none on this rank.
         host: host memory for KV offload; None if the plan offloads no KV cache on this rank.
-        on_shortage: policy for running out of memory.
+        out_of_memory: describes an action that runs out of memory.
 
     Raises:
         RunError: the plan places other stages on this rank, or has actions that this runtime cannot run.
@@ -71,14 +61,13 @@ class Executor:
         recorder: Recorder | None = None,
         watchdog: Watchdog | None = None,
         offload: Mover | None = None,
-        on_shortage: ShortagePolicy = ShortagePolicy(),  # noqa: B008 - frozen
+        out_of_memory: OutOfMemoryReport = OutOfMemoryReport(),  # noqa: B008 - frozen
         host: HostMemory | None = None,
     ) -> None:
         self.plan, self.rank, self.stages, self.links, self.host = plan, rank, stages, links, host
         self.offload = offload
         self.recorder = recorder or Recorder(enabled=False)
-        self.watchdog, self.on_shortage = watchdog, on_shortage
-        self.shortage: Shortage | None = None
+        self.watchdog, self.out_of_memory = watchdog, out_of_memory
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -125,7 +114,7 @@ class Executor:
         """Execute every action of this rank in order, after which the stages hold their gradients. May be called once.
 
         Raises:
-            ShortageRunError: an action ran out of memory, and `on_shortage` does not survive it. Names the action and the rank.
+            OutOfMemoryRunError: an action ran out of memory. Names the action, the rank, and flags that may help.
             RunError: an action failed otherwise. Names the action, the rank and the grid.
         """
         self.recorder.begin()
@@ -141,7 +130,7 @@ class Executor:
                 self._progress.reach(Place(len(self._actions)))
                 self._finish()
                 self._progress.reach(None)
-        except ShortageRunError:
+        except OutOfMemoryRunError:
             raise
         except Exception as error:
             reason = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
@@ -150,25 +139,11 @@ class Executor:
             self._progress.close()
 
     def _perform(self, action: Action) -> None:
-        handler = self._handlers[action.op]
         try:
-            handler(action)
-            return
-        except SHORTAGES as error:
-            self._run_short(action, error)
-        handler(action)  # out here, where the error no longer holds what the action had made
-
-    def _run_short(self, action: Action, error: Exception) -> None:
-        """Handle an action that ran out of memory: go on without computing, or raise `ShortageRunError`."""
-        shortage = self.on_shortage.examine(self.plan, self.rank, action, error)
-        text = f"{self._where(self._progress.host)} failed: {shortage.text}"
-        if not self.on_shortage.survives or shortage.cap_bytes is None or self.shortage is not None:
-            raise ShortageRunError(text) from None
-        logger.warning("%s", text)
-        self.shortage = shortage
-        self.stages = {number: DrainedStage(stage) for number, stage in self.stages.items()}
-        self.offload = None if self.offload is None else DrainedOffload(self.offload)
-        self._outputs = {key: blank(*self._shape(Action(Op.F, *key))) for key in self._outputs}
+            self._handlers[action.op](action)
+        except OUT_OF_MEMORY as error:
+            text = self.out_of_memory.text(self.plan, self.rank, action, error)
+            raise OutOfMemoryRunError(f"{self._where(self._progress.host)} failed: {text}") from None
 
     def _finish(self) -> None:
         if self.links is not None:
@@ -218,7 +193,7 @@ class Executor:
         if arrival is None:
             return
         del self._arrivals[key]
-        gradient = blank(*self._shape(action)) if self.shortage is not None else arrival.gradient
+        gradient = arrival.gradient
         if gradient is None:
             raise RunError(f"stage {stage} gave its input no gradient")
         if self._is_local(stage - 1):

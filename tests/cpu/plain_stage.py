@@ -136,10 +136,6 @@ class PlainStage:
     def release_output(self, output):
         """Nothing to do: the graph holds it anyway."""
 
-    def abandon(self):
-        self.relay.clear()
-        self.weights.clear()
-
     def message(self, num_tokens):
         return (num_tokens, HIDDEN), self.dtype, torch.device("cpu")
 

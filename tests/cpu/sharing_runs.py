@@ -97,32 +97,6 @@ def fail_at(rank, links, number, kind):
     return came, errors
 
 
-def change_versions(rank, links, count, changed_at):
-    """Two streams taken in turns; behind batch `changed_at` of the first one, plans made before hold no more and it is asked
-    for again. Returns of each stream the lengths of what came, with the version that its plan was made under.
-    """
-    version = 0
-
-    def make(lengths):
-        (plan,) = packed(lengths)
-        return (plan._replace(planning_us=float(version)),)
-
-    source = PlanSource(make if rank == 0 else None, partial(from_first, group=links.control), version=lambda: version)
-    streams = [PlannedBatches(MemoryDataset(LENGTHS), GlobalBatchSampler(len(LENGTHS), 4, seed=s), source) for s in (1, 2)]
-    taken = [[], []]
-    for number in range(count):
-        for stream, mine in zip(streams, taken, strict=True):
-            while rank == 0 and not stream._ahead.is_ready():  # so that there are plans ahead to be made anew
-                time.sleep(0.001)
-            batch = next(stream)
-            mine.append((batch.lengths, batch.planning_us))
-            if number == changed_at and stream is streams[0]:
-                version += 1
-                batch = stream.again()
-                mine.append((batch.lengths, batch.planning_us))
-    return taken
-
-
 def disagree(rank, links):
     """The error of a rank whose sampler has another seed."""
     try:

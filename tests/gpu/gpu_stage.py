@@ -72,9 +72,6 @@ class GpuStage:
     def release_output(self, output):
         """It is the loss."""
 
-    def abandon(self):
-        self.relay.clear()
-
     def message(self, num_tokens):
         return (num_tokens, HIDDEN), self.rows[0].dtype, DEVICE
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
 from megatron_epp.data.sequences import LONG_DOCUMENTS
 from megatron_epp.plan.kv_sums import CHOICES, MOST_ROUNDED
 
 TITLE = "elastic pipeline parallelism"
+
+
+class _Removed(argparse.Action):
+    """Refuses a flag that no longer exists. Its help, which is not shown, is the release that removed it, and what to do."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=argparse.SUPPRESS)
+        self._advice = help
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} was removed in {self._advice}")
 
 
 def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -120,7 +131,7 @@ def _add_memory(add: Callable[..., Any]) -> None:
 
 
 def _add_running(add: Callable[..., Any]) -> None:
-    """Add the flags that control execution: placement, weight gradients, costs, gradient precision, retry and loss blocks."""
+    """Add the flags that control execution: placement, weight gradients, costs, gradient precision and loss blocks."""
     add(
         "--epp-placement",
         choices=["looped", "v"],
@@ -151,13 +162,7 @@ def _add_running(add: Callable[..., Any]) -> None:
         f"so where it has more than {MOST_ROUNDED} slices. In bf16 and fp16 every slice rounds the sum otherwise. Takes twice "
         "the memory for them (default: auto).",
     )
-    add(
-        "--epp-oom-retry",
-        action="store_true",
-        help="Where a rank runs out of memory, plan the batch again below a cap lowered by what was in use beyond the plan, "
-        "and run it once more; later iterations keep that cap until the run ends. Gradients are reduced only when all ranks "
-        "are through, so --overlap-grad-reduce overlaps nothing then. Not with tensor, context or expert parallelism.",
-    )
+    add("--epp-oom-retry", action=_Removed, help="0.2.0: lower --epp-memory-cap-gb or --epp-chunk-tokens")
     add(
         "--epp-loss-block-tokens",
         default="auto",

@@ -157,13 +157,6 @@ class MegatronStage:
     def release_output(self, output: Tensor) -> None:
         deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
-    def abandon(self) -> None:
-        """Drop caches, kept weight gradients and the last input."""
-        self.relay.clear()
-        if self.weights is not None:
-            self.weights.clear()
-        get_attr_wrapped_model(self.model, "set_input_tensor")(None)
-
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Return shape, dtype and device of a chunk's hidden states."""
         shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
@@ -212,7 +205,7 @@ class MegatronStage:
         timers(name, log_level=2).start()
         try:
             yield
-        finally:  # an action that fails may run again
+        finally:
             timers(name).stop()
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -126,10 +126,6 @@ class SavedTensors:
         """Return and forget the storages saved by a chunk's forward that are still held, in the order of the forward."""
         return [storage for storage in self._by_owner.pop(owner, []) if storage.num_held]
 
-    def disown(self) -> None:
-        """Forget the chunks of all storages: none will be offloaded."""
-        self._by_owner.clear()
-
     def take_away(self, storage: Storage, num_bytes: int | None = None) -> None:
         """Release a storage's device memory after it has been copied to the host.
 

@@ -84,11 +84,6 @@ class WeightGradients:
         while kept:
             kept.pop(0).run()
 
-    def clear(self) -> None:
-        """Drop all deferred gradients."""
-        self._kept.clear()
-        self._due.clear()
-
     def linear(self, x: Tensor, kept: Tensor, layer: Linear) -> Tensor:
         """Return ``x @ weight.t()``, without an edge to the weight.
 

@@ -113,15 +113,6 @@ class Offload:
         if moved is not None:
             self._host.wait(moved.mark)
 
-    def abandon(self) -> None:
-        """Release all host memory: no backward follows in this iteration."""
-        for moved in self._moved.values():
-            self._host.wait(moved.mark)
-            moved.region.give_back()
-        self._moved.clear()
-        self._saved.disown()
-        self.host_bytes = 0
-
     def assert_empty(self) -> None:
         """Raise `EppError` if offloaded parts are left in host memory."""
         if self._moved:

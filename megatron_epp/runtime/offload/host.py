@@ -19,12 +19,12 @@ from torch import Tensor
 
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, in_units
 from megatron_epp.runtime.offload.free_list import FreeSpans, Span
-from megatron_epp.runtime.out_of_memory import ShortageError
+from megatron_epp.runtime.out_of_memory import PoolExhaustedError
 
 _PAGE_BYTES = 32 << 20
 
 
-class HostMemoryError(ShortageError):
+class HostMemoryError(PoolExhaustedError):
     """Host memory for offload is exhausted."""
 
 
