@@ -14,16 +14,15 @@ from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.text import to_grid
-from megatron_epp.runtime.autograd.boundary import Arrival
+from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
 from megatron_epp.runtime.program import prepare
-from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
 from megatron_epp.runtime.stage import Mover, Stage
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.runtime.watchdog import Watchdog
+from megatron_epp.runtime.watchdog import Place, Progress, Watchdog, device_mark, no_mark
 
 
 class RunError(EppError):
@@ -90,7 +89,7 @@ class Executor:
             a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
         }
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
-        self._arrivals: dict[tuple[int, int], Arrival] = {}
+        self._leaves: dict[tuple[int, int], ReceiveLeaf] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._grads: dict[tuple[int, int], Tensor] = {}
         self._arriving: dict[Action, Receive] = {}
@@ -159,11 +158,11 @@ class Executor:
         _, stage, chunk = action
         hidden = self._message(action, Op.RECV_F) if stage > 0 else None
         if hidden is not None and not self.plan.forward_only:
-            arrival = self._arrivals[stage, chunk] = Arrival()
-            hidden = arrival.enter(hidden)
+            leaf = self._leaves[stage, chunk] = ReceiveLeaf()
+            hidden = leaf.enter(hidden)
         context = self._context(stage, chunk)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
-        with self.recorder.action(action), saving, context.relay.running(context.view, False, 0, self.plan.forward_only):
+        with self.recorder.action(action), saving, context.relay.running(context.view, False):
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
@@ -181,7 +180,7 @@ class Executor:
         _, stage, chunk = action
         grad = self._message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
-        context, arrival, output = self._contexts[key], self._arrivals.get(key), self._outputs[key]
+        context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
         if self.offload is not None:
             self.offload.before_backward(key)
         running = context.relay.running(context.view, True, context.recompute.whole)
@@ -190,10 +189,10 @@ class Executor:
             self.stages[stage].backward(context, output, grad, key in self._split)
         self._received.pop(action._replace(op=Op.RECV_B), None)
         del self._contexts[key], self._outputs[key]
-        if arrival is None:
+        if leaf is None:
             return
-        del self._arrivals[key]
-        gradient = arrival.gradient
+        del self._leaves[key]
+        gradient = leaf.gradient
         if gradient is None:
             raise RunError(f"stage {stage} gave its input no gradient")
         if self._is_local(stage - 1):

@@ -107,7 +107,7 @@ class PlainStage:
 
         def run_layer(number, x):
             def attend(q, k, v):
-                return chunk_attention(q, k, v, context, number, SCALE)
+                return chunk_attention(q, (k, v), context, number, SCALE)
 
             if number < context.recompute.whole:
                 return checkpoint(self.part.layers[number], x, attend, use_reentrant=self.reentrant)

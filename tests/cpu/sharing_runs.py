@@ -14,7 +14,7 @@ from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.serialize import pack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlan
-from megatron_epp.runtime.links.sharing import from_each, from_first
+from megatron_epp.runtime.links.groups import from_each, from_first
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4, 120, 64, 33]
 SHAPE = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)

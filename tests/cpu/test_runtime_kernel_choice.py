@@ -19,10 +19,10 @@ from megatron_epp.runtime.attention.kernels import (
     TORCH_FLASH,
     TRANSFORMER_ENGINE,
     Case,
-    by_heads,
     flash,
     transformer_engine,
 )
+from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 
 ON_GPU = Case("cuda", torch.bfloat16, 128, 8, 2)
 FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN, TORCH_FLASH)
@@ -113,7 +113,7 @@ def test_what_the_user_asks_for_and_is_not_there_is_refused_with_every_reason(pl
 @pytest.mark.parametrize("preference", PREFERENCES)
 def test_on_a_cpu_everything_runs_in_exact_blocks(preference):
     q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
-    assert kernels.choose(q, k, preference) is EXACT
+    assert kernels.choose(q, k, k, preference) is EXACT
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kern
             target[:, slice(None) if heads is None else heads] = value
         return dk[-104:], dv[-104:]
 
-    dq, *own = by_heads.backward(replace(kernel, backward=counted), *inputs, take, count)
+    dq, *own = backward_by_heads(replace(kernel, backward=counted), *inputs, take, count)
     assert all(map(torch.equal, (dq, *made), kernel.backward(*inputs)))
     assert all(map(torch.equal, own, (x[-104:] for x in made)))
     assert seen == heads_at_once
@@ -336,7 +336,7 @@ def test_torch_flash_attention_takes_the_arguments_it_is_given(monkeypatch, kv_h
             groups.append((heads, dk.shape, dv.shape))
             return dk[:104], dv[:104]
 
-        own = by_heads.backward(TORCH_FLASH, *inputs, take, count=1)
+        own = backward_by_heads(TORCH_FLASH, *inputs, take, count=1)
     assert out.shape == q.shape
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, torch.bfloat16) for x in (q, k, k)]
     assert groups == [(slice(i, i + 1), (174, 1, 64), (174, 1, 64)) for i in range(kv_heads)]

@@ -52,7 +52,7 @@ class GpuStage:
         for number, layer in enumerate(self.layers):
 
             def attend(q, k, v, number=number):
-                return chunk_attention(q, k, v, context, number, SCALE, preference=self.preference)
+                return chunk_attention(q, (k, v), context, number, SCALE, preference=self.preference)
 
             again = number < context.recompute.whole
             x = checkpoint(layer, x, attend, use_reentrant=False, preserve_rng_state=False) if again else layer(x, attend)

@@ -19,8 +19,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megatron_epp.mcore.model.core_attention import ChunkParams
-from megatron_epp.runtime.autograd.discard import Discarded
-from megatron_epp.runtime.autograd.hold import Attended
+from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discarded
 
 
 def recompute_by_level(layers: Iterable[torch.nn.Module]) -> None:
@@ -56,7 +55,7 @@ class _Layer:
             finally:
                 self._in_parts, self._normed = False, None
         if level == "linear":
-            kwargs["packed_seq_params"] = ChunkParams(replace(params.context, attended=Attended()))
+            kwargs["packed_seq_params"] = ChunkParams(replace(params.context, attention_output=CachedAttentionOutput()))
         return _again(self._run, args, kwargs)
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,11 @@
 """Tensors that autograd saves for backward, on any device: counted, and tracked by chunk so that they can be offloaded.
 
 Of nested hooks on saved tensors torch calls the innermost only, so one pair of hooks must both count and offload.
+
+Torch gives a function's backward the very tensor that its forward has saved, but under hooks on saved tensors a copy that
+shares its memory, whatever a hook returns (`SavedVariable::unpack`). What Megatron and Transformer Engine read from a weight in
+backward (`main_grad`), or set on it (`grad_added_to_main_grad`), is an attribute of the object, which a copy does not have. So
+leaves are given back as the objects they are: the copy of a leaf has the leaf's gradient accumulator, which refers to the leaf.
 """
 
 from __future__ import annotations
@@ -11,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
-
-from megatron_epp.runtime.autograd.leaves import HeldParameter, give_back_leaves
 
 Owner = tuple[int, int]
 """Stage and chunk that saved tensors belong to."""
@@ -70,6 +75,21 @@ class _Held:
             self._saved._release(self._storage)
 
 
+class _HeldParameter:
+    """A saved parameter. Autograd would keep it as well without hooks.
+
+    Attributes:
+        parameter: itself.
+    """
+
+    __slots__ = ("_accumulator", "parameter")
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+        # Parameters refer to theirs weakly, and a function need not be given what it saves.
+        self._accumulator: Node | None = get_gradient_edge(parameter).node if parameter.requires_grad else None
+
+
 class SavedTensors:
     """Live and peak bytes of saved tensors: each storage counted once, parameters not at all.
 
@@ -94,7 +114,7 @@ class SavedTensors:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, _tensor)
 
     def __enter__(self) -> SavedTensors:
-        give_back_leaves()
+        _give_back_leaves()
         _active.append(self)
         self._hooks.__enter__()
         return self
@@ -156,9 +176,9 @@ class SavedTensors:
             self.live_bytes -= storage.rest.nbytes
             storage.rest = None
 
-    def _hold(self, tensor: Tensor) -> _Held | HeldParameter:
+    def _hold(self, tensor: Tensor) -> _Held | _HeldParameter:
         if isinstance(tensor, Parameter) and tensor.is_leaf:
-            return HeldParameter(tensor)
+            return _HeldParameter(tensor)
         place = tensor.untyped_storage()
         if place._cdata in self._ignored:
             return _Held(tensor, Storage(place, None), None)
@@ -191,8 +211,29 @@ class SavedTensors:
             self.observe()
 
 
-def _tensor(held: _Held | HeldParameter) -> Tensor:
-    return held.parameter if isinstance(held, HeldParameter) else held.tensor()
+def _tensor(held: _Held | _HeldParameter) -> Tensor:
+    return held.parameter if isinstance(held, _HeldParameter) else held.tensor()
+
+
+def _give_back_leaves() -> None:
+    """Make `saved_tensors` of Python's autograd functions return leaves themselves, as without hooks on saved tensors."""
+    function: Any = BackwardCFunction
+    function.saved_tensors = property(_saved_tensors)
+
+
+def _saved_tensors(context: Any) -> tuple[Tensor | None, ...]:
+    attribute: Any = torch._C._FunctionBase.saved_tensors
+    saved: tuple[Tensor | None, ...] = attribute.__get__(context)
+    return tuple(map(_itself, saved))
+
+
+def _itself(tensor: Tensor | None) -> Tensor | None:
+    """Return the leaf that a tensor is a copy of; other tensors unchanged."""
+    if tensor is None or not tensor.is_leaf or not tensor.requires_grad:
+        return tensor
+    accumulator: Any = get_gradient_edge(tensor).node
+    leaf: Tensor = accumulator.variable
+    return leaf
 
 
 _active: list[SavedTensors] = []
