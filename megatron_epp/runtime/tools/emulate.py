@@ -162,7 +162,7 @@ def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
 
 def _collect(results: Any, num_ranks: int, timeout_s: float) -> list[tuple[int, tuple[Events, float]]]:
     deadline_s = time.monotonic() + timeout_s
-    done = []
+    done: list[tuple[int, tuple[Events, float]]] = []
     for _ in range(num_ranks):
         try:
             rank, result = results.get(timeout=max(0.0, deadline_s - time.monotonic()))
