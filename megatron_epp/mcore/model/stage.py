@@ -19,6 +19,7 @@ from megatron_epp.mcore.model.experts import scale_router_losses
 from megatron_epp.mcore.model.loss import check_loss, summed_loss
 from megatron_epp.mcore.model.recompute import recompute_by_level
 from megatron_epp.plan import EppError
+from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
@@ -170,7 +171,8 @@ class MegatronStage:
         if arrays is None:
             return {"input_ids": None, "position_ids": None, "labels": None, "loss_mask": None}
 
-        arrays = arrays.part(mpu.get_context_parallel_rank(), self.config.context_parallel_size)
+        sharing = context_parallel.of_group(mpu.get_context_parallel_group())
+        arrays = arrays.part(sharing.shard(len(arrays.tokens)))
 
         def row(x: Tensor) -> Tensor:
             if self._device.type == "cuda":
