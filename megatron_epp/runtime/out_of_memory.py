@@ -109,7 +109,7 @@ class OutOfMemoryReport:
 
 
 def lower_cap(plan: Plan, rank: int, excess_bytes: int) -> int | None:
-    """Return the cap to try next, in bytes; None if nothing beside static memory would fit under it.
+    """Return the cap to try next, in bytes; None if only static memory would fit under it.
 
     Args:
         plan: the plan that ran out of memory.

@@ -21,7 +21,7 @@ EXIT_CODE = 70
 
 
 class _Activity:
-    """Something that must not stand still for longer than the limit."""
+    """Activity that must not stand still for longer than the limit."""
 
     __slots__ = ("closed", "describe", "failure", "limit_s", "place", "progress", "since_s")
 
@@ -36,7 +36,7 @@ class _Activity:
 
 
 class Watchdog:
-    """A thread that watches what goes on and ends the process when something stands still for longer than a limit.
+    """Thread that watches activities and ends the process when something stands still for longer than a limit.
 
     A collective or receive that never completes blocks in native code, where no exception can reach it, or on the device, where
     the host does not even notice; ending the process is what lets the launcher end the others. Activities may lie inside each
@@ -119,7 +119,7 @@ class Watchdog:
 
 
 class Mark(Protocol):
-    """A point in a device's queue, such as a CUDA event."""
+    """Point in a device's queue, such as a CUDA event."""
 
     def query(self) -> bool:
         """Return True if the device has passed it."""

@@ -34,7 +34,7 @@ def played(monkeypatch):
 
     def play(*names, wrong=()):
         kernels._choose.cache_clear()
-        monkeypatch.setattr(kernels, "_apart", lambda kernel, case: 0.5 if kernel.name in wrong else 1e-3)
+        monkeypatch.setattr(kernels, "_relative_error", lambda kernel, case: 0.5 if kernel.name in wrong else 1e-3)
         chosen = {
             preference: tuple(
                 replace(k, obstacle=lambda case, k=k: None if k is EXACT or k.name in names else "not here") for k in order
@@ -68,7 +68,7 @@ def test_a_kernel_that_raises_is_passed_over_and_says_so(played, monkeypatch):
     def fail(kernel, case):
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(kernels, "_apart", fail)
+    monkeypatch.setattr(kernels, "_relative_error", fail)
     assert kernels.explain(ON_GPU, "flash") == (
         None,
         [f"{kernel.name}: it fails (RuntimeError: no kernel image)" for kernel in (FLASH_ATTN, TORCH_FLASH)],
@@ -83,7 +83,7 @@ def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     with monkeypatch.context() as full:
-        full.setattr(kernels, "_apart", no_memory)
+        full.setattr(kernels, "_relative_error", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             kernels._choose(ON_GPU, "auto")
     assert kernels._choose(ON_GPU, "auto").name == FLASH_ATTN.name
@@ -261,7 +261,7 @@ def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offset
     monkeypatch.setattr(*where, lambda: module)
     case = Case("cpu", torch.float32, 16, 4, kv_heads)
     before = torch.get_rng_state()
-    assert kernels._apart(kernel, case) < 1e-6
+    assert kernels._relative_error(kernel, case) < 1e-6
     assert torch.equal(torch.get_rng_state(), before), "hidden dropout would change with the number of attention calls"
     assert calls == [([0, 63, 64, 104], [0, 133, 134, 174], 63, 133, True, 0.0)]
 
@@ -350,14 +350,14 @@ def test_the_proof_notices_a_mask_that_is_aligned_to_the_top_left():
         wrong = kernels.SegmentTable(tuple(s._replace(start=0, end=s.num_tokens) for s in table.segments), starts, starts)
         return EXACT.forward(q, torch.cat([k[i] for i in own]), torch.cat([v[i] for i in own]), wrong, scale)
 
-    assert kernels._apart(replace(EXACT, forward=forward), Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
+    assert kernels._relative_error(replace(EXACT, forward=forward), Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
 
 
 def test_the_proof_notices_a_log_sum_exp_of_other_heads():
     """Which a backward of all heads at once never sees."""
     wrong = replace(EXACT, of_heads=lambda saved, own: (saved[0].roll(1, 0)[own],))
-    assert kernels._apart(wrong, Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
-    assert kernels._apart(wrong, Case("cpu", torch.float32, 16, 4, 1)) == 0
+    assert kernels._relative_error(wrong, Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
+    assert kernels._relative_error(wrong, Case("cpu", torch.float32, 16, 4, 1)) == 0
 
 
 @pytest.mark.parametrize("which", range(3))

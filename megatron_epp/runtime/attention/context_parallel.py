@@ -22,7 +22,7 @@ Attend = Callable[[Tensor, Tensors], Tensor]
 
 
 class ContextParallel(Protocol):
-    """A scheme by which ranks share the tokens of every chunk."""
+    """Scheme by which ranks share the tokens of every chunk."""
 
     def shard(self, num_tokens: int) -> tuple[slice, ...]:
         """Return this rank's tokens among the `num_tokens` (padded) tokens of a chunk, in the order in which it has them."""

@@ -69,8 +69,8 @@ class _ChunkAttention(torch.autograd.Function):
         count = len(saved) // parts
         grads: list[Tensors] = []
         for part in reversed(range(parts)):
-            own_grad, own_q, own_out, *beside = _heads(part, parts, (grad, q, out, *own))
-            seen = tuple(beside) if view is None else relay.recall(layer, view, beside, part)
+            own_grad, own_q, own_out, *uncached = _heads(part, parts, (grad, q, out, *own))
+            seen = tuple(uncached) if view is None else relay.recall(layer, view, uncached, part)
             own_saved = tuple(saved[part * count : (part + 1) * count])
 
             def take(dk: Tensor, dv: Tensor, heads: slice | None, part: int = part) -> Tensors:

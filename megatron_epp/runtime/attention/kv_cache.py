@@ -1,4 +1,4 @@
-"""The KV relay: what a slice of a sequence caches is handed to the later slices, and its gradient back to the earlier ones.
+"""KV relay: what a slice of a sequence caches is handed to the later slices, and its gradient back to the earlier ones.
 
 Forward of a slice writes its cached tensors (keys and values, see `layout`) after those of the earlier slices and attends over
 all of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out
@@ -62,7 +62,7 @@ class Store(Protocol):
 
 @dataclass(slots=True)
 class _Resident:
-    """A piece of a sequence in device memory: tensors ``[size class of its capacity, heads, width]``."""
+    """Piece of a sequence in device memory: tensors ``[size class of its capacity, heads, width]``."""
 
     rows: Tensors
     gradients: Tensors | None = None
@@ -109,8 +109,8 @@ class DeviceStore:
                 of_heads[: view.stop] += grad[: view.stop]
             elif heads is not None:
                 of_heads[:] = grad
-            mine, beside = of_heads[view.start : view.stop].to(grad.dtype), grad[view.stop :]
-            own.append(torch.cat([mine, beside]) if beside.shape[0] else mine)
+            mine, uncached = of_heads[view.start : view.stop].to(grad.dtype), grad[view.stop :]
+            own.append(torch.cat([mine, uncached]) if uncached.shape[0] else mine)
         return tuple(own)
 
     def keep_gradient(self, view: SliceView, piece: Piece) -> None:
@@ -145,7 +145,7 @@ class _Progress:
 
 @dataclass(slots=True)
 class KVRelay:
-    """All KV caches of one stage for one iteration.
+    """KV caches of one stage for one iteration.
 
     Attributes:
         fp32_gradients: of which sequences gradients of cached tensors add up in fp32, one of `kv_sums.CHOICES`.
@@ -222,7 +222,7 @@ class KVRelay:
             progress.filled = view.stop
         return seen
 
-    def recall(self, layer: int, view: SliceView, beside: Sequence[Tensor], part: int = 0) -> Tensors:
+    def recall(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
         """Return what `append` returned for a chunk, for its backward. Groups of heads come last to first.
 
         Rows after the slice may be overwritten: later slices run their forwards later, and have run their backwards before.
@@ -230,7 +230,7 @@ class KVRelay:
         Args:
             layer: number of the layer.
             view: the chunk's slice.
-            beside: cached tensors of the chunk's tokens that are not in the cache; often none.
+            uncached: cached tensors of the chunk's tokens that are not in the cache; often none.
             part: as for `append`.
 
         Raises:
@@ -244,9 +244,9 @@ class KVRelay:
                 f"{_where(layer, view)}: backward of tokens {view.start} to {view.end} is not the next; "
                 f"slices have run backward down to token {taken_from}"
             )
-        store, piece, beside = self._store(view), Piece(layer, part), tuple(beside)
+        store, piece, uncached = self._store(view), Piece(layer, part), tuple(uncached)
         store.expect_gradient(view, piece, self._is_wide(view))
-        return _written(store.rows(view, piece, view.stop), view.stop, beside)
+        return _written(store.rows(view, piece, view.stop), view.stop, uncached)
 
     def take_gradient(
         self, layer: int, view: SliceView, grads: Sequence[Tensor], part: int = 0, heads: slice | None = None

@@ -73,7 +73,7 @@ class LookAhead:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence's KV cache in host memory.
+    """KV cache of a sequence in host memory.
 
     Attributes:
         region: the host memory.
@@ -92,7 +92,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Running:
-    """The running action and its device buffers: two for pieces, one for the gradient of a piece."""
+    """Running action and its device buffers: two for pieces, one for the gradient of a piece."""
 
     view: SliceView
     ahead: LookAhead
@@ -103,7 +103,7 @@ class _Running:
 
 
 class HostStore:
-    """The offloaded KV caches of one stage in one iteration. Implements `kv_cache.Store`.
+    """Offloaded KV caches of one stage in one iteration. Implements `kv_cache.Store`.
 
     Args:
         host: the host memory that holds them.

@@ -17,7 +17,7 @@ one head, which cannot be split into groups.
 
 
 class Piece(NamedTuple):
-    """A group of heads of one layer, which attention processes at once."""
+    """Group of heads of one layer, which attention processes at once."""
 
     layer: int
     part: int
@@ -25,11 +25,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What attention caches of a token in one layer.
+    """Layout of what attention caches of a token in one layer.
 
     The relay and KV offload hold, copy and add up cached tensors, however many there are and however wide; only core attention
-    turns them into keys and values. Both functions must be linear in every tensor and treat every head alike, because attention
-    may run by groups of heads.
+    turns them into keys and values. Both functions must be linear in every tensor and treat every head in the same way,
+    because attention may run by groups of heads.
 
     Attributes:
         keys_and_values: function from cached tensors to keys ``[tokens, heads, channels]`` and values

@@ -1,4 +1,4 @@
-"""A chunk's window on the cache of its sliced sequence."""
+"""Window of a chunk on the cache of its sliced sequence."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from megatron_epp.plan import EppError
 
 
 class RelayError(EppError):
-    """A KV cache is in a state that the plan rules out."""
+    """Error of a KV cache in a state that the plan rules out."""
 
 
 @dataclass(frozen=True, slots=True)
 class SliceView:
-    """One chunk's window on the cache of its sliced sequence.
+    """Window of one chunk on the cache of its sliced sequence.
 
     The cache stores the slice; of the sequence's last chunk it stores all tokens, those of other sequences after the sequence's
-    end. Other tokens in the chunk of an earlier slice are *beside* the cache: after the slice, where later slices overwrite
-    them.
+    end. Other tokens in the chunk of an earlier slice are *uncached*: they follow the slice in the buffer, where later slices
+    overwrite them.
 
     Attributes:
         sequence: index of the sequence.

@@ -26,21 +26,21 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Linear(NamedTuple):
-    """A linear layer's weight, and the function that computes its gradient."""
+    """Weight of a linear layer, and the function that computes its gradient."""
 
     weight: Tensor
     product: Product
 
 
 class DeferredGradient(NamedTuple):
-    """A weight, and a function that computes its gradient and passes it to the weight. To be called once."""
+    """Weight, and a function that computes its gradient and passes it to the weight. To be called once."""
 
     weight: Tensor
     run: Callable[[], None]
 
 
 class WeightGradients:
-    """The weight gradients of one stage."""
+    """Weight gradients of one stage."""
 
     def __init__(self) -> None:
         self._deferred: dict[int, list[DeferredGradient]] = {}

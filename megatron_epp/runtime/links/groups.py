@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 Options = Callable[[], Any]
-"""Makes a backend's options, new ones for every group: torch writes the group's name and ranks into them."""
+"""Function that makes a backend's options, new ones for every group: torch writes the group's name and ranks into them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Groups:
     """Makes process groups.
 
     Attributes:
-        timeout: of a collective or message of theirs; None for torch's default, 10 minutes on NCCL and 30 on gloo.
+        timeout: limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo.
         create: makes one, as `torch.distributed.new_group` does.
     """
 
@@ -26,12 +26,12 @@ class Groups:
     create: Callable[..., dist.ProcessGroup] = dist.new_group
 
     def of(self, mine: tuple[int, ...], backend: str | None = None, options: Options | None = None) -> dist.ProcessGroup:
-        """This rank's group among those all ranks name: torch wants every rank to make every group, in the same order.
+        """Make the groups that the ranks name, and return this rank's. torch wants every rank to make all, in the same order.
 
         Args:
             mine: global ranks; a rank that names a group without itself gets what torch gives to outsiders.
             backend: None for the default one.
-            options: of the backend; None for its defaults.
+            options: options of the backend; None for its defaults.
         """
         named: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(named, mine)

@@ -93,16 +93,16 @@ def _failure(kernel: Kernel, case: Case) -> str | None:
     if kernel is EXACT:
         return None
     try:
-        apart = _apart(kernel, case)
+        difference = _relative_error(kernel, case)
     except torch.OutOfMemoryError:  # tells nothing of the kernel, which is asked again when there is room
         raise
     except Exception as error:  # libraries raise what they like where a build or a device does not suit them
         return f"it fails ({type(error).__name__}: {error})"
-    return None if apart <= _TOLERANCE else f"its results are {apart:.1%} from exact ones"
+    return None if difference <= _TOLERANCE else f"its results are {difference:.1%} from exact ones"
 
 
 @torch.no_grad()
-def _apart(kernel: Kernel, case: Case) -> float:
+def _relative_error(kernel: Kernel, case: Case) -> float:
     """Return the largest relative error of any result, in norms: ``|found - exact| / |exact|``. NaN if a result holds NaN."""
     table = SegmentTable.build(_PROOF, _PROOF.num_tokens)
     generator = torch.Generator().manual_seed(0)
@@ -131,5 +131,5 @@ def _apart(kernel: Kernel, case: Case) -> float:
 
     exact = next(results(EXACT, *(x.float() for x in (grad, q, k, v))))
     found = results(kernel, grad, q, k, v)
-    apart = [(a.float() - b).norm() / b.norm() for each in found for a, b in zip(each, exact, strict=True)]
-    return float(torch.stack(apart).max())  # of floats, max would leave one out that is not a number
+    errors = [(a.float() - b).norm() / b.norm() for each in found for a, b in zip(each, exact, strict=True)]
+    return float(torch.stack(errors).max())  # of floats, max would leave one out that is not a number
