@@ -92,6 +92,20 @@ def test_the_device_holds_two_pieces_in_forward_and_three_in_backward_however_ma
     assert layer.relay.hosted.host_peak_bytes == 2 * layer.cache_bytes()
 
 
+def test_an_action_has_its_buffers_from_its_start_as_plans_count_them():
+    layer = ChunkedLayer(*CASES["one"], layers=2)
+    relay, view = layer.relay, layer.contexts[-1].view
+    relay.begin({0}, HostMemory(CPU, 1 << 30))
+    for c, context in enumerate(layer.contexts):
+        with relay.running(context.view, False):
+            layer.forward(c)
+    piece = 2 * size_class(37) * KV_HEADS * CHANNELS * 8 // head_parts(KV_HEADS)
+    with relay.running(view, True):
+        assert relay.num_bytes == 3 * piece
+    with relay.running(view, False):
+        assert relay.num_bytes == 2 * piece
+
+
 def test_what_comes_next_is_on_its_way_before_it_is_asked_for():
     host = LateHost()
     layer = ChunkedLayer(*CASES["one"], layers=LAYERS)

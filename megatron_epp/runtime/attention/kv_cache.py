@@ -47,11 +47,11 @@ class Store(Protocol):
     def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
         """Keep the rows ``[view.start, view.stop)`` that were written to the buffers."""
 
-    def expect_gradient(self, view: SliceView, piece: Piece, wide: bool) -> None:
-        """Start to fetch the accumulators of a piece, whose backward begins; `wide` ones are fp32."""
+    def expect_gradient(self, view: SliceView, piece: Piece) -> None:
+        """Start to fetch the accumulators of a piece, whose backward begins."""
 
     def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
-        """Add gradients to the accumulators; return those of the chunk's own tokens, complete. See `KVRelay.take_gradient`."""
+        """Add gradients to the accumulators, which are fp32 if `wide`; return those of the chunk's own tokens, complete."""
 
     def keep_gradient(self, view: SliceView, piece: Piece) -> None:
         """Keep the accumulators, to which gradients of all heads were added, for the slices before this one."""
@@ -93,7 +93,7 @@ class DeviceStore:
     def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
         """Do nothing: the buffers are the cache."""
 
-    def expect_gradient(self, view: SliceView, piece: Piece, wide: bool) -> None:
+    def expect_gradient(self, view: SliceView, piece: Piece) -> None:
         """Do nothing: accumulators are on the device."""
 
     def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
@@ -181,7 +181,7 @@ class KVRelay:
         """
         if view is None or self.hosted is None or view.sequence not in self.hosted.sequences:
             return nullcontext()
-        return self.hosted.running(view, backward, num_whole)
+        return self.hosted.running(view, backward, num_whole, self._is_wide(view))
 
     def parts(self, view: SliceView, heads: int) -> int:
         """Return the number of groups of heads that attention of a slice processes one after the other."""
@@ -245,7 +245,7 @@ class KVRelay:
                 f"slices have run backward down to token {taken_from}"
             )
         store, piece, uncached = self._store(view), Piece(layer, part), tuple(uncached)
-        store.expect_gradient(view, piece, self._is_wide(view))
+        store.expect_gradient(view, piece)
         return _written(store.rows(view, piece, view.stop), view.stop, uncached)
 
     def take_gradient(

@@ -92,9 +92,11 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Running:
-    """Running action and its device buffers: two for pieces, one for the gradient of a piece."""
+    """Running action and its device buffers: two for pieces, and in backward one for the gradient of a piece."""
 
     view: SliceView
+    backward: bool
+    wide: bool
     ahead: LookAhead
     buffers: list[Tensors] = field(default_factory=list)
     gradient: Tensors = ()
@@ -125,15 +127,16 @@ class HostStore:
         self._now: _Running | None = None
 
     @contextmanager
-    def running(self, view: SliceView, backward: bool, num_whole: int) -> Iterator[None]:
+    def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> Iterator[None]:
         """Run a forward or backward of a slice in the body: buffers are allocated and prefetching starts on entry.
 
         Args:
             view: the slice.
             backward: the action is a backward.
             num_whole: number of layers, from the stage's first, whose attention is recomputed in it.
+            wide: gradients add up in fp32.
         """
-        now = self._now = _Running(view, LookAhead(self._uses(view, backward, num_whole), self._load))
+        now = self._now = _Running(view, backward, wide, LookAhead(self._uses(view, backward, num_whole), self._load))
         try:
             if view.sequence in self._held:
                 self._open(now)
@@ -167,11 +170,8 @@ class HostStore:
     def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
         self._copy(rows, self._held[view.sequence].rows[piece], view.start, view.stop, out=True)
 
-    def expect_gradient(self, view: SliceView, piece: Piece, wide: bool) -> None:
+    def expect_gradient(self, view: SliceView, piece: Piece) -> None:
         now, held = self._running, self._held[view.sequence]
-        if not now.gradient:
-            dtypes = (torch.promote_types(x.dtype, torch.float32) if wide else x.dtype for x in held.like)
-            now.gradient = self._empty(held, dtypes)
         if piece in held.gradients:
             now.arriving = self._copy(now.gradient, held.gradients[piece], 0, view.stop, out=False)
 
@@ -220,9 +220,14 @@ class HostStore:
         return self._now
 
     def _open(self, now: _Running) -> None:
-        if not now.buffers:
-            held = self._held[now.view.sequence]
-            now.buffers = [self._empty(held, [x.dtype for x in held.like]) for _ in range(2)]
+        if now.buffers:
+            return
+        held = self._held[now.view.sequence]
+        now.buffers = [self._empty(held, [x.dtype for x in held.like]) for _ in range(2)]
+        if now.backward:
+            now.gradient = self._empty(
+                held, [torch.promote_types(x.dtype, torch.float32) if now.wide else x.dtype for x in held.like]
+            )
 
     def _load(self, use: Use, number: int) -> Any:
         now = self._running
