@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from megatron_epp.cost.context_parallel import HeadExchangeCosts, SharingCosts
 from megatron_epp.plan.errors import EppError, Remedy
 
 
@@ -71,6 +71,16 @@ class ModelShape:
         return groups * (self.kv_channels or self.hidden_size // self.num_attention_heads)
 
     @property
+    def cached_width(self) -> int:
+        """Width of what attention caches of a token in a layer: of keys and of values."""
+        return 2 * self.kv_width
+
+    @property
+    def sharing(self) -> SharingCosts:
+        """Costs of sharing a chunk's tokens between context-parallel ranks."""
+        return HeadExchangeCosts(self.context_parallel)
+
+    @property
     def ranks(self) -> int:
         """Number of ranks that share the work of one layer on one chunk."""
         return self.tensor_parallel * self.context_parallel
@@ -81,15 +91,13 @@ class ModelShape:
 
     @property
     def kv_copies(self) -> int:
-        """Number of context-parallel ranks that hold the same keys and values: ranks hold whole heads, so heads are replicated
-        if there are too few.
-        """
-        return math.lcm(self.kv_heads_per_tensor_rank, self.context_parallel) // self.kv_heads_per_tensor_rank
+        """Number of context-parallel ranks that hold the same keys and values."""
+        return self.sharing.kv_copies(self.kv_heads_per_tensor_rank)
 
     @property
     def kv_heads_on_rank(self) -> int:
         """Number of heads of keys and values that a rank has inside attention."""
-        return self.kv_heads_per_tensor_rank * self.kv_copies // self.context_parallel
+        return self.sharing.kv_heads_on_rank(self.kv_heads_per_tensor_rank)
 
     @property
     def queries_per_key(self) -> int:
@@ -152,13 +160,13 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        return 2 * self.kv_width * self.kv_copies * self.bytes_per_value / self.ranks
+        return self.cached_width * self.kv_copies * self.bytes_per_value / self.ranks
 
     @property
     def inner_bytes_per_token(self) -> float:
         """Bytes of queries, keys, values, attention's output, and the input and output of the MLP's nonlinearity."""
         mlp = (3 if self.gated_mlp else 2) * self.ffn_hidden_size * self.experts_per_token
-        return (2 * self.query_width + 2 * self.kv_width + mlp) * self.bytes_per_value / self.ranks
+        return (2 * self.query_width + self.cached_width + mlp) * self.bytes_per_value / self.ranks
 
     @property
     def attention_result_bytes_per_token(self) -> float:
@@ -188,10 +196,9 @@ class ModelShape:
     @property
     def layer_bytes_per_token(self) -> float:
         """Bytes kept by a layer: four tensors of residual width (input and output of either norm), the inner ones, routed
-        copies, and one fp32 number per head (log-sum-exp). With context parallelism attention's output is kept twice, by heads
-        and by tokens, and keys and values as often as they are replicated.
+        copies, and one fp32 number per head (log-sum-exp), and what sharing the tokens adds.
         """
-        repeated = 2 * self.kv_width * (self.kv_copies - 1) + (self.query_width if self.context_parallel > 1 else 0)
+        repeated = self.sharing.kept_width(self.query_width, self.cached_width, self.kv_copies)
         inside = self.inner_bytes_per_token + (4 * self.num_attention_heads + repeated * self.bytes_per_value) / self.ranks
         return 4 * self.hidden_bytes_per_token + inside + self.routed_bytes_per_token
 
@@ -212,10 +219,10 @@ class ModelShape:
     @property
     def attention_exchanged_bytes_per_token(self) -> float:
         """Bytes of `exchanged_bytes_per_token` for attention and its projections."""
-        tensor, context = (1 - 1 / n for n in (self.tensor_parallel, self.context_parallel))
-        residual = self.hidden_size * self.bytes_per_value / self.context_parallel
-        heads = (2 * self.query_width + 2 * self.kv_width * self.kv_copies) * self.bytes_per_value / self.ranks
-        return 2 * tensor * residual + context * heads
+        tensor, residual = 1 - 1 / self.tensor_parallel, self.hidden_size * self.bytes_per_value / self.context_parallel
+        width = self.sharing.exchanged_width(self.query_width, self.cached_width, self.kv_copies)
+        heads = self.sharing.sent_share * (width * self.bytes_per_value / self.ranks)
+        return 2 * tensor * residual + heads
 
     @property
     def mlp_exchanged_bytes_per_token(self) -> float:

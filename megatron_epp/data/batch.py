@@ -47,17 +47,17 @@ class ChunkArrays:
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
 
-    def part(self, index: int, parts: int) -> ChunkArrays:
-        """Part of the arrays for one of the ranks that share the chunk's tokens in order, an equal number each.
+    def part(self, shard: Sequence[slice]) -> ChunkArrays:
+        """Return the part of the arrays of one of the ranks that share the chunk's tokens.
 
         Args:
-            index: of the rank.
-            parts: ranks; they divide the padded tokens (`Plan.token_multiple`).
+            shard: the rank's (padded) tokens.
         """
-        if parts == 1:
-            return self
-        own = slice(index * len(self.tokens) // parts, (index + 1) * len(self.tokens) // parts)
-        return ChunkArrays(self.tokens[own], self.labels[own], self.loss_mask[own], self.position_ids[own])
+
+        def own(x: torch.Tensor) -> torch.Tensor:
+            return x[shard[0]] if len(shard) == 1 else torch.cat([x[tokens] for tokens in shard])
+
+        return ChunkArrays(own(self.tokens), own(self.labels), own(self.loss_mask), own(self.position_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,6 @@ class PlanSource:
         agree: called by all ranks of the job together, once per batch, with the checksum of its division, or None if its
             planning failed; raises if replicas have divided it differently, or another's planning has failed.
         prepare: called with every plan in the background, before its batch.
-        version: returns the version of the conditions for which plans are made; equal on all ranks when they take the same
-            batch. Plans made or sent under another version are made again.
     """
 
     make: MakePlan | None
@@ -51,7 +49,6 @@ class PlanSource:
     position: int = 0
     agree: Callable[[int | None], None] = lambda checksum: None
     prepare: Callable[[Plan], object] = lambda plan: None
-    version: Callable[[], int] = lambda: 0
 
 
 class PlannedBatches(Iterator[GlobalBatch]):
@@ -84,9 +81,6 @@ class PlannedBatches(Iterator[GlobalBatch]):
         self._replica, self._replicas = replica, replicas
         self._prefetched = Prefetcher(_batches(dataset, sampler, plans, mask_loss_of), depth)
         self._taken: deque[GlobalBatch] = deque()  # their plans have been sent
-        self._waiting: deque[GlobalBatch] = deque()  # drawn before, without a valid plan
-        self._last: GlobalBatch | None = None
-        self._version = 0
         self._is_closed = False
         self._given: deque[Future[tuple[Plan, PackedPlan]]] = deque()
         self._unpacker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="epp-unpacker")
@@ -97,9 +91,6 @@ class PlannedBatches(Iterator[GlobalBatch]):
         if self._plans is None:
             batch = next(self._prefetched)[0]
             return batch.part(by_count(batch.global_size, self._replica, self._replicas))
-        if self._version != self._plans.version():
-            self._version = self._plans.version()
-            self._forget_plans()
         for item in self._plans.exchange(self._made()):
             self._given.append(self._unpacker.submit(_unpacked, item, self._plans))
         try:
@@ -108,7 +99,7 @@ class PlannedBatches(Iterator[GlobalBatch]):
             self._plans.agree(None)
             raise
         self._plans.agree(packed.division)
-        whole = self._last = self._next_whole()
+        whole = self._taken.popleft() if self._taken else next(self._prefetched)[0]
         batch = whole.part([at for at in packed.share if at < whole.global_size])
         if plan.lengths != batch.lengths:
             raise DisagreementError(
@@ -117,57 +108,29 @@ class PlannedBatches(Iterator[GlobalBatch]):
             )
         return replace(batch, plan=plan, planning_us=packed.planning_us)
 
-    def again(self) -> GlobalBatch:
-        """Return the batch returned last, planned again. All ranks of the job must call this at the same point."""
-        assert self._last is not None, "no batch was given yet"
-        self._forget_plans()
-        if not self._waiting or self._waiting[0] is not self._last:  # where its planning has failed it waits already
-            self._waiting.appendleft(self._last)
-        return next(self)
-
     def close(self) -> None:
         """Stop planning and drop ready batches; waits for the plan being made. Afterwards the iterator is exhausted."""
         self._is_closed = True
         self._prefetched.close()
         self._unpacker.shutdown(cancel_futures=True)
-        for drawn in (self._given, self._taken, self._waiting):
-            drawn.clear()
-
-    def _forget_plans(self) -> None:
-        """Drop the plans sent for later batches, which are planned again."""
         self._given.clear()
-        self._waiting.extendleft(reversed(self._taken))
         self._taken.clear()
-
-    def _next_whole(self) -> GlobalBatch:
-        for drawn in (self._taken, self._waiting):
-            if drawn:
-                return drawn.popleft()
-        return next(self._prefetched)[0]
 
     def _made(self) -> list[Item]:
         """Items that the planning rank sends now: this batch's plan, unless sent before, and the next one if it is ready."""
         items: list[Item] = []
         while self._plans is not None and self._plans.make is not None:
             known = len(self._given) + len(items)
-            if known >= KNOWN or (known and (self._waiting or not self._prefetched.is_ready())):
+            if known >= KNOWN or (known and not self._prefetched.is_ready()):
                 break
             try:
-                batch, packed = self._next_planned(self._plans.make)
+                batch, packed = next(self._prefetched)
             except Exception as error:
                 return [*items, _portable(error)]
+            assert packed is not None  # this rank makes plans
             self._taken.append(batch)
             items.append(packed)
         return items
-
-    def _next_planned(self, make: MakePlan) -> tuple[GlobalBatch, PackedPlans]:
-        if not self._waiting:
-            batch, packed, version = next(self._prefetched)
-            if packed is not None and version == self._version:
-                return batch, packed
-            self._waiting.append(batch)
-        packed = make(self._waiting[0].lengths)  # it waits on where that fails
-        return self._waiting.popleft(), packed
 
 
 def _batches(
@@ -175,11 +138,10 @@ def _batches(
     sampler: Iterable[tuple[int, ...]],
     plans: PlanSource | None,
     mask_loss_of: int | None,
-) -> Iterator[tuple[GlobalBatch, PackedPlans | None, int]]:
-    """Yield whole batches, their plans if this rank makes them, and the version of these."""
+) -> Iterator[tuple[GlobalBatch, PackedPlans | None]]:
+    """Yield whole batches, and their plans if this rank makes them."""
     for indices in sampler:
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
-        version = 0 if plans is None else plans.version()  # before planning, so that what changes meanwhile is noticed
         packed = None if plans is None or plans.make is None else plans.make(lengths)
         batch = GlobalBatch(
             indices=indices,
@@ -189,7 +151,7 @@ def _batches(
             mask_loss_of=mask_loss_of,
             global_size=len(indices),
         )
-        yield batch, packed, version
+        yield batch, packed
 
 
 def _portable(error: Exception) -> Exception:

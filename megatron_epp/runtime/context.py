@@ -10,7 +10,7 @@ from megatron_epp.plan import NO_RECOMPUTE, Plan, Recompute, Segment
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.attention.slice_view import SliceView
-from megatron_epp.runtime.autograd.hold import Attended
+from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ChunkContext:
         view: the chunk's slice of a long sequence, or None when all its sequences are whole.
         recompute: number of the stage's layers that recompute their forward in backward, by the part recomputed.
         forward_only: no backward follows.
-        attended: kept attention output of a layer that is recomputed without its attention; None otherwise.
+        attention_output: attention output of a layer that is recomputed without its attention; None otherwise.
     """
 
     chunk: int
@@ -33,7 +33,7 @@ class ChunkContext:
     view: SliceView | None = None
     recompute: Recompute = NO_RECOMPUTE
     forward_only: bool = False
-    attended: Attended | None = None
+    attention_output: CachedAttentionOutput | None = None
 
 
 class ChunkLayout(NamedTuple):

@@ -7,7 +7,6 @@ chunk, `Links` carries tensors, and the plan says everything else.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,20 +16,15 @@ from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.text import to_grid
-from megatron_epp.runtime.autograd.boundary import Arrival
+from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.drain import DrainedOffload, DrainedStage, blank
 from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.out_of_memory import SHORTAGES, Shortage, ShortagePolicy
+from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
 from megatron_epp.runtime.program import prepare
-from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
 from megatron_epp.runtime.stage import Mover, Stage
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.runtime.watchdog import Watchdog
-
-logger = logging.getLogger(__name__)
-
+from megatron_epp.runtime.watchdog import Place, Progress, Watchdog, device_mark, no_mark
 
 Handler = Callable[["Executor", Action], None]
 """Runs one action of an operation. It has the executor's plan, rank, stages, links and recorder."""
@@ -40,18 +34,12 @@ class RunError(EppError):
     """An action failed. The message holds the action, the rank and the grid."""
 
 
-class ShortageRunError(RunError):
+class OutOfMemoryRunError(RunError):
     """An action ran out of memory. The message holds the action, the rank, the planned bytes and the bytes in use."""
 
 
 class Executor:
     """Runs one plan on one rank, once.
-
-    A handler changes the executor's state only after all else is done, so a handler that ran out of memory can run again.
-
-    Attributes:
-        shortage: the out-of-memory failure after which this rank went on without computing, if any; its results are then
-            invalid.
 
     Args:
         plan: a checked plan.
@@ -62,7 +50,7 @@ class Executor:
         watchdog: ends the run when an action or a wait outlasts its limit.
         offload: offloads activations; None if the plan offloads none on this rank.
         host: host memory for KV offload; None if the plan offloads no KV cache on this rank.
-        on_shortage: policy for running out of memory.
+        out_of_memory: describes an action that runs out of memory.
         handlers: handlers of operations that this package does not define, collectives included.
 
     Raises:
@@ -78,15 +66,14 @@ class Executor:
         recorder: Recorder | None = None,
         watchdog: Watchdog | None = None,
         offload: Mover | None = None,
-        on_shortage: ShortagePolicy = ShortagePolicy(),  # noqa: B008 - frozen
+        out_of_memory: OutOfMemoryReport = OutOfMemoryReport(),  # noqa: B008 - frozen
         host: HostMemory | None = None,
         handlers: Mapping[Op, Handler] | None = None,
     ) -> None:
         self.plan, self.rank, self.stages, self.links, self.host = plan, rank, stages, links, host
         self.offload = offload
         self.recorder = recorder or Recorder(enabled=False)
-        self.watchdog, self.on_shortage = watchdog, on_shortage
-        self.shortage: Shortage | None = None
+        self.watchdog, self.out_of_memory = watchdog, out_of_memory
         self._handlers: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -110,7 +97,7 @@ class Executor:
             a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
         }
         self._contexts: dict[tuple[int, int], ChunkContext] = {}
-        self._arrivals: dict[tuple[int, int], Arrival] = {}
+        self._leaves: dict[tuple[int, int], ReceiveLeaf] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._grads: dict[tuple[int, int], Tensor] = {}
         self._arriving: dict[Action, Receive] = {}
@@ -134,7 +121,7 @@ class Executor:
         """Execute every action of this rank in order, after which the stages hold their gradients. May be called once.
 
         Raises:
-            ShortageRunError: an action ran out of memory, and `on_shortage` does not survive it. Names the action and the rank.
+            OutOfMemoryRunError: an action ran out of memory. Names the action, the rank, and flags that may help.
             RunError: an action failed otherwise. Names the action, the rank and the grid.
         """
         self.recorder.begin()
@@ -150,7 +137,7 @@ class Executor:
                 self._progress.reach(Place(len(self._actions)))
                 self._finish()
                 self._progress.reach(None)
-        except ShortageRunError:
+        except OutOfMemoryRunError:
             raise
         except Exception as error:
             reason = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
@@ -159,25 +146,11 @@ class Executor:
             self._progress.close()
 
     def _perform(self, action: Action) -> None:
-        handler = self._handlers[action.op]
         try:
-            handler(action)
-            return
-        except SHORTAGES as error:
-            self._run_short(action, error)
-        handler(action)  # out here, where the error no longer holds what the action had made
-
-    def _run_short(self, action: Action, error: Exception) -> None:
-        """Handle an action that ran out of memory: go on without computing, or raise `ShortageRunError`."""
-        shortage = self.on_shortage.examine(self.plan, self.rank, action, error)
-        text = f"{self._where(self._progress.host)} failed: {shortage.text}"
-        if not self.on_shortage.survives or shortage.cap_bytes is None or self.shortage is not None:
-            raise ShortageRunError(text) from None
-        logger.warning("%s", text)
-        self.shortage = shortage
-        self.stages = {number: DrainedStage(stage) for number, stage in self.stages.items()}
-        self.offload = None if self.offload is None else DrainedOffload(self.offload)
-        self._outputs = {key: blank(*self._shape(Action(Op.F, *key))) for key in self._outputs}
+            self._handlers[action.op](action)
+        except OUT_OF_MEMORY as error:
+            text = self.out_of_memory.text(self.plan, self.rank, action, error)
+            raise OutOfMemoryRunError(f"{self._where(self._progress.host)} failed: {text}") from None
 
     def _finish(self) -> None:
         if self.links is not None:
@@ -193,11 +166,11 @@ class Executor:
         _, stage, chunk = action
         hidden = self._message(action, Op.RECV_F) if stage > 0 else None
         if hidden is not None and not self.plan.forward_only:
-            arrival = self._arrivals[stage, chunk] = Arrival()
-            hidden = arrival.enter(hidden)
+            leaf = self._leaves[stage, chunk] = ReceiveLeaf()
+            hidden = leaf.enter(hidden)
         context = self._context(stage, chunk)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
-        with self.recorder.action(action), saving, context.relay.running(context.view, False, 0, self.plan.forward_only):
+        with self.recorder.action(action), saving, context.relay.running(context.view, False):
             output = self.stages[stage].forward(context, hidden)
         is_last = stage == self.plan.num_stages - 1
         is_local = not is_last and self._is_local(stage + 1)
@@ -215,7 +188,7 @@ class Executor:
         _, stage, chunk = action
         grad = self._message(action, Op.RECV_B) if stage < self.plan.num_stages - 1 else None
         key = stage, chunk
-        context, arrival, output = self._contexts[key], self._arrivals.get(key), self._outputs[key]
+        context, leaf, output = self._contexts[key], self._leaves.get(key), self._outputs[key]
         if self.offload is not None:
             self.offload.before_backward(key)
         running = context.relay.running(context.view, True, context.recompute.attention_layers)
@@ -224,10 +197,10 @@ class Executor:
             self.stages[stage].backward(context, output, grad, key in self._split)
         self._received.pop(action._replace(op=Op.RECV_B), None)
         del self._contexts[key], self._outputs[key]
-        if arrival is None:
+        if leaf is None:
             return
-        del self._arrivals[key]
-        gradient = blank(*self._shape(action)) if self.shortage is not None else arrival.gradient
+        del self._leaves[key]
+        gradient = leaf.gradient
         if gradient is None:
             raise RunError(f"stage {stage} gave its input no gradient")
         if self._is_local(stage - 1):

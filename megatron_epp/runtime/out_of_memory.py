@@ -1,4 +1,4 @@
-"""Out-of-memory handling: compares planned bytes with bytes in use, advises on flags, and derives a lower cap for a retry."""
+"""Description of an action that ran out of memory: planned bytes against bytes in use, and the flags most likely to help."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_epp.launch.machine import EXPANDABLE, allocator_variables, segment
 from megatron_epp.plan import Action, EppError, Op, Plan, is_unlimited, simulate
 
 LEAST_SHARE = 0.05
-"""Least share of the dynamic bytes (peak minus static) by which the peak of the retry's plan must be lower.
+"""Least share of the dynamic bytes (peak minus static) by which an advised cap lies below the plan's peak.
 
 It is needed where there is no excess to go by: the device ran out below the planned bytes, or usage is not counted.
 """
@@ -29,7 +29,7 @@ _WANTED = re.compile(r"Tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class ShortageError(EppError):
+class PoolExhaustedError(EppError):
     """Memory other than the device's is exhausted: a pool of host memory, for instance.
 
     Args:
@@ -42,7 +42,7 @@ class ShortageError(EppError):
         self.advice = advice
 
 
-SHORTAGES = (torch.OutOfMemoryError, ShortageError)
+OUT_OF_MEMORY = (torch.OutOfMemoryError, PoolExhaustedError)
 """Exceptions that an action raises when it runs out of memory."""
 
 
@@ -68,55 +68,36 @@ def device_peak() -> Usage | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
-    """An out-of-memory failure of an action.
+class OutOfMemoryReport:
+    """Describes an action of a rank that ran out of memory.
 
     Attributes:
-        text: what happened and what to change, in a few lines.
-        cap_bytes: the rank's cap for a retry: lower by the bytes in use beyond the plan, and in any case below the plan's peak.
-            None if it was not the device that ran out of memory: a lower cap would not help.
-    """
-
-    text: str
-    cap_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ShortagePolicy:
-    """Policy of a rank for running out of memory.
-
-    Attributes:
-        survives: go on without computing, so that other ranks can complete the plan (`runtime.drain`); else the run ends.
         usage: function from the rank's static bytes to its usage, or to None if that is not counted.
         recompute_is_fixed: the planner was not free to choose the amount of recompute.
     """
 
-    survives: bool = False
     usage: Callable[[int], Usage | None] = device_usage
     recompute_is_fixed: bool = False
 
-    def examine(self, plan: Plan, rank: int, action: Action, error: Exception) -> Shortage:
-        """Describe an action that ran out of memory and compute the cap for a retry.
+    def text(self, plan: Plan, rank: int, action: Action, error: Exception) -> str:
+        """Return what happened and what to change, in a few lines.
 
         Call it while the error's frames still hold the tensors of the action, so that they count as in use.
         """
-        timeline = simulate(plan)
-        planned = timeline.planned_bytes(rank, action._replace(op=_IN_PLAN.get(action.op, action.op)))
-        peak, cap, static = timeline.peak_bytes[rank], plan.cap_bytes[rank], plan.static_bytes[rank]
-        usage, wanted = self.usage(static), _wanted_bytes(error)
+        planned = simulate(plan).planned_bytes(rank, action._replace(op=_IN_PLAN.get(action.op, action.op)))
+        usage, wanted = self.usage(plan.static_bytes[rank]), _wanted_bytes(error)
         excess = 0 if usage is None else max(0, usage.allocated_bytes + wanted - planned)
-        lower = max(0, min(cap - excess, peak - math.ceil(LEAST_SHARE * (peak - static))))
         lines = (
             f"out of memory on stage {action.stage}, chunk {action.chunk}: {_what_for(plan, action)}",
-            f"planned for the rank at this action: {_gib(planned)}, with {_cap(cap)}; {_found(usage, wanted)}",
-            *((str(error),) if isinstance(error, ShortageError) else ()),
-            "most likely to help: " + " or ".join(self._advice(plan, action, error, usage, lower if lower > static else None)),
+            f"planned for the rank at this action: {_gib(planned)}, with {_cap(plan.cap_bytes[rank])}; {_found(usage, wanted)}",
+            *((str(error),) if isinstance(error, PoolExhaustedError) else ()),
+            "most likely to help: " + " or ".join(self._advice(plan, action, error, usage, lower_cap(plan, rank, excess))),
         )
-        return Shortage("\n".join(lines), None if isinstance(error, ShortageError) else lower)
+        return "\n".join(lines)
 
     def _advice(self, plan: Plan, action: Action, error: Exception, usage: Usage | None, lower: int | None) -> list[str]:
         """Return the two changes most likely to help, by the error and the memory in use."""
-        found = list(error.advice) if isinstance(error, ShortageError) else []
+        found = list(error.advice) if isinstance(error, PoolExhaustedError) else []
         if _has_gaps(usage) and not segments_expand(os.environ, torch.__version__):
             found.append(f"{allocator_variables(torch.__version__)[0]}={EXPANDABLE}")
         if self.recompute_is_fixed:
@@ -125,6 +106,19 @@ class ShortagePolicy:
             found.append(f"--epp-memory-cap-gb {lower / 2**30:.4g}")
         found.append(f"--epp-chunk-tokens {max(1, plan.padded_tokens(action.chunk) // 2)}")
         return [*found, "more stages (--pipeline-model-parallel-size)"][:2]
+
+
+def lower_cap(plan: Plan, rank: int, excess_bytes: int) -> int | None:
+    """Return the cap to try next, in bytes; None if only static memory would fit under it.
+
+    Args:
+        plan: the plan that ran out of memory.
+        rank: the rank that did.
+        excess_bytes: bytes in use beyond the plan. The cap is lower by these, and in any case lower than the plan's peak.
+    """
+    peak, static = simulate(plan).peak_bytes[rank], plan.static_bytes[rank]
+    lower = min(plan.cap_bytes[rank] - excess_bytes, peak - math.ceil(LEAST_SHARE * (peak - static)))
+    return lower if lower > static else None
 
 
 def _has_gaps(usage: Usage | None) -> bool:
@@ -146,7 +140,7 @@ def _what_for(plan: Plan, action: Action) -> str:
 
 def _found(usage: Usage | None, wanted_bytes: int) -> str:
     if usage is None:
-        return "nobody counted what is in use (--epp-measure-memory does, without a GPU)"
+        return "what is in use was not counted (without a GPU, --epp-measure-memory counts it)"
     reserved = "" if usage.reserved_bytes is None else f", {_gib(usage.reserved_bytes)} reserved"
     wanted = f", and {_gib(wanted_bytes)} more wanted" if wanted_bytes else ""
     return f"in use: {_gib(usage.allocated_bytes)}{reserved}{wanted}"

@@ -1,4 +1,4 @@
-"""Ends a run that hangs, saying what it was waiting for."""
+"""Watchdog that ends a run that hangs and says what it was waiting for, and the progress of host and device that it watches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +21,7 @@ EXIT_CODE = 70
 
 
 class _Activity:
-    """Something that must not stand still for longer than the limit."""
+    """Activity that must not stand still for longer than the limit."""
 
     __slots__ = ("closed", "describe", "failure", "limit_s", "place", "progress", "since_s")
 
@@ -32,7 +36,7 @@ class _Activity:
 
 
 class Watchdog:
-    """A thread that watches what goes on and ends the process when something stands still for longer than a limit.
+    """Thread that watches activities and ends the process when something stands still for longer than a limit.
 
     A collective or receive that never completes blocks in native code, where no exception can reach it, or on the device, where
     the host does not even notice; ending the process is what lets the launcher end the others. Activities may lie inside each
@@ -112,3 +116,63 @@ class Watchdog:
             faulthandler.dump_traceback()  # where every thread of this process stands
         finally:
             os._exit(EXIT_CODE)
+
+
+class Mark(Protocol):
+    """Point in a device's queue, such as a CUDA event."""
+
+    def query(self) -> bool:
+        """Return True if the device has passed it."""
+
+
+class Place(NamedTuple):
+    """Position of an action in the program; `receiving` is True while the rank waits there for the action's message."""
+
+    position: int
+    receiving: bool = False
+
+
+class Progress:
+    """Tracks the position of host and device in a program.
+
+    On a GPU the host only issues work and runs ahead. A message that never arrives hangs the device, but the host never, or
+    much later at an unrelated action. So a mark is put into the device's queue for every place the host leaves.
+
+    Args:
+        mark: puts a mark into the device's queue; returns None if host and device are the same.
+    """
+
+    def __init__(self, mark: Callable[[], Mark | None]) -> None:
+        self.host: Place | None = Place(0)
+        self._mark = mark
+        self._issued: deque[tuple[Place, Mark]] = deque()
+
+    def reach(self, place: Place | None) -> None:
+        """Record that the host has issued all work of its current place and goes on to `place`, or is done (None)."""
+        mark = self._mark()
+        if mark is not None and self.host is not None:
+            self._issued.append((self.host, mark))
+        self.host = place
+
+    def close(self) -> None:
+        """Record that the host has stopped."""
+        self.host = None
+
+    def place(self) -> Place | None:
+        """Return the first place that the device has not passed, else the host's place. Must be called from one thread only."""
+        while self._issued and self._issued[0][1].query():
+            self._issued.popleft()
+        return self._issued[0][0] if self._issued else self.host
+
+
+def no_mark() -> None:
+    """Return no mark, for a device that is the host itself or that no watchdog monitors."""
+
+
+def device_mark() -> Mark | None:
+    """Put a mark into the queue of the current CUDA stream; None without CUDA."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -107,7 +107,7 @@ class PlainStage:
 
         def run_layer(number, x):
             def attend(q, k, v):
-                return chunk_attention(q, k, v, context, number, SCALE)
+                return chunk_attention(q, (k, v), context, number, SCALE)
 
             if number < context.recompute.full:
                 return checkpoint(self.part.layers[number], x, attend, use_reentrant=self.reentrant)
@@ -135,10 +135,6 @@ class PlainStage:
 
     def release_output(self, output):
         """Nothing to do: the graph holds it anyway."""
-
-    def abandon(self):
-        self.relay.clear()
-        self.weights.clear()
 
     def message(self, num_tokens):
         return (num_tokens, HIDDEN), self.dtype, torch.device("cpu")

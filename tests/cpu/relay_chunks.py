@@ -3,14 +3,15 @@
 import itertools
 
 import torch
-import torch.distributed as dist
 from dense_attention import dense_attention
 from synthetic_sequences import plan_of
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.plan.size_class import size_class
+from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, HeadExchange
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.attention.layout import KEYS_AND_VALUES
 from megatron_epp.runtime.context import ChunkContext, chunk_layouts
 
 QUERY_HEADS, KV_HEADS, CHANNELS, SCALE = 4, 2, 4, 0.4
@@ -24,19 +25,34 @@ RECOMPUTE = {
 class ChunkedLayer:
     """Queries, keys and values of whole sequences, run as chunks through `layers` attention layers with the same inputs.
 
-    sequences: (q, k, v) per sequence, float64, requiring gradients; `weights` is what each output is summed with.
+    sequences: queries and cached tensors (keys and values) per sequence, float64, requiring gradients; `weights` is what each
+        output is summed with.
     outputs: per layer and chunk, what attention returned.
     group: ranks that share the tokens of every chunk; each then sees the gradients of its own tokens.
     """
 
-    def __init__(self, lengths, chunks, token_multiple=1, layers=1, forward_only=False, seed=0, group=None, kv_heads=KV_HEADS):
+    def __init__(
+        self,
+        lengths,
+        chunks,
+        token_multiple=1,
+        layers=1,
+        forward_only=False,
+        seed=0,
+        group=None,
+        kv_heads=KV_HEADS,
+        widths=(CHANNELS, CHANNELS),
+        layout=KEYS_AND_VALUES,
+    ):
         generator = torch.Generator().manual_seed(seed)
-        heads = QUERY_HEADS, kv_heads, kv_heads
-        self.group = group
-        self.shard, self.num_shards = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        random = [[torch.randn(n, h, CHANNELS, generator=generator, dtype=torch.float64) for h in heads] for n in lengths]
+        self.layout, self.cached_width = layout, kv_heads * sum(widths)
+        keys, values = (x.shape[2] for x in layout.keys_and_values(tuple(torch.zeros(0, kv_heads, w) for w in widths)))
+        self.value_channels = values
+        shapes = (QUERY_HEADS, keys), *((kv_heads, width) for width in widths)
+        self.context_parallel = NOT_SHARED if group is None else HeadExchange(group)
+        random = [[torch.randn(n, *shape, generator=generator, dtype=torch.float64) for shape in shapes] for n in lengths]
         self.sequences = [[x.requires_grad_() for x in qkv] for qkv in random]
-        self.weights = [torch.randn(n, QUERY_HEADS, CHANNELS, generator=generator, dtype=torch.float64) for n in lengths]
+        self.weights = [torch.randn(n, QUERY_HEADS, values, generator=generator, dtype=torch.float64) for n in lengths]
         self.plan = plan_of(lengths, chunks, token_multiple)
         self.relay = KVRelay()
         self.layers = layers
@@ -49,46 +65,48 @@ class ChunkedLayer:
         """Run a chunk through every layer; `mode` is a key of RECOMPUTE."""
         segments = self.plan.chunks[chunk].segments
         padding = self.plan.padded_tokens(chunk) - self.plan.chunks[chunk].num_tokens
-        rows = [torch.cat([self.sequences[s.sequence][i][s.start : s.end] for s in segments]) for i in range(3)]
-        q, k, v = (self._own(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding), value=7.0)) for x in rows)
+        count = len(self.sequences[0])
+        rows = [torch.cat([self.sequences[s.sequence][i][s.start : s.end] for s in segments]) for i in range(count)]
+        rows = [self._own(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding), value=7.0)) for x in rows]
         for layer in range(self.layers):
 
-            def attend(q, k, v, layer=layer):
-                return chunk_attention(q, k, v, self.contexts[chunk], layer, SCALE, self.group)
+            def attend(q, *cached, layer=layer):
+                options = SCALE, self.context_parallel, "auto", self.layout
+                return chunk_attention(q, cached, self.contexts[chunk], layer, *options)
 
-            self.outputs[layer, chunk] = RECOMPUTE[mode](attend, q, k, v)
+            self.outputs[layer, chunk] = RECOMPUTE[mode](attend, *rows)
         return self.outputs[0, chunk]
 
     def backward(self, chunk):
         """Run a chunk backward through every layer, last to first."""
         segments = self.plan.chunks[chunk].segments
-        weight = torch.zeros(self.plan.padded_tokens(chunk), QUERY_HEADS, CHANNELS, dtype=torch.float64)
+        weight = torch.zeros(self.plan.padded_tokens(chunk), QUERY_HEADS, self.value_channels, dtype=torch.float64)
         weight[: self.plan.chunks[chunk].num_tokens] = torch.cat([self.weights[s.sequence][s.start : s.end] for s in segments])
         for layer in reversed(range(self.layers)):
             (self.outputs.pop((layer, chunk)) * self._own(weight)).sum().backward()
 
     def _own(self, rows):
         """This rank's part of a chunk's rows."""
-        return rows.chunk(self.num_shards)[self.shard]
+        return torch.cat([rows[own] for own in self.context_parallel.shard(len(rows))])
 
     def whole(self):
-        """The same by dense attention: output and gradients of q, k, v for every sequence, over all layers."""
+        """The same by dense attention: per sequence, output and gradients of queries and cached tensors, over all layers."""
         results = []
-        for (q, k, v), weight in zip(self.sequences, self.weights, strict=True):
-            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            out = dense_attention(*inputs, SCALE)
+        for sequence, weight in zip(self.sequences, self.weights, strict=True):
+            inputs = [x.detach().requires_grad_() for x in sequence]
+            out = dense_attention(inputs[0], *self.layout.keys_and_values(tuple(inputs[1:])), SCALE)
             (out * weight).sum().backward()
             results.append([out.detach(), *(x.grad * self.layers for x in inputs)])
         return results
 
     def chunked(self):
-        """Gradients of q, k, v of every sequence as the chunks left them."""
-        return [[x.grad for x in qkv] for qkv in self.sequences]
+        """Gradients of queries and cached tensors of every sequence as the chunks left them."""
+        return [[x.grad for x in sequence] for sequence in self.sequences]
 
     def cache_bytes(self):
-        """Keys and values of every sliced sequence and of what shares the chunk of its tail."""
+        """Cached tensors of every sliced sequence and of what shares the chunk of its tail."""
         firsts = [x.view for x in self.contexts if x.view is not None and x.view.start == 0]
-        return sum(self.layers * 2 * size_class(view.capacity) * KV_HEADS * CHANNELS * 8 for view in firsts)
+        return sum(self.layers * size_class(view.capacity) * self.cached_width * 8 for view in firsts)
 
 
 def _of(layout, relay):

@@ -14,7 +14,7 @@ from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.serialize import pack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlan
-from megatron_epp.runtime.links.sharing import from_each, from_first
+from megatron_epp.runtime.links.groups import from_each, from_first
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4, 120, 64, 33]
 SHAPE = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
@@ -95,32 +95,6 @@ def fail_at(rank, links, number, kind):
         except EppError as error:
             errors.append((type(error).__name__, str(error)))
     return came, errors
-
-
-def change_versions(rank, links, count, changed_at):
-    """Two streams taken in turns; behind batch `changed_at` of the first one, plans made before hold no more and it is asked
-    for again. Returns of each stream the lengths of what came, with the version that its plan was made under.
-    """
-    version = 0
-
-    def make(lengths):
-        (plan,) = packed(lengths)
-        return (plan._replace(planning_us=float(version)),)
-
-    source = PlanSource(make if rank == 0 else None, partial(from_first, group=links.control), version=lambda: version)
-    streams = [PlannedBatches(MemoryDataset(LENGTHS), GlobalBatchSampler(len(LENGTHS), 4, seed=s), source) for s in (1, 2)]
-    taken = [[], []]
-    for number in range(count):
-        for stream, mine in zip(streams, taken, strict=True):
-            while rank == 0 and not stream._prefetched.is_ready():  # so that there are plans ahead to be made anew
-                time.sleep(0.001)
-            batch = next(stream)
-            mine.append((batch.lengths, batch.planning_us))
-            if number == changed_at and stream is streams[0]:
-                version += 1
-                batch = stream.again()
-                mine.append((batch.lengths, batch.planning_us))
-    return taken
 
 
 def disagree(rank, links):

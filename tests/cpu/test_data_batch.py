@@ -75,11 +75,19 @@ def test_slices_of_a_sequence_join_up_to_the_whole():
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_ranks_that_share_a_chunks_tokens_have_them_in_order_the_same_number_each(parts):
     arrays = batch_with(CHUNKS["hybrid"], multiple=6).chunk(1)
-    shares = [arrays.part(index, parts) for index in range(parts)]
+    own = len(arrays.tokens) // parts
+    shares = [arrays.part([slice(index * own, (index + 1) * own)]) for index in range(parts)]
     for name in ("tokens", "labels", "loss_mask", "position_ids"):
         pieces = [getattr(share, name) for share in shares]
         assert len({len(piece) for piece in pieces}) == 1
         assert torch.equal(torch.cat(pieces), getattr(arrays, name))
+
+
+def test_a_rank_may_have_several_pieces_of_a_chunk():
+    arrays = batch_with(CHUNKS["hybrid"], multiple=6).chunk(1)
+    own = arrays.part([slice(4, 6), slice(0, 1)])
+    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        assert getattr(own, name).tolist() == [getattr(arrays, name)[at] for at in (4, 5, 0)]
 
 
 def test_padding_never_counts_even_when_its_token_is_ordinary():

@@ -99,57 +99,6 @@ def test_a_planning_error_surfaces_after_the_batches_made_before_it_and_stays():
             next(iterator)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_batch_that_cannot_be_planned_anew_is_not_passed_over(ahead):
-    """With lower caps than it was planned for at first, be it given out already or drawn ahead."""
-    versions, asked = [0], []
-
-    def make(lengths):
-        if versions == [1] and threading.current_thread() is threading.main_thread():  # not those planned ahead
-            asked.append(lengths)
-            raise InfeasibleError("no room")
-        return whole_sequences(lengths)
-
-    source = PlanSource(make, version=lambda: versions[0])
-    iterator = PlannedBatches(MemoryDataset(LENGTHS), GlobalBatchSampler(len(LENGTHS), 3), source, depth=1)
-    reference = batches()
-    expected = [next(reference) for _ in range(4)]
-    assert next(iterator) == expected[0]
-    versions[0] = 1
-    at = 1 if ahead else 0
-    with pytest.raises(InfeasibleError, match="no room"):
-        next(iterator) if ahead else iterator.again()
-    for _ in range(2):
-        with pytest.raises(InfeasibleError, match="no room"):
-            next(iterator)
-    assert asked == [expected[at].lengths] * 3
-    versions[0] = 2
-    assert [next(iterator) for _ in range(2)] == expected[at : at + 2]
-    iterator.close()
-    reference.close()
-
-
-def test_a_batch_that_is_asked_for_again_twice_comes_once():
-    versions, reference = [0], batches()
-
-    def make(lengths):
-        if versions == [1] and threading.current_thread() is threading.main_thread():
-            raise InfeasibleError("no room")
-        return whole_sequences(lengths)
-
-    source = PlanSource(make, version=lambda: versions[0])
-    iterator = PlannedBatches(MemoryDataset(LENGTHS), GlobalBatchSampler(len(LENGTHS), 3), source, depth=1)
-    expected = [next(reference) for _ in range(2)]
-    assert next(iterator) == expected[0]
-    versions[0] = 1
-    with pytest.raises(InfeasibleError, match="no room"):
-        iterator.again()
-    versions[0] = 2
-    assert [iterator.again(), next(iterator)] == expected
-    iterator.close()
-    reference.close()
-
-
 def test_a_sampler_error_surfaces():
     def sampler():
         yield (0, 1)

@@ -2,7 +2,7 @@
 
 import pytest
 from rank_processes import Ranks
-from sharing_runs import change_versions, collect, disagree, expected, fail_at, made_here, take_in_turns
+from sharing_runs import collect, disagree, expected, fail_at, made_here, take_in_turns
 
 NUM_RANKS = 3
 
@@ -36,16 +36,6 @@ def test_only_the_first_rank_plans(ranks):
 def test_what_goes_wrong_in_planning_is_raised_by_all_ranks_at_that_batch(ranks, number, kind, error):
     before = [lengths for lengths, _ in expected(number - 1)]
     assert ranks.run(fail_at, number, kind) == [(before, [error, error])] * NUM_RANKS
-
-
-@pytest.mark.parametrize("changed_at", [0, 3])
-def test_a_batch_is_planned_again_and_so_is_all_that_was_planned_ahead(ranks, changed_at):
-    """In both streams, though only one is asked for a batch again; none is lost or comes twice."""
-    count = 6
-    first, second = ([lengths for lengths, _ in expected(count, seed=seed)] for seed in (1, 2))
-    again = [*zip(first, [0.0] * (changed_at + 1), strict=False), *((lengths, 1.0) for lengths in first[changed_at:])]
-    other = [(lengths, float(number >= changed_at)) for number, lengths in enumerate(second)]
-    assert ranks.run(change_versions, count, changed_at) == [[again, other]] * NUM_RANKS
 
 
 def test_a_rank_that_samples_other_documents_says_so(ranks):

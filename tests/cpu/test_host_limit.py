@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_epp.runtime.offload.host_limit import MACHINE, host_limit
+from megatron_epp.runtime.offload.host import MACHINE, host_limit
 
 MACHINE_BYTES = 1000
 UNLIMITED_V1 = 9223372036854771712

@@ -9,7 +9,7 @@ from relay_chunks import RECOMPUTE, ChunkedLayer
 from test_runtime_hosted import CASES, hosts, run
 
 from megatron_epp.plan import Chunk, Segment, fresh
-from megatron_epp.runtime.attention.kernels import EXACT, by_heads
+from megatron_epp.runtime.attention.kernels import EXACT, base
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.attention.slice_view import SliceView
@@ -32,8 +32,8 @@ def test_gradients_are_those_of_all_heads_at_once(monkeypatch, case, kv_heads, w
     run(together, None, mode, fp32_gradients)
     monkeypatch.setattr(fresh, "MOST_BYTES", 1)
     seen = []
-    heads_at_once = by_heads.heads_at_once
-    monkeypatch.setattr(by_heads, "heads_at_once", lambda *sizes: seen.append(heads_at_once(*sizes)) or seen[-1])
+    heads_at_once = base.heads_at_once
+    monkeypatch.setattr(base, "heads_at_once", lambda *sizes: seen.append(heads_at_once(*sizes)) or seen[-1])
     run(apart, when and hosts()[when], mode, fp32_gradients)
     assert set(seen) == {1}
     for expected, actual in zip(together.chunked(), apart.chunked(), strict=True):
@@ -53,21 +53,21 @@ def test_behind_a_long_prefix_there_is_what_one_key_head_takes_at_a_time(monkeyp
         cuts = [0, prefix, end] + ([] if is_tail else [length])
         views = [SliceView(0, *cut, length, length) for cut in pairwise(cuts)]
         for view in views:
-            relay.append(0, view, *(torch.randn(view.num_cached, heads, channels) for _ in "kv"))
+            relay.append(0, view, [torch.randn(view.num_cached, heads, channels) for _ in "kv"])
         if not is_tail:
-            relay.take_gradient(0, views[2], *(torch.randn(length, heads, channels) for _ in "kv"))
+            relay.take_gradient(0, views[2], [torch.randn(length, heads, channels) for _ in "kv"])
         view, table = views[1], SegmentTable.build(Chunk((Segment(0, prefix, end),)), end - prefix)
         q, grad = (torch.randn(end - prefix, heads, channels) for _ in range(2))
-        k, v = relay.keys_and_values(0, view, q[:0], q[:0])
+        k, v = relay.recall(0, view, (q[:0], q[:0]))
         out, saved = EXACT.forward(q, k, v, table, 1.0)
         before, sums = relay.num_bytes, []
 
         def take(dk, dv, shared):
-            own = relay.take_gradient(0, view, dk, dv, 0, shared)
+            own = relay.take_gradient(0, view, (dk, dv), 0, shared)
             sums.append(relay.num_bytes - before)
             return own
 
-        made = peak_bytes_of(lambda: by_heads.backward(EXACT, grad, q, k, v, out, saved, table, 1.0, take))
+        made = peak_bytes_of(lambda: base.backward_by_heads(EXACT, grad, q, k, v, out, saved, table, 1.0, take))
         return made - sums[-1]
 
     one_head = 2 * end * channels * 4

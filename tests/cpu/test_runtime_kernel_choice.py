@@ -19,10 +19,10 @@ from megatron_epp.runtime.attention.kernels import (
     TORCH_FLASH,
     TRANSFORMER_ENGINE,
     Case,
-    by_heads,
     flash,
     transformer_engine,
 )
+from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 
 ON_GPU = Case("cuda", torch.bfloat16, 128, 8, 2)
 FUSED = (TRANSFORMER_ENGINE, FLASH_ATTN, TORCH_FLASH)
@@ -34,7 +34,7 @@ def played(monkeypatch):
 
     def play(*names, wrong=()):
         kernels._choose.cache_clear()
-        monkeypatch.setattr(kernels, "_apart", lambda kernel, case: 0.5 if kernel.name in wrong else 1e-3)
+        monkeypatch.setattr(kernels, "_relative_error", lambda kernel, case: 0.5 if kernel.name in wrong else 1e-3)
         chosen = {
             preference: tuple(
                 replace(k, obstacle=lambda case, k=k: None if k is EXACT or k.name in names else "not here") for k in order
@@ -68,7 +68,7 @@ def test_a_kernel_that_raises_is_passed_over_and_says_so(played, monkeypatch):
     def fail(kernel, case):
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(kernels, "_apart", fail)
+    monkeypatch.setattr(kernels, "_relative_error", fail)
     assert kernels.explain(ON_GPU, "flash") == (
         None,
         [f"{kernel.name}: it fails (RuntimeError: no kernel image)" for kernel in (FLASH_ATTN, TORCH_FLASH)],
@@ -83,7 +83,7 @@ def test_a_proof_that_finds_no_memory_says_nothing_of_the_kernel(played, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     with monkeypatch.context() as full:
-        full.setattr(kernels, "_apart", no_memory)
+        full.setattr(kernels, "_relative_error", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             kernels._choose(ON_GPU, "auto")
     assert kernels._choose(ON_GPU, "auto").name == FLASH_ATTN.name
@@ -113,7 +113,7 @@ def test_what_the_user_asks_for_and_is_not_there_is_refused_with_every_reason(pl
 @pytest.mark.parametrize("preference", PREFERENCES)
 def test_on_a_cpu_everything_runs_in_exact_blocks(preference):
     q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
-    assert kernels.choose(q, k, preference) is EXACT
+    assert kernels.choose(q, k, k, preference) is EXACT
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_library_is_called_once_for_a_chunk_with_separate_query_and_key_offset
     monkeypatch.setattr(*where, lambda: module)
     case = Case("cpu", torch.float32, 16, 4, kv_heads)
     before = torch.get_rng_state()
-    assert kernels._apart(kernel, case) < 1e-6
+    assert kernels._relative_error(kernel, case) < 1e-6
     assert torch.equal(torch.get_rng_state(), before), "hidden dropout would change with the number of attention calls"
     assert calls == [([0, 63, 64, 104], [0, 133, 134, 174], 63, 133, True, 0.0)]
 
@@ -313,7 +313,7 @@ def test_a_backward_by_groups_of_key_heads_gives_the_same_bits(monkeypatch, kern
             target[:, slice(None) if heads is None else heads] = value
         return dk[-104:], dv[-104:]
 
-    dq, *own = by_heads.backward(replace(kernel, backward=counted), *inputs, take, count)
+    dq, *own = backward_by_heads(replace(kernel, backward=counted), *inputs, take, count)
     assert all(map(torch.equal, (dq, *made), kernel.backward(*inputs)))
     assert all(map(torch.equal, own, (x[-104:] for x in made)))
     assert seen == heads_at_once
@@ -336,7 +336,7 @@ def test_torch_flash_attention_takes_the_arguments_it_is_given(monkeypatch, kv_h
             groups.append((heads, dk.shape, dv.shape))
             return dk[:104], dv[:104]
 
-        own = by_heads.backward(TORCH_FLASH, *inputs, take, count=1)
+        own = backward_by_heads(TORCH_FLASH, *inputs, take, count=1)
     assert out.shape == q.shape
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, torch.bfloat16) for x in (q, k, k)]
     assert groups == [(slice(i, i + 1), (174, 1, 64), (174, 1, 64)) for i in range(kv_heads)]
@@ -350,14 +350,14 @@ def test_the_proof_notices_a_mask_that_is_aligned_to_the_top_left():
         wrong = kernels.SegmentTable(tuple(s._replace(start=0, end=s.num_tokens) for s in table.segments), starts, starts)
         return EXACT.forward(q, torch.cat([k[i] for i in own]), torch.cat([v[i] for i in own]), wrong, scale)
 
-    assert kernels._apart(replace(EXACT, forward=forward), Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
+    assert kernels._relative_error(replace(EXACT, forward=forward), Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
 
 
 def test_the_proof_notices_a_log_sum_exp_of_other_heads():
     """Which a backward of all heads at once never sees."""
     wrong = replace(EXACT, of_heads=lambda saved, own: (saved[0].roll(1, 0)[own],))
-    assert kernels._apart(wrong, Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
-    assert kernels._apart(wrong, Case("cpu", torch.float32, 16, 4, 1)) == 0
+    assert kernels._relative_error(wrong, Case("cpu", torch.float32, 16, 4, 2)) > kernels._TOLERANCE
+    assert kernels._relative_error(wrong, Case("cpu", torch.float32, 16, 4, 1)) == 0
 
 
 @pytest.mark.parametrize("which", range(3))

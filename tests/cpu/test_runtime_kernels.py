@@ -63,13 +63,16 @@ def test_the_table_counts_a_slices_prefix_among_its_keys_and_padding_as_a_segmen
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_ranks_that_share_a_chunks_tokens_have_its_positions_in_order(parts):
     table = table_of("hybrid, padded")
-    pieces = [table.part(index, parts) for index in range(parts)]
+    own = table.num_tokens // parts
+    pieces = [table.part([slice(index * own, (index + 1) * own)]) for index in range(parts)]
     assert [sum(piece.num_tokens for piece in own) for own in pieces] == [16 // parts] * parts
 
     def positions(segments):
         return [(s.sequence, token) for s in segments for token in range(s.start, s.end)]
 
-    assert positions(piece for own in pieces for piece in own) == positions(table.segments)
+    everything = positions(table.segments)
+    assert positions(piece for own in pieces for piece in own) == everything
+    assert positions(table.part([slice(12, 14), slice(2, 7)])) == everything[12:14] + everything[2:7]
 
 
 def test_offsets_are_made_once_per_device():

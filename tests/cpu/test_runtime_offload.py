@@ -127,6 +127,5 @@ def test_what_is_dropped_while_a_part_of_it_is_away_is_forgotten():
     forward = Forward()
     forward.offload.out(OWNER, 0.75)
     forward.offload.free(OWNER)
-    forward.offload.abandon()
     del forward.y
     assert forward.saved.live_bytes == 0

@@ -1,6 +1,6 @@
 """Where a rank is, when the device lags behind the host and when it does not."""
 
-from megatron_epp.runtime.progress import Place, Progress, device_mark, no_mark
+from megatron_epp.runtime.watchdog import Place, Progress, device_mark, no_mark
 
 
 class Queue:

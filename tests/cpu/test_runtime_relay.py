@@ -141,7 +141,7 @@ def test_a_slice_keeps_its_queries_output_and_log_sum_exp_and_nothing_of_the_pro
     projection = torch.zeros(7, QUERY_HEADS + 2 * KV_HEADS, CHANNELS, requires_grad=True) * 1.0
     q, k, v = projection.split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)
     with SavedTensors() as meter:
-        out = chunk_attention(q, k, v, context, 0, 0.5)
+        out = chunk_attention(q, (k, v), context, 0, 0.5)
     rows = 2 * QUERY_HEADS * CHANNELS + QUERY_HEADS  # queries, output, log-sum-exp
     beside = 2 * KV_HEADS * CHANNELS  # keys and values of the three tokens that share the chunk
     assert meter.live_bytes == 4 * (7 * rows + 3 * beside)
@@ -179,13 +179,18 @@ def test_backward_of_a_slice_twice_is_refused():
     relay = KVRelay()
     first, last = (SliceView(3, a, b, 5, 5) for a, b in ((0, 2), (2, 5)))
     for view in (first, last):
-        relay.append(7, view, *(torch.zeros(view.num_cached, 1, 2) for _ in "kv"))
-    relay.take_gradient(7, last, torch.zeros(5, 1, 2), torch.zeros(5, 1, 2))
+        relay.append(7, view, [torch.zeros(view.num_cached, 1, 2) for _ in "kv"])
+
+    def backward(view):
+        keys, _ = relay.recall(7, view, (torch.zeros(0, 1, 2),) * 2)
+        relay.take_gradient(7, view, (torch.zeros_like(keys), torch.zeros_like(keys)))
+
+    backward(last)
     with pytest.raises(RelayError, match="layer 7, sequence 3: backward of tokens 2 to 5 is not the next"):
-        relay.take_gradient(7, last, torch.zeros(5, 1, 2), torch.zeros(5, 1, 2))
-    relay.take_gradient(7, first, torch.zeros(2, 1, 2), torch.zeros(2, 1, 2))
+        backward(last)
+    backward(first)
     with pytest.raises(RelayError, match="backward of the slice at token 0 finds no cache"):
-        relay.take_gradient(7, first, torch.zeros(2, 1, 2), torch.zeros(2, 1, 2))
+        backward(first)
 
 
 def test_a_cache_left_over_is_an_error_that_names_layer_and_sequence():
@@ -216,13 +221,15 @@ def test_layouts_give_the_buffer_room_for_all_that_shares_an_earlier_slices_chun
 def test_what_shares_an_earlier_slices_chunk_is_put_behind_it_in_the_buffer():
     relay, view = KVRelay(), SliceView(0, 3, 5, 9, 10)
     first = SliceView(0, 0, 3, 9, 10)
-    relay.append(0, first, *(torch.zeros(3, 1, 2) for _ in "kv"))
+    relay.append(0, first, [torch.zeros(3, 1, 2) for _ in "kv"])
     chunk = torch.arange(14.0).reshape(7, 1, 2)  # two tokens of the slice, five beside it
-    k, _ = relay.append(0, view, chunk, chunk)
+    k, _ = relay.append(0, view, (chunk, chunk))
     assert torch.equal(k[3:], chunk)
-    whole, _ = relay.append(0, SliceView(0, 5, 9, 9, 10), *(torch.ones(5, 1, 2) for _ in "kv"))
+    tail = SliceView(0, 5, 9, 9, 10)
+    whole, _ = relay.append(0, tail, [torch.ones(5, 1, 2) for _ in "kv"])
     assert k.data_ptr() == whole.data_ptr()
-    again, _ = relay.keys_and_values(0, view, chunk[2:], chunk[2:])
+    relay.take_gradient(0, tail, [torch.zeros(10, 1, 2) for _ in "kv"])
+    again, _ = relay.recall(0, view, (chunk[2:], chunk[2:]))
     assert torch.equal(again[3:], chunk)
 
 
@@ -235,12 +242,12 @@ def test_gradients_of_many_slices_add_up_in_fp32(choice, num_slices, in_fp32):
     relay, length = KVRelay(fp32_gradients=choice), 1001
     views = [SliceView(0, i, i + 1, length, length, num_slices) for i in range(length)]
     for view in views:
-        relay.append(0, view, *(torch.zeros(1, 1, 1, dtype=torch.bfloat16) for _ in "kv"))
+        relay.append(0, view, [torch.zeros(1, 1, 1, dtype=torch.bfloat16) for _ in "kv"])
     small = torch.full((length, 1, 1), 2.0**-9, dtype=torch.bfloat16)
     own = torch.ones(length, 1, 1, dtype=torch.bfloat16)
     for view in reversed(views):
         grad = own if view.is_tail else small[: view.stop]
-        own_dk, _ = relay.take_gradient(0, view, grad.clone(), grad.clone())
+        own_dk, _ = relay.take_gradient(0, view, (grad.clone(), grad.clone()))
     assert own_dk.dtype == torch.bfloat16
     exact = 1 + (length - 1) * 2.0**-9
     assert own_dk.item() == (torch.tensor(exact).bfloat16().item() if in_fp32 else 1.0)

@@ -52,7 +52,7 @@ class GpuStage:
         for number, layer in enumerate(self.layers):
 
             def attend(q, k, v, number=number):
-                return chunk_attention(q, k, v, context, number, SCALE, preference=self.preference)
+                return chunk_attention(q, (k, v), context, number, SCALE, preference=self.preference)
 
             again = number < context.recompute.full
             x = checkpoint(layer, x, attend, use_reentrant=False, preserve_rng_state=False) if again else layer(x, attend)
@@ -71,9 +71,6 @@ class GpuStage:
 
     def release_output(self, output):
         """It is the loss."""
-
-    def abandon(self):
-        self.relay.clear()
 
     def message(self, num_tokens):
         return (num_tokens, HIDDEN), self.rows[0].dtype, DEVICE

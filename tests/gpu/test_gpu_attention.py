@@ -5,7 +5,7 @@ import torch
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
-from megatron_epp.runtime.attention.kernels import by_heads
+from megatron_epp.runtime.attention.kernels.base import backward_by_heads
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -78,7 +78,7 @@ def test_key_heads_that_go_one_after_the_other_have_the_gradients_of_all_at_once
         groups.append((dk, dv))
         return dk[:tokens], dv[:tokens]
 
-    dq, *_ = by_heads.backward(kernel, *inputs, take, count=1)
+    dq, *_ = backward_by_heads(kernel, *inputs, take, count=1)
     assert [dk.shape[1] for dk, _ in groups] == [1, 1]
     apart = dq, *(torch.cat(each, 1) for each in zip(*groups, strict=True))
     for one, wanted in zip(apart, kernel.backward(*inputs), strict=True):

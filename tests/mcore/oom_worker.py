@@ -1,5 +1,5 @@
-"""Trains with the settings of `oom_cases` that OOM_CASES names, in one of which a rank runs out of memory once, and keeps what
-each run did in OOM_FOLDER.
+"""Trains with the settings of `oom_cases` that OOM_CASES names, in one of which a rank runs out of memory, and writes the time
+limits of each run's process groups to OOM_FOLDER.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ def main() -> None:
             flags = [*COMMON, *shlex.split(case.flags), "--data-path", os.environ["OOM_DATA"], "--epp-report-dir", str(report)]
             limits_s: dict[str, float] = {}
             with out_of_memory(case.fails == rank, limits_s):
-                run = record(flags)
-            plans = [(plan.cap_bytes, plan.predicted.peak_bytes) for plan in run.plans]
-            kept = {"losses": run.losses, "validation": run.validation, "final": run.final, "plans": plans}
-            kept["limits_s"] = limits_s
-            torch.save(kept, folder / f"{name}-{rank}.pt")
+                record(flags)
+            torch.save(limits_s, folder / f"{name}-{rank}.pt")
 
 
 @contextlib.contextmanager

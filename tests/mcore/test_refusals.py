@@ -134,13 +134,11 @@ def test_what_cannot_be_shared_out_is_told_with_the_numbers(flags, processes, me
         prepare_epp_args(arguments(*flags, processes=processes))
 
 
-@pytest.mark.parametrize("kind", ["tensor-model", "context", "expert-model"])
-def test_a_second_try_is_refused_where_ranks_share_layers(kind):
-    flags = [f"--{kind}-parallel-size", 2, "--epp-oom-retry", "--num-experts", 4, "--moe-token-dispatcher-type", "alltoall"]
-    with pytest.raises(
-        ArgumentError, match=f"--epp-oom-retry cannot go with --{kind}-parallel-size 2: ranks that share layers"
-    ):
-        prepare_epp_args(arguments(*flags))
+def test_a_flag_that_was_removed_says_what_to_do_instead(capsys):
+    with pytest.raises(SystemExit):
+        arguments("--epp-oom-retry")
+    expected = "--epp-oom-retry was removed in 0.2.0: lower --epp-memory-cap-gb or --epp-chunk-tokens"
+    assert capsys.readouterr().err.endswith(f"{expected}\n")
 
 
 def test_layers_shared_unevenly_on_purpose_are_megatrons_own_affair():

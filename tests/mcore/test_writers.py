@@ -19,7 +19,6 @@ from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.worker import WorkerError
 from megatron_epp.report.memory import main_items
-from megatron_epp.runtime.out_of_memory import Shortage
 from megatron_epp.runtime.watchdog import Watchdog
 
 LINE = {
@@ -154,29 +153,6 @@ def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both, cap
     assert both[0].seen["epp/planned imbalance of replicas", 7] == 0.015
     writers.log(line)
     assert "imbalance of 4 replicas: 1.5% planned" in capsys.readouterr().out
-
-
-def test_retries_are_counted_where_they_are_asked_for(both, capsys):
-    name = "epp/retries after running out of memory"
-    for retries, told in ((0, False), (2, True)):
-        line = LINE | {"oom_retries": retries}
-        writers.write(line)
-        assert both[0].seen[name, 7] == retries
-        writers.log(line)
-        assert ("retries after running out of memory: 2" in capsys.readouterr().out) == told
-    assert name not in writers.scalars(LINE)
-
-
-def test_every_rank_lowers_the_caps_of_all_that_ran_out(monkeypatch):
-    ours = object.__new__(session.Session)
-    ours.rank, ours.retries, ours._all_ranks = 0, 0, object()
-    ours._problem = session.problem_of(FLAGS, (1000, 1000, 1000), (0, 1, 2))
-    monkeypatch.setattr(session, "from_each", lambda mine, group: [mine, None, None])
-    assert ours.lower_caps(None, (1000, 1000, 1000)) is None
-    assert (ours.retries, ours._problem.cap_bytes) == (0, (1000, 1000, 1000))
-    monkeypatch.setattr(session, "from_each", lambda mine, group: [mine, (2, 800), (2, 700), (1, 1200)])
-    assert ours.lower_caps(Shortage("", 900), (1000, 1000, 1000)) == (900, 1000, 700)
-    assert (ours.retries, ours._problem.cap_bytes) == (1, (900, 1000, 700))
 
 
 def test_a_batch_is_summed_up_for_errors():

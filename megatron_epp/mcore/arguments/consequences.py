@@ -99,17 +99,6 @@ def _check_context_parallel(args: argparse.Namespace) -> None:
         )
 
 
-def _check_oom_retry(args: argparse.Namespace) -> None:
-    """Refuse `--epp-oom-retry` where ranks share layers: the others would wait inside a layer for a rank that has stopped."""
-    if not args.epp_oom_retry:
-        return
-    names = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
-    if inside := [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names if getattr(args, name) > 1]:
-        raise ArgumentError(
-            f"--epp-oom-retry cannot go with {', '.join(inside)}: ranks that share layers would wait for the one that ran out"
-        )
-
-
 def _check_offload(args: argparse.Namespace) -> None:
     if args.epp_offload == "off":
         if args.epp_host_memory_gb is not None:
@@ -167,7 +156,6 @@ _CHECKS = (
     _check_numbers,
     _check_length,
     _check_context_parallel,
-    _check_oom_retry,
     check_stages,
     _check_recompute,
     _check_offload,

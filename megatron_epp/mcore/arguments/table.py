@@ -212,15 +212,6 @@ _RUNNING = (
         alone="on",
     ),
     Flag(
-        "oom_retry",
-        "--epp-oom-retry",
-        "",
-        SWITCH,
-        "Where a rank runs out of memory, plan the batch again below a cap lowered by what was in use beyond the plan, "
-        "and run it once more; later iterations keep that cap until the run ends. Gradients are reduced only when all ranks "
-        "are through, so --overlap-grad-reduce overlaps nothing then. Not with tensor, context or expert parallelism.",
-    ),
-    Flag(
         "loss_block_tokens",
         "--epp-loss-block-tokens",
         "--loss-block-tokens",
@@ -366,6 +357,9 @@ _MODEL = (
 _DATA = tuple(Flag(name, f"--{name.replace('_', '-')}") for name in ("eod_mask_loss", "tokenizer_type", "tokenizer_model"))
 
 TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *_MODEL, *_DATA)
+REMOVED = {"--epp-oom-retry": "0.2.0: lower --epp-memory-cap-gb or --epp-chunk-tokens"}
+"""Flags that are refused, each with the release that removed it and what to do."""
+
 ROWS = {row.setting: row for row in TABLE}
 """The rows by their settings."""
 TRAINING: Names = {row.setting: row.training for row in TABLE if row.training}

@@ -16,8 +16,8 @@ from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.attention.slice_view import SliceView
-from megatron_epp.runtime.autograd.boundary import Arrival
-from megatron_epp.runtime.autograd.weights import Kept, PutOff
+from megatron_epp.runtime.autograd.handles import ReceiveLeaf
+from megatron_epp.runtime.autograd.weights import DeferredGradient
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.tools.timer import Timer, time_host_copies
@@ -92,7 +92,7 @@ def forward(
     tokens = chunk.num_tokens
     stage.begin(lambda _: _arrays(tokens))
     shape, dtype, device = stage.message(tokens)
-    hidden = None if stage.is_first else Arrival().enter(torch.randn(shape, dtype=dtype, device=device))
+    hidden = None if stage.is_first else ReceiveLeaf().enter(torch.randn(shape, dtype=dtype, device=device))
     context = ChunkContext(0, SegmentTable.build(chunk, tokens), stage.relay, view, recompute)
     return hidden, stage.forward(context, hidden), context
 
@@ -107,7 +107,7 @@ def layers_of(stage: MegatronStage) -> torch.nn.ModuleList:
     return layers
 
 
-def by_place(stage: MegatronStage, kept: list[Kept | PutOff]) -> tuple[list[Kept | PutOff], list[Kept | PutOff]]:
+def by_place(stage: MegatronStage, kept: list[DeferredGradient]) -> tuple[list[DeferredGradient], list[DeferredGradient]]:
     """Separate the weight gradients of the layers from the others."""
     inside = {id(weight) for weight in layers_of(stage).parameters()}
     return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]

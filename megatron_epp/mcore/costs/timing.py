@@ -22,7 +22,7 @@ from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.runtime.attention.slice_view import SliceView
-from megatron_epp.runtime.autograd.weights import Kept, PutOff
+from megatron_epp.runtime.autograd.weights import DeferredGradient
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.tools.timer import Timer
 
@@ -205,7 +205,7 @@ def _end(stage: MegatronStage, one: _Alive) -> Times:
     )
 
 
-def _time_weights(stage: MegatronStage, kept: list[Kept | PutOff], clock: _Clock) -> tuple[float, float]:
+def _time_weights(stage: MegatronStage, kept: list[DeferredGradient], clock: _Clock) -> tuple[float, float]:
     """Compute the weight gradients; return the microseconds for the layers' and for all."""
     clock.note("weights")
     for name, part in zip(("layers' weights end", "weights end"), by_place(stage, kept), strict=True):

@@ -23,6 +23,7 @@ from megatron_epp.mcore.model.layer_spec import relayed
 from megatron_epp.mcore.model.linear import split_weight_gradients
 from megatron_epp.mcore.model.rotary import PositionedRotary
 from megatron_epp.plan import EppError
+from megatron_epp.runtime.attention import context_parallel
 
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
 """Constructor parameters through which models receive the specs of their layers."""
@@ -64,8 +65,7 @@ def check_adopted(model: torch.nn.Module) -> None:
 def _finish(model: torch.nn.Module, args: argparse.Namespace) -> None:
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None:
-        shard, num_shards = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
-        model.rotary_pos_emb = PositionedRotary(rotary, shard, num_shards)
+        model.rotary_pos_emb = PositionedRotary(rotary, context_parallel.of_group(mpu.get_context_parallel_group()))
     if args.epp_placement != "looped":
         model_chunks.tie(model, args)
     if args.epp_split_weight_gradient and args.epp_schedule == "elastic":

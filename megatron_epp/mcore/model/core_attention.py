@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_epp.plan import EppError
+from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.context import ChunkContext
 
@@ -59,7 +59,7 @@ class RelayAttention(torch.nn.Module):
         self.preference = config.attention_backend.name
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(channels)
         group = getattr(pg_collection, "cp", None) or mpu.get_context_parallel_group()
-        self.context_group = group if dist.get_world_size(group) > 1 else None
+        self.context_parallel = context_parallel.of_group(group)
 
     def forward(
         self,
@@ -86,6 +86,7 @@ class RelayAttention(torch.nn.Module):
         if not isinstance(packed_seq_params, ChunkParams):
             raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")
         context = packed_seq_params.context
-        rows = query[:, 0], key[:, 0], value[:, 0]
-        out = chunk_attention(*rows, context, self.layer_number, self.scale, self.context_group, self.preference)
+        cached = key[:, 0], value[:, 0]
+        options = self.scale, self.context_parallel, self.preference
+        out = chunk_attention(query[:, 0], cached, context, self.layer_number, *options)
         return out.reshape(out.shape[0], 1, -1)

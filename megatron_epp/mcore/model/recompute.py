@@ -21,8 +21,7 @@ from torch import Tensor
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.plan import EppError
 from megatron_epp.plan.recompute import CORE_ATTENTION, MLP, MODES, NORMS, PROJECTIONS
-from megatron_epp.runtime.autograd.discard import Discarded
-from megatron_epp.runtime.autograd.hold import Attended
+from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discarded
 
 
 def recompute_by_level(layers: Iterable[torch.nn.Module]) -> None:
@@ -66,7 +65,7 @@ class _Layer:
             finally:
                 self._parts, self._normed = frozenset(), None
         if CORE_ATTENTION not in parts:
-            kwargs["packed_seq_params"] = ChunkParams(replace(params.context, attended=Attended()))
+            kwargs["packed_seq_params"] = ChunkParams(replace(params.context, attention_output=CachedAttentionOutput()))
         return _again(self._run, args, kwargs)
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:

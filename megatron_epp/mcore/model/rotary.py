@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.mcore.model.core_attention import ChunkParams
+from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
 
 
 class PositionedRotary(torch.nn.Module):
@@ -17,14 +18,12 @@ class PositionedRotary(torch.nn.Module):
 
     Args:
         rotary: the model's own rotary embedding.
-        shard: index of this context-parallel rank.
-        num_shards: number of context-parallel ranks, which share the tokens of a chunk.
+        context_parallel: how ranks share the tokens of a chunk.
     """
 
-    def __init__(self, rotary: torch.nn.Module, shard: int = 0, num_shards: int = 1) -> None:
+    def __init__(self, rotary: torch.nn.Module, context_parallel: ContextParallel = NOT_SHARED) -> None:
         super().__init__()
-        self.rotary = rotary
-        self.shard, self.num_shards = shard, num_shards
+        self.rotary, self.context_parallel = rotary, context_parallel
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
         params = next((a for a in (*args, *kwargs.values()) if isinstance(a, ChunkParams)), None)
@@ -34,7 +33,8 @@ class PositionedRotary(torch.nn.Module):
         """Return the angles of a chunk, ``[tokens / shards, 1, 1, channels]``, and any further result of the wrapped module."""
         if not isinstance(length, ChunkParams):
             return self.rotary(length, *args, **kwargs)
-        pieces = length.context.table.part(self.shard, self.num_shards)
+        table = length.context.table
+        pieces = table.part(self.context_parallel.shard(table.num_tokens))
         parts = [self._angles(piece.start, piece.num_tokens) for piece in pieces]
         if isinstance(parts[0], tuple):  # YaRN returns a scale too
             return torch.cat([p[0] for p in parts]), *parts[0][1:]

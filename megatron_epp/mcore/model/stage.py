@@ -19,6 +19,7 @@ from megatron_epp.mcore.model.experts import scale_router_losses
 from megatron_epp.mcore.model.loss import check_loss, summed_loss
 from megatron_epp.mcore.model.recompute import recompute_by_level
 from megatron_epp.plan import EppError
+from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
@@ -157,13 +158,6 @@ class MegatronStage:
     def release_output(self, output: Tensor) -> None:
         deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
-    def abandon(self) -> None:
-        """Drop caches, kept weight gradients and the last input."""
-        self.relay.clear()
-        if self.weights is not None:
-            self.weights.clear()
-        get_attr_wrapped_model(self.model, "set_input_tensor")(None)
-
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Return shape, dtype and device of a chunk's hidden states."""
         shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
@@ -177,7 +171,8 @@ class MegatronStage:
         if arrays is None:
             return {"input_ids": None, "position_ids": None, "labels": None, "loss_mask": None}
 
-        arrays = arrays.part(mpu.get_context_parallel_rank(), self.config.context_parallel_size)
+        sharing = context_parallel.of_group(mpu.get_context_parallel_group())
+        arrays = arrays.part(sharing.shard(len(arrays.tokens)))
 
         def row(x: Tensor) -> Tensor:
             if self._device.type == "cuda":
@@ -212,7 +207,7 @@ class MegatronStage:
         timers(name, log_level=2).start()
         try:
             yield
-        finally:  # an action that fails may run again
+        finally:
             timers(name).stop()
 
     def _autocast(self) -> AbstractContextManager[Any]:

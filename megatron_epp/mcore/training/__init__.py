@@ -1,1 +1,1 @@
-"""Megatron's training loop under plans: the session, the schedule function, reports, reduction and retries."""
+"""Megatron's training loop under plans: the session, the schedule function, reports and reduction."""

@@ -20,11 +20,10 @@ from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_sto
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
-from megatron_epp.mcore.training.retry import run_twice_if_short
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.out_of_memory import Shortage, ShortagePolicy
+from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ def forward_backward_elastic(
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     batch = _next_batch(batches, num_microbatches, session)
     report = IterationReport.begin(session, batch, forward_only)
-    batch = _run(session, models, config, batches, batch, report)
+    _run(session, models, config, batch, report)
     if not forward_only:
         count_tokens(batch)
     with session.watchdog.watch(lambda: f"rank {session.rank} waits for gradient finalisation (--epp-wait-limit-seconds)"):
@@ -91,42 +90,21 @@ def forward_backward_elastic(
     return [] if loss is None else [{"lm loss": loss}]
 
 
-def _run(
-    session: Session,
-    models: list[torch.nn.Module],
-    config: Any,
-    batches: Iterator[GlobalBatch],
-    batch: GlobalBatch,
-    report: IterationReport,
-) -> GlobalBatch:
-    """Run this rank's part of the batch's plan, and start the reduction of gradients. Returns the batch as it ran."""
+def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: GlobalBatch, report: IterationReport) -> None:
+    """Run this rank's part of the batch's plan, and start the reduction of gradients."""
     args = session.args
-    reduction: Reduction | None = None
-
-    def attempt(batch: GlobalBatch, survives: bool) -> Shortage | None:
-        nonlocal reduction
-        assert batch.plan is not None
-        policy = ShortagePolicy(survives, report.usage, args.epp_recompute != "auto")
-        reduction = Reduction(config, models, session.rank == 0, args.epp_split_weight_gradient, args.epp_oom_retry)
-        with reduction, report.measuring(batch), torch.set_grad_enabled(not batch.plan.forward_only):
-            for index, stage in enumerate(session.stages.values()):
-                stage.begin(batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
-            links, recorder, watchdog = session.links, report.recorder, session.watchdog
-            executor = Executor(
-                batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, policy, session.host
-            )
-            executor.run()
-        return executor.shortage
-
-    if args.epp_oom_retry:
-        batch = run_twice_if_short(session, models, batches, batch, attempt)
-        assert reduction is not None
-        reduction.start()
-    else:
-        attempt(batch, False)
+    assert batch.plan is not None
+    out_of_memory = OutOfMemoryReport(report.usage, args.epp_recompute != "auto")
+    reduction = Reduction(config, models, session.rank == 0, args.epp_split_weight_gradient)
+    with reduction, report.measuring(batch), torch.set_grad_enabled(not batch.plan.forward_only):
+        for index, stage in enumerate(session.stages.values()):
+            stage.begin(batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
+        links, recorder, watchdog = session.links, report.recorder, session.watchdog
+        Executor(
+            batch.plan, session.rank, session.stages, links, recorder, watchdog, report.offload, out_of_memory, session.host
+        ).run()
     for stage in session.stages.values():
         stage.check()
-    return batch
 
 
 def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -42,8 +42,6 @@ def scalars(line: dict[str, Any]) -> dict[str, float]:
     if devices := [peak for peak in line["device_peak_bytes"] if peak is not None]:
         for name, peaks in zip(("allocated", "reserved"), zip(*devices, strict=True), strict=True):
             found[f"epp/{name} peak so far (GiB)"] = max(peaks) / _GIB
-    if "oom_retries" in line:
-        found["epp/retries after running out of memory"] = line["oom_retries"]
     return found | {
         "epp/planning (ms)": line["planning_us"] / _MS,
         "epp/waiting for the plan (ms)": line["plan_wait_us"] / _MS,
@@ -87,8 +85,6 @@ def log(line: dict[str, Any]) -> None:
         parts.append(f"keys and values at the host (GiB): {line['hosted_bytes'] / _GIB:.3g}")
     if line["replicas"] > 1:
         parts.append(f"imbalance of {line['replicas']} replicas: {line['imbalance']:.1%} planned")
-    if line.get("oom_retries"):
-        parts.append(f"retries after running out of memory: {line['oom_retries']}")
     print_rank_last(" | ".join(parts))
 
 

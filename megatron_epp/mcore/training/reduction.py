@@ -27,19 +27,15 @@ class Reduction:
         chunks: the rank's model chunks, by ascending stage.
         has_first: True if the rank has the pipeline's first stage.
         splits_weights: True if weight gradients may be split from their backwards.
-        waits: True if no reduction starts before `start`, which is to be called after the block.
     """
 
-    def __init__(
-        self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool, waits: bool = False
-    ) -> None:
+    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
         self._chunks = chunks
         self._no_sync = _one_each(config.no_sync_func, chunks)
-        self._by_hooks = len(chunks) == 1 and has_first and not splits_weights and not waits
+        self._by_hooks = len(chunks) == 1 and has_first and not splits_weights
         self._starts = _one_each(config.grad_sync_func, chunks) or [chunk.start_grad_sync for chunk in chunks]
         if self._by_hooks or not self._no_sync:
             self._starts = []
-        self._waits = waits
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Reduction:
@@ -57,13 +53,8 @@ class Reduction:
 
     def reduce(self, index: int) -> None:
         """Start the reduction of chunk `index`, whose gradients are complete."""
-        if self._starts and not self._waits:
+        if self._starts:
             self._starts[index](self._chunks[index].parameters())
-
-    def start(self) -> None:
-        """Start the reductions that `waits` held back, last stage first."""
-        for start, chunk in reversed(list(zip(self._starts, self._chunks, strict=False))):
-            start(chunk.parameters())
 
 
 def _one_each(functions: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:

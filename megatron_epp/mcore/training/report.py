@@ -78,7 +78,7 @@ class IterationReport:
 
     @contextlib.contextmanager
     def measuring(self, batch: GlobalBatch) -> Iterator[None]:
-        """Measure one attempt at the iteration: a context around all that builds or frees graphs. Resets earlier attempts."""
+        """Measure the iteration: a context around all that builds or frees graphs."""
         self.batch, self.recorder, self.saved, self.offload = batch, Recorder(enabled=self.collects), None, None
         copies = () if batch.plan is None else batch.plan.copies
         if (self.session.args.epp_measure_memory or any(copies)) and not self.is_evaluation:
@@ -160,8 +160,6 @@ class IterationReport:
             return line
         line |= {"planning_us": self.batch.planning_us, "plan_wait_us": max(entry["plan_wait_us"] for entry in everyone)}
         planned_us = next(entry["planned_us"] for entry in reversed(everyone) if entry["planned_us"] is not None)
-        if self.session.args.epp_oom_retry:
-            line["oom_retries"] = self.session.retries
         line |= {"replicas": self.session.replicas, "imbalance": imbalance(planned_us)}
         line |= {"host_peak_bytes": [entry["host_peak"] for entry in everyone]}
         return line | _planned_line(self.batch.plan, measured) | {"wait_us": [entry["wait_us"] for entry in everyone]}

@@ -30,12 +30,9 @@ from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.service.replica_balance import Teams, teams_of
-from megatron_epp.runtime.links.groups import Groups
+from megatron_epp.runtime.links.groups import Groups, from_each, from_first
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.links.sharing import from_each, from_first
-from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.offload.host_limit import host_limit
-from megatron_epp.runtime.out_of_memory import Shortage
+from megatron_epp.runtime.offload.host import HostMemory, host_limit
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -78,8 +75,6 @@ class Session:
         """Host memory that receives offloaded activations; None without --epp-offload."""
         self.plan_wait_us = 0.0
         """Time spent waiting for the last batch, in microseconds."""
-        self.retries = 0
-        """Number of iterations retried below lower caps (`lower_caps`)."""
         self.memory_is_told = False
         """True once the parts of the planned peaks have been logged."""
         self.batches_seen: list[tuple[int, ...]] = []
@@ -89,7 +84,6 @@ class Session:
         self._planner: BackgroundPlanner | None = None
         self._can_plan = threading.Event()
         self._planning_ranks: dist.ProcessGroup | None = None
-        self._all_ranks: dist.ProcessGroup | None = None
 
     def attach(self, models: Sequence[torch.nn.Module], config: Any) -> None:
         """Wrap the rank's model chunks as stages and learn their costs, at the first call; later calls do nothing."""
@@ -117,8 +111,6 @@ class Session:
         options = link_options(self.args, len(pipeline), both_ways)
         self.links = Links.create(pipeline, self._team_ranks[self.team], groups, both_ways, options)
         self._planning_ranks = groups.of(tuple(ranks[0] for ranks in self._team_ranks), backend="gloo")
-        if self.args.epp_oom_retry:
-            self._all_ranks = groups.of(tuple(range(dist.get_world_size())), backend="gloo")
         if self.args.epp_schedule == "elastic":
             _, _, device = next(iter(self.stages.values())).message(1)
             with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
@@ -176,36 +168,8 @@ class Session:
 
         place = self.teams[self.team].index(self.replica)
         return PlanSource(
-            make if self.plans else None,
-            self._exchange,
-            place,
-            self._agree,
-            lambda plan: prepare(plan, self.rank),
-            lambda: self.retries,
+            make if self.plans else None, self._exchange, place, self._agree, lambda plan: prepare(plan, self.rank)
         )
-
-    def lower_caps(self, shortage: Shortage | None, cap_bytes: Sequence[int]) -> tuple[int, ...] | None:
-        """Lower caps permanently if any rank of the job ran out of memory, on the ranks of all replicas with the same stages.
-
-        Every rank of the job must call this at the same point, at the end of every iteration.
-
-        Args:
-            shortage: this rank's out-of-memory error, if any.
-            cap_bytes: caps of the iteration's plan, by pipeline rank.
-
-        Returns:
-            the new caps; None if no rank ran out of memory.
-        """
-        assert self._all_ranks is not None
-        found = from_each(None if shortage is None else (self.rank, shortage.cap_bytes), self._all_ranks)
-        lower = [each for each in found if each is not None]
-        if not lower:
-            return None
-        caps = tuple(min(cap, *(new for of, new in lower if of == rank), cap) for rank, cap in enumerate(cap_bytes))
-        if self._problem is not None:
-            self._problem = replace(self._problem, cap_bytes=caps)
-        self.retries += 1
-        return caps
 
     def close(self) -> None:
         """End planning. Any thread that still waits for a plan gets an error."""

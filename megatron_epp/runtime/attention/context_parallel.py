@@ -1,23 +1,89 @@
-"""Context parallelism: between attention calls a rank holds some of a chunk's tokens, inside them some of the heads.
+"""Context parallelism: how the ranks of a group share the tokens of a chunk, between attention calls and inside them.
 
-As in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509): ahead of attention every rank sends each other rank the queries,
-keys and values of that rank's heads, and gets all tokens of its own heads; the output goes the opposite way. A chunk's tokens
-are shared out in their order, the same number to each rank, so a slice's cache holds whole sequences of a rank's own heads, and
-the relay and the kernels know nothing of it. All ranks of the group must run the same actions in the same order.
+A scheme says which tokens a rank has (`shard`) and how attention runs on them (`attend`). What a scheme costs is in
+`cost.context_parallel`. All ranks of the group must run the same actions in the same order.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.runtime.attention.layout import Tensors
+
+Attend = Callable[[Tensor, Tensors], Tensor]
+"""Function from queries and cached tensors, ``[tokens, heads, *]``, to attention's output, ``[tokens, query_heads, *]``."""
+
+
+class ContextParallel(Protocol):
+    """Scheme by which ranks share the tokens of every chunk."""
+
+    def shard(self, num_tokens: int) -> tuple[slice, ...]:
+        """Return this rank's tokens among the `num_tokens` (padded) tokens of a chunk, in the order in which it has them."""
+
+    def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
+        """Run core attention.
+
+        Args:
+            attend: attention of all tokens of a chunk for some heads, on this rank.
+            q: ``[own tokens, query_heads, channels]``.
+            cached: ``[own tokens, kv_heads, width]`` each.
+
+        Returns:
+            ``[own tokens, query_heads, value_channels]``.
+        """
+
+
+class _NotShared:
+    """Implements `ContextParallel` for ranks that have all tokens of a chunk."""
+
+    def shard(self, num_tokens: int) -> tuple[slice, ...]:
+        return (slice(0, num_tokens),)
+
+    def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
+        return attend(q, cached)
+
+
+NOT_SHARED: ContextParallel = _NotShared()
+"""No context parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExchange:
+    """Exchanges tokens for heads around attention, as in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509).
+
+    Ahead of attention every rank sends each other rank the queries and cached tensors of that rank's heads, and gets all tokens
+    of its own heads; the output goes the opposite way. A chunk's tokens are shared out in their order, the same number to each
+    rank, so a slice's cache holds whole sequences of a rank's own heads, and the relay and the kernels know nothing of it.
+
+    Attributes:
+        group: the context-parallel ranks, n of them; n divides the number of query heads.
+    """
+
+    group: dist.ProcessGroup
+
+    def shard(self, num_tokens: int) -> tuple[slice, ...]:
+        index, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        return (slice(index * num_tokens // size, (index + 1) * num_tokens // size),)
+
+    def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
+        q, *cached_heads = to_heads(self.group, q, *cached)
+        return to_tokens(self.group, attend(q, tuple(cached_heads)))
+
+
+def of_group(group: dist.ProcessGroup) -> ContextParallel:
+    """Return the scheme for a group of context-parallel ranks, which may be one rank."""
+    return HeadExchange(group) if dist.get_world_size(group) > 1 else NOT_SHARED
+
 
 def to_heads(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """All tokens of this rank's heads.
+    """Return all tokens of this rank's heads.
 
     Where there are not enough heads for the ranks (grouped queries), they are repeated: heads ``[0, 1]`` over 4 ranks go out as
     ``[0, 0, 1, 1]``, and their gradients come back summed.
@@ -34,7 +100,7 @@ def to_heads(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def to_tokens(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    """All heads of this rank's tokens: what `to_heads` does, undone.
+    """Return all heads of this rank's tokens: what `to_heads` does, undone.
 
     Args:
         group: the context-parallel ranks, n of them.
@@ -54,7 +120,7 @@ def _enough_heads(x: Tensor, size: int) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Tokens for heads, or heads for tokens; each is the other's gradient."""
+    """Exchange of tokens for heads, or of heads for tokens; each is the other's gradient."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, for_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -67,7 +133,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(group: dist.ProcessGroup, for_heads: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Every tensor in a collective of its own, all under way together."""
+    """Exchange every tensor in a collective of its own, all under way together."""
     size = dist.get_world_size(group)
     parts = [_parts_by_heads(x, size) if for_heads else _parts_by_tokens(x, size) for x in tensors]
     received = [torch.empty_like(x) for x in parts]
@@ -80,10 +146,10 @@ def _exchange(group: dist.ProcessGroup, for_heads: bool, tensors: tuple[Tensor, 
 
 
 def _parts_by_heads(x: Tensor, size: int) -> Tensor:
-    """``[tokens, heads, channels]`` to ``[size, tokens, heads / size, channels]``: entry r is for rank r."""
+    """Convert ``[tokens, heads, channels]`` to ``[size, tokens, heads / size, channels]``: entry r is for rank r."""
     return x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
 
 
 def _parts_by_tokens(x: Tensor, size: int) -> Tensor:
-    """``[tokens, heads, channels]`` to ``[size, tokens / size, heads, channels]``: entry r is for rank r."""
+    """Convert ``[tokens, heads, channels]`` to ``[size, tokens / size, heads, channels]``: entry r is for rank r."""
     return x.unflatten(0, (size, -1)).contiguous()

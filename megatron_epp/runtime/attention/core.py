@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.runtime.attention import kernels
-from megatron_epp.runtime.attention.context_parallel import to_heads, to_tokens
-from megatron_epp.runtime.attention.kernels import by_heads
-from megatron_epp.runtime.attention.kernels.base import Saved
+from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
+from megatron_epp.runtime.attention.kernels.base import Saved, backward_by_heads
+from megatron_epp.runtime.attention.layout import KEYS_AND_VALUES, KVLayout, Tensors
 from megatron_epp.runtime.context import ChunkContext
 
 
 class _ChunkAttention(torch.autograd.Function):
-    """Queries of a chunk against its own keys and, for a slice, its sequence's cache.
+    """Queries of a chunk against what is cached of the chunk and, for a slice, of its sequence.
 
     What a slice attends to stays in the relay, not in this graph: no edge joins the graphs of two slices, so each can run
     backward on its own as long as later slices go first.
@@ -25,57 +24,69 @@ class _ChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: ChunkContext, layer: int, scale: float, preference: str
+        ctx: Any,
+        q: Tensor,
+        context: ChunkContext,
+        layer: int,
+        scale: float,
+        preference: str,
+        layout: KVLayout,
+        *cached: Tensor,
     ) -> Tensor:
-        view = context.view
-        q = _compact(q)
-        kernel = kernels.choose(q, k, preference)
-        caches = None if view is None else context.relay.caches_of(view)
-        parts = 1 if caches is None else caches.parts(k.shape[1])
-        kept = (_compact(k), _compact(v)) if view is None else tuple(_compact(x[view.num_cached :]) for x in (k, v))
+        view, relay, q = context.view, context.relay, _compact(q)
+        kernel = kernels.choose(q, *layout.keys_and_values(tuple(x[:0] for x in cached)), preference)
+        parts = 1 if view is None else relay.parts(view, cached[0].shape[1])
+        own = tuple(_compact(x if view is None else x[view.num_cached :]) for x in cached)
 
         def attend() -> tuple[Tensor, Saved]:
-            outs, saved = [], []
+            outs: list[Tensor] = []
+            saved: list[Tensor] = []
             for part in range(parts):
-                own = _heads(part, parts, q, *(kept if caches is None else (k, v)))
-                seen = own[1:] if caches is None or view is None else caches.append(layer, view, *own[1:], part)
-                out, more = kernel.forward(own[0], *seen, context.table, scale)
+                own_q, *seen = _heads(part, parts, (q, *(own if view is None else cached)))
+                if view is not None:
+                    seen = list(relay.append(layer, view, seen, part))
+                out, more = kernel.forward(own_q, *layout.keys_and_values(tuple(seen)), context.table, scale)
                 outs.append(out)
                 saved += more
             return _joined(outs), tuple(saved)
 
-        out, saved = attend() if context.attended is None else context.attended.once(attend)
-        ctx.save_for_backward(q, out, *kept, *saved)
-        ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.parts = context, layer, scale, kernel, parts
-        if caches is not None and view is not None and view.is_tail and context.forward_only:
-            caches.release(layer, view)
+        out, saved = attend() if context.attention_output is None else context.attention_output.once(attend)
+        ctx.save_for_backward(q, out, *own, *saved)
+        ctx.context, ctx.layer, ctx.scale, ctx.kernel, ctx.layout = context, layer, scale, kernel, layout
+        ctx.parts, ctx.num_cached = parts, len(cached)
+        if view is not None and view.is_tail and context.forward_only:
+            for part in range(parts):
+                relay.release(layer, view, part)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: ChunkContext = ctx.context
-        view, parts, layer = context.view, ctx.parts, ctx.layer
-        caches = None if view is None else context.relay.caches_of(view)
-        q, out, k, v, *saved = ctx.saved_tensors
+        layout: KVLayout = ctx.layout
+        view, relay, parts, layer = context.view, context.relay, ctx.parts, ctx.layer
+        q, out, *rest = ctx.saved_tensors
+        own, saved = rest[: ctx.num_cached], rest[ctx.num_cached :]
         count = len(saved) // parts
-        grads: list[tuple[Tensor, ...]] = []
+        grads: list[Tensors] = []
         for part in reversed(range(parts)):
-            own_grad, own_q, own_out, *own = _heads(part, parts, grad, q, out, k, v)
-            seen = own if caches is None or view is None else caches.keys_and_values(layer, view, *own, part)
+            own_grad, own_q, own_out, *uncached = _heads(part, parts, (grad, q, out, *own))
+            seen = tuple(uncached) if view is None else relay.recall(layer, view, uncached, part)
             own_saved = tuple(saved[part * count : (part + 1) * count])
 
-            def take(dk: Tensor, dv: Tensor, heads: slice | None, part: int = part) -> tuple[Tensor, Tensor]:
-                return (dk, dv) if caches is None or view is None else caches.take_gradient(layer, view, dk, dv, part, heads)
+            def take(dk: Tensor, dv: Tensor, heads: slice | None, part: int = part) -> Tensors:
+                made = layout.gradients(dk, dv)
+                return made if view is None else relay.take_gradient(layer, view, made, part, heads)
 
-            inputs = own_grad, own_q, *seen, own_out, own_saved, context.table, ctx.scale
-            grads.insert(0, by_heads.backward(ctx.kernel, *inputs, take))
-        dq, dk, dv = (_joined(each) for each in zip(*grads, strict=True))
-        return dq, dk, dv, None, None, None, None
+            k, v = layout.keys_and_values(seen)
+            inputs = own_grad, own_q, k, v, own_out, own_saved, context.table, ctx.scale
+            grads.insert(0, backward_by_heads(ctx.kernel, *inputs, take))
+        dq, *dcached = (_joined(each) for each in zip(*grads, strict=True))
+        return dq, None, None, None, None, None, *dcached
 
 
-def _heads(part: int, parts: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """A group of heads of each tensor, ``[tokens, heads, channels]``; all of them as they are where there is one group."""
-    return tensors if parts == 1 else tuple(x.chunk(parts, 1)[part].contiguous() for x in tensors)
+def _heads(part: int, parts: int, tensors: Iterable[Tensor]) -> Tensors:
+    """Select a group of heads of each tensor, ``[tokens, heads, channels]``; all of them as they are if there is one group."""
+    return tuple(tensors) if parts == 1 else tuple(x.chunk(parts, 1)[part].contiguous() for x in tensors)
 
 
 def _joined(groups: Sequence[Tensor]) -> Tensor:
@@ -83,7 +94,9 @@ def _joined(groups: Sequence[Tensor]) -> Tensor:
 
 
 def _compact(x: Tensor) -> Tensor:
-    """Queries, keys and values are often views of one projection: saving any of them would keep all of it. And some kernels see
+    """Return a tensor that is dense and has a storage of its own, itself if it has.
+
+    Queries, keys and values are often views of one projection: saving any of them would keep all of it. And some kernels see
     addresses only, no strides.
     """
     dense = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
@@ -92,34 +105,37 @@ def _compact(x: Tensor) -> Tensor:
 
 def chunk_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    cached: Sequence[Tensor],
     context: ChunkContext,
     layer: int,
     scale: float,
-    group: dist.ProcessGroup | None = None,
+    context_parallel: ContextParallel = NOT_SHARED,
     preference: str = "auto",
+    layout: KVLayout = KEYS_AND_VALUES,
 ) -> Tensor:
     """Causal attention inside every segment of a chunk.
 
     Args:
-        q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last; where `group` is given, this rank's
-            share of them.
-        k: ``[tokens, kv_heads, channels]``.
-        v: as `k`.
+        q: ``[tokens, query_heads, channels]``, tokens in the chunk's order, padding last; this rank's share of them where
+            ranks share the chunk's tokens.
+        cached: what later slices attend to, ``[tokens, kv_heads, width]`` each: keys and values, or what `layout` says.
         context: the chunk being run.
         layer: number of the layer, unique in its stage.
-        scale: of the scores, usually ``channels ** -0.5``.
-        group: the ranks that share the chunk's tokens (context parallelism); their number divides `query_heads`.
-        preference: of kernels, a key of `kernels.PREFERENCES`.
+        scale: factor on the scores, usually ``channels ** -0.5``.
+        context_parallel: how ranks share the chunk's tokens.
+        preference: preference of kernels, a key of `kernels.PREFERENCES`.
+        layout: what `cached` holds.
 
     Returns:
-        ``[tokens, query_heads, channels]``.
+        ``[tokens, query_heads, value_channels]``.
 
     Raises:
         RelayError: the slices of a sequence run in an order its plan rules out.
         EppError: no kernel of the preference can serve.
     """
-    if group is None:
-        return _ChunkAttention.apply(q, k, v, context, layer, scale, preference)
-    return to_tokens(group, _ChunkAttention.apply(*to_heads(group, q, k, v), context, layer, scale, preference))
+
+    def attend(q: Tensor, cached: Tensors) -> Tensor:
+        out: Tensor = _ChunkAttention.apply(q, context, layer, scale, preference, layout, *cached)
+        return out
+
+    return context_parallel.attend(attend, q, tuple(cached))

@@ -1,62 +1,166 @@
-"""The KV relay: keys and values of sliced sequences, handed from slice to slice.
+"""KV relay: what a slice of a sequence caches is handed to the later slices, and its gradient back to the earlier ones.
 
-Forward of a slice writes its keys and values after those of the earlier slices and attends over all of them. Backward runs the
-slices last to first; each adds the gradient of the whole prefix to accumulators and takes out its own part, which is complete
-because every later slice has run. Buffers are allocated once per sequence at its full length and never grow.
+Forward of a slice writes its cached tensors (keys and values, see `layout`) after those of the earlier slices and attends over
+all of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out
+its own part, which is complete because every later slice has run.
+
+`KVRelay` holds the order of these steps. Where the tensors are is up to a `Store`: in device memory, or with KV offload
+(`kv_offload`) in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan.kv_sums import in_fp32
 from megatron_epp.plan.size_class import size_class
-from megatron_epp.runtime.attention.kv_offload import HostedCaches
-from megatron_epp.runtime.attention.slice_view import RelayError, SliceView, check_backward, check_forward, no_cache
+from megatron_epp.runtime.attention.kv_offload import HostStore
+from megatron_epp.runtime.attention.layout import Piece, Tensors
+from megatron_epp.runtime.attention.slice_view import RelayError, SliceView
 from megatron_epp.runtime.offload.host import HostMemory
 
 
-@dataclass(slots=True)
-class _Entry:
-    """KV cache of one sequence in one layer: tensors ``[size class of its capacity, kv_heads, channels]``."""
+class Store(Protocol):
+    """Memory of KV caches, piece by piece: a piece is a layer, or a group of heads of a layer.
 
-    k: Tensor
-    v: Tensor
-    filled: int = 0
-    """Number of tokens, from the first, whose keys and values are stored."""
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-    taken_from: int | None = None
-    """First token whose gradient has been handed out; None before the first."""
+    Attributes:
+        num_bytes: bytes on the device now.
+    """
+
+    num_bytes: int
+
+    def parts(self, heads: int) -> int:
+        """Return the number of groups of heads that attention processes one after the other."""
+
+    def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
+        """Make room for a piece of a sequence, whose tensors are like `like` except for the number of tokens."""
+
+    def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
+        """Return buffers on the device that have room for a chunk and hold the first `num_rows` tokens of a piece."""
+
+    def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
+        """Keep the rows ``[view.start, view.stop)`` that were written to the buffers."""
+
+    def expect_gradient(self, view: SliceView, piece: Piece) -> None:
+        """Start to fetch the accumulators of a piece, whose backward begins."""
+
+    def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
+        """Add gradients to the accumulators, which are fp32 if `wide`; return those of the chunk's own tokens, complete."""
+
+    def keep_gradient(self, view: SliceView, piece: Piece) -> None:
+        """Keep the accumulators, to which gradients of all heads were added, for the slices before this one."""
+
+    def free(self, view: SliceView, piece: Piece) -> None:
+        """Free a piece."""
+
+
+@dataclass(slots=True)
+class _Resident:
+    """Piece of a sequence in device memory: tensors ``[size class of its capacity, heads, width]``."""
+
+    rows: Tensors
+    gradients: Tensors | None = None
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.k, self.v, self.dk, self.dv) if t is not None)
+        return sum(x.nbytes for x in (*self.rows, *(self.gradients or ())))
+
+
+class DeviceStore:
+    """KV caches in device memory. Buffers are allocated once per sequence at its full length and never grow."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._pieces: dict[tuple[int, Piece], _Resident] = {}
+
+    def parts(self, heads: int) -> int:
+        return 1
+
+    def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
+        num_rows = size_class(view.capacity)
+        made = self._pieces[view.sequence, piece] = _Resident(tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like))
+        self.num_bytes += made.num_bytes
+
+    def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
+        return self._pieces[view.sequence, piece].rows
+
+    def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
+        """Do nothing: the buffers are the cache."""
+
+    def expect_gradient(self, view: SliceView, piece: Piece) -> None:
+        """Do nothing: accumulators are on the device."""
+
+    def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
+        found = self._pieces[view.sequence, piece]
+        if found.gradients is None:
+            pairs = zip(grads, found.rows, strict=True)
+            found.gradients = tuple(_accumulator(grad, rows, heads, wide) for grad, rows in pairs)
+            self.num_bytes += sum(x.nbytes for x in found.gradients)
+        own = []
+        for total, grad in zip(found.gradients, grads, strict=True):
+            of_heads = total if heads is None else total[:, heads]
+            if not view.is_tail:
+                of_heads[: view.stop] += grad[: view.stop]
+            elif heads is not None:
+                of_heads[:] = grad
+            mine, uncached = of_heads[view.start : view.stop].to(grad.dtype), grad[view.stop :]
+            own.append(torch.cat([mine, uncached]) if uncached.shape[0] else mine)
+        return tuple(own)
+
+    def keep_gradient(self, view: SliceView, piece: Piece) -> None:
+        """Do nothing: accumulators stay where they are."""
+
+    def free(self, view: SliceView, piece: Piece) -> None:
+        self.num_bytes -= self._pieces.pop((view.sequence, piece)).num_bytes
+
+
+def _accumulator(grad: Tensor, rows: Tensor, heads: slice | None, wide: bool) -> Tensor:
+    """Return the accumulator of gradients: the first gradient if it has all heads, else an empty tensor for all heads."""
+    dtype = torch.promote_types(grad.dtype, torch.float32) if wide else grad.dtype
+    if heads is None:
+        return grad.to(dtype)
+    return torch.empty((grad.shape[0], *rows.shape[1:]), dtype=dtype, device=grad.device)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Progress of a sequence through its slices, for one piece.
+
+    Attributes:
+        heads: number of heads of the piece.
+        filled: number of tokens, from the first, that are cached.
+        taken_from: first token whose gradient has been handed out; None before the first.
+    """
+
+    heads: int
+    filled: int = 0
+    taken_from: int | None = None
 
 
 @dataclass(slots=True)
 class KVRelay:
-    """All caches of one stage for one iteration, keyed by (layer, sequence).
+    """KV caches of one stage for one iteration.
 
     Attributes:
-        fp32_gradients: of which sequences gradients of keys and values add up in fp32, one of `kv_sums.CHOICES`.
+        fp32_gradients: of which sequences gradients of cached tensors add up in fp32, one of `kv_sums.CHOICES`.
         hosted: the offloaded KV caches, which are in host memory between uses; None if there are none.
     """
 
     fp32_gradients: str = "auto"
-    hosted: HostedCaches | None = None
-    _entries: dict[tuple[int, int], _Entry] = field(default_factory=dict)
-    _resident_bytes: int = 0
+    hosted: HostStore | None = None
+    _device: DeviceStore = field(default_factory=DeviceStore)
+    _pieces: dict[tuple[int, Piece], _Progress] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all caches and accumulators on the device now."""
-        return self._resident_bytes + (0 if self.hosted is None else self.hosted.num_bytes)
+        return self._device.num_bytes + (0 if self.hosted is None else self.hosted.num_bytes)
 
     def begin(self, hosted: Collection[int] = (), host: HostMemory | None = None) -> None:
         """Start an iteration.
@@ -65,160 +169,144 @@ class KVRelay:
             hosted: sequences whose KV caches are offloaded to host memory between uses.
             host: the host memory that holds them.
         """
-        self.hosted = HostedCaches(host, hosted, self.fp32_gradients) if host is not None and hosted else None
+        self.hosted = HostStore(host, hosted) if host is not None and hosted else None
 
-    def caches_of(self, view: SliceView) -> KVRelay | HostedCaches:
-        """Return the object that holds a slice's KV cache: offloaded, or this one. Attention accesses it by groups of heads."""
-        return self.hosted if self.hosted is not None and view.sequence in self.hosted.sequences else self
-
-    def running(
-        self, view: SliceView | None, backward: bool, num_whole: int = 0, forward_only: bool = False
-    ) -> AbstractContextManager[None]:
+    def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
         """Return the context manager in which an action runs.
 
         Args:
             view: the chunk's slice, if it has one.
             backward: the action is a backward.
             num_whole: number of layers, from the stage's first, whose attention is recomputed in it.
-            forward_only: no backward follows.
         """
         if view is None or self.hosted is None or view.sequence not in self.hosted.sequences:
             return nullcontext()
-        is_last = view.start == 0 if backward else forward_only and view.is_tail
-        return self.hosted.running(view, backward, num_whole, is_last)
+        return self.hosted.running(view, backward, num_whole, self._is_wide(view))
 
-    def parts(self, kv_heads: int) -> int:
-        """Return the number of groups of heads that attention processes one after the other: 1, all heads at once."""
-        return 1
+    def parts(self, view: SliceView, heads: int) -> int:
+        """Return the number of groups of heads that attention of a slice processes one after the other."""
+        return self._store(view).parts(heads)
 
-    def append(self, layer: int, view: SliceView, k: Tensor, v: Tensor, part: int = 0) -> tuple[Tensor, Tensor]:
-        """Store a chunk's keys and values and return all keys and values that its queries may attend to.
+    def append(self, layer: int, view: SliceView, cached: Sequence[Tensor], part: int = 0) -> Tensors:
+        """Cache a chunk's tensors and return all that its queries may attend to.
 
-        A recomputed forward writes the same values to the same place, so it may run any number of times.
+        A recomputed forward writes the same values to the same rows, so it may run any number of times. Groups of heads come
+        first to last.
 
         Args:
             layer: number of the layer.
             view: the chunk's slice.
-            k: ``[tokens, kv_heads, channels]``: the slice, then the other tokens of its chunk.
-            v: as `k`.
+            cached: ``[tokens, heads, width]`` each: the slice, then the other tokens of its chunk.
             part: number of the group of heads, from 0.
 
         Returns:
-            keys and values ``[keys, kv_heads, channels]``.
+            ``[keys, heads, width]`` each.
 
         Raises:
             RelayError: an earlier slice has not run.
         """
-        entry = self._entries.get((layer, view.sequence))
-        if entry is None and view.start == 0:
-            rows = size_class(view.capacity)
-            entry = _Entry(k.new_empty((rows, *k.shape[1:])), v.new_empty((rows, *v.shape[1:])))
-            self._entries[layer, view.sequence] = entry
-            self._resident_bytes += entry.num_bytes
-        check_forward(layer, view, 0 if entry is None else entry.filled)
-        assert entry is not None  # checked
-        count = view.num_cached
-        entry.k[view.start : view.stop] = k[:count]
-        entry.v[view.start : view.stop] = v[:count]
-        entry.filled = max(entry.filled, view.stop)
-        return self.keys_and_values(layer, view, k[count:], v[count:])
+        store, piece, cached = self._store(view), Piece(layer, part), tuple(cached)
+        progress = self._pieces.get((view.sequence, piece))
+        if progress is None and view.start == 0:
+            store.create(view, piece, cached)
+            progress = self._pieces[view.sequence, piece] = _Progress(cached[0].shape[1])
+        if progress is None or progress.filled < view.start:
+            filled = 0 if progress is None else progress.filled
+            raise RelayError(
+                f"{_where(layer, view)}: forward of the slice at token {view.start} finds the keys of {filled} tokens before it"
+            )
+        rows = store.rows(view, piece, view.start)
+        seen = _written(rows, view.start, cached)
+        if progress.filled < view.stop:
+            store.keep(view, piece, rows)
+            progress.filled = view.stop
+        return seen
 
-    def keys_and_values(
-        self, layer: int, view: SliceView, k_beside: Tensor, v_beside: Tensor, part: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that `append` returned for a chunk, for its backward.
+    def recall(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
+        """Return what `append` returned for a chunk, for its backward. Groups of heads come last to first.
 
         Rows after the slice may be overwritten: later slices run their forwards later, and have run their backwards before.
 
         Args:
             layer: number of the layer.
             view: the chunk's slice.
-            k_beside: keys of the chunk that are not in the cache; often none.
-            v_beside: as `k_beside`.
+            uncached: cached tensors of the chunk's tokens that are not in the cache; often none.
             part: as for `append`.
+
+        Raises:
+            RelayError: a later slice has not run backward, or this one has.
         """
-        entry = self._entry(layer, view)
-        end = view.stop + k_beside.shape[0]
-        if end > view.stop:
-            entry.k[view.stop : end] = k_beside
-            entry.v[view.stop : end] = v_beside
-        return entry.k[:end], entry.v[:end]
+        taken_from = self._progress(layer, view, part).taken_from
+        if taken_from is None and not view.is_tail:
+            raise RelayError(f"{_where(layer, view)}: backward at token {view.start} precedes the last slice's")
+        if taken_from is not None and taken_from != view.end:
+            raise RelayError(
+                f"{_where(layer, view)}: backward of tokens {view.start} to {view.end} is not the next; "
+                f"slices have run backward down to token {taken_from}"
+            )
+        store, piece, uncached = self._store(view), Piece(layer, part), tuple(uncached)
+        store.expect_gradient(view, piece)
+        return _written(store.rows(view, piece, view.stop), view.stop, uncached)
 
     def take_gradient(
-        self, layer: int, view: SliceView, dk: Tensor, dv: Tensor, part: int = 0, heads: slice | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradient of all keys and values a chunk attended to and return the part of the chunk's own tokens.
+        self, layer: int, view: SliceView, grads: Sequence[Tensor], part: int = 0, heads: slice | None = None
+    ) -> Tensors:
+        """Accumulate the gradient of all that a chunk attended to and return the part of the chunk's own tokens.
 
         After the backward of the sequence's first slice its cache is freed.
 
         Args:
             layer: number of the layer.
             view: the chunk's slice.
-            dk: ``[keys, kv_heads, channels]``; a tail's may become the accumulator, so the caller must not keep a reference.
-            dv: as `dk`.
+            grads: ``[keys, heads, width]`` each; a tail's may become the accumulator, so the caller must not keep a reference.
             part: as for `append`.
             heads: the heads of these gradients, if passed in groups, first to last; None if all are passed at once.
 
         Returns:
-            ``[tokens, kv_heads, channels]`` of keys and of values, complete.
-
-        Raises:
-            RelayError: a later slice has not run backward, or this one has.
+            ``[tokens, heads, width]`` each, complete.
         """
-        entry = self._entry(layer, view)
-        if heads is None or heads.start == 0:
-            check_backward(layer, view, entry.taken_from)
-        if entry.dk is None or entry.dv is None:
-            wide = in_fp32(self.fp32_gradients, view.num_slices)
-            entry.dk, entry.dv = (_accumulator(*pair, heads, wide) for pair in ((dk, entry.k), (dv, entry.v)))
-            self._resident_bytes += entry.dk.nbytes + entry.dv.nbytes
-        own = []
-        for total, grad in ((entry.dk, dk), (entry.dv, dv)):
-            of_heads = total if heads is None else total[:, heads]
-            if not view.is_tail:
-                of_heads[: view.stop] += grad[: view.stop]
-            elif heads is not None:
-                of_heads[:] = grad
-            own.append(_own(of_heads, grad, view))
-        if heads is None or heads.stop == entry.k.shape[1]:
-            entry.taken_from = view.start
+        progress, store, piece = self._progress(layer, view, part), self._store(view), Piece(layer, part)
+        own = store.add_gradient(view, piece, tuple(grads), heads, self._is_wide(view))
+        if heads is None or heads.stop == progress.heads:
+            progress.taken_from = view.start
             if view.start == 0:
-                self.release(layer, view)
-        return own[0], own[1]
+                self.release(layer, view, part)
+            else:
+                store.keep_gradient(view, piece)
+        return own
 
-    def release(self, layer: int, view: SliceView) -> None:
-        """Free a sequence's cache: after its first slice's backward, or after its last forward if no backward follows."""
-        self._resident_bytes -= self._entries.pop((layer, view.sequence)).num_bytes
-
-    def clear(self) -> None:
-        """Free every cache."""
-        self._entries.clear()
-        self._resident_bytes = 0
-        if self.hosted is not None:
-            self.hosted.clear()
+    def release(self, layer: int, view: SliceView, part: int = 0) -> None:
+        """Free a piece: after its first slice's backward, or after its last slice's forward if no backward follows."""
+        del self._pieces[view.sequence, Piece(layer, part)]
+        self._store(view).free(view, Piece(layer, part))
 
     def assert_empty(self) -> None:
         """Raise `RelayError` if a cache outlived its iteration."""
-        if self._entries:
-            raise RelayError(f"caches of (layer, sequence) {sorted(self._entries)} were never freed")
-        if self.hosted is not None:
-            self.hosted.assert_empty()
+        if self._pieces:
+            left = sorted({(piece.layer, sequence) for sequence, piece in self._pieces})
+            raise RelayError(f"caches of (layer, sequence) {left} were never freed")
 
-    def _entry(self, layer: int, view: SliceView) -> _Entry:
-        entry = self._entries.get((layer, view.sequence))
-        if entry is None:
-            raise no_cache(layer, view)
-        return entry
+    def _store(self, view: SliceView) -> Store:
+        return self.hosted if self.hosted is not None and view.sequence in self.hosted.sequences else self._device
+
+    def _is_wide(self, view: SliceView) -> bool:
+        return in_fp32(self.fp32_gradients, view.num_slices)
+
+    def _progress(self, layer: int, view: SliceView, part: int) -> _Progress:
+        progress = self._pieces.get((view.sequence, Piece(layer, part)))
+        if progress is None:
+            raise RelayError(f"{_where(layer, view)}: backward of the slice at token {view.start} finds no cache")
+        return progress
 
 
-def _own(accumulated: Tensor, grad: Tensor, view: SliceView) -> Tensor:
-    own, beside = accumulated[view.start : view.stop].to(grad.dtype), grad[view.stop :]
-    return torch.cat([own, beside]) if beside.shape[0] else own
+def _written(rows: Tensors, start: int, values: Tensors) -> Tensors:
+    """Write values to rows of buffers from row `start` on; return the rows up to the last one written."""
+    end = start + values[0].shape[0]
+    for buffer, value in zip(rows, values, strict=True):
+        if end > start:
+            buffer[start:end] = value
+    return tuple(buffer[:end] for buffer in rows)
 
 
-def _accumulator(grad: Tensor, cache: Tensor, heads: slice | None, wide: bool) -> Tensor:
-    """Return the accumulator of gradients: the first gradient if it has all heads, else an empty tensor for all heads."""
-    dtype = torch.promote_types(grad.dtype, torch.float32) if wide else grad.dtype
-    if heads is None:
-        return grad.to(dtype)
-    return torch.empty((grad.shape[0], *cache.shape[1:]), dtype=dtype, device=grad.device)
+def _where(layer: int, view: SliceView) -> str:
+    return f"layer {layer}, sequence {view.sequence}"

@@ -1,66 +1,115 @@
 """KV offload: KV caches kept in host memory between uses, for sequences whose caches exceed device memory.
 
-Attention runs by groups of heads, *pieces*, with a double buffer: while one piece is computed, the keys and values of the next
-are copied to the device. In backward, the gradient of a piece's prefix is copied to the device overlapped with the piece's
-kernel, added to, and copied back overlapped with the next kernel. So the device holds three pieces for any number of layers.
-Heads do not mix inside attention: results are bitwise those of all heads at once.
+Attention runs by groups of heads, *pieces*, with a double buffer: while one piece is computed, the cache of the next is copied
+to the device. In backward, the gradient of a piece's prefix is copied to the device overlapped with the piece's kernel, added
+to, and copied back overlapped with the next kernel. So the device holds three pieces for any number of layers. Heads do not mix
+inside attention: results are bitwise those of all heads at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatron_epp.plan.kv_offload import head_parts
-from megatron_epp.plan.kv_sums import in_fp32
 from megatron_epp.plan.size_class import size_class
-from megatron_epp.runtime.attention.double_buffer import LookAhead, Piece, Use
-from megatron_epp.runtime.attention.slice_view import RelayError, SliceView, check_backward, check_forward, no_cache
+from megatron_epp.runtime.attention.layout import Piece, Tensors
+from megatron_epp.runtime.attention.slice_view import SliceView
 from megatron_epp.runtime.offload.host import HostMemory, Region
 
 
-@dataclass(slots=True)
-class _AtHost:
-    """A piece of a sequence's KV cache in host memory.
+class Use(NamedTuple):
+    """Request for the first `num_rows` rows of a piece."""
 
-    Attributes:
-        kv: offset of its keys, followed by its values, in the sequence's region.
-        gradient: offset of their gradients, laid out likewise; None until they are first copied to the host.
+    piece: Piece
+    num_rows: int
+
+
+class LookAhead:
+    """Prefetches the next piece into one of two buffers, and returns the buffer that holds the requested piece.
+
+    Args:
+        expected: the requests to come, in order. A request that is not among them is loaded when it is made.
+        load: begins to fill a buffer, 0 or 1, and returns a mark to wait for.
     """
 
-    kv: int
-    gradient: int | None = None
-    filled: int = 0
-    """Number of tokens, from the first, whose keys and values are stored."""
-    taken_from: int | None = None
-    """First token whose gradient has been handed out; None before the first."""
+    def __init__(self, expected: Iterable[Use], load: Callable[[Use, int], Any]) -> None:
+        self._expected = list(expected)[::-1]
+        self._load = load
+        self._current = 0
+        self._held: Piece | None = None
+        self._coming: tuple[Use, Any] | None = None
+
+    def begin(self) -> None:
+        """Begin to load the first expected request, into the buffer that is used first."""
+        if self._expected:
+            self._current = 1
+            self._fetch(self._expected[-1])
+
+    def take(self, use: Use) -> tuple[int, Any]:
+        """Return the number of the buffer that holds a request, and the mark to wait for before using it."""
+        coming, self._coming = self._coming, None
+        if coming is not None and coming[0] == use:
+            self._current, mark = 1 - self._current, coming[1]
+        elif self._held == use.piece:
+            mark = None  # it was just used
+        else:
+            mark = self._load(use, self._current)
+        self._held = use.piece
+        if use in self._expected:
+            while self._expected.pop() != use:
+                pass
+            if self._expected and self._expected[-1].piece != use.piece:
+                self._fetch(self._expected[-1])
+        return self._current, mark
+
+    def _fetch(self, use: Use) -> None:
+        self._coming = (use, self._load(use, 1 - self._current))
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """KV cache of a sequence in host memory.
+
+    Attributes:
+        region: the host memory.
+        num_rows: tokens that a buffer on the device holds.
+        like: cached tensors of no token of a piece.
+        rows: offset in the region of the cache of every piece, tensor after tensor.
+        gradients: offset of its gradient, laid out likewise, once that was copied to the host.
+    """
+
+    region: Region
+    num_rows: int
+    like: Tensors
+    rows: dict[Piece, int] = field(default_factory=dict)
+    gradients: dict[Piece, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Running:
-    """The running action and its device buffers, ``[2, rows, heads, channels]`` each."""
+    """Running action and its device buffers: two for pieces, and in backward one for the gradient of a piece."""
 
     view: SliceView
     backward: bool
+    wide: bool
     ahead: LookAhead
-    kv: list[Tensor]
-    gradient: Tensor | None = None
+    buffers: list[Tensors] = field(default_factory=list)
+    gradient: Tensors = ()
     arriving: Any = None
     """Position on the copy stream after which the gradient's buffer can be used."""
 
 
-class HostedCaches:
-    """The offloaded KV caches of one stage in one iteration, with the interface that `KVRelay` has for attention.
+class HostStore:
+    """Offloaded KV caches of one stage in one iteration. Implements `kv_cache.Store`.
 
     Args:
         host: the host memory that holds them.
         sequences: the sequences whose caches are offloaded.
-        fp32_gradients: see `KVRelay`.
 
     Attributes:
         num_bytes: bytes on the device now.
@@ -68,114 +117,91 @@ class HostedCaches:
         host_peak_bytes: largest `host_bytes` so far.
     """
 
-    def __init__(self, host: HostMemory, sequences: Collection[int], fp32_gradients: str = "auto") -> None:
+    def __init__(self, host: HostMemory, sequences: Collection[int]) -> None:
         self.sequences = frozenset(sequences)
         self.num_bytes = self.host_bytes = self.host_peak_bytes = 0
-        self._host, self._fp32_gradients = host, fp32_gradients
-        self._regions: dict[int, Region] = {}
-        self._num_rows: dict[int, int] = {}
-        self._pieces: dict[tuple[int, Piece], _AtHost] = {}
+        self._host = host
+        self._held: dict[int, _Sequence] = {}
         self._layers: list[int] = []  # in the order of the forward
         self._num_parts = 1
-        self._like: Tensor | None = None  # one token's keys of a piece
         self._now: _Running | None = None
 
     @contextmanager
-    def running(self, view: SliceView, backward: bool, num_whole: int, is_last: bool) -> Iterator[None]:
+    def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> Iterator[None]:
         """Run a forward or backward of a slice in the body: buffers are allocated and prefetching starts on entry.
 
         Args:
             view: the slice.
             backward: the action is a backward.
             num_whole: number of layers, from the stage's first, whose attention is recomputed in it.
-            is_last: the caches of the sequence are not needed afterwards.
+            wide: gradients add up in fp32.
         """
-        uses = self._uses(view, backward, num_whole)
-        self._now = _Running(view, backward, LookAhead(uses, self._load), [])
+        now = self._now = _Running(view, backward, wide, LookAhead(self._uses(view, backward, num_whole), self._load))
         try:
-            if self._like is not None and view.sequence in self._num_rows:
-                self._open(self._now, self._like)
-                self._now.ahead.begin()
+            if view.sequence in self._held:
+                self._open(now)
+                now.ahead.begin()
             yield
-            if is_last:
-                self._drop(view.sequence)
         finally:
             self._host.wait(self._host.mark())  # buffers go, and copies are under way in them
             self._now, self.num_bytes = None, 0
 
-    def parts(self, kv_heads: int) -> int:
-        """Return the number of groups of heads that attention processes one after the other."""
-        self._num_parts = head_parts(kv_heads)
+    def parts(self, heads: int) -> int:
+        self._num_parts = head_parts(heads)
         return self._num_parts
 
-    def append(self, layer: int, view: SliceView, k: Tensor, v: Tensor, part: int) -> tuple[Tensor, Tensor]:
-        """Store and return keys and values as `KVRelay.append` does, for a group of heads. Groups come first to last."""
-        use = Use(Piece(layer, part), view.start)
-        piece = self._pieces.get((view.sequence, use.piece))
-        if piece is None and view.start == 0:
-            piece = self._new(view, use.piece, k)
-        check_forward(layer, view, 0 if piece is None else piece.filled)
-        assert piece is not None  # checked
-        buffer, end = self._buffer(use, k), view.start + k.shape[0]
-        buffer[0, view.start : end], buffer[1, view.start : end] = k, v  # including the chunk's tokens beside the slice
-        if piece.filled < view.stop:
-            self._copy(buffer, piece.kv, view.start, view.stop, out=True)
-            piece.filled = view.stop
-        return buffer[0, :end], buffer[1, :end]
+    def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
+        if view.sequence not in self._held:
+            empty = tuple(x.new_empty((0, *x.shape[1:])) for x in like)
+            self._held[view.sequence] = _Sequence(Region(self._host), size_class(view.capacity), empty)
+        if piece.layer not in self._layers:
+            self._layers.append(piece.layer)
+        self._open(self._running)
+        self._held[view.sequence].rows[piece] = self._reserve(view, self._running.buffers[0])
 
-    def keys_and_values(
-        self, layer: int, view: SliceView, k_beside: Tensor, v_beside: Tensor, part: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return keys and values as `KVRelay.keys_and_values` does, for the backward of a group of heads.
+    def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
+        """Return the buffers that hold a piece. The next piece is being copied into the others."""
+        now = self._running
+        self._open(now)
+        number, mark = now.ahead.take(Use(piece, num_rows))
+        self._host.wait(mark)
+        return now.buffers[number]
 
-        Groups come last to first.
-        """
-        piece, now = self._piece(layer, view, part), self._running
-        check_backward(layer, view, piece.taken_from)
-        assert now.gradient is not None  # a backward runs
-        if piece.gradient is not None:
-            now.arriving = self._copy(now.gradient, piece.gradient, 0, view.stop, out=False)
-        buffer = self._buffer(Use(Piece(layer, part), view.stop), k_beside)
-        end = view.stop + k_beside.shape[0]
-        buffer[0, view.stop : end], buffer[1, view.stop : end] = k_beside, v_beside
-        return buffer[0, :end], buffer[1, :end]
+    def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
+        self._copy(rows, self._held[view.sequence].rows[piece], view.start, view.stop, out=True)
 
-    def take_gradient(
-        self, layer: int, view: SliceView, dk: Tensor, dv: Tensor, part: int, heads: slice | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Accumulate gradients as `KVRelay.take_gradient` does, for a group of heads or some heads of it."""
-        piece, now = self._piece(layer, view, part), self._running
-        assert now.gradient is not None  # `keys_and_values` came before
+    def expect_gradient(self, view: SliceView, piece: Piece) -> None:
+        now, held = self._running, self._held[view.sequence]
+        if piece in held.gradients:
+            now.arriving = self._copy(now.gradient, held.gradients[piece], 0, view.stop, out=False)
+
+    def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
+        now, is_first = self._running, piece not in self._held[view.sequence].gradients
         self._host.wait(now.arriving)
         own = []
-        for buffer, grad in zip(now.gradient, (dk, dv), strict=True):
+        for buffer, grad in zip(now.gradient, grads, strict=True):
             total = buffer if heads is None else buffer[:, heads]
-            if piece.gradient is None:
+            if is_first:
                 total[: view.stop] = grad[: view.stop]
             else:
                 total[: view.stop] += grad[: view.stop]
             own.append(torch.cat([total[view.start : view.stop].to(grad.dtype), grad[view.stop :]]))
-        if heads is not None and heads.stop < now.gradient.shape[2]:
-            return own[0], own[1]
-        if view.start > 0:
-            if piece.gradient is None:
-                piece.gradient = self._reserve(view, now.gradient)
-            now.arriving = self._copy(now.gradient, piece.gradient, 0, view.start, out=True)  # then it may be written again
-        piece.taken_from = view.start
-        return own[0], own[1]
+        return tuple(own)
 
-    def release(self, layer: int, view: SliceView) -> None:
-        """Do nothing: all caches of a sequence are freed together, at the end of the last action that needs them."""
+    def keep_gradient(self, view: SliceView, piece: Piece) -> None:
+        now, held = self._running, self._held[view.sequence]
+        if piece not in held.gradients:
+            held.gradients[piece] = self._reserve(view, now.gradient)
+        now.arriving = self._copy(now.gradient, held.gradients[piece], 0, view.start, out=True)  # then it may be overwritten
 
-    def clear(self) -> None:
-        """Free every cache."""
-        for sequence in list(self._regions):
-            self._drop(sequence)
-
-    def assert_empty(self) -> None:
-        """Raise `RelayError` if a cache outlived its iteration."""
-        if self._regions:
-            raise RelayError(f"hosted caches of sequences {sorted(self._regions)} were never freed")
+    def free(self, view: SliceView, piece: Piece) -> None:
+        """Free a piece; the host memory of a sequence is given back with its last piece."""
+        held = self._held[view.sequence]
+        del held.rows[piece]
+        if not held.rows:
+            self.host_bytes -= held.region.num_bytes
+            held.region.give_back()
+            del self._held[view.sequence]
 
     def _uses(self, view: SliceView, backward: bool, num_whole: int) -> Iterator[Use]:
         """Yield the requests of attention in an action, in order, for the layers seen so far."""
@@ -183,8 +209,8 @@ class HostedCaches:
         if not backward:
             yield from (Use(Piece(layer, part), view.start) for layer in self._layers for part in parts)
             return
-        for place, layer in reversed(list(enumerate(self._layers))):
-            if place < num_whole:
+        for position, layer in reversed(list(enumerate(self._layers))):
+            if position < num_whole:
                 yield from (Use(Piece(layer, part), view.start) for part in parts)
             yield from (Use(Piece(layer, part), view.stop) for part in reversed(parts))
 
@@ -193,74 +219,43 @@ class HostedCaches:
         assert self._now is not None  # attention runs inside of actions
         return self._now
 
-    def _buffer(self, use: Use, like: Tensor) -> Tensor:
-        """Return the buffer that holds a request. The next request is being copied into the other."""
-        now = self._running
-        self._open(now, like)
-        number, mark = now.ahead.take(use)
-        self._host.wait(mark)
-        return now.kv[number]
-
-    def _open(self, now: _Running, like: Tensor) -> None:
-        if now.kv:
+    def _open(self, now: _Running) -> None:
+        if now.buffers:
             return
-        now.kv = [self._empty(now.view, like, like.dtype) for _ in range(2)]
+        held = self._held[now.view.sequence]
+        now.buffers = [self._empty(held, [x.dtype for x in held.like]) for _ in range(2)]
         if now.backward:
-            wide = in_fp32(self._fp32_gradients, now.view.num_slices)
-            dtype = torch.promote_types(like.dtype, torch.float32) if wide else like.dtype
-            now.gradient = self._empty(now.view, like, dtype)
+            now.gradient = self._empty(
+                held, [torch.promote_types(x.dtype, torch.float32) if now.wide else x.dtype for x in held.like]
+            )
 
     def _load(self, use: Use, number: int) -> Any:
         now = self._running
-        piece = self._pieces.get((now.view.sequence, use.piece))
-        if piece is None:  # a sequence's first slice: nothing to load, but the buffer's last rows may still be leaving
+        held = self._held.get(now.view.sequence)
+        if held is None or use.piece not in held.rows:  # a first slice: nothing to load, but rows may still be leaving
             return self._host.mark()
-        return self._copy(now.kv[number], piece.kv, 0, use.num_rows, out=False)
+        return self._copy(now.buffers[number], held.rows[use.piece], 0, use.num_rows, out=False)
 
-    def _copy(self, buffer: Tensor, at_host: int, start: int, stop: int, out: bool) -> Any:
-        """Begin to copy rows of keys and values, or of their gradients; returns the stream position after the copy."""
-        region = self._regions[self._running.view.sequence]
-        row_bytes = buffer[0, 0].nbytes
+    def _copy(self, buffers: Tensors, at_host: int, start: int, stop: int, out: bool) -> Any:
+        """Begin to copy rows of buffers from or to their offset in the region; returns the stream position after the copy."""
+        region = self._held[self._running.view.sequence].region
         with self._host.copying():
-            for number, half in enumerate(buffer):
-                first = at_host + (number * buffer.shape[1] + start) * row_bytes
-                for device, host in region.pairs(first, half[start:stop].reshape(-1).view(torch.uint8)):
+            for buffer in buffers:
+                first = at_host + start * buffer[0].nbytes
+                for device, host in region.pairs(first, buffer[start:stop].reshape(-1).view(torch.uint8)):
                     (host if out else device).copy_(device if out else host, non_blocking=True)
+                at_host += buffer.nbytes
             return self._host.mark()
 
-    def _new(self, view: SliceView, piece: Piece, k: Tensor) -> _AtHost:
-        if view.sequence not in self._regions:
-            self._regions[view.sequence] = Region(self._host)
-            self._num_rows[view.sequence] = size_class(view.capacity)
-        if piece.layer not in self._layers:
-            self._layers.append(piece.layer)
-        self._like = k.new_empty((0, *k.shape[1:]))
-        self._open(self._running, k)
-        made = self._pieces[view.sequence, piece] = _AtHost(self._reserve(view, self._running.kv[0]))
-        return made
-
-    def _reserve(self, view: SliceView, buffer: Tensor) -> int:
-        start = self._regions[view.sequence].reserve(buffer.nbytes)
-        self.host_bytes += buffer.nbytes
+    def _reserve(self, view: SliceView, buffers: Tensors) -> int:
+        num_bytes = sum(x.nbytes for x in buffers)
+        start = self._held[view.sequence].region.reserve(num_bytes)
+        self.host_bytes += num_bytes
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         return start
 
-    def _empty(self, view: SliceView, like: Tensor, dtype: torch.dtype) -> Tensor:
-        made = torch.empty((2, self._num_rows[view.sequence], *like.shape[1:]), dtype=dtype, device=like.device)
-        self.num_bytes += made.nbytes
+    def _empty(self, held: _Sequence, dtypes: Iterable[torch.dtype]) -> Tensors:
+        sizes = zip(held.like, dtypes, strict=True)
+        made = tuple(torch.empty((held.num_rows, *x.shape[1:]), dtype=dtype, device=x.device) for x, dtype in sizes)
+        self.num_bytes += sum(x.nbytes for x in made)
         return made
-
-    def _piece(self, layer: int, view: SliceView, part: int) -> _AtHost:
-        piece = self._pieces.get((view.sequence, Piece(layer, part)))
-        if piece is None:
-            raise no_cache(layer, view)
-        return piece
-
-    def _drop(self, sequence: int) -> None:
-        region = self._regions.pop(sequence, None)
-        if region is None:  # dropped before, with all others
-            return
-        self.host_bytes -= region.num_bytes
-        region.give_back()
-        del self._num_rows[sequence]
-        self._pieces = {key: piece for key, piece in self._pieces.items() if key[0] != sequence}

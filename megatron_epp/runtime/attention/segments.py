@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,19 +38,19 @@ class SegmentTable:
     def max_key(self) -> int:
         return max(s.end for s in self.segments)
 
-    def part(self, index: int, parts: int) -> tuple[Segment, ...]:
-        """Return the pieces of segments on one rank, where ranks share the chunk's tokens in order, the same number each.
+    def part(self, shard: Iterable[slice]) -> tuple[Segment, ...]:
+        """Return the pieces of segments that a rank has, in order, where ranks share the chunk's tokens.
 
         Args:
-            index: index of the rank.
-            parts: number of ranks; divides the number of tokens.
+            shard: the rank's tokens (`ContextParallel.shard`).
         """
-        start, stop = index * self.num_tokens // parts, (index + 1) * self.num_tokens // parts
+        starts = list(zip(self.segments, self.query_starts, self.query_starts[1:], strict=False))
         pieces = []
-        for (sequence, first, _), at, end in zip(self.segments, self.query_starts, self.query_starts[1:], strict=False):
-            low, high = max(at, start), min(end, stop)
-            if low < high:
-                pieces.append(Segment(sequence, first + low - at, first + high - at))
+        for own in shard:
+            for (sequence, first, _), at, end in starts:
+                low, high = max(at, own.start), min(end, own.stop)
+                if low < high:
+                    pieces.append(Segment(sequence, first + low - at, first + high - at))
         return tuple(pieces)
 
     def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:

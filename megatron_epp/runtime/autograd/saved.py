@@ -1,6 +1,11 @@
 """Tensors that autograd saves for backward, on any device: counted, and tracked by chunk so that they can be offloaded.
 
 Of nested hooks on saved tensors torch calls the innermost only, so one pair of hooks must both count and offload.
+
+Torch gives a function's backward the very tensor that its forward has saved, but under hooks on saved tensors a copy that
+shares its memory, whatever a hook returns (`SavedVariable::unpack`). What Megatron and Transformer Engine read from a weight in
+backward (`main_grad`), or set on it (`grad_added_to_main_grad`), is an attribute of the object, which a copy does not have. So
+leaves are given back as the objects they are: the copy of a leaf has the leaf's gradient accumulator, which refers to the leaf.
 """
 
 from __future__ import annotations
@@ -11,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
-
-from megatron_epp.runtime.autograd.leaves import HeldParameter, give_back_leaves
 
 Owner = tuple[int, int]
 """Stage and chunk that saved tensors belong to."""
@@ -24,25 +29,25 @@ class Storage:
     """Storage that saved tensors share, counted once.
 
     Attributes:
-        place: the memory; None while it is offloaded.
+        memory: the memory; None while it is offloaded.
         rest: while offloaded, the last bytes, which stay on the device; None if all bytes are offloaded.
         num_bytes: its size on the device when it is not offloaded.
         owner: the stage and chunk whose forward saved tensors in it; None if there is not exactly one.
     """
 
-    __slots__ = ("num_bytes", "num_held", "owner", "place", "rest")
+    __slots__ = ("memory", "num_bytes", "num_held", "owner", "rest")
 
-    def __init__(self, place: torch.UntypedStorage, owner: Owner | None) -> None:
-        self.place: torch.UntypedStorage | None = place
+    def __init__(self, memory: torch.UntypedStorage, owner: Owner | None) -> None:
+        self.memory: torch.UntypedStorage | None = memory
         self.rest: Tensor | None = None
-        self.num_bytes = place.nbytes()
+        self.num_bytes = memory.nbytes()
         self.num_held = 0
         self.owner = owner
 
     @property
     def is_ours(self) -> bool:
         """True if only autograd's saved tensors keep the memory alive."""
-        return self.place is not None and torch._C._storage_Use_Count(self.place._cdata) == 1
+        return self.memory is not None and torch._C._storage_Use_Count(self.memory._cdata) == 1
 
 
 class _Held:
@@ -60,14 +65,29 @@ class _Held:
         storage.num_held += 1
 
     def tensor(self) -> Tensor:
-        place = self._storage.place
-        assert place is not None  # it was loaded ahead of its backward
-        return torch.empty(0, dtype=self._dtype, device=place.device).set_(place, self._start, self._shape, self._strides)
+        memory = self._storage.memory
+        assert memory is not None  # it was loaded ahead of its backward
+        return torch.empty(0, dtype=self._dtype, device=memory.device).set_(memory, self._start, self._shape, self._strides)
 
     def __del__(self) -> None:
         self._storage.num_held -= 1
         if self._saved is not None and self._storage.num_held == 0:
             self._saved._release(self._storage)
+
+
+class _HeldParameter:
+    """Saved parameter. Autograd would keep it as well without hooks.
+
+    Attributes:
+        parameter: itself.
+    """
+
+    __slots__ = ("_accumulator", "parameter")
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+        # Parameters refer to theirs weakly, and a function need not be given what it saves.
+        self._accumulator: Node | None = get_gradient_edge(parameter).node if parameter.requires_grad else None
 
 
 class SavedTensors:
@@ -94,7 +114,7 @@ class SavedTensors:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, _tensor)
 
     def __enter__(self) -> SavedTensors:
-        give_back_leaves()
+        _give_back_leaves()
         _active.append(self)
         self._hooks.__enter__()
         return self
@@ -126,10 +146,6 @@ class SavedTensors:
         """Return and forget the storages saved by a chunk's forward that are still held, in the order of the forward."""
         return [storage for storage in self._by_owner.pop(owner, []) if storage.num_held]
 
-    def disown(self) -> None:
-        """Forget the chunks of all storages: none will be offloaded."""
-        self._by_owner.clear()
-
     def take_away(self, storage: Storage, num_bytes: int | None = None) -> None:
         """Release a storage's device memory after it has been copied to the host.
 
@@ -139,36 +155,36 @@ class SavedTensors:
             storage: the storage.
             num_bytes: number of bytes copied, from the first; None for all.
         """
-        assert storage.place is not None
+        assert storage.memory is not None
         self.observe()
         if num_bytes is not None and num_bytes < storage.num_bytes:
-            storage.rest = bytes_of(storage.place)[num_bytes:].clone()
+            storage.rest = bytes_of(storage.memory)[num_bytes:].clone()
             self.live_bytes += storage.rest.nbytes
             self.observe()
-        del self._storages[storage.place._cdata]
-        storage.place = None
+        del self._storages[storage.memory._cdata]
+        storage.memory = None
         self.live_bytes -= storage.num_bytes
 
-    def bring_back(self, storage: Storage, place: torch.UntypedStorage) -> None:
+    def bring_back(self, storage: Storage, memory: torch.UntypedStorage) -> None:
         """Place an offloaded storage in device memory again, and restore the bytes that had stayed there."""
-        storage.place = place
-        self._storages[place._cdata] = storage
+        storage.memory = memory
+        self._storages[memory._cdata] = storage
         self.live_bytes += storage.num_bytes
         self.observe()
         if storage.rest is not None:
-            bytes_of(place)[-storage.rest.numel() :] = storage.rest
+            bytes_of(memory)[-storage.rest.numel() :] = storage.rest
             self.live_bytes -= storage.rest.nbytes
             storage.rest = None
 
-    def _hold(self, tensor: Tensor) -> _Held | HeldParameter:
+    def _hold(self, tensor: Tensor) -> _Held | _HeldParameter:
         if isinstance(tensor, Parameter) and tensor.is_leaf:
-            return HeldParameter(tensor)
-        place = tensor.untyped_storage()
-        if place._cdata in self._ignored:
-            return _Held(tensor, Storage(place, None), None)
-        storage = self._storages.get(place._cdata)
+            return _HeldParameter(tensor)
+        memory = tensor.untyped_storage()
+        if memory._cdata in self._ignored:
+            return _Held(tensor, Storage(memory, None), None)
+        storage = self._storages.get(memory._cdata)
         if storage is None:
-            storage = self._storages[place._cdata] = Storage(place, self._owner)
+            storage = self._storages[memory._cdata] = Storage(memory, self._owner)
             self.live_bytes += storage.num_bytes
             if self._owner is not None:
                 self._by_owner[self._owner].append(storage)
@@ -179,36 +195,57 @@ class SavedTensors:
         return held
 
     def _release(self, storage: Storage) -> None:
-        if storage.place is None:  # dropped while it was away
+        if storage.memory is None:  # dropped while it was away
             self.live_bytes -= 0 if storage.rest is None else storage.rest.nbytes
             return
         self.observe()
-        del self._storages[storage.place._cdata]
+        del self._storages[storage.memory._cdata]
         self.live_bytes -= storage.num_bytes
 
-    def _resized(self, place: torch.UntypedStorage) -> None:
-        storage = self._storages.get(place._cdata)
+    def _resized(self, memory: torch.UntypedStorage) -> None:
+        storage = self._storages.get(memory._cdata)
         if storage is not None:
             self.observe()
-            self.live_bytes += place.nbytes() - storage.num_bytes
-            storage.num_bytes = place.nbytes()
+            self.live_bytes += memory.nbytes() - storage.num_bytes
+            storage.num_bytes = memory.nbytes()
             self.observe()
 
 
-def _tensor(held: _Held | HeldParameter) -> Tensor:
-    return held.parameter if isinstance(held, HeldParameter) else held.tensor()
+def _tensor(held: _Held | _HeldParameter) -> Tensor:
+    return held.parameter if isinstance(held, _HeldParameter) else held.tensor()
+
+
+def _give_back_leaves() -> None:
+    """Make `saved_tensors` of Python's autograd functions return leaves themselves, as without hooks on saved tensors."""
+    function: Any = BackwardCFunction
+    function.saved_tensors = property(_saved_tensors)
+
+
+def _saved_tensors(context: Any) -> tuple[Tensor | None, ...]:
+    attribute: Any = torch._C._FunctionBase.saved_tensors
+    saved: tuple[Tensor | None, ...] = attribute.__get__(context)
+    return tuple(map(_itself, saved))
+
+
+def _itself(tensor: Tensor | None) -> Tensor | None:
+    """Return the leaf that a tensor is a copy of; other tensors unchanged."""
+    if tensor is None or not tensor.is_leaf or not tensor.requires_grad:
+        return tensor
+    accumulator: Any = get_gradient_edge(tensor).node
+    leaf: Tensor = accumulator.variable
+    return leaf
 
 
 _active: list[SavedTensors] = []
 
 
-def resize(place: torch.UntypedStorage, num_bytes: int) -> None:
+def resize(memory: torch.UntypedStorage, num_bytes: int) -> None:
     """Resize memory that saved tensors may share, and update the counts of all active `SavedTensors`."""
-    place.resize_(num_bytes)
+    memory.resize_(num_bytes)
     for saved in _active:
-        saved._resized(place)
+        saved._resized(memory)
 
 
-def bytes_of(place: torch.UntypedStorage) -> Tensor:
+def bytes_of(memory: torch.UntypedStorage) -> Tensor:
     """Return memory as a tensor of bytes, ``[size]``."""
-    return torch.empty(0, dtype=torch.uint8, device=place.device).set_(place)
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)

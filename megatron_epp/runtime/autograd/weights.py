@@ -19,75 +19,54 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.autograd.hold import Hold
+from megatron_epp.runtime.autograd.handles import SavedHandle
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Function from the kept part of a layer's input and its output's gradient to its weight's gradient."""
 
 
 class Linear(NamedTuple):
-    """A linear layer's weight, and the function that computes its gradient."""
+    """Weight of a linear layer, and the function that computes its gradient."""
 
     weight: Tensor
     product: Product
 
 
-class Kept(NamedTuple):
-    """A weight's gradient that is still to be computed."""
+class DeferredGradient(NamedTuple):
+    """Weight, and a function that computes its gradient and passes it to the weight. To be called once."""
 
     weight: Tensor
-    node: Tensor
-
-    def run(self) -> None:
-        """Compute the gradient and pass it to the weight. The tensors it needed are free afterwards."""
-        torch.autograd.backward(self.node, torch.zeros_like(self.node))
-
-
-class PutOff(NamedTuple):
-    """A weight gradient deferred by its layer, and the tensors that `compute` takes."""
-
-    weight: Tensor
-    held: Hold
-    compute: Callable[[Sequence[Tensor]], None]
-
-    def run(self) -> None:
-        """Have the layer compute it."""
-        self.compute(self.held.take())
+    run: Callable[[], None]
 
 
 class WeightGradients:
-    """The weight gradients of one stage."""
+    """Weight gradients of one stage."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[Kept | PutOff]] = {}
-        self._due: list[PutOff] = []
+        self._deferred: dict[int, list[DeferredGradient]] = {}
+        self._due: list[DeferredGradient] = []
         self._chunk: int | None = None
 
     @contextmanager
     def keeping(self, chunk: int) -> Iterator[None]:
         """Defer the weight gradients of a chunk, whose backward runs in the body, instead of computing them."""
-        self._chunk, self._kept[chunk] = chunk, []
+        self._chunk, self._deferred[chunk] = chunk, []
         try:
             yield
         finally:
             self._chunk = None
 
-    def pop(self, chunk: int) -> list[Kept | PutOff]:
+    def pop(self, chunk: int) -> list[DeferredGradient]:
         """Return the deferred gradients of a chunk, in the order of its backward. Raises `EppError` if that has not run."""
-        if chunk not in self._kept:
+        if chunk not in self._deferred:
             raise EppError(f"weight gradient of chunk {chunk}: its backward has kept none")
-        return self._kept.pop(chunk)
+        return self._deferred.pop(chunk)
 
     def run(self, chunk: int) -> None:
         """Compute the deferred gradients of a chunk, freeing their tensors layer by layer."""
-        kept = self.pop(chunk)
-        while kept:
-            kept.pop(0).run()
-
-    def clear(self) -> None:
-        """Drop all deferred gradients."""
-        self._kept.clear()
-        self._due.clear()
+        deferred = self.pop(chunk)
+        while deferred:
+            deferred.pop(0).run()
 
     def linear(self, x: Tensor, kept: Tensor, layer: Linear) -> Tensor:
         """Return ``x @ weight.t()``, without an edge to the weight.
@@ -110,12 +89,13 @@ class WeightGradients:
             tensors: arguments of `compute`, which must not hold references to them itself.
             compute: computes the gradient and passes it to the weight.
         """
-        one = PutOff(weight, Hold(*(tensor.data for tensor in tensors)), compute)
+        held = SavedHandle(*(tensor.data for tensor in tensors))
+        one = DeferredGradient(weight, lambda: compute(held.take()))
         if self._chunk is None:
             self.finish()
             self._due.append(one)
         else:
-            self._kept[self._chunk].append(one)
+            self._deferred[self._chunk].append(one)
 
     def finish(self) -> None:
         """Compute the deferred gradients that are not kept. Called at the end of a backward."""
@@ -125,11 +105,12 @@ class WeightGradients:
     def take(self, x: Tensor, grad: Tensor, layer: Linear) -> None:
         """Compute or keep a weight gradient, given the layer's input and its output's gradient."""
         with torch.enable_grad():
-            kept = Kept(layer.weight, _Gradient.apply(layer.weight, x, grad, layer.product))
+            node: Tensor = _Gradient.apply(layer.weight, x, grad, layer.product)
+        one = DeferredGradient(layer.weight, lambda: torch.autograd.backward(node, torch.zeros_like(node)))
         if self._chunk is None:
-            kept.run()
+            one.run()
         else:
-            self._kept[self._chunk].append(kept)
+            self._deferred[self._chunk].append(one)
 
 
 class _Linear(torch.autograd.Function):

@@ -25,7 +25,7 @@ from megatron_epp.runtime.links.groups import Groups, Options
 
 @dataclass(slots=True)
 class Receive:
-    """A posted receive: the buffer and the work that fills it."""
+    """Posted receive: the buffer and the work that fills it."""
 
     buffer: Tensor
     work: dist.Work
@@ -65,7 +65,7 @@ def ways(num_ranks: int, both_ways: bool) -> list[Way]:
 
 
 def most_links(num_ranks: int, both_ways: bool) -> int:
-    """The most communicators for messages that any rank of a pipeline has: each pair of ranks has its own on each group.
+    """Return the largest number of communicators for messages on a rank: each pair of ranks has its own on each group.
 
     Args:
         num_ranks, both_ways: as for `ways`.
@@ -76,7 +76,7 @@ def most_links(num_ranks: int, both_ways: bool) -> int:
 
 @dataclass(slots=True)
 class Links:
-    """The communicators of one pipeline.
+    """Communicators of one pipeline.
 
     Attributes:
         ranks: global ranks of the pipeline, in pipeline order.

@@ -18,7 +18,7 @@ _REPEATS = 15
 
 
 def measure_link(gpus: bool) -> list[Point]:
-    """Time of a message by its bytes (as `tokens`): half of a round trip."""
+    """Return the time of a message by its bytes (as `tokens`): half of a round trip."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_epp.runtime.links.probe", "megatron_epp.runtime.tools.emulate"])
     with tempfile.TemporaryDirectory() as folder:

@@ -97,7 +97,7 @@ class _BlockLosses(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """A weight's gradient, summed over blocks: in fp32, because low precision would round every partial sum."""
+    """Gradient of a weight, summed over blocks: in fp32, because low precision would round every partial sum."""
 
     def __init__(self, weight: Tensor, head: Head, num_blocks: int) -> None:
         self._weight, self._accumulate, self._several = weight, head.accumulate, num_blocks > 1

@@ -19,15 +19,15 @@ Timed = AbstractContextManager[None]
 
 
 class Part(NamedTuple):
-    """A storage, and the number of its bytes that are offloaded, from the first."""
+    """Storage, and the number of its bytes that are offloaded, from the first."""
 
     storage: Storage
     num_bytes: int
 
     def memory(self) -> Tensor:
         """Return these bytes on the device, ``[num_bytes]``."""
-        assert self.storage.place is not None  # it is on the device
-        return bytes_of(self.storage.place)[: self.num_bytes]
+        assert self.storage.memory is not None  # it is on the device
+        return bytes_of(self.storage.memory)[: self.num_bytes]
 
 
 @dataclass(slots=True)
@@ -97,8 +97,8 @@ class Offload:
         """Begin to copy all parts of a chunk back to the device."""
         moved = self._moved[owner]
         for storage, _ in reversed(moved.parts):
-            place = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._host.device)
-            self._saved.bring_back(storage, place.untyped_storage())
+            memory = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._host.device)
+            self._saved.bring_back(storage, memory.untyped_storage())
         with self._host.copying(), timed:
             for on_device, at_host in moved.pairs():
                 on_device.copy_(at_host, non_blocking=True)
@@ -112,15 +112,6 @@ class Offload:
         moved = self._moved.pop(owner, None)
         if moved is not None:
             self._host.wait(moved.mark)
-
-    def abandon(self) -> None:
-        """Release all host memory: no backward follows in this iteration."""
-        for moved in self._moved.values():
-            self._host.wait(moved.mark)
-            moved.region.give_back()
-        self._moved.clear()
-        self._saved.disown()
-        self.host_bytes = 0
 
     def assert_empty(self) -> None:
         """Raise `EppError` if offloaded parts are left in host memory."""

@@ -1,4 +1,4 @@
-"""Pinned host memory for offload, and the copy stream to and from it.
+"""Pinned host memory for offload, its limit, and the copy stream to and from it.
 
 Memory is allocated in pages, which are kept pinned for the next iterations. Data is placed wherever pages have room, in several
 spans if necessary, so pages never hold more bytes than were in use at one time, except for the rest of the last page, and all
@@ -9,23 +9,82 @@ next copy into it is issued later on the same stream.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+import os
+from bisect import bisect, bisect_right
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, in_units
-from megatron_epp.runtime.offload.free_list import FreeSpans, Span
-from megatron_epp.runtime.out_of_memory import ShortageError
+from megatron_epp.runtime.out_of_memory import PoolExhaustedError
 
 _PAGE_BYTES = 32 << 20
 
+MACHINE = "the machine's memory"
 
-class HostMemoryError(ShortageError):
+
+class HostMemoryError(PoolExhaustedError):
     """Host memory for offload is exhausted."""
+
+
+class Span(NamedTuple):
+    """Range of bytes of a page, ``[start, stop)``."""
+
+    page: int
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+class FreeSpans:
+    """Free list: allocates in as few spans as possible and merges adjacent spans when memory is returned.
+
+    An allocation need not be contiguous, so all free bytes can be allocated, whatever was allocated and returned before.
+
+    Attributes:
+        num_bytes: free bytes in all.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._spans: list[Span] = []  # in order, and no two of them touch
+
+    def take(self, num_bytes: int) -> list[Span]:
+        """Allocate `num_bytes` bytes, which must be free.
+
+        They come from the smallest span that has room for all of them, else from the largest spans.
+        """
+        taken = []
+        while num_bytes:
+            roomy = [span for span in self._spans if span.num_bytes >= num_bytes]
+            span = min(roomy, key=_size) if roomy else max(self._spans, key=_size)
+            part = span._replace(stop=span.start + min(num_bytes, span.num_bytes))
+            at = self._spans.index(span)
+            self._spans[at : at + 1] = [span._replace(start=part.stop)] if part != span else []
+            taken.append(part)
+            num_bytes -= part.num_bytes
+            self.num_bytes -= part.num_bytes
+        return taken
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Return spans to the free list."""
+        for span in spans:
+            self.num_bytes += span.num_bytes
+            at = bisect(self._spans, span)
+            before, after = self._spans[max(at - 1, 0) : at], self._spans[at : at + 1]
+            first, last = at, at
+            if before and _touch(before[0], span):
+                first, span = at - 1, span._replace(start=before[0].start)
+            if after and _touch(span, after[0]):
+                last, span = at + 1, span._replace(stop=after[0].stop)
+            self._spans[first:last] = [span]
 
 
 class HostMemory:
@@ -151,3 +210,59 @@ class Region:
 def _power_below(num_bytes: int) -> int:
     """Return the largest power of two up to `num_bytes`, else 0: pinned allocations are rounded up to powers of two."""
     return 1 << num_bytes.bit_length() - 1 if num_bytes > 0 else 0
+
+
+def _touch(span: Span, later: Span) -> bool:
+    return span.page == later.page and span.stop == later.start
+
+
+def _size(span: Span) -> int:
+    return span.num_bytes
+
+
+def host_limit(
+    groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup"), machine_bytes: int | None = None
+) -> tuple[int, str]:
+    """Return the bytes that all processes of this job on this host may use together, and their source: `MACHINE`, or a file.
+
+    The result is the smallest limit among those of the process's control group and its ancestors, of either version (kernel
+    documentation, admin-guide/cgroup-v2.rst: ``memory.max``; cgroup-v1/memory.rst: ``memory.limit_in_bytes``).
+
+    Args:
+        groups: folder in which control groups are mounted.
+        membership: file that lists the control groups of the process.
+        machine_bytes: memory of the machine; None to query it.
+    """
+    if machine_bytes is None:
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([(machine_bytes, MACHINE), *_limits(groups, membership)], key=lambda found: found[0])
+
+
+def _limits(groups: Path, membership: Path) -> Iterator[tuple[int, str]]:
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # not Linux, or no permission to read
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = groups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = groups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        place = root / path.lstrip("/")
+        for folder in (place, *place.parents):  # in a container a path may be the host's, of which only the root is there
+            if not folder.is_relative_to(root):
+                break
+            if (limit := _read(folder / name)) is not None:
+                yield limit, str(folder / name)
+
+
+def _read(path: Path) -> int | None:
+    """Return the limit in a file; None if there is none."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

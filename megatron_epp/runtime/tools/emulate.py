@@ -123,9 +123,6 @@ class WaitingStage:
     def release_output(self, output: Tensor) -> None:
         """Do nothing: the output is only eight bytes."""
 
-    def abandon(self) -> None:
-        """Do nothing: nothing is kept between actions."""
-
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         return (1,), torch.float64, torch.device("cpu")
 

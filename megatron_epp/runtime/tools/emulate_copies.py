@@ -74,9 +74,6 @@ class WaitingOffload:
             self._done[load].wait()
             self.loaded_s = self._ended_s[load]
 
-    def abandon(self) -> None:
-        """Do nothing: nothing is kept between actions."""
-
     def assert_empty(self) -> None:
         """Raise `EppError` if a copy has not ended."""
         if left := [str(action) for action, done in self._done.items() if not done.is_set()]:

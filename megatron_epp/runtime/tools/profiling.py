@@ -151,7 +151,7 @@ class _Bench:
         q = self._random(tokens, self.heads, self.channels)
         k, v = (self._random(prefix + tokens, self.kv_heads, self.channels) for _ in range(2))
         scale = self.channels**-0.5
-        kernel = kernels.choose(q, k)
+        kernel = kernels.choose(q, k, v)
         yield "forward", Point(tokens, pairs, self.timer.median_us(lambda: kernel.forward(q, k, v, table, scale)))
         out, saved = kernel.forward(q, k, v, table, scale)
         yield (

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan import Chunk, EppError, Segment
-from megatron_epp.runtime.attention.kernels import by_heads
-from megatron_epp.runtime.attention.kernels.base import Case, Kernel
+from megatron_epp.runtime.attention.kernels.base import Case, Kernel, backward_by_heads
 from megatron_epp.runtime.attention.kernels.exact import EXACT
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
+from megatron_epp.runtime.attention.layout import Tensors
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 __all__ = ["EXACT", "FLASH_ATTN", "TORCH_FLASH", "TRANSFORMER_ENGINE", "PREFERENCES", "Case", "Kernel", "choose", "explain"]
@@ -38,25 +38,25 @@ PREFERENCES: dict[str, tuple[Kernel, ...]] = {
 }
 """Kernels to try on a GPU, in order, by the value of Megatron's `--attention-backend`."""
 
-type Pair = tuple[Tensor, Tensor]
-
 _PROOF = Chunk((Segment(0, 70, 133), Segment(1, 0, 1), Segment(2, 0, 40)))
 _TOLERANCE = 2e-2
 """Largest relative error, in norms, that a kernel may have against exact attention: bf16 has 8 significant bits."""
 
 
-def choose(q: Tensor, k: Tensor, preference: str = "auto") -> Kernel:
-    """Return the kernel for queries and keys of these shapes, type and device.
+def choose(q: Tensor, k: Tensor, v: Tensor, preference: str = "auto") -> Kernel:
+    """Return the kernel for queries, keys and values of these shapes, type and device.
 
     Args:
         q: ``[tokens, query_heads, channels]``.
         k: ``[keys, kv_heads, channels]``.
+        v: ``[keys, kv_heads, value_channels]``.
         preference: a key of `PREFERENCES`.
 
     Raises:
         EppError: no kernel of the preference can be used.
     """
-    return _choose(Case(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1]), preference)
+    case = Case(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1], v.shape[2] if v.shape[2] != k.shape[2] else 0)
+    return _choose(case, preference)
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def explain(case: Case, preference: str = "auto") -> tuple[Kernel | None, list[s
 
     Running out of memory is not such a reason: `torch.OutOfMemoryError` is raised.
     """
-    obstacles = []
+    obstacles: list[str] = []
     for kernel in PREFERENCES[preference] if case.device == "cuda" else (EXACT,):
         obstacle = kernel.obstacle(case) or _failure(kernel, case)
         if obstacle is None:
@@ -93,25 +93,26 @@ def _failure(kernel: Kernel, case: Case) -> str | None:
     if kernel is EXACT:
         return None
     try:
-        apart = _apart(kernel, case)
+        difference = _relative_error(kernel, case)
     except torch.OutOfMemoryError:  # tells nothing of the kernel, which is asked again when there is room
         raise
     except Exception as error:  # libraries raise what they like where a build or a device does not suit them
         return f"it fails ({type(error).__name__}: {error})"
-    return None if apart <= _TOLERANCE else f"its results are {apart:.1%} from exact ones"
+    return None if difference <= _TOLERANCE else f"its results are {difference:.1%} from exact ones"
 
 
 @torch.no_grad()
-def _apart(kernel: Kernel, case: Case) -> float:
+def _relative_error(kernel: Kernel, case: Case) -> float:
     """Return the largest relative error of any result, in norms: ``|found - exact| / |exact|``. NaN if a result holds NaN."""
     table = SegmentTable.build(_PROOF, _PROOF.num_tokens)
     generator = torch.Generator().manual_seed(0)
 
-    def random(tokens: int, heads: int) -> Tensor:
-        return torch.randn(tokens, heads, case.channels, generator=generator).to(case.device, case.dtype)
+    def random(tokens: int, heads: int, channels: int = case.channels) -> Tensor:
+        return torch.randn(tokens, heads, channels, generator=generator).to(case.device, case.dtype)
 
-    q, grad = (random(table.num_tokens, case.query_heads) for _ in range(2))
-    k, v = (random(table.key_starts[-1], case.kv_heads) for _ in range(2))
+    values = case.value_channels or case.channels
+    q, grad = random(table.num_tokens, case.query_heads), random(table.num_tokens, case.query_heads, values)
+    k, v = random(table.key_starts[-1], case.kv_heads), random(table.key_starts[-1], case.kv_heads, values)
     scale = case.channels**-0.5
 
     def results(kernel: Kernel, *inputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -119,16 +120,16 @@ def _apart(kernel: Kernel, case: Case) -> float:
         grad, q, k, v = inputs
         out, saved = kernel.forward(q, k, v, table, scale)
         for count in sorted({case.kv_heads, 1}, reverse=True):
-            groups: list[Pair] = []
+            groups: list[Tensors] = []
 
-            def take(dk: Tensor, dv: Tensor, heads: slice | None, groups: list[Pair] = groups) -> Pair:
+            def take(dk: Tensor, dv: Tensor, heads: slice | None, groups: list[Tensors] = groups) -> Tensors:
                 groups.append((dk, dv))
                 return dk[: len(q)], dv[: len(q)]
 
-            dq, *_ = by_heads.backward(kernel, grad, q, k, v, out, saved, table, scale, take, count)
+            dq, *_ = backward_by_heads(kernel, grad, q, k, v, out, saved, table, scale, take, count)
             yield out, dq, *(torch.cat(each, 1) for each in zip(*groups, strict=True))
 
     exact = next(results(EXACT, *(x.float() for x in (grad, q, k, v))))
     found = results(kernel, grad, q, k, v)
-    apart = [(a.float() - b).norm() / b.norm() for each in found for a, b in zip(each, exact, strict=True)]
-    return float(torch.stack(apart).max())  # of floats, max would leave one out that is not a number
+    errors = [(a.float() - b).norm() / b.norm() for each in found for a, b in zip(each, exact, strict=True)]
+    return float(torch.stack(errors).max())  # of floats, max would leave one out that is not a number

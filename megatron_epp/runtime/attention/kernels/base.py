@@ -1,4 +1,4 @@
-"""Interface and helpers shared by all attention kernels."""
+"""Interface of attention kernels, what they share, and backward by groups of key heads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_epp.plan.fresh import heads_at_once
+from megatron_epp.runtime.attention.layout import Tensors
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 type Saved = tuple[Tensor, ...]
 """Tensors a forward saves for its backward in addition to q, k, v and output, the log-sum-exp first."""
 type Forward = Callable[[Tensor, Tensor, Tensor, SegmentTable, float], tuple[Tensor, Saved]]
 type Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Saved, SegmentTable, float], tuple[Tensor, Tensor, Tensor]]
+type TakeGradients = Callable[[Tensor, Tensor, slice | None], Tensors]
+"""Function from the gradients of keys and values of some key heads, and the heads (None: all), to the gradients of the cached
+tensors of the chunk's own tokens."""
 
 
 class Case(NamedTuple):
@@ -22,10 +27,11 @@ class Case(NamedTuple):
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        dtype: of queries, keys and values.
-        channels: of a head.
-        query_heads: of this rank.
-        kv_heads: of this rank.
+        dtype: type of queries, keys and values.
+        channels: width of a head of queries and keys.
+        query_heads: query heads of this rank.
+        kv_heads: key heads of this rank.
+        value_channels: width of a head of values; 0 if it is `channels`.
     """
 
     device: str
@@ -33,23 +39,25 @@ class Case(NamedTuple):
     channels: int
     query_heads: int
     kv_heads: int
+    value_channels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """Causal variable-length attention of a chunk's segments against their own prefixes, in one call for all of them.
 
-    Queries are ``[tokens, query_heads, channels]``, keys and values ``[keys, kv_heads, channels]``, where segment i owns
-    ``keys[key_starts[i]:key_starts[i + 1]]``. The mask is aligned to the bottom right: the last query of a segment sees all of
-    its keys.
+    Queries are ``[tokens, query_heads, channels]``, keys ``[keys, kv_heads, channels]`` and values
+    ``[keys, kv_heads, value_channels]``, where segment i owns ``keys[key_starts[i]:key_starts[i + 1]]``. The mask is aligned to
+    the bottom right: the last query of a segment sees all of its keys.
 
     Attributes:
-        name: for people.
+        name: name in logs.
+        forward: function of ``(q, k, v, table, scale)``; returns the output ``[tokens, query_heads, value_channels]``, and what
+            backward needs.
+        backward: function of ``(grad, q, k, v, out, saved, table, scale)``; returns the gradients of q, k and v, those of k and
+            v over the prefixes too.
+        obstacle: returns why it cannot be used for a case here, or None.
         of_heads: selects, from the tensors saved by a forward of all heads, those for a backward of some query heads.
-        forward: of ``(q, k, v, table, scale)``; returns the output, like the queries, and what backward needs.
-        backward: of ``(grad, q, k, v, out, saved, table, scale)``; returns the gradients of q, k and v, those of k and v over
-            the prefixes too.
-        obstacle: why it cannot be used for a case here, or None.
     """
 
     name: str
@@ -77,4 +85,59 @@ def needs_half_precision_on_a_gpu(case: Case, most_channels: int = 256) -> str |
         return "it runs in bf16 and fp16"
     if case.channels > most_channels or case.channels % 8 != 0:
         return f"heads of {case.channels} channels: it takes multiples of 8 up to {most_channels}"
+    if case.value_channels not in (0, case.channels):
+        return f"values of {case.value_channels} channels: it takes as many as keys have, {case.channels}"
     return None
+
+
+def backward_by_heads(
+    kernel: Kernel,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    saved: Saved,
+    table: SegmentTable,
+    scale: float,
+    take: TakeGradients,
+    count: int | None = None,
+) -> Tensors:
+    """Run a kernel's backward by groups of key heads, so that few heads' gradients of a long prefix are in memory at a time.
+
+    Results are bitwise those of one call with all heads, if the kernel's order of summation does not depend on the number of
+    heads. FlashAttention sums dq by atomics in any order, so its last bits differ, as those of two calls with all heads do.
+
+    Args:
+        kernel: the kernel.
+        grad, q, k, v, out, saved, table, scale: as for `Kernel.backward`.
+        take: called with the gradients of keys and values of one group after the other, first to last, which are freed
+            afterwards.
+        count: key heads at a time; None to choose it by the memory that the gradients need.
+
+    Returns:
+        the gradient of q, and what `take` returns, of all heads.
+    """
+    kv_heads, each = k.shape[1], q.shape[1] // k.shape[1]
+    if count is None:
+        count = heads_at_once(kv_heads, (k[:, 0].numel() + v[:, 0].numel()) * k.element_size(), each)
+    if count == kv_heads:
+        dq, dk, dv = kernel.backward(grad, q, k, v, out, saved, table, scale)
+        return dq, *take(dk, dv, None)
+    made_q, made = q.new_empty(q.shape), list[Tensor]()
+
+    def run(shared: slice) -> None:
+        """Run one group. Its temporaries are freed on return."""
+        own = slice(shared.start * each, shared.stop * each)
+        seen = k[:, shared], v[:, shared]
+        dq, dk, dv = kernel.backward(grad[:, own], q[:, own], *seen, out[:, own], kernel.of_heads(saved, own), table, scale)
+        made_q[:, own] = dq
+        taken = take(dk, dv, shared)
+        if not made:
+            made.extend(x.new_empty((x.shape[0], kv_heads, x.shape[2])) for x in taken)
+        for target, value in zip(made, taken, strict=True):
+            target[:, shared] = value
+
+    for start in range(0, kv_heads, count):
+        run(slice(start, min(start + count, kv_heads)))
+    return made_q, *made

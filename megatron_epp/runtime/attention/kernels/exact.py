@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_epp.runtime.attention.kernels.base import Case, Kernel, Saved
 from megatron_epp.runtime.attention.segments import SegmentTable
 
 
 def _heads_first(x: Tensor, num_heads: int) -> Tensor:
-    """``[tokens, heads, channels]`` to ``[1, num_heads, tokens, channels]``, repeating grouped heads."""
+    """Convert ``[tokens, heads, channels]`` to ``[1, num_heads, tokens, channels]``, repeating grouped heads."""
     repeats = num_heads // x.shape[1]
     if repeats > 1:
         x = x.repeat_interleave(repeats, dim=1)
@@ -24,7 +25,7 @@ def _heads_first(x: Tensor, num_heads: int) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """A dense part of the mask: all of a segment's queries against its prefix, or against itself."""
+    """Dense part of the mask: all of a segment's queries against its prefix, or against itself."""
 
     queries: slice
     keys: slice
@@ -42,10 +43,18 @@ def _blocks(table: SegmentTable) -> Iterator[_Block]:
         yield _Block(queries, slice(prefix_end, k0 + segment.end), causal=True, merge=segment.start > 0)
 
 
+def _as_wide(*tensors: Tensor) -> list[Tensor]:
+    """Pad tensors with zeros to the widest's channels: torch's CPU kernel takes keys and values of one width only."""
+    widest = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == widest else functional.pad(x, (0, widest - x.shape[-1])) for x in tensors]
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """One dense block, heads first: ``(out [1, heads, n, channels], lse [1, heads, n])``."""
+    """Run one dense block, heads first: ``(out [1, heads, n, value_channels], lse [1, heads, n])``."""
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        wide = _as_wide(q, k, v)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*wide, 0.0, causal, scale=scale)
+        return out[..., : v.shape[-1]], lse
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return out, lse[..., : q.shape[2]]
 
@@ -53,11 +62,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one block, given the output and log-sum-exp of the whole row."""
+    """Return the gradients of one block, given the output and log-sum-exp of the whole row."""
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
+        wide = _as_wide(grad, q, k, v, out)
+        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*wide, lse, 0.0, causal, scale=scale)
+        dq, dk, dv = (whole[..., : x.shape[-1]] for whole, x in zip(made, (q, k, v), strict=True))
+        return dq, dk, dv
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -71,10 +81,11 @@ def _attend_backward(
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, scale: float) -> tuple[Tensor, Saved]:
     num_heads = q.shape[1]
-    out = torch.empty_like(q)
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse = torch.empty(num_heads, q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for queries, keys, causal, merge in _blocks(table):
-        part, part_lse = _attend(*(_heads_first(x, num_heads) for x in (q[queries], k[keys], v[keys])), causal, scale)
+        own_q, own_k, own_v = (_heads_first(x, num_heads) for x in (q[queries], k[keys], v[keys]))
+        part, part_lse = _attend(own_q, own_k, own_v, causal, scale)
         part, part_lse = part[0].transpose(0, 1), part_lse[0]
         if merge:
             both = torch.logaddexp(lse[:, queries], part_lse)
@@ -91,10 +102,10 @@ def _backward(
     num_heads, num_groups = q.shape[1], k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for queries, keys, causal, merge in _blocks(table):
-        rows = [_heads_first(x[queries], num_heads) for x in (grad, q, out)]
-        columns = [_heads_first(x[keys], num_heads) for x in (k, v)]
+        own_grad, own_q, own_out = (_heads_first(x[queries], num_heads) for x in (grad, q, out))
+        own_k, own_v = (_heads_first(x[keys], num_heads) for x in (k, v))
         row_lse = saved[0][:, queries].unsqueeze(0)
-        gq, *gkv = _attend_backward(rows[0], rows[1], *columns, rows[2], row_lse, causal, scale)
+        gq, *gkv = _attend_backward(own_grad, own_q, own_k, own_v, own_out, row_lse, causal, scale)
         gq = gq[0].transpose(0, 1)
         dq[queries] = dq[queries] + gq if merge else gq
         for target, value in zip((dk, dv), gkv, strict=True):

@@ -1,0 +1,121 @@
+"""Tensors on the edge of a stage's graphs: its input, what is saved outside of a layer's graph, and what is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime.autograd.saved import resize
+
+
+class ReceiveLeaf:
+    """Input of a stage, received from the previous stage, as the start of an autograd graph.
+
+    A leaf of autograd's own would hold the tensor until its gradient is computed. Here only autograd keeps it, as long as it
+    needs it.
+
+    Attributes:
+        gradient: gradient of the input; None until the backward.
+    """
+
+    __slots__ = ("gradient",)
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Return the tensor as part of a graph."""
+        entered: Tensor = _Enter.apply(torch.empty(0, requires_grad=True), hidden, self)
+        return entered
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, leaf: ReceiveLeaf) -> Tensor:
+        ctx.leaf = leaf
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.leaf.gradient = grad
+        return None, None, None
+
+
+class SavedHandle:
+    """Holds tensors in a graph node of their own until they are taken.
+
+    Autograd saves them, so hooks that count or offload saved tensors apply to them too.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self, *tensors: Tensor) -> None:
+        with torch.enable_grad():
+            self._node: Tensor | None = _Node.apply(torch.empty(0, requires_grad=True), *tensors)
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Return the tensors and release them. May be called once."""
+        assert self._node is not None  # taken once
+        node: Any = self._node.grad_fn
+        tensors = tuple(node.saved_tensors)
+        self._node = None
+        return tensors
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+
+class CachedAttentionOutput:
+    """Attention output of one layer for a chunk, for a layer that is recomputed without its attention.
+
+    The first forward keeps it, the second takes it.
+    """
+
+    def __init__(self) -> None:
+        self._handle: SavedHandle | None = None
+
+    def once(self, run: Callable[[], tuple[Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run `run`, which returns the output and what backward needs; the second time return what it returned before."""
+        if self._handle is None:
+            out, saved = run()
+            self._handle = SavedHandle(out.detach(), *saved)
+            return out.detach(), saved
+        out, *rest = self._handle.take()
+        return out.detach(), tuple(rest)
+
+
+class Discarded:
+    """Output of `run` whose memory is freed after its last use in forward and recomputed before its first use in backward.
+
+    For tensors that are cheap to compute and large to keep, such as a norm's output, which the linear layer after it saves. The
+    storage of the saved tensor is resized to zero and filled again, so the graph is unchanged and gradients are bitwise the
+    same.
+
+    Args:
+        run: computes the output from the input; deterministic.
+        x: the input; it is kept.
+        output: the output, with a storage of its own, which only saved tensors may need once `until` is called.
+    """
+
+    def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, output: Tensor) -> None:
+        self._run, self._input = run, SavedHandle(x)
+        self._memory = output.untyped_storage()
+
+    def until(self, result: Tensor) -> None:
+        """Free the memory until the gradient of `result` is computed, which was made from the output."""
+        resize(self._memory, 0)
+        result.register_hook(self._fill)
+
+    def _fill(self, _: Tensor) -> None:
+        (x,) = self._input.take()
+        with torch.no_grad():
+            made = self._run(x)
+        resize(self._memory, made.untyped_storage().nbytes())
+        torch.empty(0, dtype=made.dtype, device=made.device).set_(self._memory, 0, made.shape, made.stride()).copy_(made)

@@ -1,0 +1,99 @@
+"""Memory that runs out in an action ends the run with numbers and flags."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from out_of_memory_runs import run_short
+from rank_processes import run_until_exit
+from runtime_plans import planned, two_ranks
+
+from megatron_epp.plan import Action, Op, PlanError, simulate
+from megatron_epp.runtime.offload.host import HostMemoryError
+from megatron_epp.runtime.out_of_memory import LEAST_SHARE, OutOfMemoryReport, Usage, lower_cap
+
+
+def test_the_run_ends_with_stage_chunk_bytes_and_two_flags(tmp_path):
+    plan = two_ranks()
+    ended = run_until_exit(2, tmp_path, run_short, plan, 1, 1)
+    assert [rank.exit_code for rank in ended] == [1, 1]
+    assert "OutOfMemoryRunError: pipeline rank 1, step " in ended[1].stderr
+    assert "action 1F1 failed: out of memory on stage 1, chunk 1: 8 tokens, 2 layers, recompute: none\n" in ended[1].stderr
+    assert "in use: 3 GiB, 8 GiB reserved, and 2 GiB more wanted\n" in ended[1].stderr
+    assert "most likely to help: PYTORCH_ALLOC_CONF=expandable_segments:True or --epp-" in ended[1].stderr
+    assert "The above exception" not in ended[1].stderr
+
+
+# What the error says, and how far the advised cap goes down.
+
+
+def hybrid(cap_bytes=None):
+    plan = planned((41, 22, 3, 1, 6), (2, 2), slices=3)
+    return plan if cap_bytes is None else replace(plan, cap_bytes=(cap_bytes,) * plan.num_ranks)
+
+
+def text(error=None, usage=None, cap_bytes=None, **options):
+    plan = hybrid(cap_bytes)
+    action = next(a for a in plan.actions(1) if a.op is Op.B)
+    report = OutOfMemoryReport(usage=lambda _: usage, **options)
+    return report.text(plan, 1, action, error or torch.OutOfMemoryError("no"))
+
+
+def test_the_cap_goes_down_by_what_is_in_use_beyond_the_plan():
+    peak, static = simulate(hybrid()).peak_bytes[1], hybrid().static_bytes[1]
+    excess = (peak - static) // 3
+    assert lower_cap(hybrid(peak + 10), 1, excess) == peak + 10 - excess
+
+
+def test_the_cap_goes_below_the_plans_peak_even_where_no_excess_was_seen():
+    plan = hybrid()
+    peak, static = simulate(plan).peak_bytes[1], plan.static_bytes[1]
+    assert plan.cap_bytes[1] > 2 * peak
+    assert 0.9 * LEAST_SHARE <= (peak - lower_cap(plan, 1, 0)) / (peak - static) <= 1.1 * LEAST_SHARE
+    assert lower_cap(hybrid(peak), 1, peak - static) is None
+
+
+def test_what_could_not_be_had_counts_as_in_use():
+    plan = hybrid()
+    action = next(a for a in plan.actions(1) if a.op is Op.B)
+    usage, peak = Usage(simulate(plan).planned_bytes(1, action)), simulate(plan).peak_bytes[1]
+    for size, num_bytes in (("20.00 KiB", 20 * 1024), ("30.00 KiB", 30 * 1024), ("30720 bytes", 30 * 1024)):
+        advised = f"--epp-memory-cap-gb {(peak - num_bytes) / 2**30:.4g}"
+        assert advised in advice(torch.OutOfMemoryError(f"Tried to allocate {size}."), usage, cap_bytes=peak)
+
+
+def advice(*args, **kwargs):
+    line = text(*args, **kwargs).splitlines()[-1]
+    assert line.startswith("most likely to help: ")
+    return line.removeprefix("most likely to help: ").split(" or ")
+
+
+def test_the_flags_named_follow_the_signs(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    full, gaps = Usage(1, 1), Usage(1, 10)
+    assert [flag.split()[0] for flag in advice(torch.OutOfMemoryError("no"), full)] == [
+        "--epp-memory-cap-gb",
+        "--epp-chunk-tokens",
+    ]
+    assert advice(torch.OutOfMemoryError("no"), gaps)[0] == "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert advice(torch.OutOfMemoryError("no"), full, recompute_is_fixed=True)[0] == "--epp-recompute auto"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert advice(torch.OutOfMemoryError("no"), gaps)[0].startswith("--epp-memory-cap-gb")
+
+
+def test_other_pools_bring_their_own_words_and_flags():
+    error = HostMemoryError("the host gives no more than 3 GB", ("--some-flag 3",))
+    assert "\nthe host gives no more than 3 GB\n" in text(error)
+    assert advice(error)[0] == "--some-flag 3"
+
+
+def test_planned_bytes_are_those_of_the_plans_own_account():
+    plan = hybrid()
+    timeline = simulate(plan)
+    for rank in range(plan.num_ranks):
+        live = [timeline.planned_bytes(rank, action) for action in plan.actions(rank)]
+        assert max(live) == timeline.peak_bytes[rank]
+        assert live[0] == plan.static_bytes[rank] + plan.ranks[rank][0].alloc_bytes
+    with pytest.raises(PlanError, match="rank 0 has no action 1F0"):
+        timeline.planned_bytes(0, Action(Op.F, 1, 0))
