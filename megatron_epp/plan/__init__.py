@@ -8,7 +8,7 @@ from megatron_epp.plan.errors import EppError, InfeasibleError, PlanError, Remed
 from megatron_epp.plan.graph import deps
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.plan import UNLIMITED_BYTES, Copy, Hosted, Messages, Plan, Prediction, Step, is_unlimited
-from megatron_epp.plan.recompute import LEVELS, NO_RECOMPUTE, Recompute, RecomputeMode
+from megatron_epp.plan.recompute import LEVELS, NO_RECOMPUTE, Recompute
 from megatron_epp.plan.serialize import digest, from_json, load, save, to_json
 from megatron_epp.plan.simulate import MemoryEvent, Message, Timeline, simulate
 from megatron_epp.plan.text import from_grid, to_grid
@@ -31,7 +31,6 @@ __all__ = [
     "PlanError",
     "Prediction",
     "Recompute",
-    "RecomputeMode",
     "Remedy",
     "Segment",
     "Step",

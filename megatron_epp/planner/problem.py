@@ -7,10 +7,9 @@ from typing import Literal
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError, Remedy
-from megatron_epp.plan.recompute import FULL
 from megatron_epp.planner.amounts import check_amounts
 
-WHOLE = (FULL,)
+WHOLE = ("whole",)
 """The level of recompute that all costs know and all planners use."""
 
 
