@@ -5,7 +5,9 @@ import argparse
 import pytest
 from megatron_flags import arguments
 
+from megatron_epp.launch.flags import argv_of
 from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
+from megatron_epp.mcore.arguments.flags import flags_of
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.plan import EppError
 
@@ -115,3 +117,9 @@ def test_transformer_engines_layers_put_off_weight_gradients_where_plans_split_t
     assert not delays(split, "--epp-schedule", "whole", **engine)
     with pytest.raises(ArgumentError, match="leave out --delay-wgrad-compute"):
         delays(delay_wgrad_compute=True, **engine)
+
+
+def test_settings_in_yaml_may_have_old_names_too():
+    known = flags_of(add_epp_args(argparse.ArgumentParser()))
+    for name in ("recompute_modes", "recompute_levels"):
+        assert argv_of({"epp": {name: "all"}}, known) == ["--epp", f"--epp-{name.replace('_', '-')}", "all"]
