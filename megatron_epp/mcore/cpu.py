@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_epp.mcore.features import router_loss_reduction
 from megatron_epp.mcore.patches.patching import Patch
 
 logger = logging.getLogger(__name__)
@@ -171,67 +172,42 @@ def patches() -> tuple[Patch, ...]:
             lambda tensor, as_numpy=False, record_stream=False: tensor.numpy() if as_numpy and tensor is not None else tensor,
             "leaves split sizes that are on the CPU already as tensors, which collectives do not take",
         ),
-        *(
-            Patch(f"megatron.core.transformer.moe.{target}", _averaging_by_sums, _NO_MEAN, wraps=True, versions=versions)
-            for target, versions in (
-                ("moe_utils:reduce_aux_losses_tracker_across_ranks", "<0.18"),
-                ("moe_logging:MoEMetricsTracker._sync_metrics", ">=0.18"),
-            )
-        ),
+        Patch(router_loss_reduction(), _averaging_by_sums, "averages over ranks, which gloo cannot do", wraps=True),
     )
 
 
-_NO_MEAN = "averages over ranks, which gloo cannot do"
+def _averaging_by_sums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    dist = torch.distributed
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **rest: Any) -> Any:
+        if op != dist.ReduceOp.AVG:
+            return reduce(tensor, op=op, group=group, **rest)
+        done = reduce(tensor, op=dist.ReduceOp.SUM, group=group, **rest)
+        tensor /= dist.get_world_size(group)
+        return done
+
+    dist.all_reduce = all_reduce
+    try:
+        return original(*args, **kwargs)
+    finally:
+        dist.all_reduce = reduce
 
 
-def _averaging_by_sums(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sync_metrics(*args: Any, **kwargs: Any) -> Any:
-        dist = torch.distributed
-        reduce = dist.all_reduce
-
-        def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **rest: Any) -> Any:
-            if op != dist.ReduceOp.AVG:
-                return reduce(tensor, op=op, group=group, **rest)
-            done = reduce(tensor, op=dist.ReduceOp.SUM, group=group, **rest)
-            tensor /= dist.get_world_size(group)
-            return done
-
-        dist.all_reduce = all_reduce
-        try:
-            return original(*args, **kwargs)
-        finally:
-            dist.all_reduce = reduce
-
-    return sync_metrics
+def _leaving_the_generator(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # A resumed run restores the generator before this and would go on with another dropout than the one it continues.
+    with torch.random.fork_rng(devices=[]):
+        return original(*args, **kwargs)
 
 
-def _leaving_the_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        # A resumed run restores the generator before this and would go on with another dropout than the one it continues.
-        with torch.random.fork_rng(devices=[]):
-            return original(*args, **kwargs)
-
-    return build
+def _with_gloo(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    args.distributed_backend = "gloo"
+    return original(args, *rest, **kwargs)
 
 
-def _with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        args.distributed_backend = "gloo"
-        return original(args, *rest, **kwargs)
-
-    return validate_args
-
-
-def _initialize_without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        with _one_device_per_process():
-            return original(*args, **{**kwargs, "allow_no_cuda": True})
-
-    return initialize_megatron
+def _initialize_without_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _one_device_per_process():
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
+from megatron_epp.mcore import features
 from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset, DocumentFile, concatenate, weighted
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.data.indexed_file import check_pair
@@ -77,7 +78,7 @@ def build_document_iterators(
         dataset, shuffle = split
         sampler = GlobalBatchSampler(
             len(dataset),
-            getattr(args, "eval_global_batch_size", args.global_batch_size) if number else args.global_batch_size,
+            features.evaluation_batch_size(args) if number else args.global_batch_size,
             consumed[number],
             args.seed,
             shuffle,

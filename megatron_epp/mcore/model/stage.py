@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss
 from megatron_epp.mcore.model.core_attention import ChunkParams
-from megatron_epp.mcore.model.experts import scale_router_losses
-from megatron_epp.mcore.model.loss import check_loss, summed_loss
+from megatron_epp.mcore.model.losses import check_loss, scale_router_losses, summed_loss
 from megatron_epp.mcore.model.recompute import recompute_by_level
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import context_parallel

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_epp.data.batch import ChunkArrays, GlobalBatch
 from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.model.core_attention import ChunkParams
-from megatron_epp.mcore.model.loss import token_loss
+from megatron_epp.mcore.model.losses import token_loss
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.report import IterationReport, count_tokens

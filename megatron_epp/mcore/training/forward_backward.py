@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore.model.experts import average_router_losses
+from megatron_epp.mcore.model.losses import average_router_losses
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.reduction import Reduction

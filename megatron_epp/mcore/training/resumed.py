@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
-from typing import Any
 
 from megatron_epp.plan.errors import EppError
 
@@ -48,16 +46,3 @@ def check_order(then: argparse.Namespace, now: argparse.Namespace) -> None:
             "again and others do not",
             ", ".join(changed),
         )
-
-
-def checking_order(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap Megatron's `check_checkpoint_args`, which a resumed run calls, so that it calls `check_order` as well."""
-
-    def check_checkpoint_args(checkpoint_args: argparse.Namespace, *rest: Any, **named: Any) -> None:
-        from megatron.training import get_args
-
-        original(checkpoint_args, *rest, **named)
-        if getattr(get_args(), "epp", False):
-            check_order(checkpoint_args, get_args())
-
-    return check_checkpoint_args

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_epp.mcore.model.experts import logged_router_losses
+from megatron_epp.mcore.features import logged_router_losses
 
 
 class Snapshot:
