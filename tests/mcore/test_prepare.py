@@ -16,10 +16,10 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron_epp.cli.prepare import add_arguments, run
 from megatron_epp.data.token_record import load_record
 from megatron_epp.mcore.data import prepare as prepare_module
-from megatron_epp.mcore.data.document_dataset import DocumentDataset, DocumentFile
+from megatron_epp.mcore.data.document_dataset import DocumentDataset
+from megatron_epp.mcore.data.document_file import DocumentFile, check_tokens
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, identity_of_run, megatron_encoder
 from megatron_epp.mcore.data.prepare import histogram, prepare
-from megatron_epp.mcore.data.token_check import check_tokens
 from megatron_epp.plan.errors import EppError
 
 PAIR = ["corpus.bin", "corpus.idx", "corpus.tokenizer.json"]

@@ -19,7 +19,7 @@ from megatron_epp.mcore.model import gpt
 from megatron_epp.mcore.patches import fingerprints, install, stock_functions
 from megatron_epp.mcore.patches.fingerprints import fingerprint
 from megatron_epp.mcore.patches.stock_functions import EMBEDDING_RANKS, FORWARD_STEP, PROVIDER, changes_of, require_stock
-from megatron_epp.mcore.training import elastic
+from megatron_epp.mcore.training.forward_backward import schedule_for
 from megatron_epp.plan import EppError
 
 COUNT = itertools.count()
@@ -243,7 +243,7 @@ def test_every_schedule_refuses_them_before_anything_starts(
     assert started == []
     install._pretrain(pretrain, **call_of(known))
     assert started == [known.forward_step]
-    forward_backward = elastic.schedule_for(args, pretrain)  # type: ignore[arg-type]
+    forward_backward = schedule_for(args, pretrain)  # type: ignore[arg-type]
     rest = {"data_iterator": None, "model": None, "num_microbatches": 1, "seq_length": 1, "micro_batch_size": 1}
     with pytest.raises(EppError, match="loss_func"):
         forward_backward(forward_step_func=edited.forward_step, **rest)
@@ -286,7 +286,7 @@ def test_what_schedules_of_this_package_leave_out_is_refused(script: Import, nam
 def test_modelopt_is_refused_by_every_schedule() -> None:
     args: Any = types.SimpleNamespace(epp_schedule="stock", modelopt_enabled=True)
     with pytest.raises(EppError, match="does not train with NVIDIA ModelOpt"):
-        elastic.schedule_for(args, other_loss)
+        schedule_for(args, other_loss)
 
 
 @pytest.mark.parametrize("schedule", ["elastic", "stock"])

@@ -23,8 +23,7 @@ from megatron_epp.mcore.costs.host_probe import measure_host_link, measure_offlo
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, message_bytes
 from megatron_epp.mcore.costs.probe import Link, measure_link
 from megatron_epp.mcore.costs.timing import measure_times
-from megatron_epp.mcore.model.stage import MegatronStage
-from megatron_epp.mcore.training.snapshot import Snapshot
+from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.plan.kv_sums import MOST_ROUNDED, in_fp32
 from megatron_epp.plan.placement import neighbours_apart
 from megatron_epp.runtime.links.links import Links

@@ -6,36 +6,16 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.sampler import epoch_order
 from megatron_epp.data.sequences import sequences_of
 from megatron_epp.data.token_record import check_ids
-from megatron_epp.mcore.data.indexed_file import open_documents
+from megatron_epp.mcore.data.document_file import DocumentFile
 from megatron_epp.plan.errors import EppError
 
 logger = logging.getLogger(__name__)
-
-
-class DocumentFile:
-    """One ``.bin``/``.idx`` pair, opened and checked once, from which several splits are taken.
-
-    Attributes:
-        prefix: path without suffix, as in ``--data-path``.
-        data: Megatron's indexed dataset.
-        num_tokens: number of tokens of each document, int64.
-    """
-
-    def __init__(self, prefix: str, mmap: bool = True) -> None:
-        self.prefix = prefix
-        self.data: IndexedDataset
-        self.num_tokens: np.ndarray
-        self.data, self.num_tokens = open_documents(prefix, mmap)
-
-    def __len__(self) -> int:
-        return len(self.num_tokens)
 
 
 class DocumentDataset:
@@ -58,7 +38,7 @@ class DocumentDataset:
         num_left_out: number of tokens that truncation leaves out.
 
     Raises:
-        EppError: see `open_documents`; or no document has 2 tokens.
+        EppError: see `DocumentFile`; or no document has 2 tokens.
     """
 
     def __init__(

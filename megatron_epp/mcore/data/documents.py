@@ -1,4 +1,4 @@
-"""Iterators of global batches for Megatron's training loop, built from its data flags.
+"""Iterators of global batches for Megatron's training loop, built from its data flags, and the check that a resume keeps them.
 
 They need ``--dataloader-type external``, with which Megatron passes the provider's objects on to the schedule.
 """
@@ -22,13 +22,10 @@ from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
 from megatron_epp.mcore import features
-from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset, DocumentFile, concatenate, weighted
+from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
+from megatron_epp.mcore.data.document_file import DocumentFile, check_pair, check_tokens
 from megatron_epp.mcore.data.encoders import identity_of_run
-from megatron_epp.mcore.data.indexed_file import check_pair
-from megatron_epp.mcore.data.token_check import check_tokens
 from megatron_epp.plan.errors import EppError
-
-__all__ = ["DocumentBlend", "DocumentDataset", "DocumentFile", "build_document_iterators", "build_splits"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +33,8 @@ Blend = tuple[list[str], list[float] | None]
 Shuffled = tuple[SequenceDataset, bool]
 
 SPLITS = ("train", "valid", "test")
+_BEFORE_THE_FLAG = "truncate"
+"""Value of `--epp-documents` for checkpoints of runs before that flag existed, which do not record it."""
 
 
 def build_document_iterators(
@@ -126,6 +125,40 @@ def check_files_of(args: Namespace) -> None:
             record = load_record(prefix)
             if record is not None and args.tokenizer_type is not None:
                 check_kind(prefix, record, args.tokenizer_type, args.tokenizer_model)
+
+
+def check_order(then: Namespace, now: Namespace) -> None:
+    """Compare the arguments that determine the order of sequences, unless the checkpoint is of a run without `--epp`.
+
+    Changes that only reorder the sequences cause a warning.
+
+    Args:
+        then: the arguments in the checkpoint.
+        now: the run's arguments.
+
+    Raises:
+        EppError: the sequences differ, so that the checkpoint's count of sequences trained on has no meaning in this run.
+    """
+    if not getattr(then, "epp", False):
+        return
+    before = getattr(then, "epp_documents", _BEFORE_THE_FLAG)
+    if before != now.epp_documents:
+        raise EppError(
+            f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}: its count of "
+            f"sequences is of others. Pass --epp-documents {before} to go on exactly, or --finetune to begin the data anew"
+        )
+    names = ["seed", "split", *(["seq_length"] if before == "split" else [])]
+    changed = [
+        f"--{name.replace('_', '-')} was {getattr(then, name)} and is {getattr(now, name)}"
+        for name in names
+        if hasattr(then, name) and getattr(then, name) != getattr(now, name)
+    ]
+    if changed and now.rank == 0:
+        logger.warning(
+            "%s: sequences come in another order than in the run that saved this checkpoint, so until the epoch ends some come "
+            "again and others do not",
+            ", ".join(changed),
+        )
 
 
 def _open_part(

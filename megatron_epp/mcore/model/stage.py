@@ -1,18 +1,20 @@
-"""A Megatron model as a pipeline stage, on which the executor runs forward and backward of chunks."""
+"""A Megatron model as a pipeline stage, on which the executor runs chunks forward and backward, and snapshots of its state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays
+from megatron_epp.mcore.features import logged_router_losses
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.losses import check_loss, scale_router_losses, summed_loss
@@ -213,3 +215,35 @@ class MegatronStage:
         if self.config.enable_autocast:
             return torch.autocast("cuda", dtype=self.config.autocast_dtype)
         return torch.autocast("cpu", enabled=False)
+
+
+class Snapshot:
+    """Copy of the random states, the models' buffers and the sums that routers keep for the log.
+
+    Gradients are not copied, since they are as large as the model. An iteration begins without any, so they are zeroed.
+
+    Args:
+        models: this rank's model chunks, as Megatron wrapped them.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self._models = models
+        # Megatron's wrapper has its own `buffers`.
+        self._buffers = [(buffer, buffer.clone()) for model in models for buffer in torch.nn.Module.buffers(model)]
+        self._routers = {key: values.clone() for key, values in logged_router_losses().items()}
+        self._cpu, self._tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        """Restore the copied state and zero gradients. Call it outside the models' `no_sync`, which zeroing ends."""
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for key, values in logged_router_losses().items():
+            values.copy_(self._routers.get(key, torch.zeros_like(values)))
+        for model in self._models:
+            if hasattr(model, "zero_grad_buffer"):
+                model.zero_grad_buffer()
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        get_cuda_rng_tracker().set_states(self._tracked)

@@ -78,7 +78,7 @@ def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *r
 def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any, **named: Any) -> Any:
     if epp_args() is None:  # without it not even the imports may matter
         return original(provider, *rest, **named)
-    from megatron_epp.mcore.training.elastic import provide_documents
+    from megatron_epp.mcore.training.forward_backward import provide_documents
 
     stock_functions.require_stock({stock_functions.PROVIDER: provider})
     chunk = getattr(provider, "keywords", {}).get("vp_stage")  # Megatron asks once for each of a rank's model chunks
@@ -103,7 +103,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
 def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: Any, **named: Any) -> None:
     original(checkpoint_args, *rest, **named)
     if (args := epp_args()) is not None:
-        from megatron_epp.mcore.training.resumed import check_order
+        from megatron_epp.mcore.data.documents import check_order
 
         check_order(checkpoint_args, args)
 
@@ -124,7 +124,7 @@ def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> 
     stock = original(*rest, **named)
     if (args := epp_args()) is None:
         return stock
-    from megatron_epp.mcore.training.elastic import schedule_for
+    from megatron_epp.mcore.training.forward_backward import schedule_for
 
     return schedule_for(args, stock)
 
