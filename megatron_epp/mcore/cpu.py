@@ -46,7 +46,7 @@ def activate() -> bool:
 
 
 class _Stream:
-    """A stream that does nothing, because the CPU executes everything in program order."""
+    """Stream that does nothing, because the CPU executes everything in program order."""
 
     def wait_stream(self, stream: Any) -> None:
         pass

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class DocumentDataset:
-    """The documents ``[first, last)`` of one file, in file order, as sequences (`Sequences`). Implements `SequenceDataset`.
+    """Documents ``[first, last)`` of one file, in file order, as sequences (`Sequences`). Implements `SequenceDataset`.
 
     Documents of fewer than 2 tokens train nothing; they are skipped, counted and logged.
 
@@ -70,9 +70,13 @@ class DocumentDataset:
         return len(self.lengths)
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Tokens ``[start, end)`` of the ``lengths[index] + 1`` of a sequence, in the file's integer type.
+        """Return tokens ``[start, end)`` of the ``lengths[index] + 1`` of a sequence, in the file's integer type.
 
         With a mapped file this is a view: nothing is read before it is used, or compared with the vocabulary's size.
+
+        Args:
+            index: the sequence.
+            start, end: positions in the sequence; by default all of it, and the label of its last position.
 
         Raises:
             EppError: a token is not in the vocabulary.
@@ -129,6 +133,7 @@ class DocumentBlend:
         return len(self.lengths)
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Return tokens of a sequence, as the dataset that it is drawn from does."""
         return self._sources[self._source_of[index]].tokens(int(self._index_of[index]), start, end)
 
 

@@ -125,6 +125,7 @@ class PositionedRotary(torch.nn.Module):
         self.rotary, self.context_parallel = rotary, context_parallel
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the chunk's parameters in place of a length, for `forward`; without a chunk the wrapped module's length."""
         params = next((a for a in (*args, *kwargs.values()) if isinstance(a, ChunkParams)), None)
         return self.rotary.get_rotary_seq_len(*args, **kwargs) if params is None else params
 

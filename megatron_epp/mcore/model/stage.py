@@ -79,7 +79,7 @@ class MegatronStage:
 
     @property
     def decoder(self) -> torch.nn.Module:
-        """The block of transformer layers."""
+        """Block of transformer layers."""
         return get_attr_wrapped_model(self.model, "decoder")
 
     @property
@@ -89,6 +89,7 @@ class MegatronStage:
 
     @property
     def num_layers(self) -> int:
+        """Number of transformer layers of this stage."""
         return len(self.decoder.layers)
 
     @property
@@ -136,7 +137,17 @@ class MegatronStage:
         return self._loss(output, inputs["loss_mask"])
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
-        """Run the backward of a chunk; `keep_weights` leaves the gradients of linear layers' weights to `weight`."""
+        """Run the backward of a chunk.
+
+        Args:
+            context: the chunk.
+            output: the result of its forward.
+            grad: gradient of the output, ``[tokens / shards, 1, hidden]``; None on the last stage.
+            keep_weights: leave the gradients of linear layers' weights to `weight`.
+
+        Raises:
+            EppError: `keep_weights` of a model whose weight gradients are not split.
+        """
         if keep_weights and self.weights is None:
             raise EppError("the plan splits weight gradients and the model does not: add --epp-split-weight-gradient")
         if grad is None and self.config.grad_scale_func is not None:
@@ -157,6 +168,7 @@ class MegatronStage:
             self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
+        """Free the storage of an output that has been sent, which autograd does not need."""
         deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:

@@ -23,11 +23,13 @@ logger = logging.getLogger(__name__)
 class Patch:
     """Replacement of one function.
 
-    target        "package.module:name" or "package.module:Class.method"
-    replacement   the new function; with `wraps`, it gets the original as its first argument
-    reason        one line, shown when the patch is applied
-    fingerprints  `fingerprint(target)` of every original the patch was written for, by default those in `fingerprints.PATCHED`;
-                  none if the content of the original does not matter
+    Attributes:
+        target: "package.module:name" or "package.module:Class.method".
+        replacement: the new function; with `wraps`, it gets the original as its first argument.
+        reason: one line, shown when the patch is applied.
+        wraps: True if the replacement calls the original.
+        fingerprints: `fingerprint(target)` of every original the patch was written for, by default those in
+            `fingerprints.PATCHED`; none if the content of the original does not matter.
     """
 
     target: str
@@ -54,8 +56,15 @@ _applied: list[_Applied] = []
 def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int = logging.INFO) -> None:
     """Apply the patches that are not applied yet: all of them, or none if one finds code that it does not know.
 
-    Names that other modules have already imported (`from x import y`) are replaced too. Rank 0 logs one line per patch
-    at `level`. Raises EppError for a missing target, and for an unknown fingerprint unless `allow_unknown`.
+    Names that other modules have already imported (`from x import y`) are replaced too.
+
+    Args:
+        patches: the patches, in order; a later one may wrap what an earlier one has put in place.
+        allow_unknown: apply patches also to code that they do not know.
+        level: level at which rank 0 logs one line per patch.
+
+    Raises:
+        EppError: a target is missing, or has an unknown fingerprint.
     """
     done = {applied.patch for applied in _applied}
     wanted = [patch for patch in patches if patch not in done]

@@ -114,11 +114,13 @@ def changes_of(role: str, function: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """A value, and the path by which it was reached.
+    """Value with the path by which it was reached.
 
-    name     name in the code that uses it, with modules in front; the role, if the script passes the value to Megatron
-    users    names of the functions on the path, the first of which the script passes to Megatron
-    of_ours  True if the code that names it belongs to this package, or if there is no such code
+    Attributes:
+        name: name in the code that uses it, with modules in front; the role, if the script passes the value to Megatron.
+        value: the value.
+        users: names of the functions on the path, the first of which the script passes to Megatron.
+        of_ours: True if the code that names it belongs to this package, or if there is no such code.
     """
 
     name: str

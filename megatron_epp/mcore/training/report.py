@@ -62,7 +62,13 @@ class IterationReport:
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
-        """Start the report of an iteration. Evaluation is not reported."""
+        """Start the report of an iteration.
+
+        Args:
+            session: this process's session, whose count of iterations goes up in training.
+            batch: the batch of the iteration.
+            forward_only: True for an evaluation step, which is not reported.
+        """
         args = session.args
         if not forward_only:
             session.iteration += 1
