@@ -64,7 +64,7 @@ def _nothing() -> Callable[..., None]:
 
 
 def _stand_in_for_torch_cuda() -> None:
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
     # Megatron writes `device=torch.cuda.current_device()` for most of what it allocates.
     cuda.current_device = lambda: _CPU
     cuda.set_device = _nothing()
@@ -104,9 +104,10 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _stand_in_for_device_arguments() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-    original_type = torch.Tensor.type
+    tensors: Any = torch.Tensor
+    modules: Any = torch.nn.Module
+    tensors.cuda = modules.cuda = lambda self, *args, **kwargs: self
+    original_type = tensors.type
 
     def type_as_megatron_expects(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Optimizers and gradient clipping compare `param.type()` with the string "torch.cuda.FloatTensor".
@@ -115,7 +116,7 @@ def _stand_in_for_device_arguments() -> None:
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    torch.Tensor.type = type_as_megatron_expects
+    tensors.type = type_as_megatron_expects
 
 
 def _called_by_megatron() -> bool:
@@ -177,7 +178,7 @@ def patches() -> tuple[Patch, ...]:
 
 
 def _averaging_by_sums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    dist = torch.distributed
+    dist: Any = torch.distributed
     reduce = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **rest: Any) -> Any:

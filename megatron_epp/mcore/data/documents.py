@@ -69,11 +69,10 @@ def build_document_iterators(
     splits = build_splits(args, num_samples, tokenizer)
     consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
     eod = _masked_end(tokenizer) if args.eod_mask_loss else None
-    iterators = []
-    for number, split in enumerate(splits):
-        if split is None:
-            iterators.append(None)
-            continue
+
+    def iterator(number: int) -> PlannedBatches | None:
+        if (split := splits[number]) is None:
+            return None
         dataset, shuffle = split
         sampler = GlobalBatchSampler(
             len(dataset),
@@ -84,8 +83,9 @@ def build_document_iterators(
         )
         plans = eval_plans if number else train_plans
         depth = getattr(args, "epp_lookahead", 2)
-        iterators.append(PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size))
-    return tuple(iterators)
+        return PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size)
+
+    return iterator(0), iterator(1), iterator(2)
 
 
 def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer) -> list[Shuffled | None]:
@@ -99,14 +99,14 @@ def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokeniz
     if blend_per_split is not None and args.split is not None:
         log_single_rank(logger, logging.WARNING, f"--split {args.split} changes nothing: every split has data paths of its own")
     files: dict[str, DocumentFile] = {}
-    shares = [(0.0, 1.0)] * 3 if blend is None else _split_shares(args.split)
+    shares: list[tuple[float, float] | None] = [(0.0, 1.0)] * 3 if blend is None else _split_shares(args.split)
     wanted = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
     splits: list[Shuffled | None] = []
     for number, name in enumerate(SPLITS):
         its_blend = blend if blend_per_split is None else blend_per_split[number]
         split = None
-        if wanted[number] and its_blend is not None and shares[number] is not None:
-            open_part = functools.partial(_open_part, args, tokenizer, files, name, shares[number])
+        if wanted[number] and its_blend is not None and (share := shares[number]) is not None:
+            open_part = functools.partial(_open_part, args, tokenizer, files, name, share)
             split = _build_split(its_blend, open_part, num_samples[number], args.seed)
         if split is None and wanted[number] and name != "test":
             remedy = f"give it a share in --split {args.split}" if blend else f"pass --{name}-data-path"

@@ -17,7 +17,6 @@ import torch
 from megatron.core import mpu
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.utils import unwrap_model
-from torch import Tensor
 
 from megatron_epp.mcore.arguments.layout import check_pattern
 from megatron_epp.mcore.features import bound
@@ -65,7 +64,7 @@ def check_adopted(model: torch.nn.Module) -> None:
         raise EppError(f"--epp trains GPTModel and HybridModel; the script builds a {type(bare).__name__}")
 
 
-def _finish(model: torch.nn.Module, args: argparse.Namespace) -> None:
+def _finish(model: Any, args: argparse.Namespace) -> None:
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None:
         model.rotary_pos_emb = PositionedRotary(rotary, context_parallel.of_group(mpu.get_context_parallel_group()))
@@ -120,7 +119,7 @@ class PositionedRotary(torch.nn.Module):
         context_parallel: how ranks share the tokens of a chunk.
     """
 
-    def __init__(self, rotary: torch.nn.Module, context_parallel: ContextParallel = NOT_SHARED) -> None:
+    def __init__(self, rotary: Any, context_parallel: ContextParallel = NOT_SHARED) -> None:
         super().__init__()
         self.rotary, self.context_parallel = rotary, context_parallel
 
@@ -140,6 +139,6 @@ class PositionedRotary(torch.nn.Module):
             return torch.cat([p[0] for p in parts]), *parts[0][1:]
         return torch.cat(parts)
 
-    def _angles(self, start: int, length: int) -> Tensor | tuple[Tensor, ...]:
+    def _angles(self, start: int, length: int) -> Any:
         make = getattr(self.rotary, "get_emb", None)  # the part of `forward` that keeps no cache of results
         return make(length, start) if make is not None else self.rotary(length, start)

@@ -197,7 +197,7 @@ def block_tokens_of(args: argparse.Namespace, *, always: bool = False) -> int:
 
 def _obstacle(model: Any) -> str:
     """Return the reason why a model's loss cannot be computed by blocks; empty if it can."""
-    layer = getattr(model, "output_layer", None)
+    layer: Any = getattr(model, "output_layer", None)
     if type(layer) not in features.multiplying_output_layers():
         return f"the output layer is a {type(layer).__name__}"
     if layer.bias is not None:

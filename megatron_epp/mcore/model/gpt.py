@@ -25,7 +25,8 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from megatron_epp.mcore import features
 from megatron_epp.mcore.model.losses import token_loss
 
-Batch = dict[str, torch.Tensor | None]
+Batch = dict[str, Any]
+"""Tensors by name, ``[microbatch, sequence]``; None on stages that need no tokens."""
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:

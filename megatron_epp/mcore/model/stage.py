@@ -30,7 +30,7 @@ def _nothing() -> None:
     pass
 
 
-def _add_to_gradients(model: torch.nn.Module) -> None:
+def _add_to_gradients(model: Any) -> None:
     """Make layers add to gradient buffers, which are zero when an iteration begins.
 
     Transformer Engine's layers with fused accumulation would overwrite the buffers in the backward of the first forward, which
@@ -78,7 +78,7 @@ class MegatronStage:
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
     @property
-    def decoder(self) -> torch.nn.Module:
+    def decoder(self) -> Any:
         """Block of transformer layers."""
         return get_attr_wrapped_model(self.model, "decoder")
 
@@ -200,6 +200,7 @@ class MegatronStage:
         }
 
     def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:
+        assert loss_mask is not None  # on the last stage
         loss, num_tokens, values = summed_loss(loss_mask, losses)
         self.loss_report = values if self.loss_report is None else self.loss_report + values
         self.total_tokens = num_tokens if self.total_tokens is None else self.total_tokens + num_tokens
@@ -238,7 +239,7 @@ class Snapshot:
         models: this rank's model chunks, as Megatron wrapped them.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, models: Sequence[Any]) -> None:
         self._models = models
         # Megatron's wrapper has its own `buffers`.
         self._buffers = [(buffer, buffer.clone()) for model in models for buffer in torch.nn.Module.buffers(model)]

@@ -34,10 +34,13 @@ _OF_A_CHUNK = 2
 """Number of leading items of a store entry that belong to a chunk (input, output's gradient); the rest is the layer's."""
 
 
-def split_weight_gradients(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+def split_weight_gradients(models: list[Any]) -> list[Any]:
     """Make every linear layer of a model chunk pass its weight gradient to the chunk's `weight_gradients`.
 
     An output layer that is given the embedding's weight stays unchanged: its gradient is added to the embedding's.
+
+    Args:
+        models: this rank's model chunks, as Megatron builds them.
 
     Raises:
         EppError: the model has a linear layer that cannot delay its weight's gradient.
@@ -80,7 +83,7 @@ def _forward(
     return output if bias is None else output + bias
 
 
-def weight_gradient(weight: Tensor, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:
+def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:
     """Compute a weight's gradient as Megatron's own backward does.
 
     Args:
@@ -96,7 +99,7 @@ def weight_gradient(weight: Tensor, gather_over: Any, accumulate: bool, x: Tenso
     grad, x = prepare_input_tensors_for_wgrad_compute(grad, x)
     if not accumulate:
         return grad.t().matmul(x)
-    import fused_weight_gradient_mlp_cuda as kernels
+    import fused_weight_gradient_mlp_cuda as kernels  # type: ignore[import-not-found,unused-ignore]
 
     in_fp32 = weight.main_grad.dtype == torch.float32
     (kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16)(x, grad, weight.main_grad)

@@ -101,4 +101,5 @@ def forward_step(
         table = SegmentTable.build(chunk, arrays.tokens.numel())
         params = ChunkParams(ChunkContext(0, table, KVRelay()))
     output = model(**inputs, attention_mask=None, packed_seq_params=params)
-    return output, partial(token_loss, inputs["loss_mask"])
+    loss_mask: Any = inputs["loss_mask"]  # which the last stage has, where Megatron calls the loss
+    return output, partial(token_loss, loss_mask)
