@@ -111,7 +111,7 @@ def _write(files: list[Path], prefix: str, partial: str, encoder: Encoder, appen
 
     tokenizer = encoder.tokenizer
     builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
-    end = [tokenizer.eod] if append_eod else []
+    end = np.array([tokenizer.eod] if append_eod else [], dtype=np.int64)
     lengths: list[int] = []
     num_empty = num_unreadable = max_token = 0
     last_log = time.monotonic()
