@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_epp.mcore.features import router_loss_reduction
-from megatron_epp.mcore.patches.patching import Patch
+from megatron_epp.mcore.patches.patching import Patch, wrapping
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -142,42 +142,28 @@ def _stand_in_for_compilation() -> None:
 @functools.cache
 def patches() -> tuple[Patch, ...]:
     """Return the patches of Megatron itself; apply them after `activate`, and only if that returned True."""
-    nowhere = _nothing()
     return (
         Patch(
             "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
             lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
             "torch queues it until a device appears: dropout and recomputation would never restore their state",
         ),
-        Patch("megatron.training.arguments:validate_args", _with_gloo, "there is no NCCL on a CPU", wraps=True),
-        Patch(
-            "megatron.training.initialize:initialize_megatron",
-            _initialize_without_cuda,
-            "asks for CUDA, and skips groups and seeds where it counts no device",
-            wraps=True,
-        ),
-        Patch("megatron.training.initialize:set_jit_fusion_options", nowhere, "warms up kernels that do not exist here"),
-        Patch(
-            "megatron.training.utils:get_device_arch_version",
-            lambda: 10,
-            "asks for CUDA_DEVICE_MAX_CONNECTIONS on older GPUs",
-        ),
-        Patch(
-            "megatron.training.training:build_train_valid_test_data_iterators",
-            _leaving_the_generator,
-            "data loaders draw seeds from the CPU generator, which plays the CUDA one here",
-            wraps=True,
-        ),
+        wrapping("megatron.training.arguments:validate_args", _with_gloo),
+        wrapping("megatron.training.initialize:initialize_megatron", _initialize_without_cuda),
+        Patch("megatron.training.initialize:set_jit_fusion_options", _nothing(), "warms up kernels that do not exist here"),
+        Patch("megatron.training.utils:get_device_arch_version", lambda: 10, "asks for a variable of CUDA's on older GPUs"),
+        wrapping("megatron.training.training:build_train_valid_test_data_iterators", _leaving_the_generator),
         Patch(
             "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
             lambda tensor, as_numpy=False, record_stream=False: tensor.numpy() if as_numpy and tensor is not None else tensor,
             "leaves split sizes that are on the CPU already as tensors, which collectives do not take",
         ),
-        Patch(router_loss_reduction(), _averaging_by_sums, "averages over ranks, which gloo cannot do", wraps=True),
+        wrapping(router_loss_reduction(), _averaging_by_sums),
     )
 
 
 def _averaging_by_sums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Average over ranks by a sum and a division, since gloo cannot average."""
     dist: Any = torch.distributed
     reduce = dist.all_reduce
 
@@ -196,17 +182,22 @@ def _averaging_by_sums(original: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _leaving_the_generator(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # A resumed run restores the generator before this and would go on with another dropout than the one it continues.
+    """Leave the CPU generator, which plays the CUDA one here, as it is: data loaders draw seeds from it.
+
+    A resumed run restores the generator before this and would go on with another dropout than the one it continues.
+    """
     with torch.random.fork_rng(devices=[]):
         return original(*args, **kwargs)
 
 
 def _with_gloo(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Use gloo, since there is no NCCL on a CPU."""
     args.distributed_backend = "gloo"
     return original(args, *rest, **kwargs)
 
 
 def _initialize_without_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Ask for no CUDA, and count a device per process: without one, groups and seeds are skipped."""
     with _one_device_per_process():
         return original(*args, **{**kwargs, "allow_no_cuda": True})
 

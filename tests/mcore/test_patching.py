@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron_epp.mcore import features
-from megatron_epp.mcore.patches import patching
+from megatron_epp.mcore import cpu, features
+from megatron_epp.mcore.patches import environment, install, patching
 from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
 
@@ -108,6 +108,24 @@ def test_code_with_another_fingerprint_is_refused_and_nothing_is_applied(library
     assert library.greet("you") == library.Greeter().greet("you") == "hello you"
     patching.apply([strange], allow_unknown=True)
     assert library.Greeter().greet("you") == "you"
+
+
+def test_a_wrapper_says_why_in_its_docstring(library: ModuleType) -> None:
+    def quieter(original: Callable[[str], str], name: str) -> str:
+        """Greet in a low voice.
+
+        Nobody hears it.
+        """
+        return original(name).lower()
+
+    patch = patching.wrapping("patched_library:greet", quieter)
+    assert (patch.reason, patch.wraps) == ("greet in a low voice", True)
+    patching.apply([patch])
+    assert library.greet("YOU") == "hello you"
+
+
+def test_every_patch_of_ours_has_a_reason() -> None:
+    assert all(patch.reason for patch in (*install.patches(), *environment.patches(), *cpu.patches()))
 
 
 def test_a_fingerprint_sees_through_wrappers(library: ModuleType) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_epp.launch.lifetime import EndingWithParent
-from megatron_epp.mcore.patches.patching import Patch
+from megatron_epp.mcore.patches.patching import Patch, wrapping
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +50,16 @@ def patches() -> tuple[Patch, ...]:
             )
         )
     if importlib.util.find_spec("apex") is None:
-        needed.append(
-            Patch(
-                "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-                _with_sequence_parallelism,
-                "torch's norms work under sequence parallelism",
-                wraps=True,
-            )
-        )
+        needed.append(wrapping("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _with_sequence_parallelism))
     if _has_dataset_helpers():
         target = "megatron.core.datasets.utils:compile_helpers"
         needed.append(Patch(target, lambda: None, "the compiled helpers are there already"))
     if not any(importlib.util.find_spec(package) for package in ("apex", "transformer_engine")):
         optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
         needed += [
-            Patch(f"{optimizer}.state_dict", _with_initial_state, "a new torch optimizer has no step to read", wraps=True),
-            Patch(f"{optimizer}.load_state_dict", _with_own_steps, "torch counts the steps of each parameter", wraps=True),
-            Patch(
-                f"{optimizer}._set_main_param_and_optimizer_states", _leaving_the_step, "the moments carry no step", wraps=True
-            ),
+            wrapping(f"{optimizer}.state_dict", _with_initial_state),
+            wrapping(f"{optimizer}.load_state_dict", _with_own_steps),
+            wrapping(f"{optimizer}._set_main_param_and_optimizer_states", _leaving_the_step),
         ]
     return tuple(needed)
 
@@ -83,7 +74,10 @@ def _without_kernels(missing: tuple[str, ...], original: Callable[..., Any], arg
 
 
 def _with_sequence_parallelism(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-    # Megatron's assertions are about a mark and a kernel choice; the norm itself only sees its own tokens.
+    """Let torch's norms work under sequence parallelism.
+
+    Megatron's assertions are about a mark and a kernel choice; the norm itself only sees its own tokens.
+    """
     plain = copy.copy(config)
     plain.persist_layer_norm = plain.sequence_parallel = False
     norm = original(cls, plain, *args, **kwargs)
@@ -94,7 +88,10 @@ def _with_sequence_parallelism(original: Callable[..., Any], cls: type, config: 
 
 
 def _with_initial_state(original: Callable[..., Any], self: Any) -> Any:
-    # Loading asks for the state before the first step, and Megatron takes the step from there.
+    """Give a new torch optimizer a state with a step to read.
+
+    Loading asks for the state before the first step, and Megatron takes the step from there.
+    """
     if not self.optimizer.state:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -104,15 +101,18 @@ def _with_initial_state(original: Callable[..., Any], self: Any) -> Any:
 
 
 def _with_own_steps(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> None:
+    """Give every parameter a step of its own, since torch counts the steps of each.
+
+    Megatron gives all parameters one and the same step tensor, which each of them would then advance.
+    """
     original(self, state_dict)
-    # Megatron gives all parameters one and the same step tensor, which each of them would then advance.
     for state in self.optimizer.state.values():
         state["step"] = state["step"].clone()
 
 
 @torch.no_grad()  # it copies into views of parameters
 def _leaving_the_step(original: Callable[..., Any], self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-    # Some checkpoint formats bring no step here and others a zero; load_state_dict has already set it.
+    """Leave the step as `load_state_dict` has set it: some checkpoint formats bring none here, and others a zero."""
     original(self, model_param, {**tensors, "step": None})
 
 
@@ -139,14 +139,10 @@ def _has_dataset_helpers() -> bool:
 
 
 def _start_ending(original: Callable[[BaseProcess], None], self: BaseProcess) -> None:
+    """Let processes of checkpoint writers and data loaders end with the rank that started them, even if it is killed."""
     if (target := getattr(self, "_target", None)) is not None:
         self._target = EndingWithParent(target)  # type: ignore[attr-defined]
     original(self)
 
 
-STARTED_PROCESSES = Patch(
-    "multiprocessing.process:BaseProcess.start",
-    _start_ending,
-    "processes of checkpoint writers and data loaders end with the rank that started them, even if it is killed",
-    wraps=True,
-)
+STARTED_PROCESSES = wrapping("multiprocessing.process:BaseProcess.start", _start_ending)

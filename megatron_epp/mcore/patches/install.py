@@ -10,7 +10,14 @@ from typing import Any
 
 from megatron_epp.mcore.features import bound, epp_args, hybrid_model
 from megatron_epp.mcore.patches import patching, stock_functions
-from megatron_epp.mcore.patches.patching import Patch
+from megatron_epp.mcore.patches.patching import Patch, wrapping
+
+_WARM_UP_TOKENS = 2048
+"""Tokens per rank on which compiled functions are warmed up with `--epp`.
+
+Megatron warms them up on tensors of --seq-length tokens. With a million tokens and an MLP of 14,336 in bf16, these take 28 GiB
+each before there is a model, and no chunk is that long.
+"""
 
 
 def apply(*, allow_unknown: bool = False) -> None:
@@ -19,12 +26,14 @@ def apply(*, allow_unknown: bool = False) -> None:
 
 
 def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
+    """Add the --epp flags."""
     from megatron_epp.mcore.arguments.parser import add_epp_args
 
     return add_epp_args(original(parser))
 
 
 def _read_yaml(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Take the values of --yaml-cfg as flags with --epp, and refuse to be restarted in this process."""
     from megatron_epp.mcore.arguments.consequences import refuse_restart
     from megatron_epp.mcore.arguments.yaml_cfg import reading_yaml
 
@@ -34,6 +43,7 @@ def _read_yaml(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 
 
 def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
+    """Check the --epp flags."""
     from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 
     prepare_epp_args(args)
@@ -42,6 +52,7 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
 
 
 def _adopt(original: Callable[..., None], *rest: Any, **named: Any) -> None:
+    """Build the model with our attention if --epp is given."""
     args = epp_args()
     if args is None or args.epp_schedule == "stock":
         original(*rest, **named)
@@ -52,6 +63,7 @@ def _adopt(original: Callable[..., None], *rest: Any, **named: Any) -> None:
 
 
 def _complete_config(original: Callable[..., Any], self: Any) -> None:
+    """Divide layers by --epp-placement, and let them delay their gradients for --epp-split-weight-gradient."""
     args = epp_args()
     delays = args is not None and self.delay_wgrad_compute
     if delays:  # which Megatron ties to an overlap of its own schedules
@@ -66,6 +78,7 @@ def _complete_config(original: Callable[..., Any], self: Any) -> None:
 
 
 def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *rest: Any) -> list[int]:
+    """Keep the embedding on one rank where --epp-placement puts the first and the last stage on it."""
     args = epp_args()
     if args is not None and args.epp_placement != "looped":
         from megatron_epp.mcore.arguments.consequences import placement_of
@@ -76,6 +89,7 @@ def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *r
 
 
 def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any, **named: Any) -> Any:
+    """Give a training with --epp our documents."""
     if epp_args() is None:  # without it not even the imports may matter
         return original(provider, *rest, **named)
     from megatron_epp.mcore.training.forward_backward import provide_documents
@@ -88,6 +102,7 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
 
 
 def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
+    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens."""
     args = epp_args()
     if args is None:
         original(*rest, **named)
@@ -101,6 +116,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
 
 
 def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: Any, **named: Any) -> None:
+    """Compare the order of sequences with that of the run that saved a checkpoint, if --epp is given."""
     original(checkpoint_args, *rest, **named)
     if (args := epp_args()) is not None:
         from megatron_epp.mcore.data.documents import check_order
@@ -109,6 +125,7 @@ def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: A
 
 
 def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Refuse functions of the script that --epp would not use, and end planning when training ends."""
     call = bound(original, *rest, **named)
     with stock_functions.checked_call(dict(call.arguments)):
         if (chosen := call.arguments.get("get_embedding_ranks")) is not None:
@@ -121,6 +138,7 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 
 
 def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Return our schedule if --epp is given."""
     stock = original(*rest, **named)
     if (args := epp_args()) is None:
         return stock
@@ -129,69 +147,20 @@ def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> 
     return schedule_for(args, stock)
 
 
-_WARM_UP_TOKENS = 2048
-"""Tokens per rank on which compiled functions are warmed up with `--epp`.
-
-Megatron warms them up on tensors of --seq-length tokens. With a million tokens and an MLP of 14,336 in bf16, these take 28 GiB
-each before there is a model, and no chunk is that long.
-"""
-_OUR_ATTENTION = "with --epp, builds the model with our attention"
-
-
 @functools.cache
 def patches() -> tuple[Patch, ...]:
     """Return the patches for the installed release, in the order in which they are applied."""
     return (
-        Patch("megatron.training.arguments:add_megatron_arguments", _add_flags, "adds the --epp flags", wraps=True),
-        Patch(
-            "megatron.training.arguments:parse_args",
-            _read_yaml,
-            "with --epp, takes the values of --yaml-cfg as flags, and refuses to be restarted in its process",
-            wraps=True,
-        ),
-        Patch("megatron.training.arguments:validate_args", _check_flags, "checks the --epp flags", wraps=True),
-        Patch("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _adopt, _OUR_ATTENTION, wraps=True),
-        Patch(f"{hybrid_model()}.__init__", _adopt, _OUR_ATTENTION, wraps=True),
-        Patch(
-            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-            _complete_config,
-            "with --epp-placement, divides layers by it; with --epp-split-weight-gradient, lets layers delay their gradients",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.core.parallel_state:default_embedding_ranks",
-            _embedding_ranks,
-            "with --epp-placement, keeps the embedding on one rank where the first has the last stage too",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.training.training:build_train_valid_test_data_iterators",
-            _train_on_documents,
-            "with --epp, gives the data our documents",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.training.initialize:set_jit_fusion_options",
-            _warm_up_on_a_chunk,
-            "with --epp, warms compiled functions up on a chunk, not on --seq-length tokens",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.training.training:pretrain",
-            _pretrain,
-            "with --epp, refuses functions of the script that it would not use, and ends planning when training ends",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.training.checkpointing:check_checkpoint_args",
-            _compare_order,
-            "with --epp, compares the order of sequences with that of the run that saved a checkpoint",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-            _choose_schedule,
-            "with --epp, returns our schedule",
-            wraps=True,
-        ),
+        wrapping("megatron.training.arguments:add_megatron_arguments", _add_flags),
+        wrapping("megatron.training.arguments:parse_args", _read_yaml),
+        wrapping("megatron.training.arguments:validate_args", _check_flags),
+        wrapping("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _adopt),
+        wrapping(f"{hybrid_model()}.__init__", _adopt),
+        wrapping("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", _complete_config),
+        wrapping("megatron.core.parallel_state:default_embedding_ranks", _embedding_ranks),
+        wrapping("megatron.training.training:build_train_valid_test_data_iterators", _train_on_documents),
+        wrapping("megatron.training.initialize:set_jit_fusion_options", _warm_up_on_a_chunk),
+        wrapping("megatron.training.training:pretrain", _pretrain),
+        wrapping("megatron.training.checkpointing:check_checkpoint_args", _compare_order),
+        wrapping("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose_schedule),
     )

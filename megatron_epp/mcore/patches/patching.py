@@ -43,6 +43,12 @@ class Patch:
             object.__setattr__(self, "fingerprints", fingerprints.PATCHED.get(self.target, ()))
 
 
+def wrapping(target: str, replacement: Callable[..., Any]) -> Patch:
+    """Return the patch by a function that gets the original as its first argument; the reason is its docstring's first line."""
+    summary = (replacement.__doc__ or "").partition("\n")[0].removesuffix(".")
+    return Patch(target, replacement, summary[:1].lower() + summary[1:], wraps=True)
+
+
 @dataclass(frozen=True, slots=True)
 class _Applied:
     patch: Patch
