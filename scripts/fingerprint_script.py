@@ -11,8 +11,7 @@ import argparse
 import ast
 from pathlib import Path
 
-from megatron_epp.mcore.patches.fingerprints import SCRIPTS
-from megatron_epp.mcore.patches.source import digest, fingerprint
+from megatron_epp.mcore.patches.fingerprints import SCRIPTS, digest, fingerprint
 from megatron_epp.mcore.patches.stock_functions import ROLES
 
 

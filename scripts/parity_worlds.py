@@ -26,7 +26,7 @@ import torch.distributed as dist
 from parity_planner import share_planner
 from parity_runs import Run, record
 
-from megatron_epp.mcore.training.forking import preload
+from megatron_epp.mcore.pretrain_gpt import preload
 
 _fork = multiprocessing.get_context("fork")
 

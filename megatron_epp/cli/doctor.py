@@ -27,7 +27,7 @@ from megatron_epp.launch.machine import (
     segments_expand,
     version_of,
 )
-from megatron_epp.mcore.patches import compat
+from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -212,7 +212,7 @@ def _library(library: _Library) -> Finding:
         return Finding(library.name, library.status, f"not found; it is for {library.use}", library.install)
     if version is None:
         return Finding(library.name, OK, "found, of an unknown version")
-    if not compat.matches(version, library.versions):
+    if not features.matches(version, library.versions):
         return Finding(library.name, library.status, f"{version}, outside {library.versions}", library.install)
     return Finding(library.name, OK, f"{version} ({library.versions})")
 
@@ -241,18 +241,18 @@ def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 def _megatron() -> Iterator[Finding]:
     try:
-        version = compat.check_megatron()
+        version = features.check_megatron()
     except EppError as error:
-        yield Finding("megatron-core", PROBLEM, str(error), f'pip install "megatron-core[training]=={compat.RECOMMENDED}"')
+        yield Finding("megatron-core", PROBLEM, str(error), f'pip install "megatron-core[training]=={features.RECOMMENDED}"')
         return
-    yield Finding("megatron-core", OK, f"{version} ({compat.SUPPORTED})")
+    yield Finding("megatron-core", OK, f"{version} ({features.SUPPORTED})")
     if importlib.util.find_spec("megatron.training") is None:
-        todo = f'pip install "megatron-core[training]=={compat.RECOMMENDED}", or put a clone of Megatron-LM on PYTHONPATH'
+        todo = f'pip install "megatron-core[training]=={features.RECOMMENDED}", or put a clone of Megatron-LM on PYTHONPATH'
         yield Finding("megatron.training", PROBLEM, "not found", todo)
         return
-    from megatron_epp.mcore.patches import inspection
+    from megatron_epp.mcore import entry
 
-    fits = inspection.fits()
+    fits = entry.fits()
     for fit in fits:
         if not fit.fits:
             todo = (

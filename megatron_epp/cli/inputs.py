@@ -139,8 +139,7 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
 
 def options_of(args: argparse.Namespace, planner: str | None = None) -> Options:
     """Return the planner's options of the flags, for another planner if one is given."""
-    options: Options = options_from(args, **({} if planner is None else {"planner": planner}))
-    return options
+    return options_from(args) if planner is None else options_from(args, planner=planner)
 
 
 def costs_of(args: argparse.Namespace, lengths: Sequence[int], longest: int | None = None) -> PipelineCosts:

@@ -109,7 +109,7 @@ def _measured(args: argparse.Namespace) -> Profile:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(WHOLE, text.split(",")))
+    return tuple(int(WHOLE(one)) for one in text.split(","))
 
 
 _PURPOSE = "measure a model's parts on this machine and write a cost profile (needs torch)"

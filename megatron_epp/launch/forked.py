@@ -1,21 +1,39 @@
-"""Short trainings on CPUs whose ranks are forked from one process that has imported Megatron (`mcore.training.forking`)."""
+"""Short trainings on CPUs whose ranks are forked from one process that has imported and prepared Megatron.
+
+On a CPU that takes longer than a short run. Forked ranks are not equivalent to processes that torch's launcher starts: CUDA,
+above all, does not survive a fork. `Forks` is used where jobs come from, which needs neither torch nor Megatron. The other
+functions run in the process that forks, and in the ranks.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
+import importlib
+import logging
+import multiprocessing
 import os
+import runpy
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from megatron_epp.launch import lifetime
 from megatron_epp.launch.machine import usable_port
 from megatron_epp.plan.errors import EppError
+from megatron_epp.planner.service.worker import started
 
-_PATIENCE_S = 60.0
-"""Time limit for a process to end, which ends its own child processes first."""
+_PRELOAD = ("megatron_epp.mcore.pretrain_gpt", "preload")
+"""Module and name of the function that imports and prepares Megatron."""
+_PATIENCE_S = 30.0
+"""Time limit in seconds for processes that are told to end."""
 
 
 class Forks:
@@ -29,17 +47,7 @@ class Forks:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
-        self._connection, theirs = Pipe()
-        program = f"from megatron_epp.mcore.training.forking import serve; serve({theirs.fileno()})"
-        path = os.pathsep.join(part for part in sys.path if part)
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program],
-            env={**os.environ, **environment, "PYTHONPATH": path},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what its libraries print is no part of this process's output
-        )
-        theirs.close()
+        self._process, self._connection = started(serve, options=("-W", "ignore"), environment=environment)
         atexit.register(self.close)
 
     def run(
@@ -69,7 +77,83 @@ class Forks:
         """End the process and the job that it runs."""
         self._connection.close()
         try:
-            self._process.wait(_PATIENCE_S)
+            self._process.wait(2 * _PATIENCE_S)  # it ends its own processes first
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def serve(handle: int) -> None:
+    """Run jobs one after the other, as the main function of the forking process, until the process that sends them has ended.
+
+    Args:
+        handle: handle of the connection over which `Forks` sends jobs.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a keyboard, meant for the sender of jobs; this process ends with it
+    jobs = Connection(handle)
+    ours = logging.getLogger("megatron_epp")
+    ours.setLevel(logging.WARNING)  # logs of jobs say what is patched; this process has none
+    with lifetime.launcher_folder():
+        module, name = _PRELOAD
+        getattr(importlib.import_module(module), name)()
+        ours.setLevel(logging.NOTSET)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                jobs.send(_run(jobs, *jobs.recv()))
+
+
+def _run(
+    jobs: Connection, num_processes: int, command: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float
+) -> int | None:
+    """Run a job. Returns the exit code of the first rank that failed, 0 if none did, None if one exceeded the time limit."""
+    context = multiprocessing.get_context("fork")
+    sizes = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+    processes = [context.Process(target=_be_rank, args=(jobs, command, {**env, **sizes, **rank}, log)) for rank in ranks]
+    for process in processes:
+        process.start()
+    end_s = time.monotonic() + limit_s
+    try:
+        while alive := [process for process in processes if process.is_alive()]:
+            if failed := [process.exitcode for process in processes if process.exitcode]:
+                return failed[0]
+            if time.monotonic() > end_s:
+                return None
+            if jobs in wait([jobs, *(process.sentinel for process in alive)], timeout=1.0):
+                raise EOFError  # the sender has ended: it sends nothing before it has its answer
+        return next((process.exitcode for process in processes if process.exitcode), 0)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        for process in processes:
+            _end(process)
+
+
+def _end(process: BaseProcess) -> None:
+    """End a process and all processes that it has started, such as the one that remains after saving a checkpoint."""
+    assert process.pid is not None
+    process.join(_PATIENCE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def _be_rank(jobs: Connection, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    """Run a job's command as one rank, in this process. The exit code is the command's; a traceback goes to the log."""
+    lifetime.end_with_parent()
+    jobs.close()
+    os.setpgrp()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # for those who follow the log
+    os.environ |= env
+    run: Callable[..., object] = runpy.run_path
+    if command[0] == "-m":
+        run, command = functools.partial(runpy.run_module, alter_sys=True), command[1:]
+    else:
+        sys.path.insert(0, str(Path(command[0]).parent))
+    sys.argv = [*command]
+    run(command[0], run_name="__main__")

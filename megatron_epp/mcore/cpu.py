@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from megatron_epp.mcore.patches.patching import Patch
+from megatron_epp.mcore.features import router_loss_reduction
+from megatron_epp.mcore.patches.patching import Patch, wrapping
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def activate() -> bool:
 
 
 class _Stream:
-    """A stream that does nothing, because the CPU executes everything in program order."""
+    """Stream that does nothing, because the CPU executes everything in program order."""
 
     def wait_stream(self, stream: Any) -> None:
         pass
@@ -63,7 +64,7 @@ def _nothing() -> Callable[..., None]:
 
 
 def _stand_in_for_torch_cuda() -> None:
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
     # Megatron writes `device=torch.cuda.current_device()` for most of what it allocates.
     cuda.current_device = lambda: _CPU
     cuda.set_device = _nothing()
@@ -103,9 +104,10 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _stand_in_for_device_arguments() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-    original_type = torch.Tensor.type
+    tensors: Any = torch.Tensor
+    modules: Any = torch.nn.Module
+    tensors.cuda = modules.cuda = lambda self, *args, **kwargs: self
+    original_type = tensors.type
 
     def type_as_megatron_expects(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Optimizers and gradient clipping compare `param.type()` with the string "torch.cuda.FloatTensor".
@@ -114,7 +116,7 @@ def _stand_in_for_device_arguments() -> None:
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
-    torch.Tensor.type = type_as_megatron_expects
+    tensors.type = type_as_megatron_expects
 
 
 def _called_by_megatron() -> bool:
@@ -140,98 +142,64 @@ def _stand_in_for_compilation() -> None:
 @functools.cache
 def patches() -> tuple[Patch, ...]:
     """Return the patches of Megatron itself; apply them after `activate`, and only if that returned True."""
-    nowhere = _nothing()
     return (
         Patch(
             "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
             lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
             "torch queues it until a device appears: dropout and recomputation would never restore their state",
         ),
-        Patch("megatron.training.arguments:validate_args", _with_gloo, "there is no NCCL on a CPU", wraps=True),
-        Patch(
-            "megatron.training.initialize:initialize_megatron",
-            _initialize_without_cuda,
-            "asks for CUDA, and skips groups and seeds where it counts no device",
-            wraps=True,
-        ),
-        Patch("megatron.training.initialize:set_jit_fusion_options", nowhere, "warms up kernels that do not exist here"),
-        Patch(
-            "megatron.training.utils:get_device_arch_version",
-            lambda: 10,
-            "asks for CUDA_DEVICE_MAX_CONNECTIONS on older GPUs",
-        ),
-        Patch(
-            "megatron.training.training:build_train_valid_test_data_iterators",
-            _leaving_the_generator,
-            "data loaders draw seeds from the CPU generator, which plays the CUDA one here",
-            wraps=True,
-        ),
+        wrapping("megatron.training.arguments:validate_args", _with_gloo),
+        wrapping("megatron.training.initialize:initialize_megatron", _initialize_without_cuda),
+        Patch("megatron.training.initialize:set_jit_fusion_options", _nothing(), "warms up kernels that do not exist here"),
+        Patch("megatron.training.utils:get_device_arch_version", lambda: 10, "asks for a variable of CUDA's on older GPUs"),
+        wrapping("megatron.training.training:build_train_valid_test_data_iterators", _leaving_the_generator),
         Patch(
             "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
             lambda tensor, as_numpy=False, record_stream=False: tensor.numpy() if as_numpy and tensor is not None else tensor,
             "leaves split sizes that are on the CPU already as tensors, which collectives do not take",
         ),
-        *(
-            Patch(f"megatron.core.transformer.moe.{target}", _averaging_by_sums, _NO_MEAN, wraps=True, versions=versions)
-            for target, versions in (
-                ("moe_utils:reduce_aux_losses_tracker_across_ranks", "<0.18"),
-                ("moe_logging:MoEMetricsTracker._sync_metrics", ">=0.18"),
-            )
-        ),
+        wrapping(router_loss_reduction(), _averaging_by_sums),
     )
 
 
-_NO_MEAN = "averages over ranks, which gloo cannot do"
+def _averaging_by_sums(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Average over ranks by a sum and a division, since gloo cannot average."""
+    dist: Any = torch.distributed
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **rest: Any) -> Any:
+        if op != dist.ReduceOp.AVG:
+            return reduce(tensor, op=op, group=group, **rest)
+        done = reduce(tensor, op=dist.ReduceOp.SUM, group=group, **rest)
+        tensor /= dist.get_world_size(group)
+        return done
+
+    dist.all_reduce = all_reduce
+    try:
+        return original(*args, **kwargs)
+    finally:
+        dist.all_reduce = reduce
 
 
-def _averaging_by_sums(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def sync_metrics(*args: Any, **kwargs: Any) -> Any:
-        dist = torch.distributed
-        reduce = dist.all_reduce
+def _leaving_the_generator(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Leave the CPU generator, which plays the CUDA one here, as it is: data loaders draw seeds from it.
 
-        def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **rest: Any) -> Any:
-            if op != dist.ReduceOp.AVG:
-                return reduce(tensor, op=op, group=group, **rest)
-            done = reduce(tensor, op=dist.ReduceOp.SUM, group=group, **rest)
-            tensor /= dist.get_world_size(group)
-            return done
-
-        dist.all_reduce = all_reduce
-        try:
-            return original(*args, **kwargs)
-        finally:
-            dist.all_reduce = reduce
-
-    return sync_metrics
+    A resumed run restores the generator before this and would go on with another dropout than the one it continues.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return original(*args, **kwargs)
 
 
-def _leaving_the_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        # A resumed run restores the generator before this and would go on with another dropout than the one it continues.
-        with torch.random.fork_rng(devices=[]):
-            return original(*args, **kwargs)
-
-    return build
+def _with_gloo(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Use gloo, since there is no NCCL on a CPU."""
+    args.distributed_backend = "gloo"
+    return original(args, *rest, **kwargs)
 
 
-def _with_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        args.distributed_backend = "gloo"
-        return original(args, *rest, **kwargs)
-
-    return validate_args
-
-
-def _initialize_without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        with _one_device_per_process():
-            return original(*args, **{**kwargs, "allow_no_cuda": True})
-
-    return initialize_megatron
+def _initialize_without_cuda(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Ask for no CUDA, and count a device per process: without one, groups and seeds are skipped."""
+    with _one_device_per_process():
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
 
 
 @contextlib.contextmanager

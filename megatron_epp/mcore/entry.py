@@ -1,16 +1,19 @@
-"""Preparation that every entry point does before it uses Megatron."""
+"""Preparation that every entry point does before it uses Megatron, and a check of the patches for `megatron-epp doctor`."""
 
 import contextlib
 import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megatron_epp.launch import lifetime
-from megatron_epp.mcore import cpu
+from megatron_epp.mcore import cpu, features
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.mcore.patches import compat, dataset_helpers, helpers, install, patching, plain_torch
+from megatron_epp.mcore.patches import environment, fingerprints, install, patching
+from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
 
 
@@ -22,11 +25,11 @@ def prepare() -> None:
     lifetime.end_with_launcher()
     lifetime.keep_sockets_in_folder()
     allow_unknown = "--epp-allow-unknown-megatron" in sys.argv  # needed long before the arguments are parsed
-    compat.check_megatron(allow_unknown)
+    features.check_megatron(allow_unknown)
     if cpu.activate():
         patching.apply(cpu.patches(), allow_unknown=allow_unknown, level=logging.DEBUG)
-    patching.apply((*plain_torch.patches(), *dataset_helpers.patches()), allow_unknown=allow_unknown)
-    patching.apply(helpers.PATCHES, level=logging.DEBUG)
+    patching.apply(environment.patches(), allow_unknown=allow_unknown)
+    patching.apply((environment.STARTED_PROCESSES,), level=logging.DEBUG)
     install.apply(allow_unknown=allow_unknown)
 
 
@@ -42,3 +45,42 @@ def errors_in_one_line() -> Iterator[None]:
         if error.__cause__ is not None and not isinstance(error.__cause__, EppError):
             traceback.print_exception(error.__cause__)
         raise SystemExit(f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error.text(TRAINING)}") from None
+
+
+class Fit(NamedTuple):
+    """Result of comparing one of Megatron's functions with what our code expects.
+
+    Attributes:
+        target: name of the function, as in `patching.Patch`.
+        fits: True if the function can be patched, or is the tested code.
+        what: short description: the purpose of the patch, or the problem.
+        needed: True if training with `--epp` refuses to start where the function does not fit.
+    """
+
+    target: str
+    fits: bool
+    what: str
+    needed: bool
+
+
+def fits() -> list[Fit]:
+    """Check every patch that `prepare` would apply, and every function that our schedule relies on. Imports Megatron."""
+    logging.getLogger("megatron_epp").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        on_cpu = cpu.activate()
+        patches = (*install.patches(), *environment.patches(), *(cpu.patches() if on_cpu else ()))
+        found = [_fit(patch) for patch in patches]
+        strange = set(patching.unknown(fingerprints.RELIED_ON))
+    for target in fingerprints.RELIED_ON:
+        known = target not in strange
+        found.append(Fit(target, known, "known" if known else "is not the code megatron-epp is tested with", False))
+    return found
+
+
+def _fit(patch: Patch) -> Fit:
+    try:
+        patching.check(patch)
+    except EppError as error:
+        return Fit(patch.target, False, str(error), True)
+    return Fit(patch.target, True, patch.reason, True)

@@ -3,7 +3,19 @@
 Checkpoint writers start helper processes that import this module again, so it imports nothing slow by itself.
 """
 
+import gc
+import importlib
+from typing import Any
+
 from megatron_epp.mcore import entry
+
+_LATE = (  # what training imports when it is under way
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.text_tokenizer",
+    "megatron_epp.mcore.training.forward_backward",
+    "megatron_epp.mcore.model.gpt",
+    "torch._dynamo",
+)
 
 
 def main() -> None:
@@ -13,6 +25,33 @@ def main() -> None:
         from megatron_epp.mcore.model import gpt
 
         gpt.pretrain()
+
+
+def preload() -> None:
+    """Import and patch everything that a training needs, so that processes forked later inherit it."""
+    with entry.errors_in_one_line():
+        entry.prepare()
+    for module in _LATE:
+        importlib.import_module(module)
+    _read_settings_once()
+    gc.freeze()  # what is there now stays, and need not be looked through after every training
+
+
+def _read_settings_once() -> None:
+    """Cache the flag descriptions that Megatron parses from its settings' sources for each of a training's two parsers."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    from megatron_epp.mcore.arguments.flags import megatron_parser
+
+    read, known = ArgumentGroupFactory._get_field_docstrings, {}
+
+    def read_once(self: Any, settings: type) -> dict[str, str]:
+        if settings not in known:
+            known[settings] = read(self, settings)
+        return known[settings]
+
+    ArgumentGroupFactory._get_field_docstrings = read_once
+    megatron_parser()
 
 
 if __name__ == "__main__":

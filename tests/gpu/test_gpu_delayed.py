@@ -60,7 +60,7 @@ class Model:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_are_the_same(fused):
-    from megatron_epp.mcore.model.linear import split_weight_gradients
+    from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
 
     joint, split = Model(delays=False, fused=fused), Model(delays=True, fused=fused)
     for chunk in range(CHUNKS):

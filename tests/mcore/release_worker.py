@@ -15,17 +15,17 @@ def known() -> dict[str, object]:
     import megatron.training  # the patched file applies our patches
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_epp.mcore.patches import compat, fingerprints, install, patching
+    from megatron_epp.mcore import features
+    from megatron_epp.mcore.patches import fingerprints, install, patching
     from megatron_epp.mcore.training.forward_backward import forward_backward_elastic
 
     stock = inspect.signature(schedules.forward_backward_pipelining_without_interleaving)
     applied = set(patching.applied())
-    ours = [patch for patch in install.PATCHES if compat.matches(compat.installed_version(), patch.versions)]
     return {
-        "version": compat.installed_version(),
+        "version": features.installed_version(),
         "path": megatron.training.__path__[0],
         "unknown": patching.unknown(fingerprints.PATCHED | fingerprints.RELIED_ON | fingerprints.SHOWN),
-        "not applied": [patch.target for patch in ours if patch not in applied],
+        "not applied": [patch.target for patch in install.patches() if patch not in applied],
         "parameters": [list(stock.parameters), list(inspect.signature(forward_backward_elastic).parameters)],
     }
 

@@ -13,7 +13,7 @@ from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.arguments import ArgumentError, flags, refused
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
-from megatron_epp.mcore.training.resumed import check_order
+from megatron_epp.mcore.data.documents import check_order
 from megatron_epp.plan import Segment
 from megatron_epp.plan.errors import EppError
 

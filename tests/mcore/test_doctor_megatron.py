@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 
-from megatron_epp.mcore.patches import compat, fingerprints
+from megatron_epp.mcore import features
+from megatron_epp.mcore.patches import fingerprints
 
 
 def doctor(path=None):
@@ -21,7 +22,7 @@ def doctor(path=None):
 def test_the_installed_megatron_is_known_and_every_patch_fits():
     code, found = doctor()
     assert code == 0
-    assert found["megatron-core"]["found"].startswith(compat.RECOMMENDED)
+    assert found["megatron-core"]["found"].startswith(features.RECOMMENDED)
     assert f"{len(fingerprints.RELIED_ON)} functions are as tested" in found["patches"]["found"]
     assert "exact blocks" in found["attention in bfloat16"]["found"]
 
@@ -35,4 +36,4 @@ def test_an_unsupported_megatron_is_a_problem(tmp_path):
     assert code == 1
     assert found["megatron-core"]["status"] == "problem"
     assert "0.16.1 is installed and megatron-epp supports" in found["megatron-core"]["found"]
-    assert f"megatron-core[training]=={compat.RECOMMENDED}" in found["megatron-core"]["todo"]
+    assert f"megatron-core[training]=={features.RECOMMENDED}" in found["megatron-core"]["todo"]

@@ -12,7 +12,8 @@ from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.data.documents import LONG_DOCUMENTS
-from megatron_epp.mcore.data.document_dataset import DocumentDataset, DocumentFile
+from megatron_epp.mcore.data.document_dataset import DocumentDataset
+from megatron_epp.mcore.data.document_file import DocumentFile
 from megatron_epp.plan.errors import EppError
 
 DOCUMENTS = documents_of(long_tailed_lengths(60, longest=2000))

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron_epp.mcore.model.experts import average_router_losses, scale_router_losses
+from megatron_epp.mcore.model.losses import average_router_losses, scale_router_losses
 
 
 @pytest.fixture

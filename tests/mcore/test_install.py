@@ -16,8 +16,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import global_vars
 
 from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.model.adopt import relayed
 from megatron_epp.mcore.model.core_attention import RelayAttention
-from megatron_epp.mcore.model.layer_spec import relayed
 from megatron_epp.mcore.patches import install
 from megatron_epp.mcore.training.forward_backward import forward_backward_elastic
 from megatron_epp.plan import EppError
@@ -48,7 +48,7 @@ def test_compiled_functions_are_warmed_up_on_a_chunk_and_not_on_the_context(monk
     sizes = {"seq_length": 1 << 20, "context_parallel_size": 2, "tensor_model_parallel_size": 1}
     args, seen = argparse.Namespace(epp=epp, **sizes), []
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
-    install._warm_up_on_a_chunk(lambda tp_size=None: seen.append(args.seq_length))(tp_size=1)
+    install._warm_up_on_a_chunk(lambda tp_size=None: seen.append(args.seq_length), tp_size=1)
     assert seen == [expected]
     assert args.seq_length == 1 << 20
 

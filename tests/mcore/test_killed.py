@@ -23,9 +23,8 @@ TRAINING = ["-m", "megatron_epp.mcore.pretrain_gpt", *TINY, "--pipeline-model-pa
 SAVED = "latest_checkpointed_iteration.txt"
 WITH_MANAGER = """
 import multiprocessing, os, signal
-from megatron_epp.mcore.patches import helpers
-from megatron_epp.mcore.patches import patching
-patching.apply(helpers.PATCHES)
+from megatron_epp.mcore.patches import environment, patching
+patching.apply([environment.STARTED_PROCESSES])
 manager = multiprocessing.get_context({method!r}).Manager()
 print(manager._process.pid, manager.list([7])[0], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

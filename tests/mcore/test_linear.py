@@ -10,7 +10,7 @@ import torch
 from engine_stand_in import FusedStandInParallelLinear, StandInLinear
 from torch import nn
 
-from megatron_epp.mcore.model import linear
+from megatron_epp.mcore.model import weight_gradients
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.saved import SavedTensors
@@ -48,7 +48,7 @@ def experts() -> nn.Module:
 def test_layers_that_cannot_be_split_are_refused_by_name(layer: nn.Module, says: str) -> None:
     kind = type(layer).__name__
     with pytest.raises(EppError, match=rf"--epp-split-weight-gradient cannot split 1 \({kind}\): .*{says}.*, or leave it out"):
-        linear.split_weight_gradients([nn.Sequential(nn.LayerNorm(4), layer)])
+        weight_gradients.split_weight_gradients([nn.Sequential(nn.LayerNorm(4), layer)])
 
 
 class PuttingOff:
@@ -63,7 +63,7 @@ class PuttingOff:
             layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(4, 4), False
             layer.register_wgrad_accumulation_and_reduce_hooks(functools.partial(self._accumulate, number))
         self.model = nn.Sequential(self.layers[0], nn.Tanh(), self.layers[1])
-        linear.split_weight_gradients([self.model])
+        weight_gradients.split_weight_gradients([self.model])
         self.gradients = self.model.weight_gradients
         self.inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(3)]
 
@@ -132,7 +132,7 @@ def test_gradient_accumulation_fusion_adds_to_the_main_gradient_in_its_own_kerne
     weight = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
     weight.main_grad = torch.ones(3, 2, dtype=dtype)
     x, grad = torch.ones(5, 1, 2, dtype=dtype), torch.ones(5, 1, 3, dtype=dtype)
-    stands_for_it = linear.weight_gradient(weight, None, True, x, grad)
+    stands_for_it = weight_gradients.weight_gradient(weight, None, True, x, grad)
     assert called == [kernel]
     assert torch.equal(weight.main_grad, torch.full((3, 2), 6.0, dtype=dtype))
     assert weight.grad_added_to_main_grad

@@ -11,7 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron_epp.mcore.patches import compat, patching
+from megatron_epp.mcore import cpu, features
+from megatron_epp.mcore.patches import environment, install, patching
 from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
 
@@ -46,8 +47,8 @@ def ours() -> tuple[Patch, ...]:
     return tuple(patch for patch in patching.applied() if patch.target.startswith("patched_library:"))
 
 
-def louder(original: Callable[[str], str]) -> Callable[[str], str]:
-    return lambda name: original(name).upper()
+def louder(original: Callable[[str], str], name: str) -> str:
+    return original(name).upper()
 
 
 LOUDER = Patch("patched_library:greet", louder, "shouts", wraps=True)
@@ -109,29 +110,34 @@ def test_code_with_another_fingerprint_is_refused_and_nothing_is_applied(library
     assert library.Greeter().greet("you") == "you"
 
 
-def test_a_fingerprint_sees_through_well_made_wrappers(library: ModuleType) -> None:
-    import functools
+def test_a_wrapper_says_why_in_its_docstring(library: ModuleType) -> None:
+    def quieter(original: Callable[[str], str], name: str) -> str:
+        """Greet in a low voice.
 
+        Nobody hears it.
+        """
+        return original(name).lower()
+
+    patch = patching.wrapping("patched_library:greet", quieter)
+    assert (patch.reason, patch.wraps) == ("greet in a low voice", True)
+    patching.apply([patch])
+    assert library.greet("YOU") == "hello you"
+
+
+def test_every_patch_of_ours_has_a_reason() -> None:
+    assert all(patch.reason for patch in (*install.patches(), *environment.patches(), *cpu.patches()))
+
+
+def test_a_fingerprint_sees_through_wrappers(library: ModuleType) -> None:
     before = patching.fingerprint(LOUDER.target)
-    patching.apply([Patch(LOUDER.target, lambda original: functools.wraps(original)(louder(original)), "shouts", wraps=True)])
+    patching.apply([LOUDER])
     assert patching.fingerprint(LOUDER.target) == before
 
 
 @pytest.mark.parametrize("target", ["patched_library:nothing", "patched_library:Greeter.nothing", "no_such_module:f"])
 def test_a_target_that_is_not_there_is_named(library: ModuleType, target: str) -> None:
-    with pytest.raises(EppError, match=re.escape(f"{target} does not exist in megatron-core {compat.installed_version()}")):
+    with pytest.raises(EppError, match=re.escape(f"{target} does not exist in megatron-core {features.installed_version()}")):
         patching.apply([Patch(target, lambda: None, "")])
-
-
-@pytest.mark.parametrize("version", ["0.19.2", "0.99.0"])
-@pytest.mark.parametrize("allow_unknown", [False, True])
-def test_a_patch_for_another_version_is_left_out_also_where_unknown_code_is_allowed(
-    library: ModuleType, monkeypatch: pytest.MonkeyPatch, version: str, allow_unknown: bool
-) -> None:
-    monkeypatch.setattr(compat, "installed_version", lambda: version)
-    old, new = (Patch(BYE.target, BYE.replacement, versions, versions=versions) for versions in ("<0.18", ">=0.18"))
-    patching.apply([old, LOUDER, new], allow_unknown=allow_unknown)
-    assert ours() == (LOUDER, new)
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 2), ("1", 0)])
@@ -143,27 +149,6 @@ def test_rank_0_logs_one_line_per_patch(
         patching.apply([BYE, LOUDER])
     assert len(caplog.messages) == lines
     assert caplog.messages[:1] in ([], ["patched patched_library:greet: leaves"])
-
-
-def test_the_version_is_that_of_the_megatron_that_would_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compat.matches(compat.check_megatron(), compat.SUPPORTED)
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    (core / "__init__.py").write_text("")
-    (core / "package_info.py").write_text("__version__ = '0.16.1'\n")
-    code = "from megatron_epp.mcore.patches import compat; print(compat.installed_version()); compat.check_megatron()"
-    environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert process.stdout == "0.16.1\n"
-    assert "megatron-core 0.16.1 is installed and megatron-epp supports >=0.17,<0.20: pip install" in process.stderr
-    assert process.returncode != 0
-
-
-@pytest.mark.parametrize(
-    ("version", "supported"), [("0.16.1", False), ("0.17.0rc1", False), ("0.17.0", True), ("0.19.2", True), ("0.20.0", False)]
-)
-def test_the_supported_range_is_0_17_to_0_19(version: str, supported: bool) -> None:
-    assert compat.matches(version, compat.SUPPORTED) is supported
 
 
 def test_all_our_patches_apply_twice_and_revert_to_megatrons_own_objects() -> None:

@@ -14,12 +14,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 from megatron_epp.cli.prepare import add_arguments, run
-from megatron_epp.data.token_record import load_record
+from megatron_epp.data.token_record import Tokenizer, load_record
 from megatron_epp.mcore.data import prepare as prepare_module
-from megatron_epp.mcore.data.document_dataset import DocumentDataset, DocumentFile
+from megatron_epp.mcore.data.document_dataset import DocumentDataset
+from megatron_epp.mcore.data.document_file import DocumentFile, check_tokens
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, identity_of_run, megatron_encoder
 from megatron_epp.mcore.data.prepare import histogram, prepare
-from megatron_epp.mcore.data.token_check import check_tokens
 from megatron_epp.plan.errors import EppError
 
 PAIR = ["corpus.bin", "corpus.idx", "corpus.tokenizer.json"]
@@ -261,7 +261,7 @@ def test_a_hugging_face_tokenizer_is_known_with_and_without_what_it_puts_around_
     )
     assert around.encode(b"the cat").tolist() == [0, 3, 4]
     assert bare.encode(b"the cat").tolist() == [3, 4]
-    assert around.digest == bare.digest is not None
+    assert around.tokenizer.digest == bare.tokenizer.digest is not None
 
 
 # What cannot be read
@@ -278,7 +278,8 @@ def test_documents_that_a_tokenizer_cannot_read_are_left_out_and_counted(tmp_pat
 
 # Failure leaves nothing behind
 
-NO_EOD = Encoder(encode=lambda raw: np.frombuffer(raw, np.uint8), vocab_size=256, eod=None, flags="")
+NO_EOD = Encoder(BYTES.encode, Tokenizer("NullTokenizer", None, 256, None, None), "")
+BEYOND = Encoder(lambda raw: np.array([300]), BYTES.tokenizer, "")
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ NO_EOD = Encoder(encode=lambda raw: np.frombuffer(raw, np.uint8), vocab_size=256
         ([{"text": ""}, {"text": ""}], {}, "no documents: all 2 in the input are empty or not UTF-8"),
         ([], {}, "no documents: all 0 in the input are empty"),
         ([{"text": "ok"}], {"encoder": NO_EOD}, "no end-of-document token; pass --no-append-eod"),
-        ([{"text": "\xff"}], {"encoder": Encoder(lambda raw: np.array([300]), 257, 256, "")}, "token 300, outside .* of 257"),
+        ([{"text": "\xff"}], {"encoder": BEYOND}, "token 300, outside .* of 257"),
     ],
 )
 def test_bad_input_is_refused_and_earlier_files_stay_as_they_were(tmp_path, lines, options, says):
@@ -342,7 +343,7 @@ def test_an_interrupted_run_leaves_nothing_behind(folder, tmp_path, interruption
         return np.frombuffer(raw, np.uint8)
 
     with pytest.raises((KeyboardInterrupt, RuntimeError)):
-        prepare([folder], tmp_path / "corpus", encoder=Encoder(encode, 257, 256, ""))
+        prepare([folder], tmp_path / "corpus", encoder=Encoder(encode, BYTES.tokenizer, ""))
     assert names(tmp_path) == ["input"]
 
 

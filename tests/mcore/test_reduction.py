@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.mcore.training.reduction import Reduction
+from megatron_epp.mcore.training.forward_backward import Reduction
 
 
 class Chunk:
@@ -38,7 +38,6 @@ def run(
     align: bool = True,
     splits: bool = False,
     first: bool = True,
-    waits: bool = False,
 ) -> list[str]:
     """What happens when the chunks get their last gradients in the order of `finished`; ``!`` marks the last of each."""
     log: list[str] = []
@@ -49,14 +48,11 @@ def run(
     if overlap:
         config.no_sync_func = no_sync if many else no_sync[0]
         config.grad_sync_func = (start if many else start[0]) if align else None
-    with Reduction(config, chunks, first, splits, waits) as reduction:
+    with Reduction(config, chunks, first, splits) as reduction:
         for name in finished:
             reduction.before_last_gradient(names.index(name))
             log.append(f"{name}!")
             reduction.reduce(names.index(name))
-    if waits:
-        log.append("all ranks are through")
-        reduction.start()
     return log
 
 
@@ -79,16 +75,6 @@ def test_stages_of_a_rank_start_when_the_plan_says_so() -> None:
     assert run("abc", "cba") == ["c!", "c start", "b!", "b start", "a!", "a start", "c open", "b open", "a open"]
 
 
-@pytest.mark.parametrize("align", [True, False])
-@pytest.mark.parametrize("first", [True, False])
-def test_where_an_iteration_may_run_again_nothing_starts_before_it_is_told_to(align: bool, first: bool) -> None:
-    for names in ("a", "ab"):
-        log = run(names, names, align=align, first=first, waits=True)
-        through = log.index("all ranks are through")
-        assert log[through + 1 :] == [f"{name} start" for name in reversed(names)]
-        assert not any(entry.endswith("start") for entry in log[:through])
-
-
 def test_without_overlap_nothing_is_started_here() -> None:
     assert run("ab", "ba", overlap=False, splits=True) == ["b!", "a!"]
-    assert run("a", "a", overlap=False, waits=True) == ["a!", "all ranks are through"]
+    assert run("a", "a", overlap=False) == ["a!"]

@@ -10,8 +10,8 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.mcore.arguments.refused import CONFLICTS
-from megatron_epp.mcore.model.adopt import adopting, check_adopted
-from megatron_epp.mcore.patches import install
+from megatron_epp.mcore.model.adopt import check_adopted
+from megatron_epp.mcore.patches import install, patching
 from megatron_epp.plan import EppError
 
 MODEL = ["--num-layers", "8", "--hidden-size", "32", "--num-attention-heads", "4", "--attention-dropout", "0", "--epp"]
@@ -61,7 +61,7 @@ def command_line(monkeypatch):
     from megatron.training import arguments as megatron
 
     for name, patch in (("add_megatron_arguments", install._add_flags), ("parse_args", install._read_yaml)):
-        monkeypatch.setattr(megatron, name, patch(getattr(megatron, name)))
+        monkeypatch.setattr(megatron, name, patching.around(getattr(megatron, name), patch))
     return lambda *flags: monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
 
 
@@ -174,7 +174,7 @@ def test_a_hybrid_model_that_a_script_builds_without_the_flag_is_looked_at_too(m
     from megatron.training import global_vars
 
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", arguments())
-    monkeypatch.setattr(Hybrid, "__init__", adopting(Hybrid.__init__))
+    monkeypatch.setattr(Hybrid, "__init__", patching.around(Hybrid.__init__, install._adopt))
     with pytest.raises(EppError, match=re.escape("state-space (Mamba) (M)")):
         Hybrid(None, "spec", hybrid_layer_pattern="M*")
     with pytest.raises(EppError, match="needs --hybrid-layer-pattern"):

@@ -10,7 +10,7 @@ import pytest
 from launch import REPOSITORY, run
 from releases import OTHER_RELEASES, release
 
-from megatron_epp.mcore.patches import compat
+from megatron_epp.mcore import features
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
 WORKER = Path(__file__).with_name("release_worker.py")
@@ -48,5 +48,5 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
 
 
 def test_every_release_tested_is_in_the_supported_range_and_the_newest_is_recommended() -> None:
-    assert all(compat.matches(version, compat.SUPPORTED) for version in (*OTHER_RELEASES, compat.RECOMMENDED))
-    assert compat.installed_version().split("+")[0] == compat.RECOMMENDED  # in a checkout Megatron adds its commit
+    assert all(features.matches(version, features.SUPPORTED) for version in (*OTHER_RELEASES, features.RECOMMENDED))
+    assert features.installed_version().split("+")[0] == features.RECOMMENDED  # in a checkout Megatron adds its commit

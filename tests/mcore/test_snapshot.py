@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_epp.mcore.training import snapshot
-from megatron_epp.mcore.training.snapshot import Snapshot
+from megatron_epp.mcore.model import stage
+from megatron_epp.mcore.model.stage import Snapshot
 
 
 class Wrapped(torch.nn.Module):
@@ -20,7 +20,7 @@ class Wrapped(torch.nn.Module):
 
 def test_everything_comes_back(monkeypatch) -> None:
     logged = {"load_balancing_loss": torch.tensor([3.0])}
-    monkeypatch.setattr(snapshot, "logged_router_losses", lambda: logged)
+    monkeypatch.setattr(stage, "logged_router_losses", lambda: logged)
     model = Wrapped()
     before = Snapshot([model])
     drawn = torch.rand(3)

@@ -16,10 +16,10 @@ from known_scripts import USER_SCRIPT, fingerprints_of, known_as_megatrons
 from launch import TINY, launch
 
 from megatron_epp.mcore.model import gpt
-from megatron_epp.mcore.patches import fingerprints, install, script_call, stock_functions
-from megatron_epp.mcore.patches.source import fingerprint
+from megatron_epp.mcore.patches import fingerprints, install, stock_functions
+from megatron_epp.mcore.patches.fingerprints import fingerprint
 from megatron_epp.mcore.patches.stock_functions import EMBEDDING_RANKS, FORWARD_STEP, PROVIDER, changes_of, require_stock
-from megatron_epp.mcore.training import elastic
+from megatron_epp.mcore.training.forward_backward import schedule_for
 from megatron_epp.plan import EppError
 
 COUNT = itertools.count()
@@ -239,48 +239,54 @@ def test_every_schedule_refuses_them_before_anything_starts(
 
     monkeypatch.setattr("megatron.training.global_vars._GLOBAL_ARGS", args)
     with pytest.raises(EppError, match="loss_func"):
-        install._pretrain(pretrain)(**call_of(edited))
+        install._pretrain(pretrain, **call_of(edited))
     assert started == []
-    install._pretrain(pretrain)(**call_of(known))
+    install._pretrain(pretrain, **call_of(known))
     assert started == [known.forward_step]
-    forward_backward = elastic.schedule_for(args, pretrain)  # type: ignore[arg-type]
+    forward_backward = schedule_for(args, pretrain)  # type: ignore[arg-type]
     rest = {"data_iterator": None, "model": None, "num_microbatches": 1, "seq_length": 1, "micro_batch_size": 1}
     with pytest.raises(EppError, match="loss_func"):
         forward_backward(forward_step_func=edited.forward_step, **rest)
     args.epp = False
-    install._pretrain(pretrain)(**call_of(edited))
+    install._pretrain(pretrain, **call_of(edited))
     assert started == [known.forward_step, edited.forward_step]
 
 
 def test_where_megatron_parses_flags_in_pretrain_they_are_refused_then(script: Import) -> None:
     args: Any = types.SimpleNamespace(epp=True, epp_placement="looped")
-    with script_call.checked(call_of(script(EDITED["provider"][1]))), pytest.raises(EppError, match="datasets_provider"):
-        script_call.check(args)
-    script_call.check(args)  # no pretrain runs
+    with (
+        stock_functions.checked_call(call_of(script(EDITED["provider"][1]))),
+        pytest.raises(EppError, match="datasets_provider"),
+    ):
+        stock_functions.check_call(args)
+    stock_functions.check_call(args)  # no pretrain runs
 
 
 def test_embedding_ranks_matter_where_a_placement_chooses_them(script: Import) -> None:
     module = script(EDITED["embedding ranks"][1])
     args: Any = types.SimpleNamespace(epp=True, epp_placement="looped")
-    with script_call.checked(call_of(module, get_embedding_ranks=module.get_embedding_ranks)):
-        script_call.check(args)
+    with stock_functions.checked_call(call_of(module, get_embedding_ranks=module.get_embedding_ranks)):
+        stock_functions.check_call(args)
         args.epp_placement = "v"
         with pytest.raises(EppError, match="get_embedding_ranks"):
-            script_call.check(args)
+            stock_functions.check_call(args)
     assert changes_of(EMBEDDING_RANKS, script().get_embedding_ranks) == []
 
 
 @pytest.mark.parametrize("name", ["process_non_loss_data_func", "p2p_communicator"])
 def test_what_schedules_of_this_package_leave_out_is_refused(script: Import, name: str) -> None:
     args: Any = types.SimpleNamespace(epp=True, epp_placement="looped")
-    with script_call.checked(call_of(script(), **{name: other_loss})), pytest.raises(EppError, match=f"cannot honour {name}"):
-        script_call.check(args)
+    with (
+        stock_functions.checked_call(call_of(script(), **{name: other_loss})),
+        pytest.raises(EppError, match=f"cannot honour {name}"),
+    ):
+        stock_functions.check_call(args)
 
 
 def test_modelopt_is_refused_by_every_schedule() -> None:
     args: Any = types.SimpleNamespace(epp_schedule="stock", modelopt_enabled=True)
     with pytest.raises(EppError, match="does not train with NVIDIA ModelOpt"):
-        elastic.schedule_for(args, other_loss)
+        schedule_for(args, other_loss)
 
 
 @pytest.mark.parametrize("schedule", ["elastic", "stock"])

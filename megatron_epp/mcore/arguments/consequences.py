@@ -113,10 +113,12 @@ def _check_offload(args: argparse.Namespace) -> None:
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuse a number outside its row's limits."""
     for row in TABLE:
-        given = getattr(args, row.dest, None) if row.is_ours and isinstance(row.read, Number) else None
+        if not (row.is_ours and isinstance(read := row.read, Number)):
+            continue
+        given = getattr(args, row.dest, None)
         for value in given if isinstance(given, list) else [given]:
-            if value is not None and not row.read.accepts(value):
-                raise ArgumentError(f"{row.training} is {shown(value)}; it must be {row.read.must_be}")
+            if value is not None and not read.accepts(value):
+                raise ArgumentError(f"{row.training} is {shown(value)}; it must be {read.must_be}")
 
 
 def _check_length(args: argparse.Namespace) -> None:

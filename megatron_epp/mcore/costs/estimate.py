@@ -10,7 +10,8 @@ from typing import Any
 from megatron.training import theoretical_memory_usage as megatrons
 
 from megatron_epp.cost.library import shape_of
-from megatron_epp.mcore.patches import compat, fingerprints, patching
+from megatron_epp.mcore import features
+from megatron_epp.mcore.patches import fingerprints, patching
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def estimate(flags: dict[str, Any], stages: int, data_parallel: int, lengths: Se
         lengths: tokens of every sequence.
     """
     if strange := patching.unknown(fingerprints.SHOWN):
-        release, names = compat.installed_version(), ", ".join(strange)
+        release, names = features.installed_version(), ", ".join(strange)
         logger.warning("megatron-core %s estimates memory in another way than the releases known here: %s", release, names)
     shape, tokens = shape_of(flags), max(lengths)
     tensor, context, expert = shape.tensor_parallel, shape.context_parallel, shape.expert_parallel

@@ -23,8 +23,7 @@ from megatron_epp.mcore.costs import stored as stored_costs
 from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offloadable_share, message_bytes
 from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
 from megatron_epp.mcore.costs.timing import measure_times
-from megatron_epp.mcore.model.stage import MegatronStage
-from megatron_epp.mcore.training.snapshot import Snapshot
+from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.plan.kv_sums import MOST_ROUNDED, in_fp32
 from megatron_epp.plan.placement import neighbours_apart
 from megatron_epp.runtime.links.links import Links

@@ -6,40 +6,20 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.documents import sequences_of
 from megatron_epp.data.sampler import epoch_order
 from megatron_epp.data.token_record import check_ids
-from megatron_epp.mcore.data.indexed_file import open_documents
+from megatron_epp.mcore.data.document_file import DocumentFile
 from megatron_epp.plan.errors import EppError
 
 logger = logging.getLogger(__name__)
 
 
-class DocumentFile:
-    """One ``.bin``/``.idx`` pair, opened and checked once, from which several splits are taken.
-
-    Attributes:
-        prefix: path without suffix, as in ``--data-path``.
-        data: Megatron's indexed dataset.
-        num_tokens: number of tokens of each document, int64.
-    """
-
-    def __init__(self, prefix: str, mmap: bool = True) -> None:
-        self.prefix = prefix
-        self.data: IndexedDataset
-        self.num_tokens: np.ndarray
-        self.data, self.num_tokens = open_documents(prefix, mmap)
-
-    def __len__(self) -> int:
-        return len(self.num_tokens)
-
-
 class DocumentDataset:
-    """The documents ``[first, last)`` of one file, in file order, as sequences (`Sequences`). Implements `SequenceDataset`.
+    """Documents ``[first, last)`` of one file, in file order, as sequences (`Sequences`). Implements `SequenceDataset`.
 
     Documents of fewer than 2 tokens train nothing; they are skipped, counted and logged.
 
@@ -58,7 +38,7 @@ class DocumentDataset:
         num_left_out: number of tokens that truncation leaves out.
 
     Raises:
-        EppError: see `open_documents`; or no document has 2 tokens.
+        EppError: see `DocumentFile`; or no document has 2 tokens.
     """
 
     def __init__(
@@ -90,9 +70,13 @@ class DocumentDataset:
         return len(self.lengths)
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Tokens ``[start, end)`` of the ``lengths[index] + 1`` of a sequence, in the file's integer type.
+        """Return tokens ``[start, end)`` of the ``lengths[index] + 1`` of a sequence, in the file's integer type.
 
         With a mapped file this is a view: nothing is read before it is used, or compared with the vocabulary's size.
+
+        Args:
+            index: the sequence.
+            start, end: positions in the sequence; by default all of it, and the label of its last position.
 
         Raises:
             EppError: a token is not in the vocabulary.
@@ -149,6 +133,7 @@ class DocumentBlend:
         return len(self.lengths)
 
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Return tokens of a sequence, as the dataset that it is drawn from does."""
         return self._sources[self._source_of[index]].tokens(int(self._index_of[index]), start, end)
 
 

@@ -1,4 +1,4 @@
-"""Iterators of global batches for Megatron's training loop, built from its data flags.
+"""Iterators of global batches for Megatron's training loop, built from its data flags, and the check that a resume keeps them.
 
 They need ``--dataloader-type external``, with which Megatron passes the provider's objects on to the schedule.
 """
@@ -21,13 +21,11 @@ from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
-from megatron_epp.mcore.data.document_dataset import DocumentBlend, DocumentDataset, DocumentFile, concatenate, weighted
+from megatron_epp.mcore import features
+from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
+from megatron_epp.mcore.data.document_file import DocumentFile, check_pair, check_tokens
 from megatron_epp.mcore.data.encoders import identity_of_run
-from megatron_epp.mcore.data.indexed_file import check_pair
-from megatron_epp.mcore.data.token_check import check_tokens
 from megatron_epp.plan.errors import EppError
-
-__all__ = ["DocumentBlend", "DocumentDataset", "DocumentFile", "build_document_iterators", "build_splits"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +33,8 @@ Blend = tuple[list[str], list[float] | None]
 Shuffled = tuple[SequenceDataset, bool]
 
 SPLITS = ("train", "valid", "test")
+_BEFORE_THE_FLAG = "truncate"
+"""Value of `--epp-documents` for checkpoints of runs before that flag existed, which do not record it."""
 
 
 def build_document_iterators(
@@ -69,23 +69,23 @@ def build_document_iterators(
     splits = build_splits(args, num_samples, tokenizer)
     consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
     eod = _masked_end(tokenizer) if args.eod_mask_loss else None
-    iterators = []
-    for number, split in enumerate(splits):
-        if split is None:
-            iterators.append(None)
-            continue
+
+    def iterator(number: int) -> PlannedBatches | None:
+        if (split := splits[number]) is None:
+            return None
         dataset, shuffle = split
         sampler = GlobalBatchSampler(
             len(dataset),
-            getattr(args, "eval_global_batch_size", args.global_batch_size) if number else args.global_batch_size,
+            features.evaluation_batch_size(args) if number else args.global_batch_size,
             consumed[number],
             args.seed,
             shuffle,
         )
         plans = eval_plans if number else train_plans
         depth = getattr(args, "epp_lookahead", 2)
-        iterators.append(PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size))
-    return tuple(iterators)
+        return PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size)
+
+    return iterator(0), iterator(1), iterator(2)
 
 
 def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer) -> list[Shuffled | None]:
@@ -99,14 +99,14 @@ def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokeniz
     if blend_per_split is not None and args.split is not None:
         log_single_rank(logger, logging.WARNING, f"--split {args.split} changes nothing: every split has data paths of its own")
     files: dict[str, DocumentFile] = {}
-    shares = [(0.0, 1.0)] * 3 if blend is None else _split_shares(args.split)
+    shares: list[tuple[float, float] | None] = [(0.0, 1.0)] * 3 if blend is None else _split_shares(args.split)
     wanted = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
     splits: list[Shuffled | None] = []
     for number, name in enumerate(SPLITS):
         its_blend = blend if blend_per_split is None else blend_per_split[number]
         split = None
-        if wanted[number] and its_blend is not None and shares[number] is not None:
-            open_part = functools.partial(_open_part, args, tokenizer, files, name, shares[number])
+        if wanted[number] and its_blend is not None and (share := shares[number]) is not None:
+            open_part = functools.partial(_open_part, args, tokenizer, files, name, share)
             split = _build_split(its_blend, open_part, num_samples[number], args.seed)
         if split is None and wanted[number] and name != "test":
             remedy = f"give it a share in --split {args.split}" if blend else f"pass --{name}-data-path"
@@ -125,6 +125,40 @@ def check_files_of(args: Namespace) -> None:
             record = load_record(prefix)
             if record is not None and args.tokenizer_type is not None:
                 check_kind(prefix, record, args.tokenizer_type, args.tokenizer_model)
+
+
+def check_order(then: Namespace, now: Namespace) -> None:
+    """Compare the arguments that determine the order of sequences, unless the checkpoint is of a run without `--epp`.
+
+    Changes that only reorder the sequences cause a warning.
+
+    Args:
+        then: the arguments in the checkpoint.
+        now: the run's arguments.
+
+    Raises:
+        EppError: the sequences differ, so that the checkpoint's count of sequences trained on has no meaning in this run.
+    """
+    if not getattr(then, "epp", False):
+        return
+    before = getattr(then, "epp_documents", _BEFORE_THE_FLAG)
+    if before != now.epp_documents:
+        raise EppError(
+            f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}: its count of "
+            f"sequences is of others. Pass --epp-documents {before} to go on exactly, or --finetune to begin the data anew"
+        )
+    names = ["seed", "split", *(["seq_length"] if before == "split" else [])]
+    changed = [
+        f"--{name.replace('_', '-')} was {getattr(then, name)} and is {getattr(now, name)}"
+        for name in names
+        if hasattr(then, name) and getattr(then, name) != getattr(now, name)
+    ]
+    if changed and now.rank == 0:
+        logger.warning(
+            "%s: sequences come in another order than in the run that saved this checkpoint, so until the epoch ends some come "
+            "again and others do not",
+            ", ".join(changed),
+        )
 
 
 def _open_part(

@@ -19,33 +19,20 @@ class Encoder:
 
     Attributes:
         encode: converts bytes to integer ids; raises UnicodeDecodeError for bytes it cannot read.
-        vocab_size: upper bound of the ids, exclusive; `eod` is below it too.
-        eod: the id that ends a document; None if the tokenizer has none.
+        tokenizer: the description that is recorded with the tokens.
         flags: Megatron's command-line flags for training on these tokens.
-        kind, model, digest: see `Tokenizer`.
     """
 
     encode: Callable[[bytes], np.ndarray]
-    vocab_size: int
-    eod: int | None
+    tokenizer: Tokenizer
     flags: str
-    kind: str = "NullTokenizer"
-    model: str | None = None
-    digest: str | None = None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The description that is recorded with the tokens."""
-        return Tokenizer(self.kind, self.model, self.vocab_size, self.eod, self.digest)
 
 
 # Ids 0 to 255 are the bytes of the document and 256 ends it. Megatron's NullTokenizer ends documents with its last id.
 BYTES = Encoder(
     encode=lambda raw: np.frombuffer(raw, dtype=np.uint8),
-    vocab_size=257,
-    eod=256,
+    tokenizer=Tokenizer(kind="NullTokenizer", model="bytes", vocab_size=257, eod=256, digest=None),
     flags="--tokenizer-type NullTokenizer --vocab-size 257",
-    model="bytes",
 )
 
 
@@ -69,12 +56,11 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
         tokenizer = build_tokenizer(Namespace(**fields))
     except Exception as error:  # each tokenizer library raises its own kinds
         raise EppError(f"Megatron cannot build the tokenizer {flags}: {error}") from error
-    what = identity_of(tokenizer, config)
 
     def encode(raw: bytes) -> np.ndarray:
         return np.asarray(tokenizer.tokenize(raw.decode("utf-8")), dtype=np.int64)
 
-    return Encoder(encode, what.vocab_size, what.eod, flags, what.kind, what.model, what.digest)
+    return Encoder(encode, identity_of(tokenizer, config), flags)
 
 
 def identity_of(tokenizer: Any, options: Any) -> Tokenizer:

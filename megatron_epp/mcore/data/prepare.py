@@ -71,12 +71,12 @@ def prepare(
         inputs: folders (every file with one of `suffixes` below them is a document, in sorted order), JSONL files (every line
             is an object whose `json_key` is a document), and other files (each one document).
         encoder: converts text to tokens.
-        append_eod: end every document with `encoder.eod`.
+        append_eod: end every document with the tokenizer's `eod`.
 
     Raises:
         EppError: there is nothing to read, a line is malformed, or a file cannot be read or written.
     """
-    if append_eod and encoder.eod is None:
+    if append_eod and encoder.tokenizer.eod is None:
         raise EppError("this tokenizer has no end-of-document token; pass --no-append-eod")
     prefix = str(output_prefix)
     files = [file for path in inputs for file in _files(Path(path), suffixes)]
@@ -109,8 +109,9 @@ def _write_and_rename(files: list[Path], prefix: str, encoder: Encoder, append_e
 def _write(files: list[Path], prefix: str, partial: str, encoder: Encoder, append_eod: bool, json_key: str) -> Summary:
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(encoder.vocab_size))
-    end = [encoder.eod] if append_eod else []
+    tokenizer = encoder.tokenizer
+    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
+    end = np.array([tokenizer.eod] if append_eod else [], dtype=np.int64)
     lengths: list[int] = []
     num_empty = num_unreadable = max_token = 0
     last_log = time.monotonic()
@@ -127,8 +128,8 @@ def _write(files: list[Path], prefix: str, partial: str, encoder: Encoder, appen
                 continue
             ids = np.concatenate((ids, end))
             max_token = max(max_token, int(ids.max()))
-            if max_token >= encoder.vocab_size:
-                raise EppError(f"{origin} has token {max_token}, outside the tokenizer's vocabulary of {encoder.vocab_size}")
+            if max_token >= tokenizer.vocab_size:
+                raise EppError(f"{origin} has token {max_token}, outside the tokenizer's vocabulary of {tokenizer.vocab_size}")
             ids = ids.astype(builder.dtype)
             builder.add_document(ids, [len(ids)])
             lengths.append(len(ids))
@@ -140,7 +141,7 @@ def _write(files: list[Path], prefix: str, partial: str, encoder: Encoder, appen
         builder.finalize(f"{partial}.idx")
     finally:
         builder.data_file.close()
-    record = TokenRecord(encoder.tokenizer, encoder.flags, len(lengths), sum(lengths), max_token)
+    record = TokenRecord(tokenizer, encoder.flags, len(lengths), sum(lengths), max_token)
     return Summary(prefix, np.asarray(lengths, dtype=np.int64), num_empty, num_unreadable, record)
 
 

@@ -7,52 +7,54 @@ the user's calls the constructor.
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.utils import unwrap_model
-from megatron.training import global_vars
 
 from megatron_epp.mcore.arguments.sizes import check_pattern
+from megatron_epp.mcore.features import bound
 from megatron_epp.mcore.model import model_chunks
-from megatron_epp.mcore.model.layer_spec import relayed
-from megatron_epp.mcore.model.linear import split_weight_gradients
-from megatron_epp.mcore.model.rotary import PositionedRotary
+from megatron_epp.mcore.model.core_attention import ChunkParams, RelayAttention
+from megatron_epp.mcore.model.weight_gradients import split_weight_gradients
+from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import context_parallel
+from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, ContextParallel
 
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
 """Constructor parameters through which models receive the specs of their layers."""
 
 
-def adopting(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a model's constructor so that with `--epp` it builds a model that plans can run."""
-    signature = inspect.signature(original)
+def construct(args: argparse.Namespace, original: Callable[..., None], *rest: Any, **named: Any) -> None:
+    """Call a model's constructor so that it builds a model that plans can run.
 
-    @functools.wraps(original)
-    def construct(self: torch.nn.Module, *rest: Any, **named: Any) -> None:
-        args = global_vars._GLOBAL_ARGS  # None where a model is built without Megatron's training
-        if not getattr(args, "epp", False) or args.epp_schedule == "stock":
-            original(self, *rest, **named)
-            return
-        call = signature.bind(self, *rest, **named)
-        if "transformer_layer_spec" not in call.arguments:  # a hybrid model
-            if args.epp_placement != "looped":
-                raise EppError(
-                    f"--epp-placement {args.epp_placement} is for GPTModel; leave it out for a {type(self).__name__}"
-                )
-            check_pattern(call.arguments.get("hybrid_layer_pattern") or call.arguments.get("hybrid_override_pattern"))
-        call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
+    Args:
+        args: Megatron's arguments, with `--epp`.
+        original: Megatron's constructor.
+        rest: the model, and what the constructor gets besides.
+        named: arguments that the constructor gets by name.
+
+    Raises:
+        EppError: the model is a hybrid one and a placement is asked for, or a core attention is not one of Megatron's.
+    """
+    call = bound(original, *rest, **named)
+    model = rest[0]
+    if "transformer_layer_spec" not in call.arguments:  # a hybrid model
         if args.epp_placement != "looped":
-            call.arguments |= model_chunks.ends(args, call.arguments.get("vp_stage"))
-        original(*call.args, **call.kwargs)
-        _finish(self, args)
-
-    return construct
+            raise EppError(f"--epp-placement {args.epp_placement} is for GPTModel; leave it out for a {type(model).__name__}")
+        check_pattern(call.arguments.get("hybrid_layer_pattern") or call.arguments.get("hybrid_override_pattern"))
+    call.arguments |= {name: relayed(call.arguments[name]) for name in _SPECS if name in call.arguments}
+    if args.epp_placement != "looped":
+        call.arguments |= model_chunks.ends(args, call.arguments.get("vp_stage"))
+    original(*call.args, **call.kwargs)
+    _finish(model, args)
 
 
 def check_adopted(model: torch.nn.Module) -> None:
@@ -62,7 +64,7 @@ def check_adopted(model: torch.nn.Module) -> None:
         raise EppError(f"--epp trains GPTModel and HybridModel; the script builds a {type(bare).__name__}")
 
 
-def _finish(model: torch.nn.Module, args: argparse.Namespace) -> None:
+def _finish(model: Any, args: argparse.Namespace) -> None:
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None:
         model.rotary_pos_emb = PositionedRotary(rotary, context_parallel.of_group(mpu.get_context_parallel_group()))
@@ -71,3 +73,72 @@ def _finish(model: torch.nn.Module, args: argparse.Namespace) -> None:
     if args.epp_split_weight_gradient and args.epp_schedule == "elastic":
         split_weight_gradients([model])
     model.has_relay = True
+
+
+def relayed(spec: Any) -> Any:
+    """Return a copy of a layer, block or stack spec in which every core attention is `RelayAttention`.
+
+    It depends on the structure, not on the kind of model: every `core_attention` of a dataclass of submodules is replaced.
+
+    Raises:
+        EppError: a core attention is not one of Megatron's.
+    """
+    if isinstance(spec, (list, tuple)):
+        return type(spec)(map(relayed, spec))
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    copied = copy.copy(spec)
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        is_attention = field.name == "core_attention" and value is not None
+        if is_attention:
+            _check_replaceable(value)
+        setattr(copied, field.name, RelayAttention if is_attention else relayed(value))
+    return copied
+
+
+def _check_replaceable(attention: Any) -> None:
+    if isinstance(attention, ModuleSpec):
+        attention = get_module(attention)
+    while isinstance(attention, functools.partial):
+        attention = attention.func
+    if attention is not RelayAttention and not is_installed(attention):
+        name = getattr(attention, "__qualname__", type(attention).__qualname__)
+        raise EppError(f"--epp puts its own attention in the place of {name}, which is not Megatron's: start without --epp")
+
+
+class PositionedRotary(torch.nn.Module):
+    """Wrapper of a model's rotary embedding that returns the angles of a chunk's own positions.
+
+    A slice starts at its offset in the sequence, a packed sequence at zero.
+
+    Megatron calls it in two steps: `get_rotary_seq_len` gets the packed-sequence parameters, and `forward` gets its result.
+
+    Args:
+        rotary: the model's own rotary embedding.
+        context_parallel: how ranks share the tokens of a chunk.
+    """
+
+    def __init__(self, rotary: Any, context_parallel: ContextParallel = NOT_SHARED) -> None:
+        super().__init__()
+        self.rotary, self.context_parallel = rotary, context_parallel
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the chunk's parameters in place of a length, for `forward`; without a chunk the wrapped module's length."""
+        params = next((a for a in (*args, *kwargs.values()) if isinstance(a, ChunkParams)), None)
+        return self.rotary.get_rotary_seq_len(*args, **kwargs) if params is None else params
+
+    def forward(self, length: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the angles of a chunk, ``[tokens / shards, 1, 1, channels]``, and any further result of the wrapped module."""
+        if not isinstance(length, ChunkParams):
+            return self.rotary(length, *args, **kwargs)
+        table = length.context.table
+        pieces = table.part(self.context_parallel.shard(table.num_tokens))
+        parts = [self._angles(piece.start, piece.num_tokens) for piece in pieces]
+        if isinstance(parts[0], tuple):  # YaRN returns a scale too
+            return torch.cat([p[0] for p in parts]), *parts[0][1:]
+        return torch.cat(parts)
+
+    def _angles(self, start: int, length: int) -> Any:
+        make = getattr(self.rotary, "get_emb", None)  # the part of `forward` that keeps no cache of results
+        return make(length, start) if make is not None else self.rotary(length, start)

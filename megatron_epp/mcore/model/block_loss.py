@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -26,7 +25,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_epp.cost.head import AUTO, loss_block_tokens, loss_workspace_bytes
-from megatron_epp.mcore.model.linear import weight_gradient
+from megatron_epp.mcore import features
+from megatron_epp.mcore.model.weight_gradients import weight_gradient
 from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.loss.blocks import Head, block_losses
@@ -145,7 +145,7 @@ def block_loss(args: argparse.Namespace, model: torch.nn.Module) -> BlockLoss | 
             neither it nor blocks in its place can run here.
     """
     bare = unwrap_model(model)
-    if getattr(bare, "fuse_linear_cross_entropy", False):
+    if features.fuses_output_with_loss(bare):
         return _fused_loss(args, bare)
     block_tokens = block_tokens_of(args)
     if block_tokens == 0:
@@ -163,7 +163,7 @@ def _fused_loss(args: argparse.Namespace, model: Any) -> BlockLoss | FusedLoss:
     """Return Megatron's fused loss where it is requested, or blocks if they are requested too or the kernel cannot run."""
     block_tokens = block_tokens_of(args, always=True)
     wants_blocks = args.epp_loss_block_tokens != AUTO and block_tokens > 0
-    fused = "--epp-loss-block-tokens is given too" if wants_blocks else _fused_obstacle()
+    fused = "--epp-loss-block-tokens is given too" if wants_blocks else features.fused_loss_obstacle()
     if not fused:
         return FusedLoss()
     by_blocks = _obstacle(model) if block_tokens else "--epp-loss-block-tokens is 0"
@@ -174,17 +174,6 @@ def _fused_loss(args: argparse.Namespace, model: Any) -> BlockLoss | FusedLoss:
         )
     logger.warning("--cross-entropy-fusion-impl linear: the loss goes by blocks of tokens in its place: %s", fused)
     return _told(BlockLoss(model, block_tokens))
-
-
-def _fused_obstacle() -> str:
-    """Return the reason why Megatron's fused kernel cannot run here, as Megatron itself gives it; empty if it can."""
-    try:
-        from megatron.core.fusions.fused_linear_cross_entropy import Platform  # type: ignore[import-not-found]
-
-        Platform()
-    except Exception as error:  # an architecture it has no kernel for, no GPU, no CUTLASS: it raises what comes
-        return f"it cannot run here ({type(error).__name__}: {error})"
-    return ""
 
 
 def _told(loss: BlockLoss) -> BlockLoss:
@@ -208,8 +197,8 @@ def block_tokens_of(args: argparse.Namespace, *, always: bool = False) -> int:
 
 def _obstacle(model: Any) -> str:
     """Return the reason why a model's loss cannot be computed by blocks; empty if it can."""
-    layer = getattr(model, "output_layer", None)
-    if type(layer) not in _linear_types():
+    layer: Any = getattr(model, "output_layer", None)
+    if type(layer) not in features.multiplying_output_layers():
         return f"the output layer is a {type(layer).__name__}"
     if layer.bias is not None:
         return "the output layer has a bias"
@@ -217,21 +206,12 @@ def _obstacle(model: Any) -> str:
         return "the output layer gathers its logits"
     if model.config.enable_autocast:
         return "autocast chooses the type of the logits"
-    if getattr(layer, "gtp_remat_size", 1) > 1:
+    if features.gathers_output_weight(layer):
         return "ranks share the output layer's weight and gather it"
     own = [name for name in _OF_THE_LOSS if not is_installed(getattr(type(model), name, None))]
     if own:
         return f"{type(model).__name__} has its own {', '.join(own)}"
     return ""
-
-
-def _linear_types() -> tuple[type, ...]:
-    """Return the types of output layers that compute logits by a multiplication only."""
-    try:
-        from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
-    except ImportError:
-        return (ColumnParallelLinear,)
-    return ColumnParallelLinear, LinearCrossEntropyModule
 
 
 def _rows(gather_over: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A GPT for Megatron's training loop: its datasets, its forward step, its loss, and the call to `pretrain`."""
+"""A GPT for Megatron's training loop: its datasets, its forward step, its model, and the call to `pretrain`."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,15 +9,24 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import argument_utils, arguments, get_args, get_timers, training
+from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_epp.mcore.model.gpt_model import build_model
-from megatron_epp.mcore.model.loss import token_loss
+from megatron_epp.mcore import features
+from megatron_epp.mcore.model.losses import token_loss
 
-Batch = dict[str, torch.Tensor | None]
+Batch = dict[str, Any]
+"""Tensors by name, ``[microbatch, sequence]``; None on stages that need no tokens."""
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -95,19 +104,82 @@ def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) 
     return output, partial(token_loss, batch["loss_mask"])
 
 
+def build_model(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> torch.nn.Module:
+    """Build one model chunk as the command line describes it, for releases that do not build it themselves (0.17 and 0.18).
+
+    The parameters are those of Megatron's ``model_provider``.
+
+    Args:
+        pre_process: True if the chunk holds the embedding.
+        post_process: True if the chunk holds the output layer.
+        vp_stage: number of the chunk on this rank; None if the rank has only one.
+        config: a `TransformerConfig`; by default that of the command line.
+        pg_collection: process groups of the model; by default Megatron's own.
+    """
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    shared = {
+        "config": config,
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "fp16_lm_cross_entropy": args.fp16_lm_cross_entropy,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+        "pg_collection": pg_collection,
+        "vp_stage": vp_stage,
+    }
+    if args.hybrid_layer_pattern is not None:
+        return _hybrid(args, shared)
+    return GPTModel(
+        transformer_layer_spec=_layer_spec(args, config, vp_stage),
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        **shared,
+    )
+
+
+def _hybrid(args: Any, shared: dict[str, Any]) -> torch.nn.Module:
+    from megatron.core.models.mamba import MambaModel  # the name that both releases know
+
+    spec = features.hybrid_stack_spec() if args.spec is None else import_module(args.spec)
+    return MambaModel(mamba_stack_spec=spec, hybrid_layer_pattern=args.hybrid_layer_pattern, **shared)
+
+
+def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
+    if args.spec is not None:
+        return import_module(args.spec)
+    use_te = args.transformer_impl == "transformer_engine"
+    if args.num_experts is not None:
+        return get_gpt_decoder_block_spec(config, use_te, normalization=args.normalization, vp_stage=vp_stage)
+    if use_te:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    return get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+
+
 def pretrain() -> None:
     """Train the GPTModel, or with `--hybrid-layer-pattern` the HybridModel, that the command line describes.
 
-    It calls `megatron.training.pretrain` as currently patched. Up to 0.17 Megatron parses the command line inside of it; up to
-    0.18 a function builds the model, in later releases a config.
+    It calls `megatron.training.pretrain` as currently patched.
     """
     defaults = {"tokenizer_type": "GPT2BPETokenizer"}
     kind = ModelType.encoder_or_decoder
-    if not hasattr(arguments, "parse_and_validate_args"):
+    if not features.pretrain_takes_args():
         training.pretrain(build_datasets, build_model, kind, forward_step, args_defaults=defaults)
         return
     args = arguments.parse_and_validate_args(args_defaults=defaults)
-    if not hasattr(argument_utils, "gpt_config_from_args"):
+    if not features.pretrain_builds_model():
         config = argument_utils.pretrain_cfg_container_from_args(args)
         training.pretrain(config, build_datasets, build_model, kind, forward_step)
         return

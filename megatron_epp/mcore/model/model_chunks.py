@@ -37,7 +37,13 @@ class PlacedLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Return the number of layers of a type on all earlier stages."""
+        """Return the number of layers of a type on all earlier stages.
+
+        Args:
+            layer_type: the type.
+            vp_stage: number of the chunk on its rank; None for 0.
+            pp_rank: pipeline rank of the chunk; None for this one.
+        """
         rank = mpu.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         stage = self._placement.stages(rank)[vp_stage or 0]
         return sum(names.count(layer_type) for names in self._stages[:stage])

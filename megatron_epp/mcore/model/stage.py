@@ -1,22 +1,23 @@
-"""A Megatron model as a pipeline stage, on which the executor runs forward and backward of chunks."""
+"""A Megatron model as a pipeline stage, on which the executor runs chunks forward and backward, and snapshots of its state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from megatron_epp.data.batch import ChunkArrays
+from megatron_epp.mcore.features import logged_router_losses
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss
 from megatron_epp.mcore.model.core_attention import ChunkParams
-from megatron_epp.mcore.model.experts import scale_router_losses
-from megatron_epp.mcore.model.loss import check_loss, summed_loss
+from megatron_epp.mcore.model.losses import check_loss, scale_router_losses, summed_loss
 from megatron_epp.mcore.model.recompute import recompute_by_level
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import context_parallel
@@ -29,7 +30,7 @@ def _nothing() -> None:
     pass
 
 
-def _add_to_gradients(model: torch.nn.Module) -> None:
+def _add_to_gradients(model: Any) -> None:
     """Make layers add to gradient buffers, which are zero when an iteration begins.
 
     Transformer Engine's layers with fused accumulation would overwrite the buffers in the backward of the first forward, which
@@ -77,8 +78,8 @@ class MegatronStage:
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
     @property
-    def decoder(self) -> torch.nn.Module:
-        """The block of transformer layers."""
+    def decoder(self) -> Any:
+        """Block of transformer layers."""
         return get_attr_wrapped_model(self.model, "decoder")
 
     @property
@@ -88,6 +89,7 @@ class MegatronStage:
 
     @property
     def num_layers(self) -> int:
+        """Number of transformer layers of this stage."""
         return len(self.decoder.layers)
 
     @property
@@ -135,7 +137,17 @@ class MegatronStage:
         return self._loss(output, inputs["loss_mask"])
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
-        """Run the backward of a chunk; `keep_weights` leaves the gradients of linear layers' weights to `weight`."""
+        """Run the backward of a chunk.
+
+        Args:
+            context: the chunk.
+            output: the result of its forward.
+            grad: gradient of the output, ``[tokens / shards, 1, hidden]``; None on the last stage.
+            keep_weights: leave the gradients of linear layers' weights to `weight`.
+
+        Raises:
+            EppError: `keep_weights` of a model whose weight gradients are not split.
+        """
         if keep_weights and self.weights is None:
             raise EppError("the plan splits weight gradients and the model does not: add --epp-split-weight-gradient")
         if grad is None and self.config.grad_scale_func is not None:
@@ -156,6 +168,7 @@ class MegatronStage:
             self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
+        """Free the storage of an output that has been sent, which autograd does not need."""
         deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
@@ -187,6 +200,7 @@ class MegatronStage:
         }
 
     def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:
+        assert loss_mask is not None  # on the last stage
         loss, num_tokens, values = summed_loss(loss_mask, losses)
         self.loss_report = values if self.loss_report is None else self.loss_report + values
         self.total_tokens = num_tokens if self.total_tokens is None else self.total_tokens + num_tokens
@@ -214,3 +228,35 @@ class MegatronStage:
         if self.config.enable_autocast:
             return torch.autocast("cuda", dtype=self.config.autocast_dtype)
         return torch.autocast("cpu", enabled=False)
+
+
+class Snapshot:
+    """Copy of the random states, the models' buffers and the sums that routers keep for the log.
+
+    Gradients are not copied, since they are as large as the model. An iteration begins without any, so they are zeroed.
+
+    Args:
+        models: this rank's model chunks, as Megatron wrapped them.
+    """
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        self._models = models
+        # Megatron's wrapper has its own `buffers`.
+        self._buffers = [(buffer, buffer.clone()) for model in models for buffer in torch.nn.Module.buffers(model)]
+        self._routers = {key: values.clone() for key, values in logged_router_losses().items()}
+        self._cpu, self._tracked = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        """Restore the copied state and zero gradients. Call it outside the models' `no_sync`, which zeroing ends."""
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for key, values in logged_router_losses().items():
+            values.copy_(self._routers.get(key, torch.zeros_like(values)))
+        for model in self._models:
+            if hasattr(model, "zero_grad_buffer"):
+                model.zero_grad_buffer()
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        get_cuda_rng_tracker().set_states(self._tracked)

@@ -1,7 +1,20 @@
-"""Fingerprints of the Megatron code that this package knows: `patching.fingerprint` of functions, in all supported releases.
+"""Fingerprints of Megatron's code: how they are taken of a function's source, and those that this package knows.
 
-They are those of releases 0.17.0 and 0.17.1, 0.18.0 and 0.18.2, 0.19.0 and 0.19.2, in this order, each different text once.
+Those of Megatron's own functions are `patching.fingerprint` in releases 0.17.0 and 0.17.1, 0.18.0 and 0.18.2, 0.19.0 and
+0.19.2, in this order, each different text once. Those of training scripts (`SCRIPTS`) do not depend on comments, docstrings and
+formatting.
 """
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import hashlib
+import linecache
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -119,7 +132,78 @@ SCRIPTS: dict[str, dict[str, str]] = {
 }
 """Functions and constants of Megatron's training scripts that `--epp` replaces, by name.
 
-Each maps `source.fingerprint` of a function, or the digest of a constant, to the scripts and releases that have it. 0.17 is
+Each maps `fingerprint` of a function, or the digest of a constant, to the scripts and releases that have it. 0.17 is
 0.17.0 and 0.17.1, 0.18 is 0.18.0 and 0.18.2, 0.19 is 0.19.0 and the end of its branch, main is of August 2026.
 `scripts/fingerprint_script.py` prints those of another release.
 """
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+_SILENT = ("ctx", "kind", "type_comment")
+"""Fields of syntax nodes that follow from the others or have no effect."""
+
+
+def digest(text: str) -> str:
+    """Return twelve hex digits of the sha256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def fingerprint(node: ast.AST) -> str:
+    """Return the digest of a definition's syntax tree without docstrings, the same for Python 3.12 to 3.14."""
+    return digest(_written(node))
+
+
+def definition(function: FunctionType) -> Definition | None:
+    """Return the definition that a function was compiled from; None if there is no source, and for a lambda."""
+    code = function.__code__
+    text = "".join(linecache.getlines(code.co_filename, function.__globals__))
+    return _definitions(text).get((code.co_name, code.co_firstlineno))
+
+
+def global_names(code: CodeType) -> list[str]:
+    """Return the names that a function's code, and the functions inside it, look up in its module, in order and once each."""
+    names = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names += global_names(inner)
+    return list(dict.fromkeys(names))
+
+
+def attribute_chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
+    """Yield every chain ``name.attribute.attribute`` in a tree as a tuple that starts with the name."""
+    for found in ast.walk(node):
+        path: list[str] = []
+        step: ast.AST = found
+        while isinstance(step, ast.Attribute):
+            path.insert(0, step.attr)
+            step = step.value
+        if path and isinstance(step, ast.Name):
+            yield (step.id, *path)
+
+
+@functools.lru_cache(maxsize=16)
+def _definitions(text: str) -> dict[tuple[str, int], Definition]:
+    """Return the definitions in a file by name and first line, which is that of the first decorator."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return {}
+    found = (node for node in ast.walk(tree) if isinstance(node, Definition))
+    return {(node.name, min(part.lineno for part in (node, *node.decorator_list))): node for node in found}
+
+
+def _written(value: Any) -> str:
+    """Write a syntax tree as text. The output of `ast.dump` and `ast.unparse` differs between releases of Python."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if not isinstance(value, ast.AST):
+        return f"{type(value).__name__} {value!a}"
+    fields = dict(ast.iter_fields(value))
+    if isinstance(value, ast.Constant):  # whose None is a value
+        return f"({_written(fields['value'])})"
+    if isinstance(value, Definition | ast.ClassDef) and ast.get_docstring(value, clean=False) is not None:
+        fields["body"] = fields["body"][1:]
+    if isinstance(value, ast.JoinedStr):  # early releases of Python 3.12 end a format with an empty text
+        fields["values"] = [part for part in value.values if not (isinstance(part, ast.Constant) and part.value == "")]
+    kept = [f"{name}={_written(part)}" for name, part in fields.items() if name not in _SILENT and part not in (None, [])]
+    return f"{type(value).__name__}({','.join(kept)})"

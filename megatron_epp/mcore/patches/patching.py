@@ -1,5 +1,6 @@
 """Explicit and reversible replacement of named functions of Megatron, at most once, and only where the code is known."""
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megatron_epp.mcore.patches import compat, fingerprints
+from megatron_epp.mcore import features
+from megatron_epp.mcore.patches import fingerprints
 from megatron_epp.plan.errors import EppError
 
 logger = logging.getLogger(__name__)
@@ -21,24 +23,30 @@ logger = logging.getLogger(__name__)
 class Patch:
     """Replacement of one function.
 
-    target        "package.module:name" or "package.module:Class.method"
-    replacement   the new function; with `wraps`, a function that takes the original and returns the new one
-    reason        one line, shown when the patch is applied
-    versions      range of Megatron versions the patch is for, such as ">=0.18"; it is skipped in others. Empty: all
-    fingerprints  `fingerprint(target)` of every original the patch was written for, by default those in `fingerprints.PATCHED`;
-                  none if the content of the original does not matter
+    Attributes:
+        target: "package.module:name" or "package.module:Class.method".
+        replacement: the new function; with `wraps`, it gets the original as its first argument.
+        reason: one line, shown when the patch is applied.
+        wraps: True if the replacement calls the original.
+        fingerprints: `fingerprint(target)` of every original the patch was written for, by default those in
+            `fingerprints.PATCHED`; none if the content of the original does not matter.
     """
 
     target: str
     replacement: Callable[..., Any]
     reason: str
     wraps: bool = False
-    versions: str = ""
     fingerprints: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.fingerprints:
             object.__setattr__(self, "fingerprints", fingerprints.PATCHED.get(self.target, ()))
+
+
+def wrapping(target: str, replacement: Callable[..., Any]) -> Patch:
+    """Return the patch by a function that gets the original as its first argument; the reason is its docstring's first line."""
+    summary = (replacement.__doc__ or "").partition("\n")[0].removesuffix(".")
+    return Patch(target, replacement, summary[:1].lower() + summary[1:], wraps=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +62,37 @@ _applied: list[_Applied] = []
 def apply(patches: Sequence[Patch], *, allow_unknown: bool = False, level: int = logging.INFO) -> None:
     """Apply the patches that are not applied yet: all of them, or none if one finds code that it does not know.
 
-    Names that other modules have already imported (`from x import y`) are replaced too. Rank 0 logs one line per patch
-    at `level`. Raises EppError for a missing target, and for an unknown fingerprint unless `allow_unknown`.
+    Names that other modules have already imported (`from x import y`) are replaced too.
+
+    Args:
+        patches: the patches, in order; a later one may wrap what an earlier one has put in place.
+        allow_unknown: apply patches also to code that they do not know.
+        level: level at which rank 0 logs one line per patch.
+
+    Raises:
+        EppError: a target is missing, or has an unknown fingerprint.
     """
-    version = compat.installed_version()
     done = {applied.patch for applied in _applied}
-    wanted = [p for p in patches if p not in done and compat.matches(version, p.versions)]
+    wanted = [patch for patch in patches if patch not in done]
     for patch in wanted:
         check(patch, allow_unknown)
     for patch in wanted:
         original = resolve(patch.target)
-        replacement = patch.replacement(original) if patch.wraps else patch.replacement
+        replacement = around(original, patch.replacement) if patch.wraps else patch.replacement
         _rebind(patch.target, original, replacement)
         _applied.append(_Applied(patch, original, replacement))
         if os.environ.get("RANK", "0") == "0":
             logger.log(level, "patched %s: %s", patch.target, patch.reason)
+
+
+def around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in the place of `original`, with its name and signature, that calls ``replacement(original, ...)``."""
+
+    @functools.wraps(original)
+    def call(*rest: Any, **named: Any) -> Any:
+        return replacement(original, *rest, **named)
+
+    return call
 
 
 def revert(patches: Sequence[Patch] | None = None) -> None:
@@ -115,7 +139,7 @@ def resolve(target: str) -> Any:
     try:
         return inspect.getattr_static(holder, name)
     except AttributeError:
-        raise EppError(f"{target} does not exist in megatron-core {compat.installed_version()}") from None
+        raise EppError(f"{target} does not exist in megatron-core {features.installed_version()}") from None
 
 
 def _holder(target: str) -> tuple[Any, str]:
@@ -126,7 +150,7 @@ def _holder(target: str) -> tuple[Any, str]:
         for part in path:
             holder = getattr(holder, part)
     except (ModuleNotFoundError, AttributeError):
-        raise EppError(f"{target} does not exist in megatron-core {compat.installed_version()}") from None
+        raise EppError(f"{target} does not exist in megatron-core {features.installed_version()}") from None
     return holder, name
 
 
@@ -138,8 +162,8 @@ def check(patch: Patch, allow_unknown: bool = False) -> None:
     found = fingerprint(patch.target)
     if found not in patch.fingerprints:
         raise EppError(
-            f"{patch.target} of megatron-core {compat.installed_version()} is not the code megatron-epp knows ({found}): "
-            f'pip install "megatron-core[training]=={compat.RECOMMENDED}", or pass --epp-allow-unknown-megatron'
+            f"{patch.target} of megatron-core {features.installed_version()} is not the code megatron-epp knows ({found}): "
+            f'pip install "megatron-core[training]=={features.RECOMMENDED}", or pass --epp-allow-unknown-megatron'
         )
 
 

@@ -2,11 +2,14 @@
 
 A plan runs chunks while a script's `forward_step` takes microbatches, so `forward_step` is not called, nor are the script's
 loss, batches and dataset provider. They count as Megatron's own if each of them, and every function of the script that they
-name, has a fingerprint in `fingerprints.SCRIPTS`. Anything else is refused.
+name, has a fingerprint in `fingerprints.SCRIPTS`. Anything else is refused, as are other arguments of `pretrain` that `--epp`
+would not use.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -17,8 +20,8 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
-from megatron_epp.mcore.patches.fingerprints import SCRIPTS
-from megatron_epp.mcore.patches.source import attribute_chains, definition, digest, fingerprint, global_names
+from megatron_epp.mcore.features import epp_args
+from megatron_epp.mcore.patches.fingerprints import SCRIPTS, attribute_chains, definition, digest, fingerprint, global_names
 from megatron_epp.plan.errors import EppError
 
 FORWARD_STEP = "forward_step"
@@ -39,7 +42,41 @@ _OTHERS = ("site-packages", "dist-packages")
 """Folders within Python's library folder whose content does not belong to Python's own library."""
 _PLAIN = (bool, int, float, str, NoneType, BuiltinFunctionType, ModuleType)
 """Types of values that need no check by themselves; of a module, the attributes that are read from it are checked."""
+_REFUSED = ("process_non_loss_data_func", "p2p_communicator")
+"""Arguments that `pretrain` passes to schedules and that ours does not support."""
 _passed: list[object] = []
+_call: Mapping[str, Any] | None = None
+"""Arguments of the `pretrain` that runs."""
+
+
+@contextlib.contextmanager
+def checked_call(call: Mapping[str, Any]) -> Iterator[None]:
+    """Check the arguments of a `pretrain` that runs in this context: at once, or when it has parsed the flags itself (0.17).
+
+    Args:
+        call: the arguments by name.
+    """
+    global _call
+    _call = call
+    try:
+        if (args := epp_args()) is not None:
+            check_call(args)
+        yield
+    finally:
+        _call = None
+
+
+def check_call(args: argparse.Namespace) -> None:
+    """Raise `EppError` for arguments of the running `pretrain`, if any, that are incompatible with these flags."""
+    if _call is None or not getattr(args, "epp", False):
+        return
+    for name in _REFUSED:
+        if _call.get(name) is not None:
+            raise EppError(f"--epp cannot honour {name} of pretrain: leave it out, or start without --epp")
+    functions = {FORWARD_STEP: _call["forward_step_func"], PROVIDER: _call["train_valid_test_dataset_provider"]}
+    if args.epp_placement != "looped" and _call.get("get_embedding_ranks") is not None:  # the placement says which they are
+        functions[EMBEDDING_RANKS] = _call["get_embedding_ranks"]
+    require_stock(functions)
 
 
 def require_stock(functions: Mapping[str, Any]) -> None:
@@ -77,11 +114,13 @@ def changes_of(role: str, function: Any) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Reached:
-    """A value, and the path by which it was reached.
+    """Value with the path by which it was reached.
 
-    name     name in the code that uses it, with modules in front; the role, if the script passes the value to Megatron
-    users    names of the functions on the path, the first of which the script passes to Megatron
-    of_ours  True if the code that names it belongs to this package, or if there is no such code
+    Attributes:
+        name: name in the code that uses it, with modules in front; the role, if the script passes the value to Megatron.
+        value: the value.
+        users: names of the functions on the path, the first of which the script passes to Megatron.
+        of_ours: True if the code that names it belongs to this package, or if there is no such code.
     """
 
     name: str

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_epp.data.batch import ChunkArrays, GlobalBatch
 from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.model.core_attention import ChunkParams
-from megatron_epp.mcore.model.loss import token_loss
+from megatron_epp.mcore.model.losses import token_loss
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
@@ -101,4 +101,5 @@ def forward_step(
         table = SegmentTable.build(chunk, arrays.tokens.numel())
         params = ChunkParams(ChunkContext(0, table, KVRelay()))
     output = model(**inputs, attention_mask=None, packed_seq_params=params)
-    return output, partial(token_loss, inputs["loss_mask"])
+    loss_mask: Any = inputs["loss_mask"]  # which the last stage has, where Megatron calls the loss
+    return output, partial(token_loss, loss_mask)

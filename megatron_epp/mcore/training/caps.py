@@ -1,19 +1,23 @@
-"""Memory that plans may fill on this rank's device."""
+"""Memory that plans may fill: on this rank's device, and at the host."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Sequence
 
 import torch
 
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES, room_bytes
 from megatron_epp.plan import UNLIMITED_BYTES
+from megatron_epp.runtime.offload.host import host_limit
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+_HOST_SHARE = 0.8
+"""Default share of the host's memory that all ranks of a node may use together; the rest is left to the system and data."""
 
 
 def wanted_cap_bytes(args: argparse.Namespace) -> int:
@@ -58,3 +62,21 @@ def tell_lowered(args: argparse.Namespace, caps: Sequence[int]) -> None:
         len(caps) - 1,
         SETUP_MARGIN_BYTES / _GIB,
     )
+
+
+def host_cap_bytes(args: argparse.Namespace) -> int:
+    """Return the bytes of host memory that this rank may use for offload."""
+    if args.epp_host_memory_gb is not None:
+        return int(args.epp_host_memory_gb * _GIB)
+    limit_bytes, source = host_limit()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share_bytes = _HOST_SHARE * limit_bytes / ranks
+    if args.rank == 0:
+        logger.info(
+            "--epp-offload may take %.1f GiB per rank: %.0f%% of %s, for %d ranks",
+            share_bytes / _GIB,
+            100 * _HOST_SHARE,
+            source,
+            ranks,
+        )
+    return int(share_bytes)

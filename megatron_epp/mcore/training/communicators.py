@@ -102,7 +102,7 @@ def _of_user(args: argparse.Namespace) -> dict[str, Any]:
     """Read the user's communicator settings for pipelines, from a file that Megatron has already read and from flags."""
     found: dict[str, Any] = {}
     if args.nccl_communicator_config_path is not None:
-        import yaml  # only for this flag, as in Megatron
+        import yaml  # type: ignore[import-untyped,unused-ignore]  # only for this flag, as in Megatron
 
         with open(args.nccl_communicator_config_path, encoding="utf-8") as file:
             found |= (yaml.safe_load(file) or {}).get(_GROUP) or {}

@@ -1,11 +1,13 @@
-"""The schedule function that Megatron calls, which runs this rank's part of an iteration's plan."""
+"""Functions that Megatron's training loop calls with `--epp`: the provider of documents, and the schedule that runs plans."""
 
 from __future__ import annotations
 
-import logging
+import argparse
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,19 +15,47 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore.model.experts import average_router_losses
+from megatron_epp.mcore.data.documents import build_document_iterators
+from megatron_epp.mcore.model.losses import average_router_losses
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
-from megatron_epp.mcore.training.reduction import Reduction
+from megatron_epp.mcore.training.baseline import baseline_schedule
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.out_of_memory import OutOfMemoryReport
 
-logger = logging.getLogger(__name__)
+
+def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Return iterators of global batches for train, validation and test, in place of Megatron's datasets."""
+    if vp_stage:  # a rank's chunks run from one batch, which the iterator of the first one gives
+        return None, None, None
+    args = get_args()
+    session = sessions.start(args)
+    elastic = args.epp_schedule == "elastic"
+    return build_document_iterators(
+        args,
+        session.plan_source(forward_only=False) if elastic else None,
+        session.plan_source(forward_only=True) if elastic else None,
+        mpu.get_data_parallel_rank(),
+        mpu.get_data_parallel_world_size(),
+        num_samples,
+    )
+
+
+def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the schedule function that `--epp-schedule` names.
+
+    Raises:
+        EppError: NVIDIA ModelOpt is enabled, whose losses no schedule of this package computes.
+    """
+    if getattr(args, "modelopt_enabled", False):  # by a flag of ModelOpt's, or by what is in the checkpoint
+        raise EppError("--epp does not train with NVIDIA ModelOpt, which brings losses of its own: start without --epp")
+    return forward_backward_elastic if args.epp_schedule == "elastic" else baseline_schedule(stock)
 
 
 def forward_backward_elastic(
@@ -145,3 +175,57 @@ def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, ses
 
 def _process_groups(model: torch.nn.Module) -> Any:
     return get_attr_wrapped_model(model, "pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
+
+
+class Reduction:
+    """Context manager around an iteration's actions that delays the reduction of a rank's gradients.
+
+    Megatron sets `config.no_sync_func` if reduction may overlap with compute (`--overlap-grad-reduce`); otherwise this class
+    does nothing and finalisation reduces. Reduction is started in one of two ways. *By hooks*, bucket by bucket during the last
+    backward: on the first stage, if it is the rank's only one and weight gradients are not split, because no gradient has to be
+    sent after it. *At once*, by the plan's `REDUCE`: in all other cases. There, a reduction started by hooks would precede the
+    stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
+
+    Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
+    stage to the first.
+
+    Args:
+        config: the model's config.
+        chunks: the rank's model chunks, by ascending stage.
+        has_first: True if the rank has the pipeline's first stage.
+        splits_weights: True if weight gradients may be split from their backwards.
+    """
+
+    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
+        self._chunks = chunks
+        self._no_sync = _one_each(config.no_sync_func, chunks)
+        self._by_hooks = len(chunks) == 1 and has_first and not splits_weights
+        self._starts = _one_each(config.grad_sync_func, chunks) or [chunk.start_grad_sync for chunk in chunks]
+        if self._by_hooks or not self._no_sync:
+            self._starts = []
+        self._held = contextlib.ExitStack()
+
+    def __enter__(self) -> Reduction:
+        for no_sync in self._no_sync:
+            self._held.enter_context(no_sync())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._held.close()
+
+    def before_last_gradient(self, index: int) -> None:
+        """Release the hooks if reduction is by hooks: chunk `index` is about to get its last gradients."""
+        if self._by_hooks:
+            self._held.close()
+
+    def reduce(self, index: int) -> None:
+        """Start the reduction of chunk `index`, whose gradients are complete."""
+        if self._starts:
+            self._starts[index](self._chunks[index].parameters())
+
+
+def _one_each(functions: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """Return a function per chunk from Megatron's setting: one function, a list with one per chunk, or None (empty)."""
+    if functions is None:
+        return []
+    return list(functions) if isinstance(functions, list) else [functions] * len(chunks)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.training import training
 
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.mcore import features
 from megatron_epp.mcore.training import loggers as writers
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import Plan
@@ -67,7 +67,13 @@ class IterationReport:
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
-        """Start the report of an iteration. Evaluation is not reported."""
+        """Start the report of an iteration.
+
+        Args:
+            session: this process's session, whose count of iterations goes up in training.
+            batch: the batch of the iteration.
+            forward_only: True for an evaluation step, which is not reported.
+        """
         args = session.args
         if not forward_only:
             session.iteration += 1
@@ -232,8 +238,8 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
 
 def count_tokens(batch: GlobalBatch) -> None:
     """Pass the true lengths to Megatron's throughput log, which otherwise assumes `--seq-length` tokens per sequence."""
-    count = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
-    if count is not None:  # before 0.18 Megatron has no way to tell it
+    count = features.sequence_length_counter()
+    if count is not None:
         ends = torch.tensor([0, *accumulate(batch.lengths)], dtype=torch.int64)
         if torch.cuda.is_initialized():  # Megatron adds up on the GPU, and would wait for a copy of ordinary memory
             ends = ends.pin_memory().to("cuda", non_blocking=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import block_loss
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
-from megatron_epp.mcore.training.caps import cap_bytes, tell_lowered
+from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, tell_lowered
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner.problem import Options, Problem
@@ -32,7 +31,7 @@ from megatron_epp.planner.service.background import BackgroundPlanner, PackedPla
 from megatron_epp.planner.service.replica_balance import Teams, teams_of
 from megatron_epp.runtime.links.groups import Groups, from_each, from_first
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.offload.host import HostMemory, host_limit
+from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -201,19 +200,6 @@ class Session:
                 f"replicas divide a batch differently (checksums {checksums}). All need the same data files, --seed, software "
                 "and --epp-costs"
             )
-
-
-def host_cap_bytes(args: argparse.Namespace) -> int:
-    """Return the bytes of host memory that this rank may use for offload."""
-    if args.epp_host_memory_gb is not None:
-        return int(args.epp_host_memory_gb * 2**30)
-    limit, source = host_limit()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if args.rank == 0:
-        logger.info(
-            "--epp-offload may take %.1f GiB per rank: 80%% of %s, for %d ranks", 0.8 * limit / ranks / 2**30, source, ranks
-        )
-    return int(0.8 * limit / ranks)
 
 
 def problem_of(

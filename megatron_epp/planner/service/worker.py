@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,17 +39,7 @@ class Worker:
     """
 
     def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any, niceness: int = 0) -> None:
-        self._connection, theirs = Pipe()
-        program = f"from {__name__} import serve; serve({theirs.fileno()}, {niceness})"
-        path = os.pathsep.join(part for part in sys.path if part)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONPATH": path},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what its libraries print is no part of this process's output
-        )
-        theirs.close()
+        self._process, self._connection = started(serve, niceness)
         self.send(make, *args)
 
     def call(self, *args: Any) -> Any:
@@ -87,6 +77,32 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE_S)
         return WorkerError(f"the planning process has ended with exit code {self._process.returncode}; see its output above")
+
+
+def started(
+    serve: Callable[..., None], *args: object, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a fresh interpreter that calls a function with the handle of a connection. Returns the process and our end of it.
+
+    Args:
+        serve: a function at the top level of a module, which gets the handle and `args`.
+        args: numbers or texts.
+        options: options of Python's command line.
+        environment: variables that are set before anything is imported, besides those of this process.
+    """
+    ours, theirs = Pipe()
+    values = ", ".join(map(repr, (theirs.fileno(), *args)))
+    program = f"from {serve.__module__} import {serve.__name__}; {serve.__name__}({values})"
+    path = os.pathsep.join(part for part in sys.path if part)
+    process = subprocess.Popen(
+        [sys.executable, *options, "-c", program],
+        env={**os.environ, **(environment or {}), "PYTHONPATH": path},
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what its libraries print is no part of this process's output
+    )
+    theirs.close()
+    return process, ours
 
 
 def _send(connection: Connection, item: Any) -> None:

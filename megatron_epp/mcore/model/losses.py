@@ -1,11 +1,16 @@
-"""Megatron's language-model loss, summed over tokens, with the report that its log averages."""
+"""Losses under plans: Megatron's language-model loss summed over tokens, and the auxiliary losses of experts' routers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training import get_args
 from torch import Tensor
+
+from megatron_epp.mcore import features
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -50,3 +55,26 @@ def check_loss(loss: Tensor, whose: str) -> None:
                 tolerance=0.0,
                 fatal=True,
             )
+
+
+def scale_router_losses(config: Any, output: Tensor) -> None:
+    """Set the scale of the routers' losses to that of the main loss, as Megatron's schedules do after every forward.
+
+    A router weights its loss by its number of tokens, so chunks of unequal length count by their tokens, and the final division
+    by all tokens of the batch gives a mean.
+    """
+    if config.num_moe_experts is None:
+        return
+    of_experts = features.router_loss_scale(config)
+    scale: Any = 1.0
+    if of_experts is not None:
+        scale = of_experts()
+    elif config.grad_scale_func is not None:
+        scale = config.grad_scale_func(torch.ones(1, device=output.device))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.as_tensor(scale, dtype=torch.float32, device=output.device).reshape(1))
+
+
+def average_router_losses(num_microbatches: int, num_chunks: int) -> None:
+    """Rescale the logged router losses to means over chunks, since Megatron's log divides their sums by `num_microbatches`."""
+    for values in features.logged_router_losses().values():
+        values *= num_microbatches / num_chunks

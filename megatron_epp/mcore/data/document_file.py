@@ -1,0 +1,130 @@
+"""One Megatron ``.bin``/``.idx`` pair: opened, and checked against its index and against the run's tokenizer."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from megatron.core.datasets.object_storage_utils import is_object_storage_path
+from megatron.core.utils import log_single_rank
+
+from megatron_epp.data.documents import REMAKE, read_header, sequence_ends
+from megatron_epp.data.token_record import SUFFIX, Tokenizer, check_ids, check_tokenizer, load_record
+from megatron_epp.plan.errors import EppError
+
+logger = logging.getLogger(__name__)
+
+_SAMPLED_DOCUMENTS, _SAMPLED_TOKENS = 16, 4096
+"""Number of documents, evenly spaced, that are sampled in a file without a record, and number of tokens of each.
+
+Every token is checked again when it is trained on; the sample finds most mistakes earlier.
+"""
+
+
+class DocumentFile:
+    """One ``.bin``/``.idx`` pair, opened and checked once, from which several splits are taken. No token is read.
+
+    Args:
+        prefix: path without suffix, as in ``--data-path``.
+        mmap: map the ``.bin`` file instead of reading from it (``--no-mmap-bin-files`` turns it off).
+
+    Attributes:
+        data: Megatron's indexed dataset.
+        num_tokens: number of tokens of each document, int64, summed over its sentences.
+
+    Raises:
+        EppError: a file is missing, empty, truncated, not an index, or does not match the other one.
+    """
+
+    def __init__(self, prefix: str, mmap: bool = True) -> None:
+        self.prefix = prefix
+        check_pair(prefix)
+        item_bytes = _item_bytes(f"{prefix}.idx")
+        num_bytes = os.path.getsize(f"{prefix}.bin")
+        if num_bytes == 0:
+            raise EppError(f"{prefix}.bin is empty; {REMAKE}")
+        try:
+            self.data = IndexedDataset(prefix, multimodal=False, mmap=mmap)
+        except (AssertionError, ValueError) as error:
+            raise EppError(f"{prefix}.idx contradicts itself ({str(error) or 'document boundaries'}); {REMAKE}") from error
+        self.num_tokens: np.ndarray = _document_tokens(prefix, self.data, item_bytes, num_bytes)
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    @property
+    def total_tokens(self) -> int:
+        """Number of tokens of all documents."""
+        return int(self.num_tokens.sum(dtype=np.int64))
+
+
+def check_pair(prefix: str) -> None:
+    """Raise `EppError` unless both files of a prefix exist and are not in object storage."""
+    if is_object_storage_path(prefix):
+        raise EppError(f"{prefix} is in object storage, which is not supported; copy the .bin and .idx files to a file system")
+    for path in (f"{prefix}.idx", f"{prefix}.bin"):
+        if not os.path.isfile(path):
+            raise EppError(
+                f"there is no file {path}; --data-path takes prefixes of .bin/.idx pairs without the suffix, or weight and"
+                " prefix in turn"
+            )
+
+
+def _item_bytes(path: str) -> int:
+    """Return the bytes of one token, from the header of an ``.idx`` file."""
+    code = read_header(path).type_code
+    if code not in {kind.value for kind in DType}:
+        raise EppError(f"{path} has token type {code}, which this Megatron cannot read; {REMAKE}")
+    return DType.size(code)
+
+
+def _document_tokens(prefix: str, data: IndexedDataset, item_bytes: int, num_bytes: int) -> np.ndarray:
+    """Return the tokens of each document, after a check that every document is contiguous in the ``.bin`` file."""
+    boundaries = data.document_indices
+    ends = sequence_ends(f"{prefix}.idx", data.sequence_lengths, boundaries)
+    if not np.array_equal(data.index.sequence_pointers, ends[:-1] * item_bytes):
+        raise EppError(f"{prefix}.idx has sequences that do not follow one another in the .bin file; {REMAKE}")
+    if num_bytes != ends[-1] * item_bytes:
+        raise EppError(
+            f"{prefix}.bin has {num_bytes} bytes but {prefix}.idx describes {ends[-1] * item_bytes}: they are not a pair or the"
+            f" .bin is incomplete; {REMAKE}"
+        )
+    return np.diff(ends[boundaries])
+
+
+def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False) -> None:
+    """Compare a file's token record with the run's tokenizer, or without a record, a sample of tokens with the vocabulary.
+
+    Args:
+        file: the opened file.
+        run: the run's tokenizer.
+        masks_eod: see `check_tokenizer`.
+
+    Raises:
+        EppError: the tokens were made with another tokenizer, or are not in the vocabulary.
+    """
+    record = load_record(file.prefix)
+    if record is not None and (record.num_documents, record.num_tokens) != (len(file), file.total_tokens):
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            f"{file.prefix}{SUFFIX} is of {record.num_documents:,} documents with {record.num_tokens:,} tokens, and the pair"
+            f" has {len(file):,} with {file.total_tokens:,}: it is of another pair, and is not gone by",
+        )
+        record = None
+    if record is not None:
+        check_tokenizer(file.prefix, record, run, masks_eod=masks_eod)
+        return
+    log_single_rank(
+        logger,
+        logging.INFO,
+        f"{file.prefix} has no record of its tokenizer ({SUFFIX}, as `megatron-epp prepare` writes it): its tokens are taken to"
+        f" be those of this run's, {run}",
+    )
+    for document in np.unique(np.linspace(0, len(file) - 1, _SAMPLED_DOCUMENTS, dtype=np.int64)).tolist():
+        length = min(_SAMPLED_TOKENS, int(file.num_tokens[document]))
+        if length:
+            first = int(file.data.document_indices[document])
+            check_ids(file.prefix, file.data.get(first, offset=0, length=length), run.vocab_size)

@@ -1,0 +1,188 @@
+"""Features of the installed Megatron: a function for each difference between its releases, and the range that is supported.
+
+The only module that compares versions of Megatron, inspects the signatures of its functions, or looks for names that some
+releases lack; `tests/mcore/test_features.py` holds the others to it. Each docstring says which releases have the feature: 0.17,
+0.18 and 0.19, and *main*, Megatron's development branch, as of August 2026. Nothing of Megatron is imported before a function
+needs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.plan.errors import EppError
+
+SUPPORTED = ">=0.17,<0.20"
+RECOMMENDED = "0.19.2"
+
+
+def installed_version() -> str:
+    """Return the version of the megatron.core that `import megatron.core` would load, from a wheel or a clone.
+
+    It is read from the source tree, not from package metadata, which names the wheel even where a clone shadows it.
+    Raises EppError if there is none.
+    """
+    try:
+        core = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        core = None
+    if core is None or not core.submodule_search_locations:
+        raise EppError(f'Megatron is not installed: pip install "megatron-core[training]=={RECOMMENDED}"')
+    path = Path(core.submodule_search_locations[0]) / "package_info.py"
+    spec = importlib.util.spec_from_file_location("_megatron_package_info", path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise EppError(f"{path.parent} has no package_info.py: it is not a Megatron that megatron-epp {SUPPORTED} knows")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.__version__)
+
+
+def matches(version: str, versions: str) -> bool:
+    """True if `version` lies in a range such as ">=0.19,<0.20"; a release candidate of 0.19 counts as before 0.19."""
+    from packaging.specifiers import SpecifierSet  # which torch and Megatron bring; most commands need neither
+
+    return SpecifierSet(versions).contains(version, prereleases=True)
+
+
+def check_megatron(allow_unknown: bool = False) -> str:
+    """Return the installed version. Raises EppError if it is missing, or outside SUPPORTED and not `allow_unknown`."""
+    version = installed_version()
+    if allow_unknown or matches(version, SUPPORTED):
+        return version
+    raise EppError(
+        f"megatron-core {version} is installed and megatron-epp supports {SUPPORTED}: "
+        f'pip install "megatron-core[training]=={RECOMMENDED}", or pass --epp-allow-unknown-megatron'
+    )
+
+
+def has(versions: str) -> bool:
+    """True if the installed Megatron lies in a range of versions."""
+    return matches(installed_version(), versions)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def epp_args() -> Namespace | None:
+    """Return Megatron's arguments in a training with `--epp`; None in others, and where a model is built without training."""
+    from megatron.training import global_vars
+
+    args: Namespace | None = global_vars._GLOBAL_ARGS
+    return args if getattr(args, "epp", False) else None
+
+
+def bound(function: Callable[..., Any], *rest: Any, **named: Any) -> inspect.BoundArguments:
+    """Bind a call's arguments to the names that they have in this release, whose order of parameters differs from others'."""
+    return inspect.signature(function).bind(*rest, **named)
+
+
+def pretrain_takes_args() -> bool:
+    """True if `pretrain` gets the parsed flags: 0.18 and later. In 0.17 it parses them itself."""
+    from megatron.training import arguments
+
+    return hasattr(arguments, "parse_and_validate_args")
+
+
+def pretrain_builds_model() -> bool:
+    """True if `pretrain` builds the model from a config: 0.19 and later. Before it takes a function that does."""
+    from megatron.training import argument_utils
+
+    return hasattr(argument_utils, "gpt_config_from_args")
+
+
+def sequence_length_counter() -> Callable[[Any], None] | None:
+    """Return the function that tells the throughput log the true lengths of sequences: 0.18 and later; None in 0.17."""
+    from megatron.training import training
+
+    return getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
+
+
+def evaluation_batch_size(args: Namespace) -> int:
+    """Return the sequences of a global batch in evaluation, which has a flag of its own in 0.18 and later."""
+    size: int = getattr(args, "eval_global_batch_size", args.global_batch_size)
+    return size
+
+
+# ---- hybrid models ---------------------------------------------------------------------------------------------------
+
+
+def hybrid_model() -> str:
+    """Return the class of hybrid models as ``module:name``: `HybridModel` in 0.18 and later, `MambaModel` in 0.17."""
+    package = "megatron.core.models"
+    return f"{package}.hybrid.hybrid_model:HybridModel" if has(">=0.18") else f"{package}.mamba.mamba_model:MambaModel"
+
+
+def hybrid_stack_spec() -> Any:
+    """Return Megatron's own spec of a hybrid model's layers, which has another name in 0.17."""
+    try:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
+    except ImportError:
+        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
+    return spec
+
+
+# ---- mixture of experts ----------------------------------------------------------------------------------------------
+
+
+def router_loss_reduction() -> str:
+    """Return the function that averages router losses over ranks, as ``module:name``: another one in 0.17."""
+    package = "megatron.core.transformer.moe"
+    if has(">=0.18"):
+        return f"{package}.moe_logging:MoEMetricsTracker._sync_metrics"
+    return f"{package}.moe_utils:reduce_aux_losses_tracker_across_ranks"
+
+
+def logged_router_losses() -> dict[str, Any]:
+    """Return the sums that routers keep for the log, ``[layers]`` for each kind of loss; in 0.17 they are in another module."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
+    return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+
+
+def router_loss_scale(config: Any) -> Callable[[], Any] | None:
+    """Return the function that gives router losses a scale of their own: 0.19 and later, where the user sets one; else None."""
+    return getattr(config, "moe_grad_scale_func", None)
+
+
+# ---- output layer and loss -------------------------------------------------------------------------------------------
+
+
+def fuses_output_with_loss(model: Any) -> bool:
+    """True if Megatron's kernel is to fuse a model's output layer with the loss: main only, and forks."""
+    return getattr(model, "fuse_linear_cross_entropy", False)
+
+
+def fused_loss_obstacle() -> str:
+    """Return the reason why the kernel of `fuses_output_with_loss` cannot run here, as Megatron gives it; empty if it can."""
+    try:
+        from megatron.core.fusions.fused_linear_cross_entropy import Platform
+
+        Platform()
+    except Exception as error:  # an architecture it has no kernel for, no GPU, no CUTLASS: it raises what comes
+        return f"it cannot run here ({type(error).__name__}: {error})"
+    return ""
+
+
+def multiplying_output_layers() -> tuple[type, ...]:
+    """Return the types of output layers that compute logits by a multiplication only; main has a second one."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    try:
+        from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
+    except ImportError:
+        return (ColumnParallelLinear,)
+    return ColumnParallelLinear, LinearCrossEntropyModule
+
+
+def gathers_output_weight(layer: Any) -> bool:
+    """True if ranks share an output layer's weight and gather it for every use: 0.19 and later, where a flag says so."""
+    return getattr(layer, "gtp_remat_size", 1) > 1

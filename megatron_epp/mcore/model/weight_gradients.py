@@ -1,0 +1,157 @@
+"""Split weight gradients of linear layers: the changes of `--epp-split-weight-gradient` to a model.
+
+Megatron's own layers compute their output here (`_forward`). Transformer Engine's delay their gradients themselves, until their
+chunk's W (`_take_over`): with `delay_wgrad_compute` such a layer's backward puts the inputs of the weight gradient into the
+layer's `wgrad_store`, a queue; `backward_dw` takes them out, computes the gradient, and calls the hooks that Megatron's data
+parallelism has registered. A queue would tie the order of W to that of B, so nothing stays in it: the entry of a backward is
+kept with its chunk, and put back right before `backward_dw`. See WeightGradStore and TransformerEngineBaseModule in Transformer
+Engine, 2.7 to 2.18.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    prepare_input_tensors_for_wgrad_compute,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
+
+_OF_A_CHUNK = 2
+"""Number of leading items of a store entry that belong to a chunk (input, output's gradient); the rest is the layer's."""
+
+
+def split_weight_gradients(models: list[Any]) -> list[Any]:
+    """Make every linear layer of a model chunk pass its weight gradient to the chunk's `weight_gradients`.
+
+    An output layer that is given the embedding's weight stays unchanged: its gradient is added to the embedding's.
+
+    Args:
+        models: this rank's model chunks, as Megatron builds them.
+
+    Raises:
+        EppError: the model has a linear layer that cannot delay its weight's gradient.
+    """
+    for model in models:
+        gradients = WeightGradients()
+        model.weight_gradients = gradients
+        for name, module in model.named_modules():
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                module._forward_impl = functools.partial(_forward, module, module._forward_impl, gradients)
+            elif hasattr(module, "backward_dw") and next(module.parameters(recurse=False), None) is not None:
+                if reason := obstacle(module):
+                    kind = type(module).__name__
+                    raise EppError(f"--epp-split-weight-gradient cannot split {name} ({kind}): {reason}, or leave it out")
+                _take_over(module, gradients)
+    return models
+
+
+def _forward(
+    module: torch.nn.Module,
+    original: Callable[..., Tensor],
+    gradients: WeightGradients,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Replace a module's `_forward_impl`. The original runs if no gradient is needed, or with the weight of another module."""
+    if not (torch.is_grad_enabled() and input.requires_grad and weight.requires_grad and weight is module.weight):
+        return original(input=input, weight=weight, bias=bias, **options)
+    tp_group, sequence_parallel = options["tp_group"], options["sequence_parallel"]
+    if sequence_parallel:
+        x = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+    else:
+        x = copy_to_tensor_model_parallel_region(input, group=tp_group) if options["allreduce_dgrad"] else input
+    product = functools.partial(
+        weight_gradient, weight, tp_group if sequence_parallel else None, options["gradient_accumulation_fusion"]
+    )
+    output = gradients.linear(x, input, Linear(weight, product))
+    return output if bias is None else output + bias
+
+
+def weight_gradient(weight: Any, gather_over: Any, accumulate: bool, x: Tensor, grad: Tensor) -> Tensor:
+    """Compute a weight's gradient as Megatron's own backward does.
+
+    Args:
+        weight: the weight, ``[out, in]``.
+        gather_over: with sequence parallelism the tensor-parallel group, whose ranks each hold a part of the tokens of `x`.
+        accumulate: add the gradient to the weight's `main_grad` with the fused kernel of `--gradient-accumulation-fusion`; the
+            returned tensor is then a placeholder, as elsewhere in Megatron.
+        x: ``[tokens, 1, in]``.
+        grad: ``[tokens, 1, out]``.
+    """
+    if gather_over is not None:
+        x = gather_from_sequence_parallel_region(x, group=gather_over)
+    grad, x = prepare_input_tensors_for_wgrad_compute(grad, x)
+    if not accumulate:
+        return grad.t().matmul(x)
+    import fused_weight_gradient_mlp_cuda as kernels  # type: ignore[import-not-found,unused-ignore]
+
+    in_fp32 = weight.main_grad.dtype == torch.float32
+    (kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16)(x, grad, weight.main_grad)
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight, dtype=x.dtype) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+def obstacle(module: Any) -> str:
+    """Return the reason why a layer cannot delay its weight's gradient, with a remedy; empty if it can."""
+    store = getattr(module, "wgrad_store", None)
+    if store is None or not store.delay_wgrad_compute():
+        return "it does not put off its weight's gradient: add --transformer-impl local"
+    if not _weights(module):
+        return "it leaves its weight's gradient to the backward's hooks: use Transformer Engine 2.7 or newer"
+    if getattr(module, "use_bias", False):
+        return "its bias takes a gradient with every weight's: add --disable-bias-linear (and no --add-qkv-bias)"
+    if hasattr(module, "num_gemms") and not module.fuse_wgrad_accumulation:
+        return "it would hold a gradient of all experts for every chunk: drop --no-gradient-accumulation-fusion"
+    return ""
+
+
+def _take_over(module: Any, gradients: WeightGradients) -> None:
+    """Let `gradients` decide when a layer computes its delayed weight gradients."""
+    store, weights = module.wgrad_store, _weights(module)
+    queue: Callable[[list[Any], Callable[..., Any]], None] = store.put
+
+    def put(entry: list[Any], function: Callable[..., Any]) -> None:
+        tensors, shape = tree_flatten(entry[:_OF_A_CHUNK])
+        rest = entry[_OF_A_CHUNK:]
+
+        def compute(tensors: Sequence[Tensor]) -> None:
+            queue([*tree_unflatten(list(tensors), shape), *rest], function)
+            if module.fuse_wgrad_accumulation:
+                _stand_in(weights)
+            module.backward_dw()
+
+        gradients.put_off(weights[0], tensors, compute)
+
+    store.put = put
+
+
+def _weights(module: torch.nn.Module) -> list[Tensor]:
+    """Return the weights whose gradient hooks wait for `backward_dw`."""
+    return [p for p in module.parameters(recurse=False) if getattr(p, "skip_backward_post_hook", False)]
+
+
+def _stand_in(weights: Sequence[Tensor]) -> None:
+    """Give weights a placeholder gradient where they have none.
+
+    Fused kernels add to the main gradient directly, and a backward leaves a placeholder tensor, which the first of several Ws
+    consumes; Megatron's hooks require one every time.
+    """
+    for weight in weights:
+        if weight.grad is None:
+            weight.grad = weight.new_zeros(()).expand_as(weight)

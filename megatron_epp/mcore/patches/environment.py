@@ -1,0 +1,148 @@
+"""Patches that a machine or an installation needs, with or without `--epp`, and with or without a GPU.
+
+Without NVIDIA Apex or Transformer Engine, torch's counterparts take the place of the kernels that only these provide.
+Megatron's compiled dataset helpers are used where they exist instead of being compiled at every start. Processes that a rank
+starts, such as Megatron's checkpoint writers, end with it.
+"""
+
+import copy
+import functools
+import importlib.util
+import logging
+import os
+import sys
+import sysconfig
+from argparse import Namespace
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_epp.launch.lifetime import EndingWithParent
+from megatron_epp.mcore.patches.patching import Patch, wrapping
+
+logger = logging.getLogger(__name__)
+
+_KERNELS = (
+    ("gradient_accumulation_fusion", "fused_weight_gradient_mlp_cuda"),
+    ("masked_softmax_fusion", "scaled_masked_softmax_cuda"),
+    ("apply_rope_fusion", "transformer_engine"),
+)
+"""Megatron arguments that are on by default, and the module each needs: extensions of Apex, or Transformer Engine."""
+_HELPERS = "megatron.core.datasets.helpers_cpp"
+"""Megatron's compiled dataset helpers."""
+
+
+@functools.cache
+def patches() -> tuple[Patch, ...]:
+    """Return the patches that this environment needs; none if everything is installed."""
+    missing = [argument for argument, module in _KERNELS if importlib.util.find_spec(module) is None]
+    needed = []
+    if missing:
+        needed.append(
+            Patch(
+                "megatron.training.arguments:validate_args",
+                functools.partial(_without_kernels, tuple(missing)),
+                "kernels that are not installed are not asked for",
+                wraps=True,
+            )
+        )
+    if importlib.util.find_spec("apex") is None:
+        needed.append(wrapping("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _with_sequence_parallelism))
+    if _has_dataset_helpers():
+        target = "megatron.core.datasets.utils:compile_helpers"
+        needed.append(Patch(target, lambda: None, "the compiled helpers are there already"))
+    if not any(importlib.util.find_spec(package) for package in ("apex", "transformer_engine")):
+        optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+        needed += [
+            wrapping(f"{optimizer}.state_dict", _with_initial_state),
+            wrapping(f"{optimizer}.load_state_dict", _with_own_steps),
+            wrapping(f"{optimizer}._set_main_param_and_optimizer_states", _leaving_the_step),
+        ]
+    return tuple(needed)
+
+
+def _without_kernels(missing: tuple[str, ...], original: Callable[..., Any], args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+    off = [name for name in missing if getattr(args, name, False)]
+    for name in off:
+        setattr(args, name, False)
+    if off and os.environ.get("RANK", "0") == "0":
+        logger.warning("NVIDIA Apex or Transformer Engine is not installed: off are %s", ", ".join(off))
+    return original(args, *rest, **kwargs)
+
+
+def _with_sequence_parallelism(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let torch's norms work under sequence parallelism.
+
+    Megatron's assertions are about a mark and a kernel choice; the norm itself only sees its own tokens.
+    """
+    plain = copy.copy(config)
+    plain.persist_layer_norm = plain.sequence_parallel = False
+    norm = original(cls, plain, *args, **kwargs)
+    for parameter in norm.parameters():
+        # Megatron sums gradients marked so over the tensor-parallel group.
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+def _with_initial_state(original: Callable[..., Any], self: Any) -> Any:
+    """Give a new torch optimizer a state with a step to read.
+
+    Loading asks for the state before the first step, and Megatron takes the step from there.
+    """
+    if not self.optimizer.state:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                tensors = {key: torch.zeros_like(parameter) for key in self.optimizer_state_keys}
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **tensors}
+    return original(self)
+
+
+def _with_own_steps(original: Callable[..., Any], self: Any, state_dict: dict[str, Any]) -> None:
+    """Give every parameter a step of its own, since torch counts the steps of each.
+
+    Megatron gives all parameters one and the same step tensor, which each of them would then advance.
+    """
+    original(self, state_dict)
+    for state in self.optimizer.state.values():
+        state["step"] = state["step"].clone()
+
+
+@torch.no_grad()  # it copies into views of parameters
+def _leaving_the_step(original: Callable[..., Any], self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+    """Leave the step as `load_state_dict` has set it: some checkpoint formats bring none here, and others a zero."""
+    original(self, model_param, {**tensors, "step": None})
+
+
+def _has_dataset_helpers() -> bool:
+    """True if Megatron's dataset helpers are compiled already. If only another Megatron on the path has them, load those.
+
+    The wheel ships them without a Makefile, and Megatron ends the process when `make` fails. A fresh clone has a Makefile that
+    needs pybind11 and a compiler; where a wheel is installed as well, its helpers serve the clone.
+    """
+    from megatron.core.datasets import utils
+
+    if importlib.util.find_spec(_HELPERS) is not None:
+        return not (Path(utils.__file__).parent / "Makefile").exists()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for folder in sys.path:
+        for path in Path(folder, "megatron/core/datasets").glob(f"helpers_cpp{suffix}"):
+            spec = importlib.util.spec_from_file_location(_HELPERS, path)
+            if spec is not None and spec.loader is not None:
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                sys.modules[_HELPERS] = module
+                return True
+    return False
+
+
+def _start_ending(original: Callable[[BaseProcess], None], self: BaseProcess) -> None:
+    """Let processes of checkpoint writers and data loaders end with the rank that started them, even if it is killed."""
+    if (target := getattr(self, "_target", None)) is not None:
+        self._target = EndingWithParent(target)  # type: ignore[attr-defined]
+    original(self)
+
+
+STARTED_PROCESSES = wrapping("multiprocessing.process:BaseProcess.start", _start_ending)

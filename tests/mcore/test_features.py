@@ -1,0 +1,135 @@
+"""Differences between releases of Megatron are behind functions of one module, and the installed release is checked."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_epp.mcore import cpu, features
+from megatron_epp.mcore.patches import install, patching
+
+MCORE = Path(features.__file__).parent
+VERSIONS = re.compile(r"package_info|__version__|SpecifierSet|packaging|installed_version\(\) *[<>=]|parse_version")
+
+
+def test_the_version_is_that_of_the_megatron_that_would_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert features.matches(features.check_megatron(), features.SUPPORTED)
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    (core / "package_info.py").write_text("__version__ = '0.16.1'\n")
+    code = "from megatron_epp.mcore import features; print(features.installed_version()); features.check_megatron()"
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert process.stdout == "0.16.1\n"
+    assert "megatron-core 0.16.1 is installed and megatron-epp supports >=0.17,<0.20: pip install" in process.stderr
+    assert process.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"), [("0.16.1", False), ("0.17.0rc1", False), ("0.17.0", True), ("0.19.2", True), ("0.20.0", False)]
+)
+def test_the_supported_range_is_0_17_to_0_19(version: str, supported: bool) -> None:
+    assert features.matches(version, features.SUPPORTED) is supported
+
+
+@pytest.mark.parametrize(
+    ("version", "model", "reduction"),
+    [
+        ("0.17.1", "mamba.mamba_model:MambaModel", "moe_utils:reduce_aux_losses_tracker_across_ranks"),
+        ("0.18.2", "hybrid.hybrid_model:HybridModel", "moe_logging:MoEMetricsTracker._sync_metrics"),
+        ("0.19.2", "hybrid.hybrid_model:HybridModel", "moe_logging:MoEMetricsTracker._sync_metrics"),
+        ("0.99.0", "hybrid.hybrid_model:HybridModel", "moe_logging:MoEMetricsTracker._sync_metrics"),
+    ],
+)
+def test_a_patch_has_the_target_of_the_installed_release(
+    monkeypatch: pytest.MonkeyPatch, version: str, model: str, reduction: str
+) -> None:
+    monkeypatch.setattr(features, "installed_version", lambda: version)
+    ours = [patch.target for patch in (*install.patches.__wrapped__(), *cpu.patches.__wrapped__())]
+    assert [target for target in ours if "hybrid" in target or "mamba" in target] == [f"megatron.core.models.{model}.__init__"]
+    assert [target for target in ours if "aux_losses" in target or "metrics" in target] == [
+        f"megatron.core.transformer.moe.{reduction}"
+    ]
+
+
+def test_this_release_has_the_features_of_the_newest() -> None:
+    assert features.pretrain_takes_args()
+    assert features.pretrain_builds_model()
+    assert features.sequence_length_counter() is not None
+    assert features.evaluation_batch_size(SimpleNamespace(global_batch_size=8, eval_global_batch_size=4)) == 4  # type: ignore[arg-type]
+    for target in (features.hybrid_model(), features.router_loss_reduction()):
+        patching.resolve(target)
+
+
+def test_without_a_feature_there_is_its_substitute(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import argument_utils, arguments, training
+
+    monkeypatch.delattr(arguments, "parse_and_validate_args")
+    monkeypatch.delattr(argument_utils, "gpt_config_from_args")
+    monkeypatch.delattr(training, "update_seqlen_stats_from_cu_seqlens")
+    assert not features.pretrain_takes_args()
+    assert not features.pretrain_builds_model()
+    assert features.sequence_length_counter() is None
+    assert features.evaluation_batch_size(SimpleNamespace(global_batch_size=8)) == 8  # type: ignore[arg-type]
+    assert features.router_loss_scale(SimpleNamespace()) is None
+
+
+def test_a_call_is_bound_by_name_in_any_order() -> None:
+    def old(model: object, data: object = None) -> None: ...
+
+    def new(data: object, model: object) -> None: ...
+
+    assert features.bound(old, 1, data=2).arguments == {"model": 1, "data": 2}
+    assert features.bound(new, 2, 1).arguments == {"model": 1, "data": 2}
+
+
+def release_checks(source: str) -> Iterator[str]:
+    """Yield what in a module depends on Megatron's release: versions, signatures, imports that may fail, names looked up."""
+    tree = ast.parse(source)
+    for constant in VERSIONS.findall(source):
+        yield f"compares versions ({constant})"
+    megatrons = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.")
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if "signature" in (getattr(node, "attr", None), getattr(node, "id", None)):
+            yield "inspects a signature"
+        if isinstance(node, ast.Try) and any("ImportError" in ast.dump(handler) for handler in node.handlers):
+            imported = [part.module or "" for part in ast.walk(node) if isinstance(part, ast.ImportFrom)]
+            if any(name.startswith("megatron.") for name in imported):
+                yield "tries an import of Megatron's"
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("hasattr", "getattr")
+            and (holder := ast.unparse(node.args[0])) in megatrons
+        ):
+            yield f"looks for a name in {holder}"
+
+
+def test_only_one_module_asks_which_release_it_is() -> None:
+    found = {path: list(release_checks(path.read_text())) for path in MCORE.rglob("*.py")}
+    assert found.pop(MCORE / "features.py") != []
+    assert {path: checks for path, checks in found.items() if checks} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from packaging.version import Version",
+        "import inspect\ninspect.signature(function)",
+        "try:\n    from megatron.core import new\nexcept ImportError:\n    from megatron.core import old",
+        "from megatron.training import training\nif hasattr(training, 'new'): ...",
+        "from megatron.training import training\ngetattr(training, 'new', None)",
+    ],
+)
+def test_a_module_that_asks_is_found(source: str) -> None:
+    assert list(release_checks(source)) != []
