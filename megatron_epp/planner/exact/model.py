@@ -13,8 +13,7 @@ from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.exact.memory import Memory
 from megatron_epp.planner.exact.milp import NEVER, Linear, Model, total
-from megatron_epp.planner.exact.orders import Orders
-from megatron_epp.planner.exact.windows import Item, Windows
+from megatron_epp.planner.exact.orders import Item, Orders, Windows
 from megatron_epp.planner.tables import Tables
 
 

@@ -125,7 +125,13 @@ def teams_of(sharing: Iterable[set[int]]) -> Teams:
 
 
 def by_count(count: int, replica: int, replicas: int) -> Share:
-    """The share of a replica where sequences are dealt one after the other."""
+    """Return the share of a replica where sequences are dealt one after the other.
+
+    Args:
+        count: sequences of the batch.
+        replica: index of the replica.
+        replicas: their number.
+    """
     return tuple(range(replica, count, replicas))
 
 
@@ -162,6 +168,11 @@ class _Exchange:
 
     def run(self, shares: list[Share], tries: int, enough: float) -> tuple[list[Share], list[float]]:
         """Exchange until the imbalance is low enough or nothing helps.
+
+        Args:
+            shares: of the replicas, at the start.
+            tries: most exchanges that are tried.
+            enough: imbalance of the teams' times at which to stop.
 
         Returns:
             the shares of the replicas and the time of each team.
