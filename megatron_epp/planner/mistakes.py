@@ -59,6 +59,22 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
     _refuse(faults, made, problem, costs, planner)
 
 
+def refuse_order(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
+    """Look at everything but the recompute, and at what is missing or doubled too.
+
+    Args:
+        made: decisions whose recompute is still to be chosen.
+        problem, costs: the arguments of the planner.
+        planner: its name, for the error.
+
+    Raises:
+        PlanError: no plan can be written from the decisions; the message is the report.
+    """
+    refuse_mistakes(made, problem, costs, planner)
+    plan = outline(made, problem, costs)
+    _refuse([*check_tokens(plan), *check_presence(plan)], made, problem, costs, planner)
+
+
 def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> Layers:
     """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
 
@@ -89,7 +105,13 @@ def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables
 
 
 def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
-    """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does."""
+    """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does.
+
+    Args:
+        made: decisions of which only the chunks are known.
+        problem, costs: the arguments of the planner.
+        planner: its name, for the error.
+    """
     if wrong := next(_types(made), None):
         raise PlanError(f"{cannot_run(planner)}{wrong}")
     faults = [*check_tokens(outline(made, problem, costs))] or [*_out_of_order(made.chunks)]
@@ -107,7 +129,13 @@ def cannot_run(planner: str) -> str:
 
 
 def outline(made: Decisions, problem: Problem, costs: Costs) -> Plan:
-    """The plan of decisions before anything is known of its times and bytes, which are all zero."""
+    """Return the plan of decisions before anything is known of its times and bytes, which are all zero.
+
+    Args:
+        made: the decisions.
+        problem: the batch and the placement.
+        costs: number of layers of every stage.
+    """
     none = [0.0] * len(made.chunks)
     shares, no_time = made.offload or [none] * problem.num_stages, (tuple(none),) * (problem.num_stages - 1)
     return Plan(
