@@ -206,7 +206,7 @@ def test_local_search_which_knows_nothing_of_the_host_leaves_such_plans_alone_wh
     costs, options = pipeline(2), Options(steps=2000)
     asked = problem([60_000, 50_000, 9_000, 900], 2)
     chunks = plan(asked, costs, Options(slices=3)).chunks
-    (trials := Trials(Replicas.of((asked,), costs, options))).better(Aligned((chunks,)), (ELASTIC_1F1B,))
+    (trials := Trials(Replicas((asked,), costs, options))).better(Aligned((chunks,)), (ELASTIC_1F1B,))
     made = replace(trials.result().only, hosted=frozenset({(0, 0), (1, 1)}))
     tables = made.tables(asked, costs)
     assert improve(made, tables, asked, options) != made

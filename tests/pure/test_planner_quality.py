@@ -140,7 +140,7 @@ def test_copies_are_fitted_to_orders_that_are_encoded_once_and_to_a_table_that_i
     monkeypatch.setattr(replicas, "tabulate", lambda chunks, *rest: tabulated.append(chunks) or tabulate(chunks, *rest))
     asked, costs = problem((60_000, 30_000, 20_000), 2, 16 * GIB), pipeline(2)
     chunks = plan(asked, costs, Options(slices=12)).chunks
-    ours = Trials(Replicas.of((asked,), costs, Options(offload=True)))
+    ours = Trials(Replicas((asked,), costs, Options(offload=True)))
     encoded.clear()
     tabulated.clear()
     ours.better_with_copies(Aligned((chunks,)), FIRST)

@@ -67,7 +67,7 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
 
 def _few(problem: Problem, costs: Costs, options: Options) -> Trials:
     validate(problem, costs, options)
-    trials = Trials(Replicas.of((problem,), costs, replace(options, steps=0)))
+    trials = Trials(Replicas((problem,), costs, replace(options, steps=0)))
     chunkers, rules = trials.replicas.shapes()[0], trials.rules
     tables = [chunkers.table(chunks=count * problem.num_ranks) for count in CHUNKS_PER_RANK]
     if options.slices is not None:

@@ -109,16 +109,39 @@ def _fit(order: Order, whole: Order, tables: Tables, caps: Sequence[int], option
 
 
 def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
-    """Choose copies for whole backwards, below the caps by as much as the order with its own times then needs.
+    """Choose copies for whole backwards so that the order itself, with what waits and with its own times, is under the caps.
+
+    Whole backwards are held to the caps first, and to lower ones that relieve a rank of as much as the order is above its cap.
 
     Args:
         order: with weight gradients of their own.
         whole: the same without.
         tables: times and sizes of the chunks.
         problem: the memory caps.
+
+    Returns:
+        The faster of both; what lacks room at the host only if none has any.
     """
-    aims, room = list(problem.cap_bytes), [[problem.host_cap_bytes] * problem.num_ranks]
-    for again in range(ROUNDS):
+    caps = problem.cap_bytes
+    none = [[0] * tables.columns.num_chunks] * tables.columns.num_stages
+    most, own = ([int(row.max(initial=0)) for row in held_bytes(one, tables, none)] for one in (order, whole))
+    relieved = tuple(less - (peak - cap) if peak > cap else cap for peak, less, cap in zip(most, own, caps, strict=True))
+    found = [one for aims in dict.fromkeys((caps, relieved)) if (one := _copied_to(aims, order, whole, tables, problem))]
+    return min(found, key=lambda one: (one.short_bytes, one.makespan_us), default=None)
+
+
+def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
+    """Hold whole backwards to ever lower aims until the order is under the caps; None where no copies do that.
+
+    Args:
+        aims: bytes of the ranks to begin with.
+        order: with weight gradients of their own.
+        whole: the same without.
+        tables: times and sizes of the chunks.
+        problem: the memory caps.
+    """
+    room = [[problem.host_cap_bytes] * problem.num_ranks]
+    for _ in range(ROUNDS):
         found = fit_offload(whole, (tables,), tuple(aims), room)
         if found is None or found.short_bytes:
             return found
@@ -128,5 +151,5 @@ def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Cop
         above = [peak - cap for peak, cap in zip(peaks, problem.cap_bytes, strict=True)]
         if max(above) <= 0:
             return found._replace(makespan_us=played.makespan_us)
-        aims = [aim - max(0, over << again) for aim, over in zip(aims, above, strict=True)]
+        aims = [aim - max(0, over) for aim, over in zip(aims, above, strict=True)]
     return None

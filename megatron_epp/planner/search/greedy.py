@@ -71,7 +71,7 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
         options: the user's settings.
         warm: grains that earlier batches chose.
     """
-    replicas = Replicas.of((problem,), costs, options)
+    replicas = Replicas((problem,), costs, options)
     trials = Trials(replicas)
     found = search(trials, warm)
     token_cap = Chunker.of(problem, costs, options.chunk_tokens).token_cap
@@ -162,7 +162,7 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
     """
     validate(problem, costs, options)
     refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
-    trials = Trials(Replicas.of((problem,), costs, options))
+    trials = Trials(Replicas((problem,), costs, options))
     search_orders(trials, Aligned((chunks,)))
     found = Candidates([trials.result().only], [one.only for one in trials.near])
     return finished(found, problem, costs, options)
@@ -177,7 +177,7 @@ def baseline(schedule: Schedule) -> Planner:
     def planner(problem: Problem, costs: Costs, options: Options) -> Decisions:
         require_straight(problem, options)
         require_whole(problem, options, round_up(max(problem.lengths), problem.token_multiple))
-        trials = Trials(Replicas.of((problem,), costs, options))
+        trials = Trials(Replicas((problem,), costs, options))
         trials.better(Aligned((whole_sequences(problem.lengths),)), (OneStagePerRank(schedule),))
         return trials.result(options.planner).only
 

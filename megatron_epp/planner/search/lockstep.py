@@ -45,7 +45,7 @@ def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) ->
 
     def planned(asked: Problem) -> tuple[Plan, ...]:
         room = [replace(problem, cap_bytes=asked.cap_bytes, message_bytes=asked.message_bytes) for problem in problems]
-        return tuple(_plans(Replicas.of(room, costs, options)))
+        return tuple(_plans(Replicas(tuple(room), costs, options)))
 
     plans = planned_with_room(problems[0], planned)
     if faults := check_matched(plans):

@@ -39,31 +39,23 @@ class Replicas:
         problems: of every replica; they differ in nothing but their lengths.
         costs: time and memory of every stage, the same for all replicas.
         options: the user's settings.
-        levels: names of the recompute levels that plans may use.
     """
 
     problems: tuple[Problem, ...]
     costs: Costs
     options: Options
-    levels: tuple[str, ...]
-
-    @staticmethod
-    def of(problems: Sequence[Problem], costs: Costs, options: Options) -> Replicas:
-        """Make replicas with the recompute levels that these costs and options allow.
-
-        Args:
-            problems: of every replica.
-            costs: time and memory of every stage.
-            options: the user's settings.
-        """
-        levels = options.levels(costs)
-        if len(problems) > 1:
-            levels = LOCKSTEP_LEVELS if set(LOCKSTEP_LEVELS) <= set(levels) else WHOLE
-        return Replicas(tuple(problems), costs, options, levels)
 
     @property
     def is_lockstep(self) -> bool:
         return len(self.problems) > 1
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Names of the recompute levels that plans may use."""
+        known = self.options.levels(self.costs)
+        if not self.is_lockstep:
+            return known
+        return LOCKSTEP_LEVELS if set(LOCKSTEP_LEVELS) <= set(known) else WHOLE
 
     @property
     def without_caps(self) -> Replicas:
