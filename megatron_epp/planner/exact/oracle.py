@@ -24,7 +24,7 @@ Judge = Callable[[Decisions | None], float]
 SPARE = 1e-5
 """Share of the caps kept free where the solver's answer is above one by less than its tolerance."""
 EASIER_SHARE = 0.3
-"""Share of the time limit spent on the same case with whole backwards."""
+"""Share of the time limit spent on the same case with whole backwards; set by hand."""
 TOLERANCE = 1e-6
 """Makespans closer than this, relative, are the same to the solver."""
 

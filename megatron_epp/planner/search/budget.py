@@ -22,7 +22,7 @@ from megatron_epp.planner.search.recent import Recent, Warm, canonical, relabell
 Clock = Callable[[], float]
 
 FIRST_STEPS = 32
-"""Steps of the first run of the local search. Every further run takes twice as many, as long as there is time."""
+"""Steps of the first run of the local search; few, to time a step. Each further run takes twice as many while there is time."""
 IDLE_S = 1e-6
 """Seconds below which a step counts as none: the search has proven the decisions, or cannot change them."""
 
