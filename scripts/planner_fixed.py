@@ -15,9 +15,8 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError
 from megatron_epp.planner.baselines.chunkflow import budgets, recompute_all_but_last, uniform_chunks
 from megatron_epp.planner.baselines.contest import uniform_layers
-from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.baselines.rows import chunk_sizes, context_tokens, pack_whole
-from megatron_epp.planner.baselines.seq1f1b import fixed_size_chunks
+from megatron_epp.planner.baselines.seq1f1b import fixed_size_chunks, seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions

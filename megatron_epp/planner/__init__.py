@@ -13,15 +13,37 @@ from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan, PlanError, Remedy
 from megatron_epp.plan.reading import shown
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.baselines import BASELINES
+from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.refine import milp
 from megatron_epp.planner.memory.messages import planned_with_room
+from megatron_epp.planner.orders.list_scheduling import ListScheduling
+from megatron_epp.planner.orders.warm_up import OrderRule, WarmUp, elastic_1f1b, slice_groups
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.budget import Anytime
+from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.search.greedy import PLANNERS as OUR_PLANNERS
 from megatron_epp.planner.search.greedy import Planner, for_table, greedy
+from megatron_epp.planner.tables import Tables, tabulate
 
-__all__ = ["PLANNERS", "UNLIMITED_BYTES", "Decisions", "Options", "Problem", "for_table", "plan"]
+__all__ = [
+    "PLANNERS",
+    "UNLIMITED_BYTES",
+    "Chunker",
+    "Decisions",
+    "ListScheduling",
+    "Options",
+    "OrderRule",
+    "Problem",
+    "Tables",
+    "WarmUp",
+    "elastic_1f1b",
+    "fitted",
+    "for_table",
+    "plan",
+    "slice_groups",
+    "tabulate",
+]
 
 PLANNERS: dict[str, Planner] = {**OUR_PLANNERS, **BASELINES, "milp": milp}
 """Every planner, by its name in `Options.planner`, which takes ``module:function`` too, for one that is not here."""

@@ -7,9 +7,11 @@ do not watch the ends of their columns, so whatever lies beyond these is refused
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import (
@@ -56,13 +58,30 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
     Raises:
         PlanError: no plan can be written from the decisions; the message is the report.
     """
-    if wrong := next(_types(made), None):
-        raise PlanError(f"{cannot_run(planner)}{wrong}")
-    faults = [_fault(reason) for reason in _shapes(made, problem, costs)]
-    if not faults and (made.copies or made.hosted or not _is_known(made, problem)):
+    with _of_types(planner):
+        _refuse_types(made, planner)
+        faults = [_fault(reason) for reason in _shapes(made, problem, costs)]
+        if not faults and (made.copies or made.hosted or not _is_known(made, problem)):
+            plan = outline(made, problem, costs)
+            faults = [*check_tokens(plan), *check_presence(plan), *_recomputes(plan)] or [*check_hosted(plan)]
+        _refuse(faults, made, problem, costs, planner)
+
+
+def refuse_order(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
+    """Look at everything but the recompute, and at what is missing or doubled too.
+
+    Args:
+        made: decisions whose recompute is still to be chosen.
+        problem, costs: the arguments of the planner.
+        planner: its name, for the error.
+
+    Raises:
+        PlanError: no plan can be written from the decisions; the message is the report.
+    """
+    refuse_mistakes(made, problem, costs, planner)
+    with _of_types(planner):
         plan = outline(made, problem, costs)
-        faults = [*check_tokens(plan), *check_presence(plan), *_recomputes(plan)] or [*check_hosted(plan)]
-    _refuse(faults, made, problem, costs, planner)
+        _refuse([*check_tokens(plan), *check_presence(plan)], made, problem, costs, planner)
 
 
 def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> Layers:
@@ -78,6 +97,22 @@ def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables
         PlanError: the shape, type or range of the recompute is wrong; the message is the report.
     """
     stages, chunks = problem.num_stages, len(made.chunks)
+    with _of_types(planner):
+        taken, reasons = _taken(made, tables, stages, chunks)
+        _refuse(map(_fault, reasons), made, problem, costs, planner)
+    layers: Layers = taken.tolist()
+    return layers
+
+
+def _taken(made: Decisions, tables: Tables, stages: int, chunks: int) -> tuple[NDArray[np.int64], list[str]]:
+    """Return the recompute as an array and what is wrong with it.
+
+    Args:
+        made: the decisions.
+        tables: of their chunks.
+        stages, chunks: the shape that is expected.
+    """
+    reasons: list[str] = []
     if len(made.layers) != stages or any(len(row) != chunks for row in made.layers):
         sizes = sorted({len(row) for row in made.layers})
         reasons = [f"layers has {len(made.layers)} rows of {sizes} entries; expected {stages} rows of {chunks}"]
@@ -89,17 +124,21 @@ def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables
         unit = "layers" if len(made.levels) == 1 else "steps on its ladder"
         beyond = np.argwhere((taken < 0) | (taken > most)).tolist()
         reasons = [f"stage {s} recomputes {taken[s, c]} {unit} of chunk {c}; it has {most[s, c]}" for s, c in beyond]
-    _refuse(map(_fault, reasons), made, problem, costs, planner)
-    layers: Layers = taken.tolist()
-    return layers
+    return taken, reasons
 
 
 def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
-    """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does."""
-    if wrong := next(_types(made), None):
-        raise PlanError(f"{cannot_run(planner)}{wrong}")
-    faults = [*check_tokens(outline(made, problem, costs))] or [*_out_of_order(made.chunks)]
-    _refuse(faults, made, problem, costs, planner)
+    """Look at the chunks alone, which have to be in forward order. Raises as `refuse_mistakes` does.
+
+    Args:
+        made: decisions of which only the chunks are known.
+        problem, costs: the arguments of the planner.
+        planner: its name, for the error.
+    """
+    with _of_types(planner):
+        _refuse_types(made, planner)
+        faults = [*check_tokens(outline(made, problem, costs))] or [*_out_of_order(made.chunks)]
+        _refuse(faults, made, problem, costs, planner)
 
 
 def _refuse(faults: Iterable[Violation], made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
@@ -113,7 +152,13 @@ def cannot_run(planner: str) -> str:
 
 
 def outline(made: Decisions, problem: Problem, costs: Costs) -> Plan:
-    """The plan of decisions before anything is known of its times and bytes, which are all zero."""
+    """Return the plan of decisions before anything is known of its times and bytes, which are all zero.
+
+    Args:
+        made: the decisions.
+        problem: the batch and the placement.
+        costs: number of layers of every stage.
+    """
     none = [0.0] * len(made.chunks)
     shares, no_time = made.offload or [none] * problem.num_stages, (tuple(none),) * (problem.num_stages - 1)
     return Plan(
@@ -135,11 +180,29 @@ def outline(made: Decisions, problem: Problem, costs: Costs) -> Plan:
     )
 
 
+@contextmanager
+def _of_types(planner: str) -> Iterator[None]:
+    """Refuse tables that cannot be read as what they should be: no rows, no pairs, or entries that do not compare."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise PlanError(
+            f"{cannot_run(planner)}a table of its decisions is not of the types that `Decisions` names: {error}"
+        ) from error
+
+
+def _refuse_types(made: Decisions, planner: str) -> None:
+    if wrong := next(_types(made), None):
+        raise PlanError(f"{cannot_run(planner)}{wrong}")
+
+
 def _types(made: Decisions) -> Iterator[str]:
     """Entries that are not of the types that a plan is made of."""
     for chunk in made.chunks:
         if not (isinstance(chunk, Chunk) and all(isinstance(part, Segment) for part in chunk.segments)):
             yield f"{chunk!r} is not a Chunk of Segments"
+        elif not all(isinstance(number, int | np.integer) for part in chunk.segments for number in part):
+            yield f"{chunk!r} has segments of something else than whole numbers"
     copied = ((action, after or action) for row in made.copies for action, after in row)
     for action in chain(*made.order, *copied):
         if not (isinstance(action, Action) and type(action.op) is Op and type(action.stage) is type(action.chunk) is int):
@@ -159,8 +222,8 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
     known = costs.recompute_levels
     if not made.levels or not set(made.levels) <= {*known, *(alias for name in known for alias in MODES[name].aliases)}:
         yield f"levels of recompute are {list(made.levels)}; the costs know {', '.join(known)}"
-    if made.token_multiple is not None and made.token_multiple < 1:
-        yield f"token_multiple is {made.token_multiple}; it is at least 1"
+    if made.token_multiple is not None and not (isinstance(made.token_multiple, int) and made.token_multiple > 0):
+        yield f"token_multiple is {made.token_multiple}; it is a whole number of at least 1"
 
 
 def _is_known(made: Decisions, problem: Problem) -> bool:

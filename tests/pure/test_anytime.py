@@ -14,8 +14,8 @@ from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.search.budget import FIRST_STEPS, Anytime, improved
 from megatron_epp.planner.search.greedy import greedy
+from megatron_epp.planner.search.recent import Warm
 from megatron_epp.planner.search.trials import Trials
-from megatron_epp.planner.search.warm import Warm
 
 LENGTHS = (9000, 8000, 3000, 2500)
 GIVEN, COSTS = problem(LENGTHS, 3, 9 * GIB), pipeline(3, 2)
@@ -98,7 +98,7 @@ def test_the_same_lengths_in_any_order_go_on_where_they_were_left(monkeypatch: p
     assert second.lengths == LENGTHS[::-1]
     assert check(second) == []
     assert second.predicted.makespan_us <= first.predicted.makespan_us
-    assert len(ours.solved.decisions) == 1
+    assert len(ours.solved.entries) == 1
 
 
 def test_weight_gradients_are_split_off_where_asked_for():

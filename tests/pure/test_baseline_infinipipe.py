@@ -15,7 +15,7 @@ from megatron_epp.planner.baselines.contest import Contest, peaks_bytes
 from megatron_epp.planner.baselines.infinipipe.checkpoints import diagonal_checkpoints
 from megatron_epp.planner.baselines.infinipipe.chunks import algorithm_1
 from megatron_epp.planner.baselines.infinipipe.search import Grouping
-from megatron_epp.planner.baselines.order import seq1f1b_order
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.orders.warm_up import slice_groups

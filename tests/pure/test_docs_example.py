@@ -31,6 +31,14 @@ def test_the_text_shows_the_file_as_it_is():
     assert f"```python\n{EXAMPLE.read_text()}```\n" in (DOCS / "your-own-schedule.md").read_text()
 
 
+def test_the_second_example_runs_as_it_stands_and_prints_what_the_text_shows(tmp_path):
+    second = DOCS / "examples" / "my_zero_bubble.py"
+    text = (DOCS / "your-own-schedule.md").read_text()
+    done = subprocess.run([sys.executable, second], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"```python\n{second.read_text()}```\n" in text
+    assert f"```text\n{done.stdout}```\n" in text
+
+
 def test_it_runs_as_it_stands_and_prints_what_the_text_shows(tmp_path):
     done = subprocess.run([sys.executable, EXAMPLE], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert f"```text\n{done.stdout}```\n" in (DOCS / "your-own-schedule.md").read_text()

@@ -20,12 +20,14 @@ from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, si
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
 from megatron_epp.planner import Options, for_table, plan
 from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.memory.kv_offload import hosted_entries, with_hosted
-from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.problem import WHOLE
 from megatron_epp.planner.search.greedy import predicted_us
 from megatron_epp.planner.search.local import improve
+from megatron_epp.planner.search.order_rules import ELASTIC_1F1B
+from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Trials
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary
@@ -205,8 +207,8 @@ def test_local_search_which_knows_nothing_of_the_host_leaves_such_plans_alone_wh
     costs, options = pipeline(2), Options(steps=2000)
     asked = problem([60_000, 50_000, 9_000, 900], 2)
     chunks = plan(asked, costs, Options(slices=3)).chunks
-    (trials := Trials(asked, costs, options)).better(chunks, (elastic_1f1b,))
-    made = replace(trials.result(), hosted=frozenset({(0, 0), (1, 1)}))
+    (trials := Trials(Replicas((asked,), costs, options))).better(Aligned((chunks,)), (ELASTIC_1F1B,))
+    made = replace(trials.result().only, hosted=frozenset({(0, 0), (1, 1)}))
     tables = made.tables(asked, costs)
     assert improve(made, tables, asked, options) != made
     assert improve(made, tables, replace(asked, host_cap_bytes=GIB), options) == made

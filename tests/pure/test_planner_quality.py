@@ -14,13 +14,17 @@ from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, evaluate, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory import offload
 from megatron_epp.planner.memory import recompute as memory
 from megatron_epp.planner.memory.offload import peaks_beside, timed
-from megatron_epp.planner.search import trials
-from megatron_epp.planner.search.greedy import FIRST, greedy, predicted_us
+from megatron_epp.planner.search import replicas
+from megatron_epp.planner.search.greedy import greedy, predicted_us
+from megatron_epp.planner.search.order_rules import FIRST
+from megatron_epp.planner.search.replicas import Replicas
+from megatron_epp.planner.search.trials import Trials
 from megatron_epp.planner.tables import tabulate
 
 WEB = web_lengths(200, seed=3)
@@ -133,15 +137,15 @@ def test_copies_are_fitted_to_orders_that_are_encoded_once_and_to_a_table_that_i
     encoded, tabulated = [], []
     for module in (evaluate, memory, offload):
         monkeypatch.setattr(module, "encode", lambda order, chunks: encoded.append(order) or encode(order, chunks))
-    monkeypatch.setattr(trials, "tabulate", lambda chunks, *rest: tabulated.append(chunks) or tabulate(chunks, *rest))
+    monkeypatch.setattr(replicas, "tabulate", lambda chunks, *rest: tabulated.append(chunks) or tabulate(chunks, *rest))
     asked, costs = problem((60_000, 30_000, 20_000), 2, 16 * GIB), pipeline(2)
     chunks = plan(asked, costs, Options(slices=12)).chunks
-    ours = trials.Trials(asked, costs, Options(offload=True))
+    ours = Trials(Replicas((asked,), costs, Options(offload=True)))
     encoded.clear()
     tabulated.clear()
-    ours.better_with_copies(chunks, FIRST)
+    ours.better_with_copies(Aligned((chunks,)), FIRST)
     assert ours.best is not None
-    assert any(ours.best.copies)
+    assert any(ours.best.only.copies)
     assert len(encoded) == len(FIRST)
     assert len(tabulated) == 1
 
@@ -153,7 +157,7 @@ def test_no_copies_bring_a_rank_below_what_it_holds_with_all_else_away(seed: int
     asked, costs = problem([draw.randint(3000, 50_000) for _ in range(draw.randint(1, 5))], stages), pipeline(stages)
     chunks = plan(asked, costs, Options(slices=6)).chunks
     tables = tabulate(chunks, asked, costs, Options().levels(costs))
-    order = FIRST[0](chunks, stages, False)
+    order = FIRST[0].order(chunks, tables, asked)
     least = offload.floors(order, encode(order, len(chunks)), tables)
     unlimited = [[UNLIMITED_BYTES] * stages]
     monkeypatch.setattr(offload, "floors", lambda *_: [0] * stages)

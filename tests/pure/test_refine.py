@@ -15,7 +15,7 @@ from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.exact.refine import MOST_CHUNKS, Refiner, refine
 from megatron_epp.planner.search.greedy import greedy
-from megatron_epp.planner.search.solved import canonical, relabelled
+from megatron_epp.planner.search.recent import canonical, relabelled
 
 pytest.importorskip("scipy", reason="the solver needs scipy: pip install 'megatron-epp[milp]'")
 

@@ -25,6 +25,11 @@ def chunkflow(problem: Problem, costs: Costs, options: Options) -> Decisions:
     layer's input and needs the workspace of one layer; the original keeps only the stage's input and repeats the forward of
     the whole stage at once. With `options.chunk_tokens` that is C.
 
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
+
     Raises:
         InfeasibleError: no C fits the cap with K = 1.
     """
@@ -57,7 +62,13 @@ def budgets(most: int) -> list[int]:
 
 
 def recompute_all_but_last(chunks: Sequence[Chunk], num_layers: Sequence[int], retain: int) -> Layers:
-    """Layers ``[stage][chunk]``: all of a stage's for every chunk that `retain` or more chunks of its sequence follow."""
+    """Return recomputed layers ``[stage][chunk]``: all of a stage's for the chunks that are not retained.
+
+    Args:
+        chunks: the chunk table.
+        num_layers: of every stage.
+        retain: number of chunks at the end of each sequence that keep their activations.
+    """
     dropped = [False] * len(chunks)
     for group in slice_groups(chunks):
         for c in group[:-retain]:

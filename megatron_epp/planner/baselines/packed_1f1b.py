@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.baselines.contest import Contest
-from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.baselines.rows import context_tokens, pack_whole
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import round_up
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem, require_whole
@@ -16,6 +16,11 @@ def packed_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     With `options.chunk_tokens` no row is longer than that.
 
     Kinder than the original: rows are not padded to the context, and sequences of a row do not attend to each other.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
 
     Raises:
         InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context or

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_epp.cost import Costs
 from megatron_epp.planner.baselines.contest import Contest
-from megatron_epp.planner.baselines.order import seq1f1b_order
 from megatron_epp.planner.baselines.rows import context_tokens
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem, require_whole
@@ -16,6 +16,11 @@ def padded_1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
 
     The plan says so by its token multiple, which is the context length: padding takes time and memory, and travels in the
     messages, like any token. Only attention is cheaper than in the original: padding attends to nothing here.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
 
     Raises:
         InfeasibleError: a row does not fit the cap even with all layers recomputed, or a sequence is longer than the context,

@@ -69,5 +69,11 @@ def chunk_sizes(problem: Problem, options: Options) -> list[int]:
 
 
 def split(sequence: int, length: int, size: int) -> list[Chunk]:
-    """Slices of `size` tokens; the last may be shorter."""
+    """Cut a sequence into slices of one size; the last may be shorter.
+
+    Args:
+        sequence: its index in the batch.
+        length: its tokens.
+        size: tokens of a slice.
+    """
     return [Chunk((Segment(sequence, start, min(start + size, length)),)) for start in range(0, length, size)]

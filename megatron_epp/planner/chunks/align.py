@@ -17,28 +17,33 @@ Unit = tuple[Chunk, ...]
 
 @dataclass(frozen=True, slots=True)
 class Aligned:
-    """Tables of several replicas with equally many chunks.
+    """Tables of replicas with equally many chunks.
 
     Attributes:
         chunks: the table of every replica.
-        runs: sizes of the runs that all tables can be cut into without parting the slices of a sequence.
+        runs: sizes of the runs that all tables can be cut into without parting the slices of a sequence; empty for one replica,
+            whose table says it.
     """
 
     chunks: tuple[tuple[Chunk, ...], ...]
-    runs: tuple[int, ...]
+    runs: tuple[int, ...] = ()
 
     @property
     def skeleton(self) -> tuple[Chunk, ...]:
-        """A table with these runs as the slices of one sequence each: schedules order all replicas by it."""
+        """A table with these runs as the slices of one sequence each: orders of all replicas are made by it."""
+        if len(self.chunks) == 1:
+            return self.chunks[0]
         return tuple(Chunk((Segment(run, at, at + 1),)) for run, size in enumerate(self.runs) for at in range(size))
 
 
 def align(tables: Sequence[tuple[Chunk, ...]], chunkers: Sequence[Chunker]) -> Aligned | None:
-    """Cut shorter tables finer until all have as many chunks, and lay long sequences side by side.
+    """Cut shorter tables finer until all have as many chunks, and lay long sequences side by side. One table stays as it is.
 
     Returns:
         None where a replica has too few tokens for so many chunks.
     """
+    if len(tables) == 1:
+        return Aligned((tables[0],))
     units = [[table[group.start : group.stop] for group in slice_groups(table)] for table in tables]
     most = max(map(len, tables))
     for own, chunker in zip(units, chunkers, strict=True):

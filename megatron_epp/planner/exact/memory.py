@@ -7,13 +7,12 @@ layers is a variable of its own, and so is the fact that a chunk recomputes all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_epp.plan import Op
 from megatron_epp.planner.exact.milp import ALWAYS, NEVER, Linear, Model, total
-from megatron_epp.planner.exact.orders import Orders
-from megatron_epp.planner.exact.windows import Item
+from megatron_epp.planner.exact.orders import Item, Orders
 from megatron_epp.planner.tables import Tables, Times
 
 Literals = Sequence[Linear]
@@ -65,17 +64,28 @@ class Memory:
             for apart in (False, True)
         }
         self._recomputed: dict[tuple[int, int, Item], Linear] = {}
-        self._needs: dict[tuple[int, int], list[Linear]] = {}
 
     def recomputed(self, s: int, c: int, item: Item) -> Linear:
-        """The recomputed layers of a chunk if its backward runs before an item, else zero."""
+        """Return the recomputed layers of a chunk if its backward runs before an item, else zero.
+
+        Args:
+            s: the stage.
+            c: the chunk.
+            item: an action of the stage.
+        """
         done = self.orders.before[s][(Op.B, c), item]
         if (s, c, item) not in self._recomputed:
             self._recomputed[s, c, item] = self.product(self.layers[s][c], done, self.tables.num_layers[s])
         return self._recomputed[s, c, item]
 
     def product(self, number: Linear, literal: Linear, most: float) -> Linear:
-        """A number between 0 and `most`, times a literal."""
+        """Return a number times a literal.
+
+        Args:
+            number: between 0 and `most`.
+            literal: 0 or 1.
+            most: upper bound of the number.
+        """
         if literal.never or literal.always:
             return number * literal.constant
         made = self.model.variable(0.0, most)
@@ -110,7 +120,7 @@ class Memory:
         weight = [backward[c] if self.orders.split[s][c].never or c == own else ran(Op.W, c) for c in self.size]
         return Moment([ran(Op.F, c) for c in self.size], backward, weight)
 
-    def limit(self, s: int, moment: Moment, needs: Sequence[Linear]) -> None:
+    def limit(self, s: int, moment: Moment, needs: Iterable[Linear]) -> None:
         """Add rows by which the live bytes at a moment, together with each need on its own, fit the cap.
 
         Args:
@@ -159,13 +169,8 @@ class Memory:
         """Bytes that a chunk keeps from forward to backward, as a share of the cap."""
         return self.sizes["activation"][s][c] - self.sizes["saved"][s][c] * self.layers[s][c]
 
-    def needs(self, s: int, c: int) -> list[Linear]:
-        """List the bytes a backward may need above those live at its start; the largest counts (see `kernels.memory.risen`)."""
-        if (s, c) not in self._needs:
-            self._needs[s, c] = list(self._needs_of(s, c))
-        return self._needs[s, c]
-
-    def _needs_of(self, s: int, c: int) -> Iterator[Linear]:
+    def needs(self, s: int, c: int) -> Iterator[Linear]:
+        """Yield the bytes that a backward may need above those live at its start; the most counts (`kernels.memory.risen`)."""
         size = {name: rows[s][c] for name, rows in self.sizes.items()}
         split = self.orders.split[s][c]
         stays = size["weight_bytes"] * split

@@ -112,6 +112,13 @@ class Model:
     row_lower: list[float] = field(default_factory=list)
 
     def variable(self, lower: float, upper: float, *, integer: bool = False, cost: float = 0.0) -> Linear:
+        """Make a variable.
+
+        Args:
+            lower, upper: its range.
+            integer: it takes whole numbers only.
+            cost: its factor in the objective.
+        """
         self.lower.append(lower)
         self.upper.append(upper)
         self.integer.append(integer)

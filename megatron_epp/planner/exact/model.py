@@ -13,8 +13,7 @@ from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.evaluate import Layers
 from megatron_epp.planner.exact.memory import Memory
 from megatron_epp.planner.exact.milp import NEVER, Linear, Model, total
-from megatron_epp.planner.exact.orders import Orders
-from megatron_epp.planner.exact.windows import Item, Windows
+from megatron_epp.planner.exact.orders import Item, Orders, Windows
 from megatron_epp.planner.tables import Tables
 
 
@@ -26,7 +25,7 @@ class OracleModel:
         layers: recomputed layers ``[stage][chunk]``.
         start, took: of every action, by stage and item.
         makespan: the objective.
-        memory: live bytes; `Memory.hold` writes their rows.
+        memory: live bytes.
     """
 
     def __init__(
@@ -43,6 +42,9 @@ class OracleModel:
         """Write the program.
 
         Args:
+            chunks: the chunk table.
+            tables: its times and sizes.
+            caps: bytes of the ranks.
             horizon_us: only schedules that end by then are of interest.
             bound_us: none ends earlier.
             split_weight: weight gradients may be actions of their own.
@@ -59,6 +61,7 @@ class OracleModel:
         self._ends()
         self.memory = Memory(self.model, tables, caps, self.orders, self.layers, spare)
         self._loads()
+        self.memory.hold()
 
     def _actions(self) -> None:
         """Starts and durations. A whole backward takes what its weight gradient would take on its own."""

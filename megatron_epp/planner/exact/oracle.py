@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,10 +18,13 @@ from megatron_epp.planner.exact.model import OracleModel
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 
+Judge = Callable[[Decisions | None], float]
+"""Makespan of decisions in microseconds; infinite where they are unsound or there are none."""
+
 SPARE = 1e-5
 """Share of the caps kept free where the solver's answer is above one by less than its tolerance."""
 EASIER_SHARE = 0.3
-"""Share of the time limit spent on the same case with whole backwards."""
+"""Share of the time limit spent on the same case with whole backwards; set by hand."""
 TOLERANCE = 1e-6
 """Makespans closer than this, relative, are the same to the solver."""
 
@@ -62,6 +65,7 @@ def oracle(
 
     Args:
         chunks: the chunk table.
+        problem, costs, options: as `plan` takes them.
         start: decisions for the same chunks; only what is faster is looked for, and they are the answer when nothing is.
         time_limit_s: stop after so long with the best found so far and the bound proven so far.
 
@@ -74,9 +78,14 @@ def oracle(
     tables = tabulate(chunks, problem, costs)
     judge = partial(_makespan_us, problem, costs, options)
     made = None if start is None else replace(start, chunks=tuple(chunks))
-    if (easier := _easier(options)) is not None:
+    if options.split_weight:  # with whole backwards it takes little time, and gives the full program a shorter horizon
         began_s = time.monotonic()
-        made = _without(easier, chunks, problem, costs, made, time_limit_s)
+        share_s = None if time_limit_s is None else time_limit_s * EASIER_SHARE
+        try:
+            whole = replace(options, split_weight=False)
+            made = oracle(chunks, problem, costs, whole, start=made, time_limit_s=share_s).decisions
+        except InfeasibleError:
+            made = None
         time_limit_s = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - began_s))
     made_us = judge(made)
     made = None if math.isinf(made_us) else made
@@ -84,8 +93,12 @@ def oracle(
     bound_us = min(horizon_us, lower_bound_us(tables, tuple(chunks), problem, options))
     if bound_us >= horizon_us * (1 - TOLERANCE):
         return Proven(made, made_us, bound_us, made is not None)
-    case = _Case(tuple(chunks), tables, problem.cap_bytes, options, horizon_us, bound_us)
-    solved, found = case.solve(judge, time_limit_s)
+    bounds = horizon_us, bound_us
+    models = (
+        OracleModel(chunks, tables, problem.cap_bytes, *bounds, split_weight=options.split_weight, spare=spare)
+        for spare in (0.0, SPARE)
+    )
+    solved, found = _solved(models, tuple(chunks), judge, time_limit_s)
     if math.isinf(solved.bound) and solved.bound > 0:
         if made is None:
             raise InfeasibleError(
@@ -99,66 +112,32 @@ def oracle(
     return Proven(made, made_us, min(bound_us, made_us), made is not None and bound_us >= made_us * (1 - 10 * TOLERANCE))
 
 
-def _easier(options: Options) -> Options | None:
-    """Options with one degree of freedom less; None if only order and recompute are left."""
-    return replace(options, split_weight=False) if options.split_weight else None
+def _solved(
+    models: Iterable[OracleModel], chunks: tuple[Chunk, ...], judge: Judge, time_limit_s: float | None
+) -> tuple[Solution, Decisions | None]:
+    """Solve the exact program; where its decisions miss a cap by a hair, solve it with a little memory to spare.
 
+    Args:
+        models: the program, then the same with memory to spare; written when needed.
+        chunks: the chunk table.
+        judge: of their decisions.
+        time_limit_s: for all of them.
 
-def _without(
-    easier: Options,
-    chunks: Sequence[Chunk],
-    problem: Problem,
-    costs: Costs,
-    start: Decisions | None,
-    time_limit_s: float | None,
-) -> Decisions | None:
-    """Find the best decisions with one degree of freedom less, or `start` if that is better.
-
-    This takes little time and gives the full program a shorter horizon.
+    Returns:
+        The solution of the first, and sound decisions where one has any.
     """
-    share_s = None if time_limit_s is None else time_limit_s * EASIER_SHARE
-    try:
-        return oracle(chunks, problem, costs, easier, start=start, time_limit_s=share_s).decisions
-    except InfeasibleError:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """Inputs of one integer program."""
-
-    chunks: tuple[Chunk, ...]
-    tables: Tables
-    caps: tuple[int, ...]
-    options: Options
-    horizon_us: float
-    bound_us: float
-
-    def solve(
-        self, judge: Callable[[Decisions | None], float], time_limit_s: float | None
-    ) -> tuple[Solution, Decisions | None]:
-        """The solution of the exact program, and decisions: with a little memory to spare where they miss a cap by a hair."""
-        end_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
-        solutions: list[Solution] = []
-        for spare in (0.0, SPARE):
-            written = self._write(spare)
-            left_s = None if time_limit_s is None else max(0.0, end_s - time.monotonic())
-            solutions.append(written.model.solve(time_limit_s=left_s))
-            values = solutions[-1].values
-            if values is None:
-                break
-            made = Decisions(self.chunks, written.orders.order(values), written.recompute(values))
-            if not math.isinf(judge(made)):
-                return solutions[0], made
-        return solutions[0], None
-
-    def _write(self, spare: float) -> OracleModel:
-        split = self.options.split_weight
-        written = OracleModel(
-            self.chunks, self.tables, self.caps, self.horizon_us, self.bound_us, split_weight=split, spare=spare
-        )
-        written.memory.hold()
-        return written
+    end_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    first: Solution | None = None
+    for written in models:
+        solved = written.model.solve(time_limit_s=None if time_limit_s is None else max(0.0, end_s - time.monotonic()))
+        first = first or solved
+        if solved.values is None:
+            break
+        made = Decisions(chunks, written.orders.order(solved.values), written.recompute(solved.values))
+        if not math.isinf(judge(made)):
+            return first, made
+    assert first is not None
+    return first, None
 
 
 def _makespan_us(problem: Problem, costs: Costs, options: Options, made: Decisions | None) -> float:

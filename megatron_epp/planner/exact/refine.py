@@ -18,7 +18,7 @@ from megatron_epp.planner.exact.oracle import oracle
 from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
 from megatron_epp.planner.search.greedy import for_table, greedy, predicted_us
-from megatron_epp.planner.search.solved import Solved, canonical, relabelled
+from megatron_epp.planner.search.recent import Recent, canonical, relabelled
 from megatron_epp.planner.service.worker import Worker
 
 TIME_LIMIT_S = 10.0
@@ -31,7 +31,12 @@ NICENESS = 10
 
 
 def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """The greedy decisions, order and recompute improved by the oracle for `TIME_LIMIT_S`.
+    """Improve order and recompute of the greedy decisions by the oracle for `TIME_LIMIT_S`.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
 
     Raises:
         InfeasibleError: the greedy planner finds nothing that fits the caps.
@@ -81,7 +86,7 @@ class Refiner:
             capacity: refined batches kept; the least recently used goes first.
         """
         self.costs, self.options = costs, options
-        self.solved = Solved[Decisions](capacity)
+        self.solved = Recent[Problem, Decisions](capacity)
         self._asked: deque[Problem] = deque()  # of the worker, oldest first
         self._worker = Worker(_refining, costs, options, time_limit_s, niceness=NICENESS)
 

@@ -1,4 +1,4 @@
-"""Recompute of lockstep replicas: as much of each chunk as the replica with the least room there needs."""
+"""Recompute of one or several lockstep replicas: as much of each chunk as the replica with the least room there needs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ def fit_alike(order: Order | Codes, tables: Sequence[Tables], caps: Sequence[Seq
 
     Args:
         order: the order of all replicas.
-        tables: of every replica; their times are the same (`lockstep.in_step`).
+        tables: of every replica; their times are the same (`replicas.in_step`).
         caps: of the ranks of every replica.
         options: the user's settings.
     """
     fits = [fit_recompute(order, own, allowed, options) for own, allowed in zip(tables, caps, strict=True)]
+    if len(fits) == 1:
+        return fits[0]
     if any(fit.layers is None for fit in fits):
         return Fit(None, max(fit.needed_bytes for fit in fits))
     found = [list(chain.from_iterable(fit.layers or ())) for fit in fits]

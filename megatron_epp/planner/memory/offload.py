@@ -90,7 +90,7 @@ def fit_offload(
 
     Args:
         order: the order of all replicas.
-        tables: of every replica; their times are the same (`lockstep.in_step`).
+        tables: of every replica; their times are the same (`replicas.in_step`).
         caps: bytes of the ranks.
         host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.planner.orders.warm_up import Order, slice_groups
+from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """A rank that is free takes a backward that is ready, deepest stage first; else a forward, deepest stage first.
+class ListScheduling:
+    """Order rule for any placement: a free rank takes a ready backward, else a ready forward, deepest stage first.
 
     Every stage runs forwards in the order of the table and backwards sequence by sequence with descending slices, so messages
     never cross. A rank starts no further chunk on its first stage while `window` times the ranks (plus the slices of the
@@ -27,7 +28,7 @@ class Listing:
 
     window: float
 
-    def order(self, chunks: Sequence[Chunk], tables: Tables) -> Order:
+    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         return _Run(chunks, tables, self.window).run()
 
 

@@ -1,7 +1,6 @@
-"""Schedules: from a chunk table and a number of stages to every rank's list of actions.
+"""1F1B over slices with a warm-up window: from a chunk table and a number of stages to every rank's list of actions.
 
-A schedule is a function ``(chunks, num_stages, forward_only) -> Order``. Chunk tables are numbered in forward order: the slices
-of a sequence stand together, ascending.
+Chunk tables are numbered in forward order: the slices of a sequence stand together, ascending.
 """
 
 from __future__ import annotations
@@ -10,8 +9,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
+from typing import Protocol
 
 from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.tables import Tables
 
 Order = tuple[tuple[Action, ...], ...]
 """The compute actions of every rank, in order."""
@@ -20,6 +22,25 @@ CopyOrder = tuple[tuple[tuple[Action, Action | None], ...], ...]
 """Offloads and loads of every rank in order, each with the compute action it waits for besides its own forward or offload."""
 
 Schedule = Callable[[Sequence[Chunk], int, bool], Order]
+"""Function from a chunk table, the number of stages and `forward_only` to an order, for one stage on each rank."""
+
+
+class OrderRule(Protocol):
+    """Rule by which the search orders a chunk table. Equal rules are equal and hashable, so each is tried once per table.
+
+    `search.order_rules` lists the rules that are tried: a new one enters the search with one line in one of its tuples.
+    """
+
+    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+        """Order all actions: forwards and, unless `problem.forward_only`, whole backwards of every stage and chunk.
+
+        Args:
+            chunks: the chunk table in forward order. For lockstep replicas it stands for all of their tables: which chunks are
+                slices of one sequence holds for all, their lengths do not.
+            tables: times in microseconds and sizes in bytes of these chunks ``[stage][chunk]``.
+            problem: the placement and the memory caps.
+        """
+        ...
 
 
 def slice_groups(chunks: Sequence[Chunk]) -> list[range]:
@@ -37,6 +58,11 @@ def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -
     just ended, the rank lets the window shrink by as much before it goes on with forwards.
 
     With one chunk per sequence this is 1F1B. Sequences must come with falling numbers of slices.
+
+    Args:
+        chunks: the chunk table in forward order.
+        num_stages: stages of the pipeline, one on each rank.
+        forward_only: leave the backwards out.
     """
     groups = slice_groups(chunks)
     total = len(chunks)
@@ -62,30 +88,41 @@ def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -
 
 
 @dataclass(frozen=True, slots=True)
-class Stairs:
-    """A schedule of one stage per rank that is the same on every rank, only earlier by some backwards from rank to rank.
+class OneStagePerRank:
+    """Order rule from a function that knows one stage on each rank, in order."""
+
+    schedule: Schedule
+
+    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+        return self.schedule(chunks, problem.num_stages, problem.forward_only)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """1F1B with an elastic warm-up window: one stage per rank, each rank some backwards ahead of the next.
 
     Before its k-th backward the last rank has run the forwards of the sequence that the backward belongs to and no more
     (`late`), or as many as there are backwards behind it plus that sequence's slices (`elastic_1f1b` does so). A rank r above
-    the last runs before its k-th backward what the last rank runs before its backward ``k + slope * r``. So all ranks run their
+    the last runs before its k-th backward what the last rank runs before its backward ``k + lead * r``. So all ranks run their
     forwards in the same runs, and none starves another.
 
     With `late` the least is alive: while the backwards of a long sequence run, no forwards come in between but those that the
-    ranks below need next. A slope of 1 is 1F1B, without any slack: there every difference between two chunks is waited for
-    on all ranks. With a slope of 2 a rank has as many chunks waiting for the next as it has ranks below it.
+    ranks below need next. A lead of 1 is 1F1B, without any slack: there every difference between two chunks is waited for
+    on all ranks. With a lead of 2 a rank has as many chunks waiting for the next as it has ranks below it.
 
     Attributes:
+        lead: backwards by which a rank is ahead of the next; at least 1 but where memory is short.
         late: no forwards ahead of need.
-        slope: backwards of lead from a rank to the one above it; at least 1.
     """
 
-    late: bool
-    slope: float
+    lead: float
+    late: bool = False
 
-    def __call__(self, chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -> Order:
+    def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+        num_stages = problem.num_stages
         groups = slice_groups(chunks)
         total = len(chunks)
-        if forward_only:
+        if problem.forward_only:
             return tuple(tuple(Action(Op.F, stage, c) for c in range(total)) for stage in range(num_stages))
         descending = [c for group in groups for c in reversed(group)]
         ahead = self._ahead(groups)
@@ -93,10 +130,10 @@ class Stairs:
         for stage in range(num_stages):
             forward = list(map(Action, repeat(Op.F), repeat(stage), range(total)))
             backward = list(map(Action, repeat(Op.B), repeat(stage), descending))
-            lead = math.floor(self.slope * (num_stages - 1 - stage) + 0.5)
+            ahead_by = math.floor(self.lead * (num_stages - 1 - stage) + 0.5)
             actions: list[Action] = []
             run = 0
-            for action, upto in zip(backward, [*ahead[lead:], *[total] * min(lead, total)], strict=True):
+            for action, upto in zip(backward, [*ahead[ahead_by:], *[total] * min(ahead_by, total)], strict=True):
                 if upto > run:
                     actions += forward[run:upto]
                     run = upto

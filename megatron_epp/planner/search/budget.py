@@ -17,13 +17,12 @@ from megatron_epp.planner.memory.messages import planned_with_room
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.greedy import Candidates, candidates, fastest, finished, splits
 from megatron_epp.planner.search.local import improve
-from megatron_epp.planner.search.solved import Solved, canonical, relabelled
-from megatron_epp.planner.search.warm import Warm
+from megatron_epp.planner.search.recent import Recent, Warm, canonical, relabelled
 
 Clock = Callable[[], float]
 
 FIRST_STEPS = 32
-"""Steps of the first run of the local search. Every further run takes twice as many, as long as there is time."""
+"""Steps of the first run of the local search; few, to time a step. Each further run takes twice as many while there is time."""
 IDLE_S = 1e-6
 """Seconds below which a step counts as none: the search has proven the decisions, or cannot change them."""
 
@@ -41,31 +40,19 @@ class Known:
     best: Decisions
 
 
-def start_of(problem: Problem, costs: Costs, options: Options, warm: Warm | None) -> Known:
-    """Compute the decisions of one search without a budget.
-
-    Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
-        warm: grains that earlier batches chose; None to search from the middle.
-
-    Raises:
-        InfeasibleError: as `greedy`.
-    """
-    found = candidates(problem, costs, options, warm)
-    unasked = replace(options, budget_ms=None, split_weight=False)
-    whole = finished(found, problem, costs, unasked)
-    if not splits(problem, costs, options):
-        return Known(whole, whole)
-    unimproved = replace(options, steps=0, budget_ms=0)  # local search knows whole backwards only
-    return Known(whole, finished(found, problem, costs, unimproved))
-
-
 def improved(
     made: Decisions, problem: Problem, costs: Costs, options: Options, deadline_s: float, clock: Clock = time.perf_counter
 ) -> Decisions:
-    """Run the local search repeatedly, each time from the best so far and with another seed, until the deadline."""
+    """Run the local search repeatedly, each time from the best so far and with another seed, until the deadline.
+
+    Args:
+        made: decisions with whole backwards that fit the caps.
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
+        deadline_s: time of the clock at which to end.
+        clock: seconds.
+    """
     tables = made.tables(problem, costs)
     steps, seed, now_s = FIRST_STEPS, options.seed, clock()
     while steps and now_s < deadline_s:
@@ -78,22 +65,6 @@ def improved(
     return made
 
 
-def completed(whole: Decisions, best: Decisions, problem: Problem, costs: Costs, options: Options) -> Known:
-    """Split weight gradients off better whole backwards; the result is never slower than `best`.
-
-    Args:
-        whole: the better decisions with whole backwards.
-        best: the best decisions before.
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
-    """
-    if not splits(problem, costs, options):
-        return Known(whole, whole)
-    split = finished(Candidates([whole], []), problem, costs, replace(options, steps=0, budget_ms=0))
-    return Known(whole, fastest([split, best], problem, costs))
-
-
 class Anytime:
     """Planner of successive batches with the greedy planner, each for `options.budget_ms`.
 
@@ -103,7 +74,7 @@ class Anytime:
 
     def __init__(self, costs: Costs, options: Options, clock: Clock = time.perf_counter) -> None:
         self.costs, self.options, self.clock = costs, options, clock
-        self.warm, self.solved = Warm(), Solved[Known]()
+        self.warm, self.solved = Warm(), Recent[Problem, Known]()
 
     def plan(self, problem: Problem) -> Plan:
         """Plan one batch. Raises what `planner.plan` raises."""
@@ -113,8 +84,20 @@ class Anytime:
 
     def _plan(self, problem: Problem, deadline_s: float) -> Plan:
         asked, sequences = canonical(problem)
-        known = self.solved.recall(asked) or start_of(asked, self.costs, self.options, self.warm)
+        known = self.solved.recall(asked) or self._started(asked)
         whole = improved(known.whole, asked, self.costs, self.options, deadline_s, self.clock)
-        known = completed(whole, known.best, asked, self.costs, self.options)
-        self.solved.remember(asked, known)
-        return build_plan(problem, self.costs, self.options, relabelled(known.best, sequences))
+        best = whole
+        if splits(asked, self.costs, self.options):
+            best = fastest([self._split(Candidates([whole], []), asked), known.best], asked, self.costs)
+        self.solved.remember(asked, Known(whole, best))
+        return build_plan(problem, self.costs, self.options, relabelled(best, sequences))
+
+    def _started(self, asked: Problem) -> Known:
+        """Compute the decisions of one search without a budget."""
+        found = candidates(asked, self.costs, self.options, self.warm)
+        whole = finished(found, asked, self.costs, replace(self.options, budget_ms=None, split_weight=False))
+        return Known(whole, self._split(found, asked) if splits(asked, self.costs, self.options) else whole)
+
+    def _split(self, found: Candidates, asked: Problem) -> Decisions:
+        """Split weight gradients off, without local search, which knows whole backwards only."""
+        return finished(found, asked, self.costs, replace(self.options, steps=0, budget_ms=0))

@@ -8,13 +8,13 @@ from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.chunks.whole import plainly
 from megatron_epp.planner.memory.messages import planned_with_room
-from megatron_epp.planner.orders.list_scheduling import Listing
-from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, validate
-from megatron_epp.planner.search.greedy import FEW, FIRST, LEAST, LISTED
+from megatron_epp.planner.search.grains import FEW
+from megatron_epp.planner.search.order_rules import ELASTIC_1F1B, FIRST
+from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Trials
 
 CHUNKS_PER_RANK = (12, 6, 3, 24)
@@ -22,9 +22,14 @@ CHUNKS_PER_RANK = (12, 6, 3, 24)
 
 
 def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
-    """The least makespan of a few plans that the search would try too. Equal arguments give equal estimates, in every process.
+    """Compute the least makespan of a few plans that the search would try too, in microseconds.
 
-    It has the pipeline's fill and the recompute that the caps force.
+    Equal arguments give equal estimates, in every process. It has the pipeline's fill and the recompute that the caps force.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
 
     Raises:
         PlanError: the arguments make no sense.
@@ -34,7 +39,13 @@ def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
 
 
 def about_us(problem: Problem, costs: Costs, options: Options) -> float:
-    """The estimate, or where that fits no cap the makespan of the plan. Raises what `plan` raises."""
+    """Estimate the makespan, or compute it where the estimate fits no cap, in microseconds. Raises what `plan` raises.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
+    """
     try:
         return estimate_us(problem, costs, options)
     except InfeasibleError:
@@ -42,23 +53,31 @@ def about_us(problem: Problem, costs: Costs, options: Options) -> float:
 
 
 def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
-    """The plan whose makespan `estimate_us` gives. Raises what it raises."""
-    return planned_with_room(problem, lambda asked: build_plan(asked, costs, options, _few(asked, costs, options).result()))
+    """Write the plan whose makespan `estimate_us` gives. Raises what it raises.
+
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
+    """
+    return planned_with_room(
+        problem, lambda asked: build_plan(asked, costs, options, _few(asked, costs, options).result().only)
+    )
 
 
 def _few(problem: Problem, costs: Costs, options: Options) -> Trials:
     validate(problem, costs, options)
-    chunker = Chunker.of(problem, costs, options.chunk_tokens).shapes[0]
-    grains = [chunker.grain(chunks=count * problem.num_ranks) for count in CHUNKS_PER_RANK]
+    trials = Trials(Replicas((problem,), costs, replace(options, steps=0)))
+    chunkers, rules = trials.replicas.shapes()[0], trials.rules
+    tables = [chunkers.table(chunks=count * problem.num_ranks) for count in CHUNKS_PER_RANK]
     if options.slices is not None:
-        grains = [chunker.grain(slices=options.slices)]
-    straight, tables = problem.is_straight, [chunker.table(grain) for grain in grains]
-    trials = Trials(problem, costs, replace(options, steps=0))
+        tables = [chunkers.table(slices=options.slices)]
     for table in tables:
-        trials.better(table, FIRST if straight else LISTED[:1])
-    if straight and options.slices is None and len(problem.lengths) <= FEW and max(problem.lengths) <= chunker.token_cap:
-        trials.better(plainly(problem.lengths)[0], (elastic_1f1b, *FIRST))
+        trials.better(table, rules.first)
+    fits_whole = max(problem.lengths) <= chunkers.each[0].token_cap
+    if problem.is_straight and options.slices is None and len(problem.lengths) <= FEW and fits_whole:
+        trials.better(Aligned((plainly(problem.lengths)[0],)), (ELASTIC_1F1B, *FIRST))
     for table in tables if trials.best is None else ():
-        trials.better(table, LEAST if straight else (Listing(0),))
+        trials.better(table, rules.least)
     trials.result()
     return trials

@@ -27,11 +27,13 @@ SMALL_STEPS = 20000
 RESTARTS = 10
 """Times the search returns to the best found."""
 ALLOWANCE = 0.03
-"""A step may be slower than where it starts from by this share of the best at first, and by nothing before each return."""
+"""A step may be slower than where it starts from by this share of the best at first, and by nothing before each return:
+threshold accepting (Dueck and Scheuer, 1990), with a number set by hand.
+"""
 
 
 def steps_of(options: Options, num_stages: int, num_chunks: int) -> int:
-    """Number of steps to take. A budget is spent elsewhere (`anytime`), so with one there are none unasked.
+    """Number of steps to take. A budget is spent elsewhere (`budget`), so with one there are none unasked.
 
     Args:
         options: the user's settings.

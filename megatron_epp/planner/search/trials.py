@@ -1,165 +1,216 @@
-"""Candidates: a chunk table in a schedule, with the recompute or copies that let it fit. The fastest is kept."""
+"""Candidates: a chunk table in an order, with the recompute or copies that let it fit. The fastest is kept."""
 
 from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Sequence
-from dataclasses import replace
-from operator import itemgetter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
-from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, InfeasibleError, Remedy
+from megatron_epp.plan import InfeasibleError, Remedy
 from megatron_epp.plan.errors import format_gib
-from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.kernels.columns import encode
-from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_hosted
-from megatron_epp.planner.memory.kv_offload_choice import at_host, choices
-from megatron_epp.planner.memory.offload import fit_offload
-from megatron_epp.planner.memory.recompute import fit_recompute
-from megatron_epp.planner.orders.list_scheduling import Listing
-from megatron_epp.planner.orders.warm_up import Order, Schedule
-from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.memory.kv_offload import SHARING, Pairs
+from megatron_epp.planner.memory.offload import Offload, fit_offload
+from megatron_epp.planner.orders.warm_up import Order, OrderRule
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.search.order_rules import rules_for
+from megatron_epp.planner.search.replicas import Replicas
+from megatron_epp.planner.tables import Tables
 
 CLEARLY = 0.99
 """While nothing fits, a grain counts as better when its least peak is below this share of the least before."""
-
 CLOSE = 0.005
 """Relative gain in makespan below which a table is not worth another try."""
-NEAR = 4
-"""Number of candidates without copies that are kept, the fastest."""
 WORTH = 0.985
 """Share of the best makespan so far below which the bound with offload must lie for it to be tried."""
+PROVEN = 1e-9
+"""Relative excess of a bound over the best makespan that proves, rounding included, that a candidate is no better."""
+NEAR = 4
+"""Number of candidates without copies that are kept, the fastest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A chunk table in an order, with what was decided to let it fit.
+
+    Attributes:
+        table: the chunk tables of all replicas.
+        rule: what ordered them.
+        made: the decisions of every replica; order and recompute are the same in all.
+        tables: times and sizes of every replica.
+        makespan_us: of all replicas.
+    """
+
+    table: Aligned
+    rule: OrderRule
+    made: tuple[Decisions, ...]
+    tables: tuple[Tables, ...] = field(repr=False, compare=False)
+    makespan_us: float = math.inf
+
+    @property
+    def order(self) -> Order:
+        return self.made[0].order
+
+    @property
+    def only(self) -> Decisions:
+        """The decisions of the only replica."""
+        (made,) = self.made
+        return made
+
+    def hosting(self, pairs: tuple[Pairs, ...], tables: tuple[Tables, ...]) -> Candidate:
+        """Return the candidate with the keys and values of `pairs` at the host, as tabulated."""
+        made = tuple(replace(one, hosted=mine) for one, mine in zip(self.made, pairs, strict=True))
+        return replace(self, made=made, tables=tables)
+
+    def decided(self, makespan_us: float, offloads: Sequence[Offload]) -> Candidate:
+        """Return the candidate with recompute and copies.
+
+        Args:
+            makespan_us: with them.
+            offloads: of every replica; without copies these are the recompute alone.
+        """
+        every = zip(self.made, offloads, strict=True)
+        made = tuple(replace(one, layers=own.layers, copies=own.copies, offload=own.shares) for one, own in every)
+        return replace(self, made=made, makespan_us=makespan_us)
 
 
 class Trials:
-    """Candidates tried so far, and the best of them."""
+    """Candidates tried so far, and the best of them.
 
-    def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
-        self.problem, self.costs, self.options = problem, costs, options
-        self.levels = options.levels(costs)
-        self.best: Decisions | None = None
+    Candidates that the lower bound calls hardly faster are passed over; of lockstep replicas only those that cannot be faster.
+
+    Attributes:
+        best: the fastest that fits; None while none does.
+        best_us: its makespan, or a makespan to beat.
+        near: the fastest without copies, the best among them, fastest first.
+        least_cap: smallest cap, in bytes, that would have let a candidate through; 0 where memory was never the obstacle.
+        least_host: the same for the memory at the host.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.replicas, self.problem, self.rules = replicas, replicas.problems[0], rules_for(replicas.problems[0])
+        self.best: Candidate | None = None
         self.best_us = math.inf
-        self._near: list[tuple[float, Decisions]] = []
-        self.schedule: Schedule | Listing | None = None
+        self.near: list[Candidate] = []
         self.least_cap = self.least_host = 0
-        self.seen: set[tuple[tuple[Chunk, ...], Schedule | Listing]] = set()
+        self.seen: set[tuple[Aligned, OrderRule]] = set()
+        self._worth = 1 + PROVEN if replicas.is_lockstep else WORTH
 
-    def better(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule | Listing], close: float = CLOSE) -> bool:
+    def better(self, table: Aligned | None, rules: Iterable[OrderRule], close: float = CLOSE) -> bool:
         """Try a table. True if it is faster than all before, or, while none fits, if it needs clearly less memory.
 
         Args:
-            chunks: the chunk table.
-            schedules: the orders to try.
+            table: the chunk table; nothing is tried where there is none.
+            rules: the order rules to try.
             close: relative gain below which a table, by its lower bound, is not tried further.
         """
-        schedules = [schedule for schedule in schedules if (chunks, schedule) not in self.seen]
-        if not schedules:
+        rules = [rule for rule in rules if (table, rule) not in self.seen]
+        if table is None or not rules:
             return False
-        tables = tabulate(chunks, self.problem, self.costs, self.levels)
-        bound_us = lower_bound_us(tables, chunks, self.problem, self.options)
+        tables = self.replicas.tables(table)
+        bound_us = self.replicas.bound_us(tables, table)
+        close = -PROVEN if self.replicas.is_lockstep else close
         found = False
-        for schedule in schedules:
+        for rule in rules:
             if bound_us * (1 + close) >= self.best_us:
                 break
-            found |= self._better(chunks, tables, schedule)
+            self.seen.add((table, rule))
+            found |= self._better(self._ordered(table, tables, rule))
         return found
 
-    def _better(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule | Listing) -> bool:
-        self.seen.add((chunks, schedule))
-        order = self._order(chunks, tables, schedule)
-        codes = encode(order, len(chunks))
-        fit = fit_recompute(codes, tables, self.problem.cap_bytes, self.options)
-        if fit.layers is None:
-            before = self.least_cap or math.inf
-            self.least_cap = int(min(before, fit.needed_bytes))
-            return self.best is None and fit.needed_bytes < CLEARLY * before
-        took_us, made = makespan_us(codes, tables, fit.layers), Decisions(chunks, order, fit.layers, self.levels)
-        insort(self._near, (took_us, made), key=itemgetter(0))
-        del self._near[NEAR:]
-        if took_us >= self.best_us:
-            return False
-        self.best, self.best_us, self.schedule = made, took_us, schedule
-        return True
+    def _better(self, tried: Candidate) -> bool:
+        before = self.least_cap or math.inf
+        if (found := self._recomputed(tried)) is None:
+            return self.best is None and self.least_cap < CLEARLY * before and not self.replicas.is_lockstep
+        insort(self.near, found, key=attrgetter("makespan_us"))
+        del self.near[NEAR:]
+        return self._keep(found)
 
-    @property
-    def near(self) -> list[Decisions]:
-        """The fastest without copies, the best among them, fastest first."""
-        return [made for _, made in self._near]
-
-    def better_with_copies(self, chunks: tuple[Chunk, ...], schedules: Sequence[Schedule | Listing]) -> bool:
+    def better_with_copies(self, table: Aligned, rules: Iterable[OrderRule]) -> bool:
         """Try a table with offload; True if it is faster than all before.
 
         Where the best so far is close to what offload could reach at most, it is not tried: it takes longer than all else.
         """
-        tables = tabulate(chunks, self.problem, self.costs, self.levels)
-        bound_us = lower_bound_us(tables, chunks, self.problem, self.options)
+        tables = self.replicas.tables(table)
+        bound_us = self.replicas.bound_us(tables, table)
         found = False
-        for schedule in schedules:
-            if bound_us < WORTH * self.best_us:
-                found |= self._copied(chunks, self._order(chunks, tables, schedule), tables)
+        for rule in dict.fromkeys(rules):
+            if bound_us < self._worth * self.best_us:
+                found |= self._copied(self._ordered(table, tables, rule))
         return found
 
-    def better_hosted(self, chunks: tuple[Chunk, ...], schedule: Schedule | Listing) -> bool:
+    def better_hosted(self, table: Aligned | None, rule: OrderRule) -> bool:
         """Try a table with KV offload, alone and combined with offload of activations; True if it is faster than all before.
 
         While nothing fits, it is tried without KV offload too, for it is a table of its own.
         """
-        plain = tabulate(chunks, self.problem, self.costs, self.levels)
-        order = self._order(chunks, plain, schedule)
-        codes = encode(order, len(chunks))
-        found = False
-        for pairs in dict.fromkeys(choices(order, plain, chunks, self.problem, self.costs, self.levels)):
-            if not pairs and self.best is not None:
+        if table is None:
+            return False
+        plain, found = self._ordered(table, self.replicas.tables(table), rule), False
+        for pairs in self.replicas.choices(plain.order, plain.tables, table):
+            if not any(pairs) and self.best is not None:
                 continue
-            short = max(at_host(order, chunks, self.problem, self.costs, pairs)) - self.problem.host_cap_bytes
+            short = -min(map(min, self.replicas.host_room(plain.order, table, pairs)))
             if short > 0 and self.best is not None:
                 continue
-            given = chunks, self.problem, self.costs, self.levels, pairs
-            tables, shared = (with_hosted(plain, *given, sharing) for sharing in (1.0, SHARING))
-            if busiest_us(tables) >= self.best_us:
+            alone, shared = (
+                plain.hosting(pairs, self.replicas.hosted(plain.tables, table, pairs, sharing)) for sharing in (1.0, SHARING)
+            )
+            if busiest_us(alone.tables[0]) >= self.best_us:
                 continue
-            fit = fit_recompute(codes, tables, self.problem.cap_bytes, self.options)
-            if fit.layers is None:
-                if short <= 0:  # else no cap would do with this host
-                    self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
-            elif short > 0:
-                self._needs_host(short)
-            elif (took_us := makespan_us(codes, tables, fit.layers)) < self.best_us:
-                self.best, self.best_us = Decisions(chunks, order, fit.layers, self.levels, hosted=pairs), took_us
-                found = True
-            if not self.problem.forward_only and busiest_us(shared) < WORTH * self.best_us:
-                found |= self._copied(chunks, order, shared, pairs)
+            if (fits := self._recomputed(alone, counts=short <= 0)) is not None:
+                if short > 0:
+                    self._needs_host(short)
+                else:
+                    found |= self._keep(fits)
+            if not self.problem.forward_only and busiest_us(shared.tables[0]) < self._worth * self.best_us:
+                found |= self._copied(shared)
         return found
 
-    def _copied(self, chunks: tuple[Chunk, ...], order: Order, tables: Tables, pairs: Pairs = frozenset()) -> bool:
-        """Try offload of activations combined with the KV offload of `pairs`, as tabulated; True if it is the fastest."""
-        hosted = at_host(order, chunks, self.problem, self.costs, pairs)
-        made = fit_offload(order, (tables,), self.problem.cap_bytes, [[self.problem.host_cap_bytes - size for size in hosted]])
-        if made is not None and made.short_bytes:
-            self._needs_host(made.short_bytes)
+    def _ordered(self, table: Aligned, tables: tuple[Tables, ...], rule: OrderRule) -> Candidate:
+        order = rule.order(table.skeleton, tables[0], self.problem)
+        made = tuple(Decisions(chunks, order, [], self.replicas.levels) for chunks in table.chunks)
+        return Candidate(table, rule, made, tables)
+
+    def _recomputed(self, tried: Candidate, counts: bool = True) -> Candidate | None:
+        """Fit recompute to the caps; where none does, the cap that would do counts unless the host has no room for it."""
+        codes = encode(tried.order, len(tried.table.chunks[0]))
+        fit = self.replicas.fit(codes, tried.tables)
+        if fit.layers is not None:
+            offloads = [Offload(fit.layers, (), ())] * len(tried.made)
+            return tried.decided(makespan_us(codes, tried.tables[0], fit.layers), offloads)
+        if counts:
+            self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
+        return None
+
+    def _copied(self, tried: Candidate) -> bool:
+        """Try offload of activations besides the candidate's KV offload, as tabulated; True if it is the fastest."""
+        room = self.replicas.host_room(tried.order, tried.table, tuple(one.hosted for one in tried.made))
+        found = fit_offload(tried.order, tried.tables, self.problem.cap_bytes, room)
+        if found is not None and found.short_bytes:
+            self._needs_host(found.short_bytes)
+        if found is None or found.short_bytes:
             return False
-        if made is None or made.makespan_us >= self.best_us:
+        return self._keep(tried.decided(found.makespan_us, found.made))
+
+    def _keep(self, found: Candidate) -> bool:
+        """Keep what is found if it is the fastest; True if it is."""
+        if found.makespan_us >= self.best_us:
             return False
-        self.best_us, (beside,), _ = made
-        decided = Decisions(chunks, order, beside.layers, self.levels, copies=beside.copies, offload=beside.shares)
-        self.best = replace(decided, hosted=pairs)
+        self.best, self.best_us = found, found.makespan_us
         return True
 
     def _needs_host(self, short_bytes: int) -> None:
         """Record that a candidate would fit if the host had so many bytes more."""
         self.least_host = int(min(self.least_host or math.inf, self.problem.host_cap_bytes + short_bytes))
 
-    def _order(self, chunks: tuple[Chunk, ...], tables: Tables, schedule: Schedule | Listing) -> Order:
-        if isinstance(schedule, Listing):
-            return schedule.order(chunks, tables)
-        return schedule(chunks, self.problem.num_stages, self.problem.forward_only)
-
-    def result(self, planner: str = "greedy") -> Decisions:
-        """Return the best decisions. Raises `InfeasibleError` with the smallest caps that would have let one table through."""
+    def result(self, planner: str = "greedy") -> Candidate:
+        """Return the best. Raises `InfeasibleError` with the smallest caps that would have let a candidate through."""
         if self.best is not None:
             return self.best
         raise infeasible(self.problem, self.least_cap, self.least_host, planner)

@@ -1,9 +1,9 @@
 """Division of a global batch over data-parallel replicas so that their plans take about equally long.
 
 Replicas wait for each other at the end of every iteration, so the slowest decides. Sequences go longest processing time first
-to the replica with the least work, as the cost model counts it on the slowest stage, attention included. A makespan is more
-than its work (the pipeline's fill, recompute that the caps force, chunks that do not divide evenly), so a few exchanges follow
-that are judged by makespans, estimated or planned.
+(LPT; Graham, 1969) to the replica with the least work, as the cost model counts it on the slowest stage, attention included. A
+makespan is more than its work (the pipeline's fill, recompute that the caps force, chunks that do not divide evenly), so a few
+exchanges follow that are judged by makespans, estimated or planned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Makespan = Callable[[tuple[tuple[int, ...], ...]], float]
 """Microseconds that a team takes, from the lengths of each of its replicas."""
 
 ENOUGH = 0.005
-"""Imbalance at which no further exchange is tried."""
+"""Imbalance at which no further exchange is tried; set by hand, as are the next two (`scripts/bench_balance.py` shows them)."""
 TRIES = 16
 """Exchanges tried at most, each of which takes the makespans of two teams."""
 ROUNDS = 4
@@ -126,7 +126,13 @@ def teams_of(sharing: Iterable[set[int]]) -> Teams:
 
 
 def by_count(count: int, replica: int, replicas: int) -> Share:
-    """The share of a replica where sequences are dealt one after the other."""
+    """Return the share of a replica where sequences are dealt one after the other.
+
+    Args:
+        count: sequences of the batch.
+        replica: index of the replica.
+        replicas: their number.
+    """
     return tuple(range(replica, count, replicas))
 
 
@@ -163,6 +169,11 @@ class _Exchange:
 
     def run(self, shares: list[Share], tries: int, enough: float) -> tuple[list[Share], list[float]]:
         """Exchange until the imbalance is low enough or nothing helps.
+
+        Args:
+            shares: of the replicas, at the start.
+            tries: most exchanges that are tried.
+            enough: imbalance of the teams' times at which to stop.
 
         Returns:
             the shares of the replicas and the time of each team.

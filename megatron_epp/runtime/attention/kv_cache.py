@@ -222,6 +222,14 @@ class KVRelay:
             progress.filled = view.stop
         return seen
 
+    def cached(self, layer: int, view: SliceView, part: int = 0) -> Tensors:
+        """Return the cached tensors of a sequence up to the end of a chunk's slice, ``[keys, heads, width]`` each.
+
+        Args:
+            layer, view, part: as for `append`.
+        """
+        return self._store(view).rows(view, Piece(layer, part), view.stop)
+
     def recall(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
         """Return what `append` returned for a chunk, for its backward. Groups of heads come last to first.
 

@@ -11,7 +11,7 @@ from megatron_epp.plan import Chunk
 from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_recompute_only
 from megatron_epp.planner.baselines.infinipipe.checkpoints import diagonal_checkpoints
 from megatron_epp.planner.baselines.infinipipe.chunks import algorithm_1
-from megatron_epp.planner.baselines.order import seq1f1b_order
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions

@@ -1,0 +1,40 @@
+"""A schedule of one's own with weight gradients as actions (W), under a memory cap: `fitted` chooses what recomputes."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from megatron_epp.cost import H100, Costs, analytic_costs
+from megatron_epp.cost.library import load_flags, shape_of
+from megatron_epp.plan import Action, Op, check, to_grid
+from megatron_epp.planner import PLANNERS, Chunker, Decisions, Options, Problem, elastic_1f1b, fitted, plan
+
+
+def zero_bubble(problem: Problem, costs: Costs, options: Options) -> Decisions:
+    chunker = Chunker.of(problem, costs, options.chunk_tokens)
+    chunks = chunker.table(chunker.grain(slices=options.slices, chunks=2 * problem.num_ranks))  # sliced and packed by time
+    order = elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
+    apart = tuple(tuple(with_weights(row, waiting=rank)) for rank, row in enumerate(order))
+    return fitted(apart, chunks, problem, costs, options)
+
+
+def with_weights(row: Sequence[Action], waiting: int) -> Iterator[Action]:
+    """Put each weight gradient behind the backwards of the next `waiting` chunks; last ranks have time at the end."""
+    left: deque[Action] = deque()
+    for action in row:
+        yield action
+        if action.op is Op.B:
+            left.append(Action(Op.W, action.stage, action.chunk))
+            if len(left) > waiting:
+                yield left.popleft()
+    yield from left
+
+
+PLANNERS["zero_bubble"] = zero_bubble
+
+if __name__ == "__main__":
+    costs = analytic_costs(shape_of(load_flags("llama3-8b")), H100, [8, 8, 8, 8])
+    batch = Problem(lengths=(9000, 700, 5200, 88), placement=(0, 1, 2, 3), cap_bytes=(52 << 30,) * 4)
+    made = plan(batch, costs, Options(planner="zero_bubble"))
+    print(to_grid(made), end="")
+    layers = [sum(map(sum, row)) for row in made.recompute]  # by stage, of all its chunks
+    print(f"{len(check(made))} violations; layers that recompute: {layers}")

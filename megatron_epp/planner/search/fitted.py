@@ -1,0 +1,155 @@
+"""Recompute and copies for a given order, so that a builder of schedules need not know how memory is counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, Op
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import makespan_us, play, split_off
+from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_beside, timed
+from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_beside, fit_recompute, held_bytes
+from megatron_epp.planner.mistakes import refuse_order
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.problem import Options, Problem, validate
+from megatron_epp.planner.search.trials import infeasible
+from megatron_epp.planner.tables import Tables
+
+ROUNDS = 8
+"""Times that recompute or copies are chosen again with a lower aim, because of what waits for weight gradients."""
+
+
+def fitted(
+    order: Order,
+    chunks: Sequence[Chunk],
+    problem: Problem,
+    costs: Costs,
+    options: Options = Options(),  # noqa: B008 - frozen
+) -> Decisions:
+    """Choose how much recomputes, and with `options.offload` what is copied to the host, so that an order fits the memory caps.
+
+    As little time is spent on it as a greedy rule finds. Where weight gradients are actions of their own (W), what their
+    backwards keep for them counts. Keys and values stay on the device.
+
+    Args:
+        order: the actions of every rank: F and, unless `problem.forward_only`, B of every stage and chunk, with or without W.
+        chunks: the chunk table.
+        problem: the batch, the placement and the memory caps.
+        costs: time and memory of every stage.
+        options: `recompute`, `recompute_levels` and `offload` are respected; the order is not changed.
+
+    Returns:
+        The chunks and the order with recompute and copies.
+
+    Raises:
+        InfeasibleError: they do not fit the caps even with all recomputed; `least_cap_bytes` is the cap that would do.
+        PlanError: the arguments make no sense, the order deadlocks, or actions or tokens are missing, unknown or doubled; the
+            message is `check`'s report.
+    """
+    validate(problem, costs, options)
+    planner = "fitted" if options.planner == "greedy" else options.planner
+    made = Decisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.levels(costs))
+    refuse_order(made, problem, costs, planner)
+    tables = made.tables(problem, costs)
+    whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
+    fit = _fit(order, whole, tables, problem.cap_bytes, options)
+    best_us = math.inf if fit.layers is None else makespan_us(order, tables, fit.layers)
+    copied = None
+    if options.offload and options.recompute == "auto" and not problem.forward_only and math.isfinite(costs.host_us(1)):
+        copied = _copied(order, whole, tables, problem)
+    if copied is not None and not copied.short_bytes and copied.makespan_us < best_us:
+        (one,) = copied.made
+        return Decisions(made.chunks, order, one.layers, made.levels, copies=one.copies, offload=one.shares)
+    if fit.layers is None:
+        least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
+        raise infeasible(problem, fit.needed_bytes, least_host, planner)
+    return Decisions(made.chunks, order, fit.layers, made.levels)
+
+
+def _fit(order: Order, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> Fit:
+    """Fit recompute to the caps, with what waits for weight gradients.
+
+    What the actions of a rank hold more than with whole backwards is taken off its cap, action by action, and recompute fitted
+    to what is left. It changes a little with the recompute, so this is repeated.
+
+    Args:
+        order: with weight gradients of their own.
+        whole: the same without.
+        tables: times and sizes of the chunks.
+        caps: bytes of the ranks.
+        options: the user's settings.
+    """
+    if not split_off(order):
+        return fit_recompute(order, tables, caps, options)
+    most = by_stage(tables.columns.most, tables.columns.num_chunks)
+    is_fixed = options.recompute != "auto"
+    layers = [[min(int(options.recompute), top) if is_fixed else 0 for top in row] for row in most]
+    codes = encode(whole, tables.columns.num_chunks)
+    at = [[position for position, action in enumerate(row) if action.op is not Op.W] for row in order]
+    more = [np.zeros(len(row), dtype=np.int64) for row in whole]
+    for left in reversed(range(ROUNDS)):
+        held = held_bytes(order, tables, layers)
+        above = [rank for rank, cap in enumerate(caps) if held[rank].max(initial=0) > cap]
+        if not above or is_fixed:
+            break
+        without = held_bytes(whole, tables, layers)
+        for rank in above:
+            more[rank] = np.maximum(more[rank], held[rank][at[rank]] - without[rank])
+            allowed = (caps[rank] - more[rank]).tolist()
+            if not left or not fit_beside(codes, tables, rank, allowed, most, layers):
+                for stage in tables.stages_of[rank]:
+                    layers[stage] = most[stage]
+    peaks = [int(row.max(initial=0)) for row in held_bytes(order, tables, layers)]
+    return Fit(layers) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
+
+
+def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
+    """Choose copies for whole backwards so that the order itself, with what waits and with its own times, is under the caps.
+
+    Whole backwards are held to the caps first, and to lower ones that relieve a rank of as much as the order is above its cap.
+
+    Args:
+        order: with weight gradients of their own.
+        whole: the same without.
+        tables: times and sizes of the chunks.
+        problem: the memory caps.
+
+    Returns:
+        The faster of both; what lacks room at the host only if none has any.
+    """
+    caps = problem.cap_bytes
+    none = [[0] * tables.columns.num_chunks] * tables.columns.num_stages
+    most, own = ([int(row.max(initial=0)) for row in held_bytes(one, tables, none)] for one in (order, whole))
+    relieved = tuple(less - (peak - cap) if peak > cap else cap for peak, less, cap in zip(most, own, caps, strict=True))
+    found = [one for aims in dict.fromkeys((caps, relieved)) if (one := _copied_to(aims, order, whole, tables, problem))]
+    return min(found, key=lambda one: (one.short_bytes, one.makespan_us), default=None)
+
+
+def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
+    """Hold whole backwards to ever lower aims until the order is under the caps; None where no copies do that.
+
+    Args:
+        aims: bytes of the ranks to begin with.
+        order: with weight gradients of their own.
+        whole: the same without.
+        tables: times and sizes of the chunks.
+        problem: the memory caps.
+    """
+    room = [[problem.host_cap_bytes] * problem.num_ranks]
+    for _ in range(ROUNDS):
+        found = fit_offload(whole, (tables,), tuple(aims), room)
+        if found is None or found.short_bytes:
+            return found
+        (made,) = found.made
+        played = play(order, tables, made.layers, timed(made, tables))
+        peaks = peaks_beside(order, tables, made, played)
+        above = [peak - cap for peak, cap in zip(peaks, problem.cap_bytes, strict=True)]
+        if max(above) <= 0:
+            return found._replace(makespan_us=played.makespan_us)
+        aims = [aim - max(0, over) for aim, over in zip(aims, above, strict=True)]
+    return None

@@ -1,0 +1,253 @@
+"""Search over chunk tables: from coarse grains to fine ones, each in several orders, without copies and with them.
+
+The numbers here and in `trials` were set by hand; no paper has them. `scripts/bench_planner.py` shows what a change does.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import permutations
+
+from megatron_epp.planner.chunks.align import Aligned
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
+from megatron_epp.planner.chunks.whole import plainly, tables_with_whole
+from megatron_epp.planner.search.order_rules import ANY_PLACEMENT, ELASTIC_1F1B, FIRST, SECOND
+from megatron_epp.planner.search.recent import Warm
+from megatron_epp.planner.search.replicas import Chunkers
+from megatron_epp.planner.search.trials import WORTH, Candidate, Trials
+
+CHUNKS_PER_STAGE = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Grains the search may try: total work cut into that many chunks per stage. Coarser leaves bubbles, finer costs overhead."""
+MIDDLING = 12
+"""Chunks per rank at which the search begins."""
+HOSTED_PER_STAGE = (3, 6, 12, 24, 48)
+"""Chunks per rank that are tried with KV offload."""
+FEW = 64
+"""Largest number of sequences for which a table of whole sequences is tried in all warm-up windows."""
+HANDFUL = 5
+"""Largest number of sequences whose every order is tried with whole sequences, so that the order of the batch never matters."""
+FAR = 0.87
+"""Makespan with unlimited memory, as a share of the best, below which frugal orders are tried with offload."""
+PATIENCE = 2
+"""Grains in a row that may be no better before the search turns back."""
+
+
+def search(trials: Trials, warm: Warm | None = None) -> list[Candidate]:
+    """Search the tables of all chunkers; the best of each, without copies and with them.
+
+    Args:
+        trials: the candidates, updated.
+        warm: grains that earlier batches of one replica chose.
+    """
+    found: list[Candidate] = []
+    for chunkers in trials.replicas.shapes():
+        found += [one for one in _search_shape(trials, chunkers, warm) if one not in found]
+        warm = None
+    return found
+
+
+def _search_shape(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list[Candidate]:
+    options = trials.replicas.options
+    search_tables(trials, chunkers, warm)
+    if trials.best is None and options.slices is None and not trials.replicas.is_lockstep:
+        _search_unsliced(trials)
+    found = [] if trials.best is None else [trials.best]
+    if options.offload and options.recompute == "auto" and math.isfinite(trials.replicas.costs.host_us(1)):
+        if not trials.problem.forward_only:
+            _search_copies(trials, chunkers)
+        elif trials.best is None:
+            _search_hosted(trials, chunkers)
+        found += [] if trials.best is None or trials.best in found else [trials.best]
+    return found
+
+
+def search_tables(trials: Trials, chunkers: Chunkers, warm: Warm | None = None) -> list[Aligned]:
+    """Search without copies: all grains, or the one that the user fixed.
+
+    Args:
+        trials: the candidates, updated.
+        chunkers: the batch and its balance.
+        warm: grains that earlier batches chose.
+
+    Returns:
+        The best table and the next finer ones; in lockstep the best.
+    """
+    slices = trials.replicas.options.slices
+    if trials.replicas.is_lockstep:
+        return _search_lockstep(trials, chunkers)
+    if slices is None:
+        return _search_grain(trials, chunkers, warm)
+    table = _present(chunkers.table(slices=slices))
+    search_orders(trials, table)
+    return [table]
+
+
+def search_orders(trials: Trials, table: Aligned) -> None:
+    """Try one table with all rules; those of last resort only when nothing else fits."""
+    trials.better(table, (*trials.rules.first, *trials.rules.second))
+    if trials.best is None:
+        trials.better(table, trials.rules.least)
+
+
+def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list[Aligned]:
+    """Walk to finer tables and to coarser ones until they get no better; then try further rules for the best."""
+    problem, rules = trials.problem, trials.rules
+    counts = grain_counts(problem.num_ranks, chunkers.coarsest)
+    hint = warm.recall(problem) if warm is not None else None
+    start = counts.index(hint) if hint in counts else first_grain(counts, problem.num_ranks)
+    tables = {}
+    for count, table in _walk(trials, chunkers, counts, start, 1 if hint in counts else PATIENCE):
+        tables[count] = table
+    _refine(trials, chunkers)
+    for count in counts if trials.best is None else ():
+        tables[count] = _present(chunkers.table(chunks=count))
+        trials.better(tables[count], rules.least)
+        if trials.best is not None and trials.best.table == tables[count]:
+            trials.better(tables[count], rules.second)
+    if max(problem.lengths) <= chunkers.each[0].token_cap and len(problem.lengths) <= FEW and problem.is_straight:
+        longest_first = plainly(problem.lengths)[0]
+        trials.better(Aligned((longest_first,)), (ELASTIC_1F1B, *FIRST, *SECOND))
+        for whole in permutations(longest_first) if len(problem.lengths) <= HANDFUL else ():
+            trials.better(Aligned((whole,)), (ELASTIC_1F1B,), close=0.0)
+    best = None if trials.best is None else trials.best.table
+    at = next((counts.index(count) for count, table in tables.items() if table == best), start)
+    if warm is not None:
+        warm.remember(problem, counts[at])
+    return [tables.get(count) or _present(chunkers.table(chunks=count)) for count in counts[at : at + 3]]
+
+
+def _search_lockstep(trials: Trials, chunkers: Chunkers) -> list[Aligned]:
+    """Walk as for one replica, or try the grain that the user fixed.
+
+    When nothing fits then, these grains are tried with further rules, and then coarser ones, for a replica may have too few
+    tokens for them.
+    """
+    ranks, slices = trials.problem.num_ranks, trials.replicas.options.slices
+    usual: list[Aligned | None]
+    coarser: Iterator[Aligned | None]
+    if slices is not None:
+        usual = [chunkers.table(slices=slices)]
+        trials.better(usual[0], trials.rules.first)
+        coarser = (chunkers.table(slices=fewer) for fewer in range(slices - 1, 0, -1))
+    else:
+        counts = grain_counts(ranks, chunkers.coarsest)
+        start = first_grain(counts, ranks)
+        for _ in _walk(trials, chunkers, counts, start, PATIENCE):
+            pass
+        usual = []
+        if trials.best is None:
+            usual = [chunkers.table(chunks=count) for count in (*counts[start:], *counts[:start][::-1])]
+        coarser = (chunkers.table(chunks=fewer) for fewer in range(ranks - 1, 0, -1))
+    _refine(trials, chunkers)
+    if trials.best is None:
+        rules = (*trials.rules.second, *trials.rules.least)
+        for table in usual:
+            trials.better(table, rules)
+        for table in coarser:
+            if trials.better(table, rules):
+                break
+    return [] if trials.best is None else [trials.best.table]
+
+
+def _walk(
+    trials: Trials, chunkers: Chunkers, counts: Sequence[float], start: int, patience: int
+) -> Iterator[tuple[float, Aligned]]:
+    """Try grains from `start` to finer ones, then to coarser ones, until they get no better, and yield those tried.
+
+    Args:
+        trials: the candidates, updated.
+        chunkers: the batch and its balance.
+        counts: chunks in all to aim at, rising.
+        start: where in `counts` to begin.
+        patience: grains in a row that may be no better.
+    """
+    for way in (counts[start:], counts[:start][::-1]):
+        worse = 0
+        for count in way:
+            table = chunkers.table(chunks=count)
+            worse = 0 if trials.better(table, trials.rules.first) else worse + 1
+            if table is not None:
+                yield count, table
+            if worse == patience:
+                break
+
+
+def _refine(trials: Trials, chunkers: Chunkers) -> None:
+    """Try further rules for the best grain, and the fewest slices that the token cap allows where it binds."""
+    if trials.best is not None:
+        trials.better(trials.best.table, trials.rules.second)
+    if chunkers.is_even:
+        trials.better(chunkers.table(slices=1), (*trials.rules.first, *trials.rules.second), close=0.0)
+
+
+def _search_unsliced(trials: Trials) -> None:
+    """Try tables in which the longest sequences run whole: with ranks that never starve, and if need be with least alive."""
+    replicas, rules = trials.replicas, trials.rules
+    whole = tables_with_whole(trials.problem, replicas.costs, replicas.options.chunk_tokens)
+    tables = [Aligned((table,)) for table in whole]
+    roomy = (*rules.first, *ANY_PLACEMENT.first, *ANY_PLACEMENT.second)
+    for tried in (roomy, (*rules.least, *ANY_PLACEMENT.least)):
+        for table in tables if trials.best is None else ():
+            trials.better(table, dict.fromkeys(tried))
+
+
+def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
+    """Try offload with the tables and orders that would be best if memory did not matter, and with the best so far.
+
+    If memory did not matter there would be no faster plan, so where the best so far is close to that nothing is tried.
+    """
+    rules, best, is_lockstep = trials.rules, trials.best, trials.replicas.is_lockstep
+    free = Trials(trials.replicas.without_caps)
+    tables = search_tables(free, chunkers)
+    if free.best is None or free.best_us >= WORTH * trials.best_us:
+        return
+    if is_lockstep:
+        more = (*rules.first, *rules.second, *rules.least) if free.best_us < FAR * trials.best_us else rules.first
+        for known in [free.best] if best is None else [free.best, best]:
+            trials.better_with_copies(known.table, (known.rule, *more))
+    else:
+        for table in dict.fromkeys([*tables, *([] if best is None else [best.table])]):
+            trials.better_with_copies(table, (free.best.rule, *rules.first))
+    if free.best_us < WORTH * trials.best_us:
+        _search_hosted(trials, chunkers)
+    is_far = free.best_us < FAR * trials.best_us and (trials.best is None or not any(made.hosted for made in trials.best.made))
+    if is_far and not is_lockstep:
+        finest = chunkers.table(chunks=min(MOST_CHUNKS, trials.problem.num_ranks * CHUNKS_PER_STAGE[-1]))
+        for table in dict.fromkeys([*tables, _present(finest)]):
+            trials.better_with_copies(table, rules.frugal)
+
+
+def _search_hosted(trials: Trials, chunkers: Chunkers) -> None:
+    """Try KV offload with slices of several lengths: short ones compute too little to hide the transfer of keys and values."""
+    options, ranks = trials.replicas.options, trials.problem.num_ranks
+    if not options.hosting:
+        return
+    tables: Iterable[Aligned | None]
+    if options.slices is None:
+        tables = [chunkers.table(chunks=ranks * share, even=True) for share in HOSTED_PER_STAGE]
+    else:
+        tables = [chunkers.table(slices=options.slices, even=True)]
+    for rule in (trials.rules.first[0], trials.rules.least[0]):
+        for table in dict.fromkeys(tables):
+            trials.better_hosted(table, rule)
+        if trials.best is not None:
+            break
+
+
+def grain_counts(num_ranks: int, coarsest: float) -> list[float]:
+    """Chunks in all to aim at, rising. Of those below which only the token cap counts (`Chunker.coarsest`) there is one."""
+    counts = [count for share in CHUNKS_PER_STAGE if (count := num_ranks * share) <= MOST_CHUNKS]
+    return counts[max(0, bisect_left(counts, coarsest) - 1) :]
+
+
+def first_grain(counts: Sequence[float], num_ranks: int) -> int:
+    """Index in `counts` at which the search begins."""
+    return min(bisect_left(counts, MIDDLING * num_ranks), len(counts) - 1)
+
+
+def _present(table: Aligned | None) -> Aligned:
+    """Return the table of one replica, of which there always is one."""
+    assert table is not None
+    return table

@@ -1,0 +1,184 @@
+"""Replicas that are planned together. One is the ordinary case; replicas that share experts run in lockstep.
+
+Each layer with experts is an exchange between lockstep replicas, so an action takes as long as the slowest of them needs for
+it. One order and one recompute are chosen for all, by these times; every replica then has its own chunks in the order, its own
+memory, its own copies to the host, of which none keeps an action waiting, and its own KV offload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import UNLIMITED_BYTES
+from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.chunks.align import Aligned, align
+from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.kernels.columns import Codes
+from megatron_epp.planner.memory.kv_offload import Pairs, with_hosted
+from megatron_epp.planner.memory.kv_offload_choice import at_host, choices
+from megatron_epp.planner.memory.lockstep_recompute import fit_alike
+from megatron_epp.planner.memory.recompute import Fit
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.problem import WHOLE, Options, Problem
+from megatron_epp.planner.tables import Tables, tabulate
+
+LOCKSTEP_LEVELS = ("selective", "full")
+"""Levels of recompute in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
+_TIMES = ("forward_us", "backward_us", "weight_us", "hops")
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Problems that get one order, with what is needed to plan them.
+
+    Attributes:
+        problems: of every replica; they differ in nothing but their lengths.
+        costs: time and memory of every stage, the same for all replicas.
+        options: the user's settings.
+    """
+
+    problems: tuple[Problem, ...]
+    costs: Costs
+    options: Options
+
+    @property
+    def is_lockstep(self) -> bool:
+        return len(self.problems) > 1
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Names of the recompute levels that plans may use."""
+        known = self.options.levels(self.costs)
+        if not self.is_lockstep:
+            return known
+        return LOCKSTEP_LEVELS if set(LOCKSTEP_LEVELS) <= set(known) else WHOLE
+
+    @property
+    def without_caps(self) -> Replicas:
+        """The same replicas with unlimited memory."""
+        unlimited = (UNLIMITED_BYTES,) * self.problems[0].num_ranks
+        return replace(self, problems=tuple(replace(problem, cap_bytes=unlimited) for problem in self.problems))
+
+    def shapes(self) -> list[Chunkers]:
+        """List the chunkers of all replicas, and where the token cap binds in one and leaves a choice, the alternative ones."""
+        found = [Chunker.of(problem, self.costs, self.options.chunk_tokens).shapes for problem in self.problems]
+        return [Chunkers(each) for each in dict.fromkeys(tuple(shapes[at] for shapes in found) for at in (0, -1))]
+
+    def tables(self, table: Aligned) -> tuple[Tables, ...]:
+        """Tabulate a chunk table of every replica; all have the times of the slowest."""
+        every = zip(table.chunks, self.problems, strict=True)
+        return in_step([tabulate(*each, self.costs, self.levels, self.is_lockstep) for each in every])
+
+    def choices(self, order: Order, tables: Sequence[Tables], table: Aligned) -> Iterator[tuple[Pairs, ...]]:
+        """List what may be offloaded of keys and values in every replica: what it takes to fit, and what avoids recompute.
+
+        Args:
+            order: of all actions.
+            tables: without KV offload.
+            table: the chunk table.
+        """
+        every = zip(tables, table.chunks, self.problems, strict=True)
+        found = [choices(order, *each, self.costs, self.levels, self.is_lockstep) for each in every]
+        return iter(dict.fromkeys(zip(*found, strict=True)))
+
+    def hosted(
+        self, tables: Sequence[Tables], table: Aligned, pairs: tuple[Pairs, ...], sharing: float = 1.0
+    ) -> tuple[Tables, ...]:
+        """Tabulate with KV offload.
+
+        Args:
+            tables: without it.
+            table: the chunk table.
+            pairs: stages and sequences of every replica whose keys and values are at the host.
+            sharing: factor by which the link is slower for each of its uses.
+        """
+        every = zip(tables, table.chunks, self.problems, pairs, strict=True)
+        return in_step(
+            [
+                with_hosted(own, chunks, problem, self.costs, self.levels, mine, sharing, self.is_lockstep)
+                for own, chunks, problem, mine in every
+            ]
+        )
+
+    def host_room(self, order: Order, table: Aligned, pairs: tuple[Pairs, ...]) -> list[list[int]]:
+        """Compute the bytes left at the host besides KV offload, ``[replica][rank]``; below zero where there are too few.
+
+        Args:
+            order: of all actions.
+            table: the chunk table.
+            pairs: stages and sequences of every replica whose keys and values are at the host.
+        """
+        if not any(pairs):
+            return [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
+        every = zip(table.chunks, self.problems, pairs, strict=True)
+        return [
+            [problem.host_cap_bytes - size for size in at_host(order, chunks, problem, self.costs, mine)]
+            for chunks, problem, mine in every
+        ]
+
+    def fit(self, codes: Codes, tables: Sequence[Tables]) -> Fit:
+        """Fit the recompute of all replicas under their caps."""
+        return fit_alike(codes, tables, [problem.cap_bytes for problem in self.problems], self.options)
+
+    def bound_us(self, tables: Sequence[Tables], table: Aligned) -> float:
+        """Compute a makespan, in microseconds, that no plan of a chunk table beats."""
+        every = zip(tables, table.chunks, self.problems, strict=True)
+        return max(lower_bound_us(*each, self.options) for each in every)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunkers:
+    """A chunker for each replica."""
+
+    each: tuple[Chunker, ...]
+
+    @property
+    def is_even(self) -> bool:
+        """True where the token cap makes slices of equal length in some replica."""
+        return any(chunker.is_even for chunker in self.each)
+
+    @property
+    def coarsest(self) -> float:
+        """Chunks in all below which the token cap alone says how long slices are, in every replica."""
+        return min(chunker.coarsest for chunker in self.each)
+
+    def table(self, *, slices: int | None = None, chunks: float = 0.0, even: bool = False) -> Aligned | None:
+        """Cut every replica's batch with one grain.
+
+        Args:
+            slices: of the longest sequence; None to aim at a number of chunks.
+            chunks: in all.
+            even: with slices of about equal length (`Chunker.evener`).
+
+        Returns:
+            None where a replica has too few tokens for the chunks that another needs.
+        """
+        tables = []
+        for chunker in self.each:
+            grain = chunker.grain(slices=slices, chunks=chunks)
+            tables.append((chunker.evener(grain) if even else chunker).table(grain))
+        return align(tables, self.each)
+
+
+def in_step(tables: Sequence[Tables]) -> tuple[Tables, ...]:
+    """Return every replica's tables with the times of the slowest at each stage and chunk."""
+    if len(tables) == 1:
+        return tuple(tables)
+    common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in _TIMES}
+    message_us = np.max([own.message_us for own in tables], axis=0).tolist()
+    again_us = [
+        np.max([rung.layer_us for rung in rungs], axis=0).tolist() for rungs in zip(*(own.rungs for own in tables), strict=True)
+    ]
+    return tuple(
+        replace(
+            own,
+            **common,
+            message_us=message_us,
+            rungs=tuple(replace(rung, layer_us=time_us) for rung, time_us in zip(own.rungs, again_us, strict=True)),
+        )
+        for own in tables
+    )

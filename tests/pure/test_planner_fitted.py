@@ -1,0 +1,188 @@
+"""Recompute and copies for an order that a builder gives: under the cap wherever that is possible, with W counted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from planner_cases import GIB, pipeline, problem
+
+from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, InfeasibleError, Op, PlanError, check
+from megatron_epp.planner import Chunker, ListScheduling, Options, WarmUp, elastic_1f1b, fitted, plan, tabulate
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.memory.recompute import held_bytes
+from megatron_epp.planner.orders.warm_up import Order
+from megatron_epp.planner.problem import Problem
+from megatron_epp.planner.search import order_rules
+from megatron_epp.planner.tables import Tables
+
+LENGTHS = (20_000, 9000, 700, 16_000, 60, 5000)
+COSTS = pipeline(3, 4)
+BATCH = problem(LENGTHS, 3)
+
+
+def cut(asked: Problem, chunks: int = 12) -> tuple[Chunk, ...]:
+    chunker = Chunker.of(asked, COSTS, None)
+    return chunker.table(chunker.grain(chunks=chunks))
+
+
+def with_weights(order: Order, waiting: Sequence[int]) -> Order:
+    """Each weight gradient behind as many further backwards of its rank as `waiting` says, in turn."""
+    return tuple(tuple(_delayed(row, waiting)) for row in order)
+
+
+def _delayed(row: Sequence[Action], waiting: Sequence[int]) -> Iterator[Action]:
+    left: list[Action] = []
+    count = 0
+    for action in row:
+        yield action
+        if action.op is Op.B:
+            left.append(Action(Op.W, action.stage, action.chunk))
+            if len(left) > waiting[count % len(waiting)]:
+                yield left.pop(0)
+            count += 1
+    yield from left
+
+
+def peaks(order: Order, chunks: tuple[Chunk, ...], layers: Layers, levels: tuple[str, ...]) -> list[int]:
+    tables = tabulate(chunks, BATCH, COSTS, levels)
+    return [int(row.max()) for row in held_bytes(order, tables, layers)]
+
+
+CHUNKS = cut(BATCH)
+ZERO_BUBBLE = with_weights(elastic_1f1b(CHUNKS, 3, False), [3])
+
+
+def capped(share: float, order: Order = ZERO_BUBBLE, levels: tuple[str, ...] = ("whole",)) -> Problem:
+    """A cap between the peaks of an order with all recomputed and with nothing."""
+    none = [[0] * len(CHUNKS)] * 3
+    most = [[4] * len(CHUNKS)] * 3
+    least, all_kept = (max(peaks(order, CHUNKS, layers, levels)) for layers in (most, none))
+    return replace(BATCH, cap_bytes=(int(least + share * (all_kept - least)),) * 3)
+
+
+def test_an_order_with_weight_gradients_fits_by_the_obvious_call():
+    asked = capped(0.4)
+    without = Decisions(CHUNKS, ZERO_BUBBLE, [[0] * len(CHUNKS)] * 3)
+    with pytest.raises(PlanError, match="cap"):
+        build_plan(asked, COSTS, Options(), without)
+    made = fitted(ZERO_BUBBLE, CHUNKS, asked, COSTS)
+    assert made.order == ZERO_BUBBLE
+    assert any(map(any, made.layers))
+    written = build_plan(asked, COSTS, Options(), made)
+    assert check(written) == []
+    assert max(written.predicted.peak_bytes) <= asked.cap_bytes[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_names_that_cap(seed: int):
+    draw = random.Random(seed)
+    rule = WarmUp(lead=draw.choice([1, 1.5, 2]), late=draw.random() < 0.5)
+    chunks = cut(BATCH, draw.choice([4, 9, 20]))
+    levels = draw.choice([("whole",), COSTS.recompute_levels])
+    options = Options(recompute_levels="whole" if levels == ("whole",) else "all")
+    tables = tabulate(chunks, BATCH, COSTS, levels)
+    order = with_weights(rule.order(chunks, tables, BATCH), [draw.randrange(6) for _ in range(5)])
+    with pytest.raises(InfeasibleError) as refused:
+        fitted(order, chunks, replace(BATCH, cap_bytes=(1,) * 3), COSTS, options)
+    cap = refused.value.least_cap_bytes
+    for more in (0, GIB, 8 * GIB):
+        asked = replace(BATCH, cap_bytes=(cap + more,) * 3)
+        assert check(build_plan(asked, COSTS, options, fitted(order, chunks, asked, COSTS, options))) == []
+    with pytest.raises(InfeasibleError):
+        fitted(order, chunks, replace(BATCH, cap_bytes=(cap - 1,) * 3), COSTS, options)
+
+
+def test_with_nothing_to_fit_nothing_recomputes():
+    made = fitted(ZERO_BUBBLE, CHUNKS, BATCH, COSTS, Options(offload=True))
+    assert not any(map(any, made.layers))
+    assert not made.copies
+
+
+def test_of_whole_backwards_it_recomputes_what_the_planner_does():
+    made = plan(capped(0.5, elastic_1f1b(CHUNKS, 3, False)), COSTS, Options(slices=3))
+    order = tuple(made.actions(rank) for rank in range(3))
+    asked = replace(BATCH, cap_bytes=made.cap_bytes)
+    again = build_plan(asked, COSTS, Options(), fitted(order, made.chunks, asked, COSTS))
+    assert again.predicted.makespan_us <= made.predicted.makespan_us * 1.05
+    assert check(again) == []
+
+
+def test_a_fixed_recompute_is_kept_and_refused_where_it_does_not_fit():
+    asked = capped(0.4)
+    made = fitted(ZERO_BUBBLE, CHUNKS, replace(BATCH, cap_bytes=(UNLIMITED_BYTES,) * 3), COSTS, Options(recompute=1))
+    assert {count for row in made.layers for count in row} == {1}
+    with pytest.raises(InfeasibleError):
+        fitted(ZERO_BUBBLE, CHUNKS, replace(asked, cap_bytes=capped(0.05).cap_bytes), COSTS, Options(recompute=1))
+
+
+def test_copies_are_used_where_they_are_faster_than_recompute():
+    order = with_weights(elastic_1f1b(CHUNKS, 3, False), [1])
+    asked, options = capped(0.6, order), Options(offload=True)
+    alone, made = fitted(order, CHUNKS, asked, COSTS), fitted(order, CHUNKS, asked, COSTS, options)
+    assert any(made.copies)
+    spans = [build_plan(asked, COSTS, options, one).predicted.makespan_us for one in (alone, made)]
+    assert spans[1] < spans[0]
+
+
+def test_several_stages_on_a_rank_and_evaluations_are_fitted_too():
+    costs = pipeline(4, 2)
+    looped = Problem(LENGTHS, (0, 1, 0, 1), (UNLIMITED_BYTES,) * 2)
+    order = with_weights(ListScheduling(2).order(CHUNKS, tabulate(CHUNKS, looped, costs), looped), [2])
+    with pytest.raises(InfeasibleError) as refused:
+        fitted(order, CHUNKS, replace(looped, cap_bytes=(1, 1)), costs)
+    looped = replace(looped, cap_bytes=(refused.value.least_cap_bytes + GIB,) * 2)
+    assert check(build_plan(looped, costs, Options(), fitted(order, CHUNKS, looped, costs))) == []
+    asked = replace(BATCH, forward_only=True)
+    made = fitted(elastic_1f1b(CHUNKS, 3, True), CHUNKS, asked, COSTS, Options(offload=True))
+    assert check(build_plan(asked, COSTS, Options(), made)) == []
+
+
+def changed(rank: int, at: int, *actions: Action) -> Order:
+    rows = [list(row) for row in ZERO_BUBBLE]
+    rows[rank][at : at + 1] = actions
+    return tuple(map(tuple, rows))
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (changed(1, 0, Action(Op.R, 1, 0)), "a planner says what recomputes by its layers"),
+        (changed(1, 0, Action(Op.F, 1, 99)), "unknown chunk 99"),
+        (changed(1, 0, Action(Op.F, 7, 0)), "unknown stage 7"),
+        (changed(1, 0), "1F0: missing"),
+        (changed(1, 0, *ZERO_BUBBLE[1][:2]), "doubled"),
+        (changed(2, 0, *ZERO_BUBBLE[2][:1], Action(Op.O, 2, 0)), "O belongs into the copies"),
+        (ZERO_BUBBLE[:2], "order has 2 rows for 3 ranks"),
+        ((ZERO_BUBBLE[0][::-1], *ZERO_BUBBLE[1:]), "deadlocks"),
+    ],
+)
+def test_a_mistake_in_the_order_is_reported(order: Order, words: str):
+    with pytest.raises(PlanError, match=words):
+        fitted(order, CHUNKS, BATCH, COSTS)
+
+
+@pytest.mark.parametrize("chunks", [(), CHUNKS[:-1], (*CHUNKS[:-1], Chunk(()))])
+def test_a_mistake_in_the_chunks_is_reported(chunks: tuple[Chunk, ...]):
+    with pytest.raises(PlanError, match="made a plan that cannot run"):
+        fitted(ZERO_BUBBLE, chunks, BATCH, COSTS)
+
+
+def test_a_new_rule_enters_the_search_with_one_entry_in_a_tuple(monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+
+    class Backwards:
+        """1F1B, noted."""
+
+        def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
+            asked.append(len(chunks))
+            return elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
+
+    first = (*order_rules.STRAIGHT.first, Backwards())
+    monkeypatch.setattr(order_rules, "STRAIGHT", replace(order_rules.STRAIGHT, first=first))
+    assert check(plan(BATCH, COSTS)) == []
+    assert asked
