@@ -232,12 +232,8 @@ def _fill(stage: MegatronStage, view: SliceView) -> None:
             return
         rest = replace(view, start=head, end=view.start)
         for layer in _layers(stage):
-            none = torch.empty(0)
-            k, v = (
-                x.repeat(-(-rest.num_cached // head), 1, 1)[: rest.num_cached]
-                for x in stage.relay.keys_and_values(layer, first, none, none)
-            )
-            stage.relay.append(layer, rest, k, v)
+            few = stage.relay.filled(layer, first)
+            stage.relay.append(layer, rest, [x.repeat(-(-rest.num_cached // head), 1, 1)[: rest.num_cached] for x in few])
 
 
 def _layers(stage: MegatronStage) -> list[int]:
