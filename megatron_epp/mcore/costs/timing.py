@@ -226,8 +226,8 @@ def _fill(stage: MegatronStage, view: SliceView) -> None:
             return
         rest = replace(view, start=head, end=view.start)
         for layer in _layers(stage):
-            cached = (x.repeat(-(-rest.num_cached // head), 1, 1)[: rest.num_cached] for x in stage.relay.cached(layer, first))
-            stage.relay.append(layer, rest, tuple(cached))
+            few = stage.relay.filled(layer, first)
+            stage.relay.append(layer, rest, [x.repeat(-(-rest.num_cached // head), 1, 1)[: rest.num_cached] for x in few])
 
 
 def _layers(stage: MegatronStage) -> list[int]:

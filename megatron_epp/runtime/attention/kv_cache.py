@@ -222,14 +222,6 @@ class KVRelay:
             progress.filled = view.stop
         return seen
 
-    def cached(self, layer: int, view: SliceView, part: int = 0) -> Tensors:
-        """Return the cached tensors of a sequence up to the end of a chunk's slice, ``[keys, heads, width]`` each.
-
-        Args:
-            layer, view, part: as for `append`.
-        """
-        return self._store(view).rows(view, Piece(layer, part), view.stop)
-
     def recall(self, layer: int, view: SliceView, uncached: Sequence[Tensor], part: int = 0) -> Tensors:
         """Return what `append` returned for a chunk, for its backward. Groups of heads come last to first.
 
@@ -255,6 +247,11 @@ class KVRelay:
         store, piece, uncached = self._store(view), Piece(layer, part), tuple(uncached)
         store.expect_gradient(view, piece)
         return _written(store.rows(view, piece, view.stop), view.stop, uncached)
+
+    def filled(self, layer: int, view: SliceView, part: int = 0) -> Tensors:
+        """Return the cached tensors of a sequence up to the end of a slice, ``[keys, heads, width]`` each."""
+        rows = self._store(view).rows(view, Piece(layer, part), view.stop)
+        return tuple(buffer[: view.stop] for buffer in rows)
 
     def take_gradient(
         self, layer: int, view: SliceView, grads: Sequence[Tensor], part: int = 0, heads: slice | None = None
