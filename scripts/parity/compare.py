@@ -1,9 +1,9 @@
 """Trains a small GPT with Megatron's own schedule and with elastic plans, and prints how far they are apart.
 
-    python scripts/parity.py --tp 2 --sp --cp 2 --pp 2                    one cell, the documents below
-    python scripts/parity.py --dp 2 --pp 2 --lengths FILE --iterations 3  documents of these lengths, all in every iteration
-    python scripts/parity.py --matrix                                     rows in which every two choices meet
-    python scripts/parity.py --matrix full                                every cell
+    python -m scripts.parity --tp 2 --sp --cp 2 --pp 2                    one cell, the documents below
+    python -m scripts.parity --dp 2 --pp 2 --lengths FILE --iterations 3  documents of these lengths, all in every iteration
+    python -m scripts.parity --matrix                                     rows in which every two choices meet
+    python -m scripts.parity --matrix full                                every cell
 
 In fp32 on CPU, processes of this machine over gloo, dropout off. "Stock" is Megatron's schedule and attention, one document per
 microbatch, with --context-parallel-size 1. Where one cell is compared, or stages are placed as stock cannot place them, stock
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parity_cells import (
+from scripts.parity.cells import (
     CONTEXT,
     LENGTHS,
     MODELS,
@@ -59,7 +59,7 @@ class Setting:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if missing := _missing(args):
-        print(f"parity.py cannot run {missing} yet", file=sys.stderr)
+        print(f"parity cannot run {missing} yet", file=sys.stderr)
         return 2
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # before torch is imported
     cases, setting = _what(args)
@@ -134,17 +134,17 @@ def _lengths(source: str) -> tuple[int, ...]:
     try:
         return lengths_of(argparse.Namespace(lengths=source, context=None, batch_size=None))
     except EppError as error:
-        raise SystemExit(f"parity.py: {error}") from None
+        raise SystemExit(f"parity: {error}") from None
 
 
 def compare_all(cases: dict[str, Case], setting: Setting, limit_s: float) -> dict[str, dict[str, Any]]:
     """Run every case both ways.
 
     Returns:
-        by name, what `parity_runs.compare` says, or ``{"error": ...}`` where a run failed.
+        by name, what `runs.compare` says, or ``{"error": ...}`` where a run failed.
     """
-    from parity_runs import compare
-    from parity_worlds import load_megatron, train_all
+    from scripts.parity.runs import compare
+    from scripts.parity.worlds import load_megatron, train_all
 
     load_megatron()
     with tempfile.TemporaryDirectory() as place:
@@ -164,8 +164,8 @@ def compare_all(cases: dict[str, Case], setting: Setting, limit_s: float) -> dic
 
 def _trainings(cases: dict[str, Case], setting: Setting, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Per case the run with Megatron's schedule, often shared, and the run with plans."""
-    from parity_worlds import Training
-    from random_documents import write_documents
+    from scripts.parity.worlds import Training
+    from scripts.random_documents import write_documents
 
     common = common_flags(setting.iterations, setting.context, setting.batch, setting.validates)
     common += ["--data-path", write_documents(folder / "documents", setting.lengths, VOCABULARY)]
@@ -206,7 +206,3 @@ def table(report: dict[str, Any]) -> str:
         verdict = "" if within(figures) else f"  above {TOLERANCE:.0e}"
         lines.append("  ".join((f"{name:{width}}", f"{figures['num_processes']:9}", *cells)) + verdict)
     return "\n".join((*lines, *failures, f"{len(report['cases'])} cases in {report['seconds']:.0f} s"))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from parity_planner import share_planner
-from parity_runs import Run, record
 
 from megatron_epp.mcore.training.forking import preload
+from scripts.parity.planner import share_planner
+from scripts.parity.runs import Run, record
 
 _fork = multiprocessing.get_context("fork")
 

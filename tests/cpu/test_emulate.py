@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from runtime_plans import offloading, planned, two_ranks, v_shape
 
 from megatron_epp.cli.main import main
 from megatron_epp.plan import Action, EppError, Op
@@ -13,6 +12,7 @@ from megatron_epp.plan.serialize import digest, save
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Measured
 from megatron_epp.runtime.tools.emulate import rehearse
+from tests.support.runtime.runtime_plans import offloading, planned, two_ranks, v_shape
 
 
 def assert_follows(rehearsed, plan):

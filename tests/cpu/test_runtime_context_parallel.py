@@ -1,9 +1,10 @@
 """Ranks that share a chunk's tokens attend as one rank would, each with its own heads and its own part of the cache."""
 
 import pytest
-from rank_processes import Ranks
-from relay_chunks import slices
-from ulysses_runs import cache_bytes, differences, there_and_back
+
+from tests.support.runtime.context_parallel_runs import cache_bytes, differences, there_and_back
+from tests.support.runtime.rank_processes import Ranks
+from tests.support.runtime.relay_chunks import slices
 
 CASES = {
     "packed": ((5, 1, 8), [[(0, 0, 5), (1, 0, 1), (2, 0, 8)]]),

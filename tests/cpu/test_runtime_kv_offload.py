@@ -3,10 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from late_host import LateHost
-from pipeline_runs import run_plan
-from relay_chunks import CHANNELS, KV_HEADS, RECOMPUTE, ChunkedLayer, slices
-from runtime_plans import by_hand, hosting, offloading, one_rank, one_rank_split, one_rank_two_stages
 
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.size_class import size_class
@@ -14,6 +10,10 @@ from megatron_epp.runtime.attention.double_buffer import LookAhead
 from megatron_epp.runtime.attention.slice_view import RelayError
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.offload.host import HostMemory
+from tests.support.runtime.late_host import LateHost
+from tests.support.runtime.pipeline_runs import run_plan
+from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, RECOMPUTE, ChunkedLayer, slices
+from tests.support.runtime.runtime_plans import by_hand, hosting, offloading, one_rank, one_rank_split, one_rank_two_stages
 
 CPU = torch.device("cpu")
 LAYERS = 3

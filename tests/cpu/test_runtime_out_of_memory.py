@@ -6,8 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rank_processes import Ranks, run_until_exit
-from runtime_plans import (
+
+from megatron_epp.plan import Action, Op, PlanError, simulate
+from megatron_epp.runtime.drain import blank
+from megatron_epp.runtime.offload.host import HostMemoryError
+from megatron_epp.runtime.out_of_memory import LEAST_SHARE, ShortagePolicy, Usage
+from tests.support.runtime.out_of_memory_runs import run_short, try_twice
+from tests.support.runtime.rank_processes import Ranks, run_until_exit
+from tests.support.runtime.runtime_plans import (
     hosting,
     looped,
     offloading,
@@ -19,12 +25,6 @@ from runtime_plans import (
     two_ranks_split,
     v_shape,
 )
-from shortage_runs import run_short, try_twice
-
-from megatron_epp.plan import Action, Op, PlanError, simulate
-from megatron_epp.runtime.drain import blank
-from megatron_epp.runtime.offload.host import HostMemoryError
-from megatron_epp.runtime.out_of_memory import LEAST_SHARE, ShortagePolicy, Usage
 
 
 @pytest.fixture(scope="module")

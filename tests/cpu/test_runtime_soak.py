@@ -6,12 +6,12 @@ import random
 import psutil
 import pytest
 import torch
-from plain_stage import CHANNELS, KV_HEADS, LONGEST, PlainStage, batch_of, build_part
-from runtime_plans import planned
 
 from megatron_epp.plan import Op
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
+from tests.support.runtime.plain_stage import CHANNELS, KV_HEADS, LONGEST, PlainStage, batch_of, build_part
+from tests.support.runtime.runtime_plans import planned
 
 ITERATIONS, WARM_UP = 2000, 600
 STAGES = 2

@@ -3,12 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from synthetic_documents import documents_of, write_pair
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from tests.support.mcore.synthetic_documents import documents_of, write_pair
+
 ITERATIONS = 2
 
 
@@ -16,7 +15,7 @@ ITERATIONS = 2
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("truth")
     data = write_pair(folder / "documents", documents_of([n + 1 for n in (900, 40, 300, 1500, 700, 20, 650, 1200) * 4]))
-    command = [sys.executable, str(SCRIPTS / "bench_truth.py"), "--iterations", str(ITERATIONS)]
+    command = [sys.executable, "-m", "scripts.bench.fidelity", "--iterations", str(ITERATIONS)]
     command += ["--data-path", data]
     done = subprocess.run([*command, "-o", str(folder / "runs")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,25 +3,20 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import bench_gpu  # noqa: E402
-import gpu_runs  # noqa: E402
-
-from megatron_epp.launch.runs import RunError  # noqa: E402
-from megatron_epp.plan import Action  # noqa: E402
-from megatron_epp.report.measured import Event, Measured  # noqa: E402
+from megatron_epp.launch.runs import RunError
+from megatron_epp.plan import Action
+from megatron_epp.report.measured import Event, Measured
+from scripts.bench.gpu import bench as bench_gpu
+from scripts.bench.gpu import runs as gpu_runs
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
-    command = [sys.executable, "-W", "ignore", str(SCRIPTS / "bench_gpu.py"), "--reduced", "-o", str(folder)]
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.bench.gpu", "--reduced", "-o", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "report.md").read_text() in done.stdout

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked import train
-from launch import Finished
+
+from tests.support.mcore.forked import train
+from tests.support.mcore.launch import Finished
 
 MODELS = {
     "llama": shlex.split(

@@ -8,20 +8,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import launch
-from memory_cases import BLOCKS, CAPPED, FREE, ITERATIONS, LENGTHS, OFFLOADED, PIPELINES, TOKENS_SHARED, VOCABULARY
-from synthetic_documents import documents_of, write_pair
 
 from megatron_epp.plan import Plan
 from megatron_epp.plan.serialize import load
+from tests.support.mcore.forked import launch
+from tests.support.mcore.memory_cases import (
+    BLOCKS,
+    CAPPED,
+    FREE,
+    ITERATIONS,
+    LENGTHS,
+    OFFLOADED,
+    PIPELINES,
+    TOKENS_SHARED,
+    VOCABULARY,
+)
+from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 SCALARS_BYTES = 64
 """Of the loss, which no cost per token has."""
-WORKER = Path(__file__).with_name("memory_worker.py")
+WORKER = "tests.support.mcore.memory_worker"
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], 
     def report(ranks: int, name: str) -> Report:
         reports = folder / str(ranks)
         if ranks not in errors:
-            finished = launch(ranks, WORKER, env={"MEMORY_DATA": data, "MEMORY_REPORTS": str(reports)}, timeout_s=400)
+            finished = launch(ranks, "-m", WORKER, env={"MEMORY_DATA": data, "MEMORY_REPORTS": str(reports)}, timeout_s=400)
             errors[ranks] = "" if finished.returncode == 0 else finished.output[-5000:]
         assert not errors[ranks], errors[ranks]
         lines = (reports / name / "iterations.jsonl").read_text().splitlines()

@@ -5,23 +5,22 @@ Measured is what autograd keeps on the device, each storage once, and the KV rel
 """
 
 import json
-from pathlib import Path
 
 import pytest
-from batches_worker import BATCHES, RUNS
-from forked import launch
 
 from megatron_epp.plan import LEVELS
+from tests.support.mcore.batches_worker import BATCHES, RUNS
+from tests.support.mcore.forked import launch
 
 SCALARS_BYTES = 64
 """Of the loss, which no cost per token has."""
-WORKER = Path(__file__).with_name("batches_worker.py")
+WORKER = "tests.support.mcore.batches_worker"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """By training and rank: a line for every plan that ran."""
-    finished = launch(1, WORKER, tmp_path_factory.mktemp("batches"), timeout_s=400)
+    finished = launch(1, "-m", WORKER, tmp_path_factory.mktemp("batches"), timeout_s=400)
     last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
     assert last is not None, finished.output[-5000:]
     found = json.loads(last)

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from forked import launch
-from launch import Finished
-from oom_cases import CASES, FAULT_ITERATION, ITERATIONS, LENGTHS, LIMIT_MINUTES, VOCABULARY
-from synthetic_documents import documents_of, write_pair
 
-WORKER = Path(__file__).with_name("oom_worker.py")
+from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import Finished
+from tests.support.mcore.oom_cases import CASES, FAULT_ITERATION, ITERATIONS, LENGTHS, LIMIT_MINUTES, VOCABULARY
+from tests.support.mcore.synthetic_documents import documents_of, write_pair
+
+WORKER = "tests.support.mcore.oom_worker"
 TOLERANCE = 1e-5
 
 
@@ -35,7 +36,7 @@ class Trained:
 def start(folder: Path, *names: str) -> Finished:
     data = write_pair(folder / "documents", documents_of([n + 1 for n in LENGTHS], vocab_size=VOCABULARY))
     environment = {"OOM_DATA": data, "OOM_FOLDER": str(folder), "OOM_CASES": "; ".join(names)}
-    return launch(2, WORKER, env=environment, timeout_s=400)
+    return launch(2, "-m", WORKER, env=environment, timeout_s=400)
 
 
 @pytest.fixture(scope="module")

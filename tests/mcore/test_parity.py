@@ -1,6 +1,6 @@
 """Training with plans gives what Megatron's own schedule gives on the same documents fed whole: fp32, on CPU, over gloo.
 
-"Stock" is Megatron's schedule function and Megatron's attention, one document per microbatch. ``scripts/parity.py`` runs and
+"Stock" is Megatron's schedule function and Megatron's attention, one document per microbatch. ``scripts/parity`` runs and
 compares everything: cuts of the documents for twenty iterations on few processes, and for three a matrix of parallel sizes in
 which every two choices meet (with ``EPP_PARITY_MATRIX=full`` every cell).
 """
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import launch
-from launch import run
-from parity_cases import CASES, CUTS, ITERATIONS, SCRIPTS
 
-from parity import BATCH, TOLERANCE, table  # isort: skip  # `parity_cases` has told where it is
-from parity_cells import Cell, all_cells, all_rows, covering_rows, full_rows  # isort: skip
+from scripts.parity.cells import Cell, all_cells, all_rows, covering_rows, full_rows
+from scripts.parity.compare import BATCH, TOLERANCE, table
+from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import run
+from tests.support.mcore.parity_cases import CASES, CUTS, ITERATIONS
 
 MATRIX = os.environ.get("EPP_PARITY_MATRIX", "pairs")
 ROWS = full_rows() if MATRIX == "full" else covering_rows()
@@ -39,7 +39,7 @@ Figures = dict[str, Any]
 
 def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
     """What the script reports."""
-    finished = launch(1, SCRIPTS / "parity.py", *flags, "--json", timeout_s=timeout_s)
+    finished = launch(1, "-m", "scripts.parity", *flags, "--json", timeout_s=timeout_s)
     last = finished.output.splitlines()[-1]
     assert last.startswith("{"), finished.output[-5000:]
     return json.loads(last)
@@ -157,7 +157,7 @@ def test_the_rows_bring_every_two_choices_together() -> None:
     ],
 )
 def test_the_script_says_in_a_line_what_it_cannot_run(flags: list[object], says: str) -> None:
-    finished = run([sys.executable, SCRIPTS / "parity.py", *flags], {}, 60)
+    finished = run([sys.executable, "-m", "scripts.parity", *flags], {}, 60)
     assert finished.returncode in (1, 2)
     assert says in finished.output.splitlines()[-1]
 
@@ -169,7 +169,7 @@ def test_a_run_that_fails_is_a_row_that_failed_and_others_go_on(tmp_path: Path) 
     }
     path = tmp_path / "cases.json"
     path.write_text(json.dumps(cases))
-    finished = launch(1, SCRIPTS / "parity.py", "--cases", path, "--iterations", 1, timeout_s=180)
+    finished = launch(1, "-m", "scripts.parity", "--cases", path, "--iterations", 1, timeout_s=180)
     assert finished.returncode == 1
     rows = [line for line in finished.output.splitlines() if line.startswith(tuple(cases))]
     assert "failed" in rows[0]

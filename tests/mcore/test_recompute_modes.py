@@ -1,19 +1,19 @@
 """Gradients do not depend on what recomputes or is away, to the bit, on every kind of layer and way to share it out."""
 
 import json
-from pathlib import Path
 
 import pytest
-from forked import launch
-from levels_worker import HOSTED, LEVELS, OFFLOADS, RUNS
 
-WORKER = Path(__file__).with_name("levels_worker.py")
+from tests.support.mcore.forked import launch
+from tests.support.mcore.recompute_modes_worker import HOSTED, LEVELS, OFFLOADS, RUNS
+
+WORKER = "tests.support.mcore.recompute_modes_worker"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """By training and rank: which gradients differ from those without recompute, by level."""
-    finished = launch(1, WORKER, tmp_path_factory.mktemp("levels"), timeout_s=400)
+    finished = launch(1, "-m", WORKER, tmp_path_factory.mktemp("levels"), timeout_s=400)
     last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
     assert last is not None, finished.output[-5000:]
     return json.loads(last)

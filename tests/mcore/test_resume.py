@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import free_port
-from synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+from tests.support.mcore.launch import free_port
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 ITERATIONS = 12
 INTERVAL = 5

@@ -9,9 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from known_scripts import USER_SCRIPT, known_as_megatrons
-from launch import REPOSITORY, TINY, launch
-from synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+from tests.support.mcore.known_scripts import USER_SCRIPT, known_as_megatrons
+from tests.support.mcore.launch import REPOSITORY, TINY, launch
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
 TRAIN = [*TINY, "--pipeline-model-parallel-size", 2, "--train-iters", 2, "--epp-lookahead", 3]

@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
-from bad_files import PLAN, SOUND, error_line, exit_code, signed, spoiled, written
 
 from megatron_epp.cli import inputs as cli_inputs
 from megatron_epp.cli import main as cli
 from megatron_epp.cli.types import MOST
 from megatron_epp.plan import EppError
 from megatron_epp.plan.reading import check_nested, naming
+from tests.support.plan.bad_files import PLAN, SOUND, error_line, exit_code, signed, spoiled, written
 
 BATCH = ["--lengths", "300,200", "--stages", "2"]
 FLAGS = {

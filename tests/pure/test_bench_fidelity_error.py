@@ -1,21 +1,16 @@
 """Where a run went off its plan."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from report_plans import measured_run, sliced_plan
 
 from megatron_epp.plan import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.plan import Messages
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Measured
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from truth_error import RECOMPUTING, compare
+from scripts.bench.fidelity.error import RECOMPUTING, compare
+from tests.support.plan.report_plans import measured_run, sliced_plan
 
 
 def with_processor_time(measured: Measured, share: float) -> Measured:

@@ -7,8 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from oracle_cases import Changes, best_by_force, tiny_case, with_levers
-from planner_cases import GIB, pipeline, problem
 
 from megatron_epp.plan import InfeasibleError, Op, PlanError
 from megatron_epp.plan.check import check
@@ -19,6 +17,8 @@ from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.tables import tabulate
+from tests.support.plan.oracle_cases import Changes, best_by_force, tiny_case, with_levers
+from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 pytest.importorskip("scipy", reason="the oracle needs scipy: pip install 'megatron-epp[milp]'")
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from planner_cases import pipeline, problem
 
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.check import check
@@ -16,6 +15,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.exact.refine import MOST_CHUNKS, Refiner, refine
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.solved import canonical, relabelled
+from tests.support.plan.planner_cases import pipeline, problem
 
 pytest.importorskip("scipy", reason="the solver needs scipy: pip install 'megatron-epp[milp]'")
 

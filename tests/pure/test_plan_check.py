@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_plans import (
+
+from megatron_epp.plan import Action, Op, PlanError, check, simulate
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import (
     EXAMPLES,
     evaluation,
     faults,
@@ -17,9 +20,6 @@ from schedule_plans import (
     whole,
     with_rows,
 )
-from schedule_random import sound_plans
-
-from megatron_epp.plan import Action, Op, PlanError, check, simulate
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -3,10 +3,20 @@
 from dataclasses import replace
 
 from hypothesis import given
-from schedule_plans import faults, make_plan, offload, one_f_one_b, only_fault, sliced, two_by_two, whole, with_step
-from schedule_random import sound_plans
 
 from megatron_epp.plan import check, simulate
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import (
+    faults,
+    make_plan,
+    offload,
+    one_f_one_b,
+    only_fault,
+    sliced,
+    two_by_two,
+    whole,
+    with_step,
+)
 
 
 def test_memory_above_the_cap():

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from report_plans import predicted
-from schedule_plans import EXAMPLES, faults, offload, only_fault
-from schedule_random import sound_plans
 
 from megatron_epp.plan import Prediction, check, from_json, simulate, to_json
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.report_plans import predicted
+from tests.support.plan.small_plans import EXAMPLES, faults, offload, only_fault
 
 SOUND = predicted(offload())
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from schedule_plans import chunk, faults, hybrid, make_plan, only_fault, two_by_two, whole, with_step
 
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Messages, Prediction, Recompute, check
+from tests.support.plan.small_plans import chunk, faults, hybrid, make_plan, only_fault, two_by_two, whole, with_step
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Small plans as text: order, messages, times and bytes, compared exactly.
 
-After a change that is meant, write them anew with ``MEGATRON_EPP_WRITE_GOLDEN=1 pytest tests/pure/test_schedule_golden.py`` and
+After a change that is meant, write them anew with ``MEGATRON_EPP_WRITE_GOLDEN=1 pytest tests/pure/test_plan_golden.py`` and
 read the difference.
 """
 
@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 
 import pytest
-from schedule_plans import EXAMPLES
 
 from megatron_epp.plan import digest, lower, simulate, to_grid
+from tests.support.plan.small_plans import EXAMPLES
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

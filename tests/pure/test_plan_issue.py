@@ -1,10 +1,10 @@
 """Where a rank issues offloads and loads: no later than they start, and it then holds what the simulation says."""
 
 from hypothesis import given
-from schedule_plans import make_plan, offload, whole
-from schedule_random import sound_plans
 
 from megatron_epp.plan import Action, Op, lower, simulate
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import make_plan, offload, whole
 
 COPIES = (Op.O, Op.FREE, Op.L)
 

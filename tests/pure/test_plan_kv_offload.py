@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_plans import evaluation, faults, make_plan, only_fault, sliced, whole
-from schedule_random import sound_plans
 
 from megatron_epp.plan import Action, Hosted, Op, check, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_levels, host_peaks, hosted_changes, in_units, slices_of
 from megatron_epp.plan.lowering import lower
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import evaluation, faults, make_plan, only_fault, sliced, whole
 
 
 def times_of(line, rank, action):

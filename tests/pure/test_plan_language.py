@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_plans import chunk, whole
 
 from megatron_epp.plan import Action, Op, PlanError, Segment, deps
 from megatron_epp.plan.chunk import slice_neighbours
+from tests.support.plan.small_plans import chunk, whole
 
 SLICED = (chunk((0, 0, 5)), chunk((0, 5, 8), (1, 0, 2)), chunk((2, 0, 4)))
 

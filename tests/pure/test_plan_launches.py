@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launch_campaign import judge, late_receives
-from launch_plans import random_plans
-from queue_machine import stuck, stuck_together
-from schedule_plans import EXAMPLES, looped, make_plan, one_f_one_b, whole
-from schedule_random import sound_plans
 
 from megatron_epp.plan import Action, Op, check, check_matched, lower, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked, check_launches
+from tests.support.plan.launch_campaign import judge, late_receives
+from tests.support.plan.launch_plans import random_plans
+from tests.support.plan.queue_machine import stuck, stuck_together
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import EXAMPLES, looped, make_plan, one_f_one_b, whole
 
 COMMUNICATION = (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.REDUCE)
 COPIES = (Op.O, Op.L, Op.FREE)
@@ -158,7 +158,7 @@ def test_lockstep_plans_that_receive_at_different_exchanges_may_wait_for_each_ot
 
 @pytest.mark.parametrize("seed", range(20))
 def test_planned_batches_end_on_every_machine(seed):
-    """More of them: ``python tests/pure/launch_campaign.py 2500``."""
+    """More of them: ``python -m tests.support.plan.launch_campaign 2500``."""
     assert judge(seed).faults == []
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from schedule_plans import EXAMPLES, looped, make_plan, one_f_one_b, v_shape, whole, with_rows
-from schedule_random import sound_plans
 
 from megatron_epp.plan import Action, Op, PlanError, lower, simulate
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import EXAMPLES, looped, make_plan, one_f_one_b, v_shape, whole, with_rows
 
 SENDS = {Op.SEND_F: (1, Op.RECV_F), Op.SEND_B: (-1, Op.RECV_B)}
 RECEIVES = {Op.RECV_F: (-1, Op.SEND_F), Op.RECV_B: (1, Op.SEND_B)}

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from launch_plans import costs_of
-from schedule_plans import one_f_one_b, v_shape
-from schedule_random import sound_plans
 
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Op, check, lower, simulate
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.memory.messages import message_room
+from tests.support.plan.launch_plans import costs_of
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import one_f_one_b, v_shape
 
 
 def sized(made, *sizes):

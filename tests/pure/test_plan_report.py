@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_plans import make_plan, two_by_two, whole, with_rows, with_step
-from schedule_random import sound_plans
 
 from megatron_epp.plan import check, report
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import make_plan, two_by_two, whole, with_rows, with_step
 
 
 def test_the_report_puts_an_arrow_under_the_fault():

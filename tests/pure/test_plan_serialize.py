@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
-from schedule_random import sound_plans
 
 from megatron_epp.plan import Hosted, PlanError, Prediction, digest, from_json, load, save, to_json
 from megatron_epp.plan.serialize import pack, unpack
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
 
 numbers = st.floats(0, 1e12, allow_nan=False)
 

@@ -5,7 +5,10 @@ from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
-from schedule_plans import (
+
+from megatron_epp.plan import Action, Op, PlanError, simulate
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import (
     evaluation,
     hybrid,
     looped,
@@ -19,9 +22,6 @@ from schedule_plans import (
     with_rows,
     with_step,
 )
-from schedule_random import sound_plans
-
-from megatron_epp.plan import Action, Op, PlanError, simulate
 
 
 def times(plan):

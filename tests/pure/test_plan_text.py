@@ -2,10 +2,10 @@
 
 import pytest
 from hypothesis import given
-from schedule_plans import offload, one_f_one_b
-from schedule_random import sound_plans
 
 from megatron_epp.plan import Action, Op, PlanError, from_grid, lower, to_grid
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import offload, one_f_one_b
 
 
 def test_the_grid_has_a_line_per_rank():

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from planner_cases import problem
 
 from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, on_device
 from megatron_epp.cost import memory as item
@@ -15,6 +14,7 @@ from megatron_epp.plan.account import Account
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory.account import account_of
+from tests.support.plan.planner_cases import problem
 
 SEEDS = range(12)
 

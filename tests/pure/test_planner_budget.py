@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from planner_cases import GIB, pipeline, problem, web_lengths
 
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
@@ -16,6 +15,7 @@ from megatron_epp.planner.search.budget import FIRST_STEPS, Anytime, improved
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.trials import Trials
 from megatron_epp.planner.search.warm import Warm
+from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 LENGTHS = (9000, 8000, 3000, 2500)
 GIVEN, COSTS = problem(LENGTHS, 3, 9 * GIB), pipeline(3, 2)

@@ -10,7 +10,6 @@ from math import ceil
 
 import numpy as np
 import pytest
-from planner_cases import GIB, pipeline, problem
 from test_account import random_costs
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, work_of
@@ -28,6 +27,7 @@ from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.trials import Trials
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.text import summary
+from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 ON = Options(offload=True)
 FIXED = Options(slices=24)

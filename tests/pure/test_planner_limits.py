@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planner_cases import GIB, pipeline, problem
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.search.limits import BATCHES, Limit, Limits
+from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 COSTS = pipeline(2, 1)
 BATCH = (20000, 3000, 500)

@@ -7,7 +7,6 @@ import functools
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planner_cases import named_cap_bytes, pipeline, problem
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.plan import InfeasibleError, Plan, Recompute
@@ -15,6 +14,7 @@ from megatron_epp.plan.check import check, report
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.tables import tabulate
+from tests.support.plan.planner_cases import named_cap_bytes, pipeline, problem
 
 pipelines = functools.cache(pipeline)
 

@@ -4,7 +4,6 @@ import random
 from itertools import pairwise
 
 import pytest
-from planner_cases import pipeline, problem
 
 from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
@@ -12,6 +11,7 @@ from megatron_epp.cost.work import work_of
 from megatron_epp.plan import LEVELS, Chunk, Recompute, Segment, check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.memory.ladder import ABSENT, ladder, recompute_of, taken_by
+from tests.support.plan.planner_cases import pipeline, problem
 
 GIB = 1 << 30
 

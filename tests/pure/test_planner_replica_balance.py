@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,6 @@ from megatron_epp.planner.search.estimate import estimate_us
 from megatron_epp.planner.service.background import BackgroundPlanner
 from megatron_epp.planner.service.replica_balance import Division, _Exchange, by_count, divide, longest_first, teams_of
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
 COSTS = analytic_costs(SHAPE, CPU, [2, 2])
 
@@ -190,7 +188,7 @@ def test_replicas_plan_their_shares_of_one_division(options):
 
 
 def test_the_benchmark_of_divisions_puts_time_before_count(tmp_path):
-    command = [sys.executable, str(SCRIPTS / "bench_balance.py"), "--reduced", "--json", str(tmp_path / "report.json")]
+    command = [sys.executable, "-m", "scripts.bench.balance", "--reduced", "--json", str(tmp_path / "report.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "report.json").read_text())

@@ -10,10 +10,10 @@ import time
 
 import psutil
 import pytest
-from worker_tasks import adder, misbehaving, sleeper
 
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner.service.worker import Worker, WorkerError
+from tests.support.plan.worker_tasks import adder, misbehaving, sleeper
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_an_error_of_a_closed_worker_can_be_collected_as_garbage():
     """Python 3.12 ends with a segmentation fault where it collects a buffer of multiprocessing's in a cycle."""
     program = """
 import gc
-from worker_tasks import adder
+from tests.support.plan.worker_tasks import adder
 from megatron_epp.planner.service.worker import Worker, WorkerError
 
 worker = Worker(adder, 0)
@@ -90,7 +90,8 @@ gc.collect()
 def test_it_ends_when_the_process_that_made_it_is_killed():
     """In the middle of a call, and with no chance to say goodbye."""
     program = (
-        "import os, signal; from worker_tasks import sleeper; from megatron_epp.planner.service.worker import Worker;"
+        "import os, signal; from tests.support.plan.worker_tasks import sleeper;"
+        "from megatron_epp.planner.service.worker import Worker;"
         "worker = Worker(sleeper); worker.send(600); print(worker._process.pid, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -103,5 +104,5 @@ def test_it_ends_when_the_process_that_made_it_is_killed():
 
 
 def _python(program: str) -> subprocess.CompletedProcess[bytes]:
-    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    path = os.pathsep.join(filter(None, sys.path))
     return subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE)

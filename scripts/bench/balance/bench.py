@@ -1,7 +1,7 @@
 """How evenly replicas are loaded when a global batch is shared out by predicted time, against sharing it out by count.
 
-    python scripts/bench_balance.py                 all rows: lengths like Wikipedia's, code's and long chats', 2 to 8 replicas
-    python scripts/bench_balance.py --reduced       a few rows
+    python -m scripts.bench.balance                 all rows: lengths like Wikipedia's, code's and long chats', 2 to 8 replicas
+    python -m scripts.bench.balance --reduced       a few rows
 
 Imbalance is ``max / mean - 1`` of the replicas' planned makespans: the share of an iteration that replicas wait on average. Its
 floor is what no division can go below, since sequences are not cut between replicas: the longest sequence's plan alone, or the
@@ -20,12 +20,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner_suite import Case
-
 from megatron_epp.data import sequence_lengths
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.search.estimate import estimate_us
 from megatron_epp.planner.service.replica_balance import Division, by_count, divide, sequence_work
+from scripts.bench.planner.suite import Case
 
 CONTEXT, STAGES, MODEL, CAP_GB = 131072, 4, "llama3-8b", 80
 KINDS = ("wikipedia", "code", "chat")
@@ -118,7 +117,3 @@ def line(figures: dict[str, Any]) -> str:
     shares = "  ".join(f"{figures[name]:{width}.1%}" for name, width in (("by_count", 8), ("by_time", 8), ("floor", 6)))
     where = f"{figures['lengths']:>10} {figures['replicas']:8} {figures['batch']:6}  {shares}"
     return f"{where} {figures['milliseconds']:6.0f}" + ("  above its floor" if missed(figures) else "")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -23,17 +23,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from truth_error import Comparison, compare
-from truth_report import markdown
-
 from megatron_epp.cli.quickstart import corpus
 from megatron_epp.cost import PipelineCosts, Profile, work_of
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, tiny_gpt, train
 from megatron_epp.plan import Messages, Op, Plan, Step, load, simulate
 from megatron_epp.report.measured import Measured
+from scripts.bench.fidelity.error import Comparison, compare
+from scripts.bench.fidelity.report import markdown
 
-FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_truth"
+FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_fidelity"
 COSTS = "epp_costs.json"
 WARM_UP = 1
 """Iterations at the start of a run that are left out."""
@@ -211,7 +210,3 @@ def main() -> None:
     (a.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (a.output / "report.md").write_text(markdown(report))
     say(markdown(report))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,10 @@
-"""The report of `bench_truth.py` in Markdown. Every number comes from the report's JSON."""
+"""The report of `bench/fidelity` in Markdown. Every number comes from the report's JSON."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from planner_report import table
+from scripts.bench.planner.report import table
 
 NAMES = {"free": "Without a cap", "capped": "Under a memory cap"}
 

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_report import markdown
-from gpu_runs import Launched, Launches, OutOfMemory, Settings, Sizes, versions
 
 from megatron_epp.launch.machine import machine
 from megatron_epp.plan import Op
 from megatron_epp.report.measured import Measured
+from scripts.bench.gpu.report import markdown
+from scripts.bench.gpu.runs import Launched, Launches, OutOfMemory, Settings, Sizes, versions
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "runs" / "bench_gpu"
 GOALS = {"speed": 0.95, "peak": 0.05, "parity": 2.0, "loss_floor": 1e-4, "norm_floor": 1e-2}
 """Least ratio of tokens per second; most relative error of a peak; most times as far from fp32 as Megatron's own bf16 is, and
@@ -212,7 +212,3 @@ def main() -> int:
     if arguments.profile is not None:
         profile(arguments.profile.resolve(), arguments.reduced)
     return int(any("failed" in part for part in parts.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

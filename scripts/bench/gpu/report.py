@@ -1,11 +1,11 @@
-"""The report of `bench_gpu.py` in Markdown. Every number comes from the report's JSON."""
+"""The report of `bench/gpu` in Markdown. Every number comes from the report's JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from planner_report import table
+from scripts.bench.planner.report import table
 
 Part = dict[str, Any]
 _REDUCED = "**Reduced run: everything was tiny. It shows that the script works; its figures say nothing.**"

@@ -1,4 +1,4 @@
-"""What `bench_gpu.py` runs: model and lengths at full size or reduced, and the launches of a part, each of them once."""
+"""What `bench/gpu` runs: model and lengths at full size or reduced, and the launches of a part, each of them once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_documents import write_documents
 
 from megatron_epp.cli.progress import progress
 from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.runs import Run, RunError, tiny_gpt, train
 from megatron_epp.plan import Plan, load
 from megatron_epp.report.measured import Measured
+from scripts.random_documents import write_documents
 
 Settings = dict[str, Any]
 

@@ -15,15 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planner_report import table
-
 from megatron_epp.cost import PipelineCosts, analytic_profile, on_device
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.report.facts import host_peak_bytes
+from scripts.bench.planner.report import table
 
-FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_long"
+FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_long"
 GIB, K = 1 << 30, 1 << 10
 CLUSTER, REPLICAS = "h100x8", 8
 VARIANTS = {
@@ -111,7 +110,3 @@ def main() -> None:
     (a.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (a.output / "report.md").write_text(markdown(report))
     print(markdown(report))
-
-
-if __name__ == "__main__":
-    main()

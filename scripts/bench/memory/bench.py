@@ -1,6 +1,6 @@
 """Measures what levels of recompute and offload are worth: makespans, efficiency and context under caps that bind.
 
-The batches, models and pipelines are those of `bench_planner.py`. Every batch gets caps between the smallest that recompute of
+The batches, models and pipelines are those of `bench/planner`. Every batch gets caps between the smallest that recompute of
 whole layers fits and the peak without recompute: at 2, 10 and 30 % of the way. Everything is planned, nothing is trained; all
 plans share costs (analytic), and makespans are the simulator's. Efficiency is the time of the pure computation, spread evenly
 over the ranks, over the makespan: what layers that do not divide evenly cost counts against it, as filling and draining do. The
@@ -23,12 +23,11 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
-from planner_report import table
-from planner_suite import Case, sampled_cases
-
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from scripts.bench.planner.report import table
+from scripts.bench.planner.suite import Case, sampled_cases
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Variant:
         return replace(case.costs, host_us_per_byte=(sharing if self.links else 1) * case.costs.host_us_per_byte)
 
 
-FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_memory"
+FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_memory"
 GIB = 1 << 30
 BASE = "whole layers"
 VARIANTS = {
@@ -207,7 +206,3 @@ def main() -> None:
     (a.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (a.output / "report.md").write_text(markdown(report))
     print(markdown(report))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,19 +20,18 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
-from planner_fixed import FIXED
-from planner_report import markdown
-from planner_runs import BATCHES, RunCase, run_row
-from planner_small import LEVERS, small
-from planner_suite import OURS, RIVALS, Case, all_cases, row, sampled_cases
-
 from megatron_epp.cost import H100, analytic_costs
 from megatron_epp.cost.library import load_flags, shape_of
 from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Options, Problem, plan
+from scripts.bench.planner.fixed import FIXED
+from scripts.bench.planner.report import markdown
+from scripts.bench.planner.runs import BATCHES, RunCase, run_row
+from scripts.bench.planner.small import LEVERS, small
+from scripts.bench.planner.suite import OURS, RIVALS, Case, all_cases, row, sampled_cases
 
-FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_planner"
+FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_planner"
 TIE = 0.005
 """Makespans closer than this share count as equal."""
 
@@ -183,7 +182,3 @@ def main() -> None:
         (a.output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         (a.output / "report.md").write_text(markdown(report))
     print(markdown(report))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The report of `bench_planner.py` in Markdown. Every number comes from the report's JSON."""
+"""The report of `bench/planner` in Markdown. Every number comes from the report's JSON."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from planner_fixed import FIXED, fixed_run
-from planner_suite import ALL_LEVERS, DRAWS, OURS, SEQUENCES, Case, facts, where_the_time_goes
 
 from megatron_epp.data import sequence_lengths
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
+from scripts.bench.planner.fixed import FIXED, fixed_run
+from scripts.bench.planner.suite import ALL_LEVERS, DRAWS, OURS, SEQUENCES, Case, facts, where_the_time_goes
 
 BATCHES = 4
 LONGEST = {"wikipedia": sequence_lengths.WIKIPEDIA[-1][1], "equal": 8192}

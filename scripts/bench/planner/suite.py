@@ -1,4 +1,4 @@
-"""The cases that `bench_planner.py` plans, and what it asks of each plan."""
+"""The cases that `bench/planner` plans, and what it asks of each plan."""
 
 from __future__ import annotations
 

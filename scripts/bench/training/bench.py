@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from random_documents import write_documents
 
 from megatron_epp.data.sequence_lengths import wikipedia
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, pipeline_size, tiny_gpt, train
+from scripts.random_documents import write_documents
 
-FOLDER = Path(__file__).resolve().parent.parent / "runs" / "bench_training"
+FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_training"
 
 
 def write_corpus(name: str, lengths: np.ndarray) -> str:
@@ -131,7 +131,3 @@ def main() -> None:
     text = json.dumps(report, indent=2)
     Path(FOLDER / "report.json").write_text(text + "\n")
     print(text)
-
-
-if __name__ == "__main__":
-    main()

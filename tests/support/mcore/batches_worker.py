@@ -1,6 +1,6 @@
 """Runs plans for many random batches on one model, each with other recompute, and measures what the device and the host hold.
 
-python batches_worker.py FOLDER; prints by training and rank what `test_batches.py` looks at.
+python -m tests.support.mcore.batches_worker FOLDER; prints by training and rank what `test_memory_of_batches.py` looks at.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 BATCHES, CONTEXT, VOCABULARY = 9, 256, 95
 OPTIONS = "--epp-offload --epp-slices 3"
@@ -34,9 +32,9 @@ RUNS = {
 def main(folder: Path, names: list[str]) -> None:
     """Run everything, or only what is named."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    from parity_cells import LENGTHS, MODELS, common_flags
-    from parity_worlds import Training, load_megatron, train_all
-    from random_documents import write_documents
+    from scripts.parity.cells import LENGTHS, MODELS, common_flags
+    from scripts.parity.worlds import Training, load_megatron, train_all
+    from scripts.random_documents import write_documents
 
     load_megatron()
     from megatron_epp.mcore.training import forward_backward as schedule

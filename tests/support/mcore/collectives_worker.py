@@ -1,6 +1,6 @@
 """Trains with several kinds of parallelism and notes through which process groups the collectives of training go.
 
-python collectives_worker.py FOLDER; prints by training and rank the groups in use and those that were seen.
+python -m tests.support.mcore.collectives_worker FOLDER; prints by training and rank the groups in use and those that were seen.
 """
 
 import json
@@ -10,16 +10,14 @@ from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 NAMES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier"
 
 
 def main(folder):
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    from parity_cells import LENGTHS, OPTIMIZERS, PLANS, VOCABULARY, Case, Cell, common_flags
-    from parity_worlds import Training, load_megatron, train_all
-    from random_documents import write_documents
+    from scripts.parity.cells import LENGTHS, OPTIMIZERS, PLANS, VOCABULARY, Case, Cell, common_flags
+    from scripts.parity.worlds import Training, load_megatron, train_all
+    from scripts.random_documents import write_documents
 
     load_megatron()
     note_collectives(folder)

@@ -1,7 +1,7 @@
 """Stands in for Transformer Engine's linear layers where there is no GPU: what Megatron and this package see of them.
 
 Written from Transformer Engine's documentation of `delay_wgrad_compute`, `WeightGradStore` and `backward_dw` (2.7 to 2.18).
-With `--spec engine_stand_in layer_spec` a GPT has these layers, on one tensor-parallel rank.
+With `--spec tests.support.mcore.engine_stand_in layer_spec` a GPT has these layers, on one tensor-parallel rank.
 """
 
 import queue

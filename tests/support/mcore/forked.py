@@ -9,9 +9,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from launch import ENVIRONMENT, TINY, Finished, free_port
-
 from megatron_epp.launch.forked import Forks
+from tests.support.mcore.launch import ENVIRONMENT, TINY, Finished, free_port
 
 RECORDER = Path(__file__).with_name("recorded_training.py")
 

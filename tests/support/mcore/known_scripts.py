@@ -4,7 +4,7 @@ import json
 import runpy
 from pathlib import Path
 
-from launch import REPOSITORY
+from tests.support.mcore.launch import REPOSITORY
 
 USER_SCRIPT = Path(__file__).with_name("user_script.py")
 fingerprints_of = runpy.run_path(str(REPOSITORY / "scripts" / "fingerprint_script.py"))["fingerprints_of"]

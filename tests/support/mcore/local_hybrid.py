@@ -1,4 +1,7 @@
-"""A hybrid model's layers without Transformer Engine, for `--spec local_hybrid stack_spec`: attention and MLP layers alone."""
+"""A hybrid model's layers without Transformer Engine: attention and MLP layers alone.
+
+For `--spec tests.support.mcore.local_hybrid stack_spec`.
+"""
 
 from functools import partial
 

@@ -2,19 +2,14 @@
 
 import os
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-from memory_cases import COMMON, FAST_HOST, PIPELINES, SHAPE
-
 from megatron_epp.cost import CPU, analytic_profile
 from megatron_epp.mcore import entry
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from parity_planner import share_planner
-from parity_runs import train
+from scripts.parity.planner import share_planner
+from scripts.parity.runs import train
+from tests.support.mcore.memory_cases import COMMON, FAST_HOST, PIPELINES, SHAPE
 
 
 def main() -> None:

@@ -7,23 +7,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from oom_cases import CASES, COMMON, FAULT_ITERATION
-
 from megatron_epp.mcore import entry
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from tests.support.mcore.oom_cases import CASES, COMMON, FAULT_ITERATION
 
 
 def main() -> None:
     with entry.errors_in_one_line():
         entry.prepare()
         import torch
-        from parity_runs import record
+
+        from scripts.parity.runs import record
 
         folder, rank = Path(os.environ["OOM_FOLDER"]), int(os.environ["RANK"])
         for name in os.environ["OOM_CASES"].split("; "):

@@ -1,6 +1,6 @@
-"""Trains with options that people use, in forked worlds as `scripts/parity.py` does; prints what `test_options.py` looks at.
+"""Trains with options that people use, in forked worlds as `scripts/parity` does; prints what `test_options.py` looks at.
 
-python options_worker.py FOLDER
+python -m tests.support.mcore.options_worker FOLDER
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 ITERATIONS, SAVED = 4, 2
 ELASTIC = "--epp-slices 3"
 DROPOUT = "--hidden-dropout 0.1 --epp-planner seq1f1b --epp-chunk-tokens 16"  # the same order whatever is recomputed
-HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec local_hybrid stack_spec"
+HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec tests.support.mcore.local_hybrid stack_spec"
 FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
 ENGINE = "--transformer-impl transformer_engine"
 SPLIT = f"{ELASTIC} --epp-split-weight-gradient"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce"
-FUSED = f"{ENGINE} --spec engine_stand_in fused_layer_spec"
+FUSED = f"{ENGINE} --spec tests.support.mcore.engine_stand_in fused_layer_spec"
 LOADED = {
     "elastic on 1": (1, ELASTIC),
     "elastic on 4": (4, f"{ELASTIC} --epp-recompute 1"),
@@ -40,10 +38,10 @@ RUNS = {
     "clipped elastic": (2, f"{ELASTIC} --clip-grad 0.02"),
     "hybrid stock": (2, f"{HYBRID} --epp-schedule stock"),
     "hybrid elastic": (2, f"{HYBRID} {ELASTIC} --epp-recompute 1"),
-    "engine": (2, f"{ENGINE} --spec engine_stand_in layer_spec {ELASTIC}"),
+    "engine": (2, f"{ENGINE} --spec tests.support.mcore.engine_stand_in layer_spec {ELASTIC}"),
     "engine, fused and overlapped": (2, f"{FUSED} {ELASTIC} {OVERLAP}"),
     "engine, fused, overlapped and counted": (2, f"{FUSED} {ELASTIC} {OVERLAP} --epp-measure-memory"),
-    "engine, split": (2, f"{ENGINE} --spec engine_stand_in layer_spec {SPLIT}"),
+    "engine, split": (2, f"{ENGINE} --spec tests.support.mcore.engine_stand_in layer_spec {SPLIT}"),
     "engine, split and fused": (2, f"{FUSED} {SPLIT}"),
     "engine, split, fused and overlapped": (2, f"{FUSED} {SPLIT} {OVERLAP}"),
     "bf16 stock": (2, "--epp-schedule stock --bf16"),
@@ -57,14 +55,15 @@ RUNS = {
 def main(folder: Path, names: Collection[str] = ()) -> None:
     """Run everything, or only what is named."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    from parity_cells import LENGTHS, MODELS, VOCABULARY, common_flags
-    from parity_runs import Run, contents
-    from parity_worlds import Training, load_megatron, train_all
-    from random_documents import write_documents
+    from scripts.parity.cells import LENGTHS, MODELS, VOCABULARY, common_flags
+    from scripts.parity.runs import Run, contents
+    from scripts.parity.worlds import Training, load_megatron, train_all
+    from scripts.random_documents import write_documents
 
     load_megatron()
     import engine_stand_in  # these import Megatron, which has to be prepared
-    import local_hybrid
+
+    from tests.support.mcore import local_hybrid
 
     local_hybrid.use_torch_norms()
     engine_stand_in.pretend()

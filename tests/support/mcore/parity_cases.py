@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from parity_cells import Cell  # noqa: E402
+from scripts.parity.cells import Cell
 
 ITERATIONS = 20
 

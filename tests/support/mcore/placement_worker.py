@@ -10,13 +10,10 @@ import shlex
 import sys
 from pathlib import Path
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from parity_cells import CONTEXT, LENGTHS, VOCABULARY, Case, Cell, common_flags  # noqa: E402
-from parity_runs import Run  # noqa: E402
-from parity_worlds import Training, load_megatron, train_all  # noqa: E402
-from random_documents import write_documents  # noqa: E402
+from scripts.parity.cells import CONTEXT, LENGTHS, VOCABULARY, Case, Cell, common_flags
+from scripts.parity.runs import Run
+from scripts.parity.worlds import Training, load_megatron, train_all
+from scripts.random_documents import write_documents
 
 ITERATIONS = 5
 TIED = "gpt2"

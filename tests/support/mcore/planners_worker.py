@@ -2,16 +2,12 @@
 
 import os
 import shlex
-import sys
 from pathlib import Path
 
 import psutil
 
 from megatron_epp.mcore import entry
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from parity_runs import train
+from scripts.parity.runs import train
 
 ITERATIONS = 6
 PLANNERS = {"greedy": "", "milp": "--epp-planner milp", "budget": "--epp-plan-budget-ms 200"}

@@ -1,7 +1,9 @@
 """Runs a batch of some trainings without recompute, with every level, with offload, and with keys and values at the host, all
 from the same weights and random states.
 
-python levels_worker.py FOLDER; prints by training and rank what `test_levels.py` looks at.
+python -m tests.support.mcore.recompute_modes_worker FOLDER
+
+Prints by training and rank what `test_recompute_modes.py` looks at.
 """
 
 from __future__ import annotations
@@ -12,8 +14,6 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from megatron_epp.plan import Copy, Hosted, Op, Recompute
 from megatron_epp.plan.kv_offload import slices_of
@@ -40,7 +40,7 @@ HOSTED = {
 }
 """As above, with keys and values of slices at the host; where the share is 0, nothing is copied."""
 LOCAL = "--epp-slices 3"
-HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec local_hybrid stack_spec"
+HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec tests.support.mcore.local_hybrid stack_spec"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
 SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
 
@@ -61,9 +61,9 @@ RUNS = {
 def main(folder: Path, names: list[str]) -> None:
     """Run everything, or only what is named."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    from parity_cells import LENGTHS, MODELS, VOCABULARY, common_flags
-    from parity_worlds import Training, load_megatron, train_all
-    from random_documents import write_documents
+    from scripts.parity.cells import LENGTHS, MODELS, VOCABULARY, common_flags
+    from scripts.parity.worlds import Training, load_megatron, train_all
+    from scripts.random_documents import write_documents
 
     load_megatron()
     import local_hybrid  # it imports Megatron, which has to be prepared

@@ -1,14 +1,12 @@
 """Run with some release's patched `megatron/` on the path: says what of it is known, then trains.
 
-python release_worker.py FOLDER, which holds the cases of `scripts/parity.py` in cases.json
+python -m tests.support.mcore.release_worker FOLDER, which holds the cases of `scripts/parity` in cases.json
 """
 
 import inspect
 import json
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 
 def known() -> dict[str, object]:
@@ -32,13 +30,13 @@ def known() -> dict[str, object]:
 
 if __name__ == "__main__":
     print(json.dumps(known()), flush=True)
-    import options_worker
-    import parity
+    from scripts.parity import compare as parity
+    from tests.support.mcore import options_worker
 
     folder = Path(sys.argv[1])
     code = parity.main(["--cases", str(folder / "cases.json"), "--iterations", "2", "--json"])
     options_worker.main(folder, ("hybrid stock", "hybrid elastic"))
-    import levels_worker
+    from tests.support.mcore import recompute_modes_worker as levels_worker
 
     (place := folder / "levels").mkdir()
     levels_worker.main(place, ["dropout"])

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-import package_index
+from tests.support import package_index
 
 OTHER_RELEASES = ("0.17.1", "0.18.2")
 FOLDER = Path(sys.prefix) / "megatron-releases"

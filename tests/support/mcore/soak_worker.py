@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 import torch
-from soak_cases import FLAGS, LOOKED_AT
 
 from megatron_epp.mcore import entry
+from tests.support.mcore.soak_cases import FLAGS, LOOKED_AT
 
 
 def main() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_plans import measured_run, sliced_plan
 
 from megatron_epp.cli.main import main
 from megatron_epp.cost import CPU, ModelShape, analytic_profile
 from megatron_epp.plan.serialize import to_json
+from tests.support.plan.report_plans import measured_run, sliced_plan
 
 PLAN = sliced_plan()
 PROFILE = analytic_profile(

@@ -1,4 +1,7 @@
-"""Plans random batches and lets an independent machine run each: ``python tests/pure/launch_campaign.py 2500 [first seed]``."""
+"""Plans random batches and lets an independent machine run each.
+
+python -m tests.support.plan.launch_campaign 2500 [first seed]
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from launch_plans import random_plans
-from queue_machine import makespan_us, stuck_together
-
 from megatron_epp.plan import Action, Op, check, check_matched, lower, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked
+from tests.support.plan.launch_plans import random_plans
+from tests.support.plan.queue_machine import makespan_us, stuck_together
 
 MACHINES = ((1, 0.0), (1, 0.1), (8, 0.1), (32, 0.0))
 """Hardware queues, and how likely a host waits for its device before a launch."""

@@ -7,8 +7,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from planner_cases import problem
-
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, Static
 from megatron_epp.plan import Action, Chunk, Op, PlanError, Segment
 from megatron_epp.plan.chunk import slice_neighbours
@@ -17,6 +15,7 @@ from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
+from tests.support.plan.planner_cases import problem
 
 
 def tiny_case(seed: int) -> tuple[tuple[Chunk, ...], Problem, PipelineCosts]:

@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 from hypothesis import strategies as st
-from schedule_plans import plan_of
 
 from megatron_epp.plan import Action, Chunk, Op, Plan, Segment, Step, deps
 from megatron_epp.plan.action import COPY_OPS
+from tests.support.plan.small_plans import plan_of
 
 
 @st.composite

@@ -2,10 +2,10 @@
 
 import torch
 import torch.distributed as dist
-from dense_attention import relative_difference
-from relay_chunks import CHANNELS, QUERY_HEADS, ChunkedLayer
 
 from megatron_epp.runtime.attention.context_parallel import to_heads, to_tokens
+from tests.support.runtime.dense_attention import relative_difference
+from tests.support.runtime.relay_chunks import CHANNELS, QUERY_HEADS, ChunkedLayer
 
 
 def there_and_back(rank, links, num_heads):

@@ -2,10 +2,9 @@
 
 import threading
 
-from plain_stage import PlainStage, batch_of, build_part
-
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.watchdog import Watchdog
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 
 
 class FaultyStage(PlainStage):

@@ -1,11 +1,11 @@
 """Liger's own kernel against exact numbers, where `TRITON_INTERPRET=1` has it run on the CPU."""
 
 import torch
-from block_loss_runs import losses_and_gradients, problem
 
 from megatron_epp.runtime.loss import blocks as block_loss
 from megatron_epp.runtime.loss.blocks import Head, block_losses
 from megatron_epp.runtime.loss.kernels import LIGER, Case, errors
+from tests.support.runtime.block_loss_runs import losses_and_gradients, problem
 
 ENTRIES = (1000, 40000)
 """Of which the kernel takes one block of columns, and two."""

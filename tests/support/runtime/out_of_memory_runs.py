@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from plain_stage import PlainStage, batch_of, build_part
 
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import Offload
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import ShortagePolicy, Usage
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 GiB is free."
 

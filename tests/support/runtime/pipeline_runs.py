@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from plain_stage import PlainStage, batch_of, build_part
 
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import Offload
 from megatron_epp.runtime.offload.host import HostMemory
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import functools
 
 import numpy as np
 import torch
-from dense_attention import dense_attention
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +14,7 @@ from megatron_epp.plan import Segment
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
+from tests.support.runtime.dense_attention import dense_attention
 
 VOCAB, HIDDEN, QUERY_HEADS, KV_HEADS, CHANNELS, LONGEST = 29, 16, 4, 2, 4, 128
 SCALE = CHANNELS**-0.5

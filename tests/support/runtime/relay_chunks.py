@@ -4,14 +4,14 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from dense_attention import dense_attention
-from synthetic_sequences import plan_of
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.plan.size_class import size_class
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.context import ChunkContext, chunk_layouts
+from tests.support.runtime.dense_attention import dense_attention
+from tests.support.runtime.synthetic_sequences import plan_of
 
 QUERY_HEADS, KV_HEADS, CHANNELS, SCALE = 4, 2, 4, 0.4
 RECOMPUTE = {

@@ -5,8 +5,6 @@ import time
 from functools import partial
 from itertools import islice
 
-from synthetic_sequences import MemoryDataset
-
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
@@ -15,6 +13,7 @@ from megatron_epp.plan.serialize import pack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlan
 from megatron_epp.runtime.links.sharing import from_each, from_first
+from tests.support.runtime.synthetic_sequences import MemoryDataset
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4, 120, 64, 33]
 SHAPE = ModelShape(num_layers=2, hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
