@@ -61,9 +61,7 @@ def main(folder: Path, names: Collection[str] = ()) -> None:
     from scripts.random_documents import write_documents
 
     load_megatron()
-    import engine_stand_in  # these import Megatron, which has to be prepared
-
-    from tests.support.mcore import local_hybrid
+    from tests.support.mcore import engine_stand_in, local_hybrid  # these import Megatron, which has to be prepared
 
     local_hybrid.use_torch_norms()
     engine_stand_in.pretend()

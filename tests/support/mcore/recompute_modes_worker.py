@@ -66,9 +66,8 @@ def main(folder: Path, names: list[str]) -> None:
     from scripts.random_documents import write_documents
 
     load_megatron()
-    import local_hybrid  # it imports Megatron, which has to be prepared
-
     from megatron_epp.mcore.training import forward_backward as schedule
+    from tests.support.mcore import local_hybrid  # it imports Megatron, which has to be prepared
 
     local_hybrid.use_torch_norms()
     schedule.Executor = by_levels(schedule.Executor)
