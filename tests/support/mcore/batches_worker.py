@@ -1,6 +1,8 @@
 """Runs plans for many random batches on one model, each with other recompute, and measures what the device and the host hold.
 
-python -m tests.support.mcore.batches_worker FOLDER; prints by training and rank what `test_memory_of_batches.py` looks at.
+python -m tests.support.mcore.batches_worker FOLDER BATCHES [NAME ...]
+
+Prints by training and rank what `test_memory_of_batches.py` looks at.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-BATCHES, CONTEXT, VOCABULARY = 9, 256, 95
+CONTEXT, VOCABULARY = 256, 95
 OPTIONS = "--epp-offload --epp-slices 3"
 # By name: processes, model and flags.
 RUNS = {
@@ -29,8 +31,8 @@ RUNS = {
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
-    """Run everything, or only what is named."""
+def main(folder: Path, batches: int, names: list[str]) -> None:
+    """Run everything, or only what is named, each on a number of random batches."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from scripts.parity.cells import LENGTHS, MODELS, common_flags
     from scripts.parity.worlds import Training, load_megatron, train_all
@@ -39,7 +41,7 @@ def main(folder: Path, names: list[str]) -> None:
     load_megatron()
     from megatron_epp.mcore.training import forward_backward as schedule
 
-    schedule.Executor = of_batches(schedule.Executor)
+    schedule.Executor = of_batches(schedule.Executor, batches)
     common = [*common_flags(1, CONTEXT, 8, validates=False), "--num-layers", "8"]
     common += ["--data-path", write_documents(folder / "data", LENGTHS, VOCABULARY)]
 
@@ -59,7 +61,7 @@ def found(ranks, folder: Path):
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
-def of_batches(executor):
+def of_batches(executor, batches):
     """An executor that forgets its plan and runs those of random batches."""
     import numpy as np
 
@@ -83,7 +85,7 @@ def of_batches(executor):
             costs = pipeline_costs(args, self.stages, self.links, session.placement.rank_of)
             costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
             lines = []
-            for name, plan in plans(args, costs, session):
+            for name, plan in plans(args, costs, session, batches):
                 batch = GlobalBatch(
                     indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
                 )
@@ -119,7 +121,7 @@ def of_batches(executor):
     return OfBatches
 
 
-def plans(args, costs, session):
+def plans(args, costs, session, batches):
     """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
     from megatron_epp import planner
     from megatron_epp.mcore.training.session import options_of, problem_of
@@ -133,7 +135,7 @@ def plans(args, costs, session):
     placement = session.placement.rank_of
     static = [sum(costs.static_bytes(s) for s, on in enumerate(placement) if on == r) for r in range(max(placement) + 1)]
     free_of_caps = problem_of(args, (UNLIMITED_BYTES,) * len(static), placement)
-    for _ in range(BATCHES):
+    for _ in range(batches):
         lengths = tuple(min(CONTEXT, int(draw.lognormvariate(3.5, 1.2)) + 1) for _ in range(draw.randint(3, 12)))
         problem = replace(free_of_caps, lengths=lengths)
         options = replace(options_of(args), slices=draw.randint(1, 4), offload=False)
@@ -186,4 +188,4 @@ def with_copies(order, most, draw):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -36,22 +36,15 @@ TOKENS_SHARED = "one stage on two ranks that share tokens and have the same keys
 
 PIPELINES = {
     2: {
-        "whole": f"{GPT2} --epp-planner 1f1b",
         "as the planner likes": GROUPED,
         FREE: f"{LLAMA} --epp-slices 3",
         BLOCKS: f"{LLAMA} --epp-slices 3 --epp-loss-block-tokens 32",
-        "seven slices": f"{GROUPED} --epp-slices 7",
         "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
         "twelve slices in bf16, all in bf16": f"{LLAMA} --bf16 --epp-slices 12 --epp-fp32-kv-gradients off",
-        "three slices in bf16, whose sums are in fp32": f"{LLAMA} --bf16 --epp-slices 3 --epp-fp32-kv-gradients",
-        "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
-        "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
         "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
-        "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
         "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
         "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
         "there and back, capped": f"{LLAMA} --epp-slices 3 {TWO_PER_RANK} --epp-placement v --epp-memory-cap-gb 0.0085",
-        "there and back, weights apart": f"{GPT2} --epp-slices 7 {TWO_PER_RANK} --epp-placement v --epp-split-weight-gradient",
         CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
         TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
         "--pipeline-model-parallel-size 1",
@@ -63,3 +56,13 @@ PIPELINES = {
         OFFLOADED: f"{LLAMA} --epp-memory-cap-gb 0.0045 --epp-offload --epp-costs {FAST_HOST}",
     },
 }
+MORE = {
+    "whole": f"{GPT2} --epp-planner 1f1b",
+    "seven slices": f"{GROUPED} --epp-slices 7",
+    "three slices in bf16, whose sums are in fp32": f"{LLAMA} --bf16 --epp-slices 3 --epp-fp32-kv-gradients",
+    "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
+    "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
+    "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
+    "there and back, weights apart": f"{GPT2} --epp-slices 7 {TWO_PER_RANK} --epp-placement v --epp-split-weight-gradient",
+}
+"""On two ranks, in the set `slow`: `test_memory_of_batches.py` runs such plans of random batches too."""
