@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_runtime_hosted import CASES, hosts, run
+from test_runtime_kv_offload import CASES, hosts, run
 
 from megatron_epp.plan import Chunk, Segment, fresh
 from megatron_epp.runtime.attention.kernels import EXACT, by_heads

@@ -10,7 +10,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from test_account import random_costs
+from test_planner_account import random_costs
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, work_of
 from megatron_epp.cost import memory as item

@@ -36,7 +36,7 @@ SHARE = 6
 """Default runs take one example where `slow` takes as many."""
 
 
-def examples(count: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def examples(count: int, /, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a body that takes an example: of a part of them by default and, marked slow, of all.
 
     Args:

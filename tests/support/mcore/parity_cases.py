@@ -46,13 +46,25 @@ CUTS = {
     "capped": Cut("--epp-slices 3 --epp-memory-cap-gb 0.0006", slices=3, has="hybrid", recompute=("all", "none", "some")),
 }
 
-# Cuts by model.
-CASES: dict[Cell, dict[str, tuple[str, ...]]] = {
-    Cell(): {"llama": ("packed", "two", "some recompute"), "grouped": ("seven",), "gpt2": ("all recompute", "loss by blocks")},
+Cases = dict[Cell, dict[str, tuple[str, ...]]]
+
+CASES: Cases = {
+    Cell(): {"llama": ("two",), "grouped": ("seven",), "gpt2": ("all recompute",)},
     Cell(pp=2): {
-        "llama": tuple(CUTS),
-        "grouped": ("whole", "packed", "some recompute"),
-        "learned": ("two", "seven"),
-        "gpt2": ("packed", "seven", "all recompute", "split", "split, some recompute"),
+        "llama": ("packed", "hybrid", "loss by blocks", "capped"),
+        "grouped": ("whole", "some recompute", "split"),
+        "learned": ("two", "all recompute"),
+        "gpt2": ("seven", "split, some recompute"),
     },
 }
+"""Cuts by model: every cut on two stages, every model with several, and some of them on one stage."""
+MORE_CASES: Cases = {
+    Cell(): {"llama": ("packed", "some recompute"), "gpt2": ("loss by blocks",)},
+    Cell(pp=2): {
+        "llama": ("whole", "two", "seven", "some recompute", "all recompute", "split", "split, some recompute"),
+        "grouped": ("packed",),
+        "learned": ("seven",),
+        "gpt2": ("packed", "all recompute", "split"),
+    },
+}
+"""More of them, in the set `slow`."""
