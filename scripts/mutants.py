@@ -8,8 +8,9 @@
 A mutant is one change to one expression or statement of `megatron_epp/`, made from its syntax tree: another operator or
 comparison, a constant that is off by one, a truth value turned round, two arguments swapped, a statement dropped, a result not
 returned. Text, annotations, docstrings and log calls stay as they are. Every mutant is made in a temporary copy of the tracked
-files, never in place. It counts as killed where a test fails or the run exceeds its time limit, which is several times what the
-tests take without a mutant. Some mutants change nothing that anybody could notice, so all cannot be killed.
+files, never in place. The fast tests of the folder that is nearest to it run first, then those of the others. It counts as
+killed where a test fails or the run exceeds its time limit, which is several times what the tests take without a mutant. Some
+mutants change nothing that anybody could notice, so all cannot be killed.
 
 Prints a line for each and the share that was killed; the exit code is 1 where that is below `--goal`.
 """
@@ -37,6 +38,9 @@ PACKAGE = "megatron_epp"
 TESTS = "-m fast -x -q -p no:cacheprovider --no-header --tb=line"
 PATIENCE = 4.0
 """Time limit of a mutant's run, in runs without one."""
+NEAREST = {"runtime": "cpu", "data": "cpu", "mcore": "mcore"}
+"""Folder of the tests that are nearest to a package, by package; of the others it is `pure`."""
+FOLDERS = ("pure", "cpu", "mcore")
 
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
@@ -205,6 +209,15 @@ class Copy:
         path.write_bytes(source)
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)  # it may look as old as the file
 
+    def fault(self, mutant: Mutant, tests: str, limit_s: float) -> str | None:
+        """Run all fast tests on what is written, the nearest first. Returns what failed first, None if nothing did."""
+        nearest = NEAREST.get(Path(mutant.path).parts[1], "pure")
+        for folder in sorted(FOLDERS, key=lambda name: name != nearest):
+            fault, _ = self.run(f"{tests} tests/{folder}", limit_s)
+            if fault is not None:
+                return fault
+        return None
+
     def run(self, tests: str, limit_s: float | None) -> tuple[str | None, str]:
         """Run the tests. Returns what failed first, None if nothing did, and the end of the output."""
         environment = os.environ | {
@@ -248,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             source = (ROOT / mutant.path).read_bytes()
             start_s = time.monotonic()
             tree.write(mutant.path, mutant.applied(source))
-            fault, _ = tree.run(args.tests, limit_s)
+            fault = tree.fault(mutant, args.tests, limit_s)
             tree.write(mutant.path, source)
             if fault is None:
                 survivors.append(mutant)

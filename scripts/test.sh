@@ -31,7 +31,7 @@ step codespell
 step shellcheck -x scripts/*.sh scripts/*.sbatch .ci/run
 # A first plan compiles the planner's inner loops and keeps them on disk; otherwise every process that plans would compile them.
 step python -m megatron_epp.cli.main plan --lengths 2400,300,88,900,150 --stages 2 --layers 8 --hidden 1024 --heads 16 \
-    --memory-cap-gb 3 --offload --split-weight
+    --memory-cap-gb 8 --offload --split-weight
 printf '\n== python -m mypy\n'
 wait "$checker" || failed+=("python -m mypy")
 cat "$typed"

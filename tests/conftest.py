@@ -21,7 +21,9 @@ What asks torch for a GPU's tensors comes before Megatron: its stand-ins for CUD
 
 def pytest_configure(config: pytest.Config) -> None:
     if _is_fast(config):
-        os.environ["MEGATRON_EPP_COMPILED"] = "0"  # compiling takes longer than these tests, and hides what changes in a function
+        os.environ["MEGATRON_EPP_COMPILED"] = (
+            "0"  # compiling takes longer than these tests, and hides what changes in a function
+        )
     settings.load_profile("fast" if _is_fast(config) else "patient")
 
 
