@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     about = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=about)
+    parser = argparse.ArgumentParser(prog="python -m scripts.parity", description=__doc__, formatter_class=about)
     cell = parser.add_argument_group("the cell")
     for name, what in (("tp", "tensor"), ("cp", "context"), ("dp", "data"), ("pp", "pipeline")):
         cell.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size")

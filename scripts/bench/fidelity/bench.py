@@ -198,7 +198,7 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.fidelity", description=__doc__)
     parser.add_argument("--iterations", type=int, default=20, help="iterations compared in every run (default 20)")
     parser.add_argument("--pipeline", type=int, default=2, help="pipeline size (default 2)")
     parser.add_argument("--cap-share", type=float, default=0.6, help="activations of the capped run, a share (default 0.6)")

@@ -190,7 +190,9 @@ def profile(path: Path, reduced: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--reduced", action="store_true", help="everything tiny, on a CPU too: figures that say nothing")
     parser.add_argument("--limit", type=float, default=3600, metavar="S", help="for one launch (default 3600)")

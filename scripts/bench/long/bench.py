@@ -93,7 +93,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.long", description=__doc__)
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--cap-gb", type=int, default=80, help="device memory of a rank (default: 80)")

@@ -183,7 +183,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.memory", description=__doc__)
     parser.add_argument("--reduced", action="store_true", help="one small case")
     parser.add_argument("--every", type=int, default=1, metavar="K", help="every K-th case of the suite's 32 (default: all)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")

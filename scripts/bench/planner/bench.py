@@ -152,7 +152,7 @@ def suite(a: argparse.Namespace) -> list[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.planner", description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--reduced", action="store_true", help="a few small cases")
     size.add_argument("--full", action="store_true", help="all 540 cases of the suite and 200 against the oracle")

@@ -112,7 +112,7 @@ def bench_skewed(ranks: int, seq_length: int, batch: int, iterations: int, round
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.training", description=__doc__)
     parser.add_argument("--pipeline", type=int, default=2, help="pipeline size (default 2)")
     parser.add_argument("--rounds", type=int, default=3, help="launches of every schedule (default 3)")
     parser.add_argument("--iterations", type=int, default=8, help="iterations per launch (default 8)")
