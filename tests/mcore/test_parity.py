@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from scripts.parity.cells import Cell, all_cells, all_rows, covering_rows, full_rows
-from scripts.parity.compare import BATCH, TOLERANCE, table
+from scripts.parity.compare import BATCH, table
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import run
 from tests.support.mcore.parity_cases import CASES, CUTS, ITERATIONS, MORE_CASES
+from tests.support.mcore.parity_figures import Figures, check_closeness, parity
 
 ROWS = {"pairs": covering_rows(), "full": full_rows()}
 LIMITS_S = {"pairs": 900, "full": 9000}
@@ -33,16 +34,6 @@ PLACEMENTS = {
     (2, 2, "v"): (0, 1, 1, 0),
 }
 """The rank of every stage, by pipeline size, stages per rank and placement."""
-
-Figures = dict[str, Any]
-
-
-def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
-    """What the script reports."""
-    finished = launch(1, "-m", "scripts.parity", *flags, "--json", timeout_s=timeout_s)
-    last = finished.output.splitlines()[-1]
-    assert last.startswith("{"), finished.output[-5000:]
-    return json.loads(last)
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +69,6 @@ def matrix(pytestconfig: pytest.Config) -> Callable[[str], dict[str, Figures]]:
         return report["cases"]
 
     return figures
-
-
-def check_closeness(figures: Figures) -> None:
-    """Nothing is further apart than rounding makes it, and nothing was left out."""
-    assert "error" not in figures, figures["error"]
-    assert figures["attention"] == ["DotProductAttention, RelayAttention"]
-    assert figures["losses"] <= TOLERANCE
-    assert figures["validation"] <= TOLERANCE
-    for key in ("gradients", "last_gradients", "parameters"):
-        assert figures[key]["relative"] <= TOLERANCE, (key, figures[key])
-        assert figures[key]["num_tensors"] > 0
-        assert figures[key]["zeros"] == 0
 
 
 @pytest.mark.parametrize(

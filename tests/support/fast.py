@@ -53,6 +53,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_patching.py": ("test_all_our_patches_apply_twice_and_revert_to_megatrons_own_objects",),
     "mcore/test_stock_functions.py": ("test_a_run_with_a_loss_of_its_own_ends_before_it_trains",),
     "mcore/test_communicators.py": ("test_training_runs_collectives_only_on_groups_that_have_run_one_before",),
+    "mcore/test_parity_short.py": (),
     "mcore/test_placement.py": ("test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere",),
     "mcore/test_yaml_cfg.py": (
         "test_a_mistake_is_told_in_a_line",
