@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Runs the linters, the type checker and the whole test suite. Does its own set-up.
-#   bash scripts/test.sh                      everything
+# Runs the linters, the type checker and the default set of tests: all but those marked slow. Does its own set-up.
+#   bash scripts/test.sh                      what CI runs
+#   bash scripts/test.sh -m fast              under a minute; see docs/testing.md
+#   bash scripts/test.sh -m slow              campaigns and long matrices
 #   bash scripts/test.sh tests/pure -k trace  only this: all arguments go to pytest
 
 set -euo pipefail
@@ -18,13 +20,23 @@ step() {
     "$@" || failed+=("$*")
 }
 
+# On a second core the type checker takes no time of its own.
+typed="$(mktemp)"
+trap 'rm -f "$typed"' EXIT
+python -m mypy >"$typed" 2>&1 &
+checker=$!
 step python -m ruff check .
 step python -m ruff format --check .
-step python -m mypy
 step codespell
 step shellcheck -x scripts/*.sh scripts/*.sbatch .ci/run
+# A first plan compiles the planner's inner loops and keeps them on disk; otherwise every process that plans would compile them.
+step python -m megatron_epp.cli.main plan --lengths 2400,300,88,900,150 --stages 2 --layers 8 --hidden 1024 --heads 16 \
+    --memory-cap-gb 8 --offload --split-weight
+printf '\n== python -m mypy\n'
+wait "$checker" || failed+=("python -m mypy")
+cat "$typed"
 # Files stay whole, for their tests share what they look at, and in order.
-step python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
+step python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '\nFailed:\n'

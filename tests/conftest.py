@@ -1,19 +1,56 @@
-"""What all tests share: property tests have no deadline, for a busy machine must not fail them; and the order of all tests."""
+"""Shared by all tests: the sets `fast` and `slow`, hypothesis without deadlines, and the order of files."""
+
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+from tests.support.fast import FAST, LONG
 
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("patient"), max_examples=12, derandomize=True)
+
+TESTS = Path(__file__).parent
 FOLDERS = ("slurm", "cpu", "gpu", "mcore", "pure")
 """In the order in which they run: what waits most first, many short tests last, so that processes end together.
 
 What asks torch for a GPU's tensors comes before Megatron: its stand-ins for CUDA stay in the process that read its flags.
 """
-LONG = ("test_planner_property.py",)
-"""A file is one process's: the longest, begun last, would leave the other idle."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("fast" if _is_fast(config) else "patient")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With `-m fast` alone, take two processes."""
+    if _is_fast(config) and "PYTEST_XDIST_WORKER" not in os.environ and getattr(config.option, "numprocesses", 0) is None:
+        config.option.numprocesses, config.option.dist = min(2, os.cpu_count() or 1), "loadfile"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m fast`, files without a fast test are not even imported."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_test and _is_fast(config) and _name(collection_path) not in FAST else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: 0 if item.path.name in LONG else FOLDERS.index(item.path.parent.name))
+    for item in items:
+        left_out = FAST.get(_name(item.path))
+        if left_out is not None and item.name.partition("[")[0] not in left_out:
+            item.add_marker(pytest.mark.fast)
+    items.sort(key=lambda item: (_turn(_name(item.path)), FOLDERS.index(item.path.parent.name)))
+
+
+def _turn(name: str) -> int:
+    return LONG.index(name) if name in LONG else len(LONG)
+
+
+def _is_fast(config: pytest.Config) -> bool:
+    return config.option.markexpr == "fast"
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else path.name

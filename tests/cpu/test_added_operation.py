@@ -3,11 +3,7 @@
 import json
 from dataclasses import replace
 
-import added_operation as added
 import pytest
-from added_operation import SPREAD_US, SUM_US, TIME_US, N
-from queue_machine import makespan_us, stuck
-from rank_processes import Ranks
 
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
@@ -20,6 +16,10 @@ from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.tables import tabulate
 from megatron_epp.report.gantt import save_gantt
 from megatron_epp.report.trace import trace
+from tests.support.plan.queue_machine import makespan_us, stuck
+from tests.support.runtime import added_operation as added
+from tests.support.runtime.added_operation import SPREAD_US, SUM_US, TIME_US, N
+from tests.support.runtime.rank_processes import Ranks
 
 LENGTHS = (900, 500, 200, 120, 60)
 

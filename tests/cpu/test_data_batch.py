@@ -6,10 +6,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from synthetic_sequences import MemoryDataset, plan_of
 
 from megatron_epp.data.batch import ChunkArrays, GlobalBatch
 from megatron_epp.plan import Segment
+from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
 LENGTHS = (50, 3, 1, 7)
 INDICES = (6, 2, 4, 0)  # of the batch's sequences in the dataset

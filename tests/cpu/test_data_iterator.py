@@ -6,13 +6,13 @@ from functools import partial
 from itertools import islice
 
 import pytest
-from synthetic_sequences import MemoryDataset, plan_of
 
 from megatron_epp.data.iterator import DisagreementError, PlannedBatches, PlanSource
 from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.serialize import pack
 from megatron_epp.planner.service.background import PackedPlan
+from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 

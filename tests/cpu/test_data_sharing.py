@@ -1,8 +1,9 @@
 """One rank of a replica plans, all run its plans: order, errors, and that only one does the work."""
 
 import pytest
-from rank_processes import Ranks
-from sharing_runs import collect, disagree, expected, fail_at, made_here, take_in_turns
+
+from tests.support.runtime.rank_processes import Ranks
+from tests.support.runtime.sharing_runs import collect, disagree, expected, fail_at, made_here, take_in_turns
 
 NUM_RANKS = 3
 

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from allocations import peak_bytes_of
-from block_loss_runs import ENTRIES, WIDTH, losses_and_gradients, shared_vocabulary
-from rank_processes import Ranks
 from torch.nn import functional
 
 from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.loss.blocks import Head, block_losses
+from tests.support.runtime.allocations import peak_bytes_of
+from tests.support.runtime.block_loss_runs import ENTRIES, WIDTH, losses_and_gradients, shared_vocabulary
+from tests.support.runtime.rank_processes import Ranks
 
 TOKENS = 11
 

@@ -4,15 +4,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from allocations import peak_bytes_of
-from relay_chunks import RECOMPUTE, ChunkedLayer
-from test_runtime_hosted import CASES, hosts, run
+from test_runtime_kv_offload import CASES, hosts, run
 
 from megatron_epp.plan import Chunk, Segment, fresh
 from megatron_epp.runtime.attention.kernels import EXACT, base
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.attention.slice_view import SliceView
+from tests.support.runtime.allocations import peak_bytes_of
+from tests.support.runtime.relay_chunks import RECOMPUTE, ChunkedLayer
 
 
 def layer_of(case, kv_heads, layers=2):

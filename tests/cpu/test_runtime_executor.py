@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pipeline_runs import run_plan
-from plain_stage import PlainStage, batch_of, build_part
-from runtime_plans import by_hand, one_rank, one_rank_split, one_rank_two_stages, two_ranks
 
 from megatron_epp.plan import Action, Copy, Op, Step, to_grid
 from megatron_epp.runtime.attention.slice_view import RelayError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.watchdog import Watchdog
+from tests.support.runtime.pipeline_runs import run_plan
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
+from tests.support.runtime.runtime_plans import by_hand, one_rank, one_rank_split, one_rank_two_stages, two_ranks
 
 
 def stages_of(plan, kind=PlainStage):

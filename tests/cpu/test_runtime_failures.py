@@ -1,12 +1,12 @@
 """No rank is left hanging: what fails or hangs on one ends all, and says where."""
 
 import pytest
-from failing_runs import fail, hang, run_with_fault
-from rank_processes import run_until_exit
-from runtime_plans import SLICED_THEN_WHOLE, by_hand, planned, two_ranks
 
 from megatron_epp.plan import to_grid
 from megatron_epp.runtime.watchdog import EXIT_CODE
+from tests.support.runtime.failing_runs import fail, hang, run_with_fault
+from tests.support.runtime.rank_processes import run_until_exit
+from tests.support.runtime.runtime_plans import SLICED_THEN_WHOLE, by_hand, planned, two_ranks
 
 LIMIT_S = 4
 

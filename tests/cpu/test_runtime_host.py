@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_plans import hosting, offloading, planned
 
 from megatron_epp.plan import EppError, Op, simulate
 from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, hosted_changes, in_units, slices_of
 from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.offload.host import HostMemory, HostMemoryError, Region
+from tests.support.runtime.runtime_plans import hosting, offloading, planned
 
 CPU = torch.device("cpu")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from dense_attention import dense_attention, relative_difference
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kernels import EXACT
 from megatron_epp.runtime.attention.segments import SegmentTable
+from tests.support.runtime.dense_attention import dense_attention, relative_difference
 
 SCALE = 0.3
 CHUNKS = {

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from link_runs import both_ways, cross_talk, each_way, groups, made, meet, strided_and_released
-from rank_processes import Ranks
-from runtime_plans import looped, planned, v_shape
 
 from megatron_epp.plan import EppError, Op, simulate
 from megatron_epp.runtime.links import links
 from megatron_epp.runtime.links.links import ways
+from tests.support.runtime.link_runs import both_ways, cross_talk, each_way, groups, made, meet, strided_and_released
+from tests.support.runtime.rank_processes import Ranks
+from tests.support.runtime.runtime_plans import looped, planned, v_shape
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from allocations import peak_bytes_of
-from block_loss_runs import exact_kernel, losses_and_gradients, problem
-from package_index import release
 from torch.nn import functional
 
 from megatron_epp.cost.head import loss_workspace_bytes
@@ -21,6 +18,9 @@ from megatron_epp.runtime.loss import blocks as block_loss
 from megatron_epp.runtime.loss import kernels as loss_kernels
 from megatron_epp.runtime.loss.blocks import Head, block_losses
 from megatron_epp.runtime.loss.kernels import LIGER, Case
+from tests.support.package_index import release
+from tests.support.runtime.allocations import peak_bytes_of
+from tests.support.runtime.block_loss_runs import exact_kernel, losses_and_gradients, problem
 
 ON_GPU = Case("cuda", torch.bfloat16, 1000)
 WEIGHTS = {"masked": [0.0, 1.0], "of any size": [0.3, 0.0, -1.7, 2.9, 1.0]}
@@ -234,6 +234,6 @@ def test_ligers_own_kernel_gives_exact_losses_and_gradients_in_tritons_interpret
         *filter(None, [os.getenv("PYTHONPATH")]),
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, str(Path(__file__).with_name("liger_worker.py"))]
+    command = [sys.executable, "-m", "tests.support.runtime.liger_worker"]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr

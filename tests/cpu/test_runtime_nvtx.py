@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-TOOL = Path(__file__).with_name("nvtx_tool.c")
+from tests.support import ROOT
+
+TOOL = ROOT / "tests" / "support" / "runtime" / "nvtx_tool.c"
 RUN = """
 import torch
 torch.cuda.is_initialized = lambda: True  # ranges are for programs that use a GPU

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from late_host import LateHost
-from pipeline_runs import run_plan
-from runtime_plans import offloading, one_rank, one_rank_split, one_rank_two_stages
 
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.saved import SavedTensors, Storage
 from megatron_epp.runtime.offload.activations import Offload, choose
 from megatron_epp.runtime.offload.host import HostMemory
+from tests.support.runtime.late_host import LateHost
+from tests.support.runtime.pipeline_runs import run_plan
+from tests.support.runtime.runtime_plans import offloading, one_rank, one_rank_split, one_rank_two_stages
 
 KIB = 1024
 CPU = torch.device("cpu")

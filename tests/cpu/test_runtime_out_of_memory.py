@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from out_of_memory_runs import run_short
-from rank_processes import run_until_exit
-from runtime_plans import planned, two_ranks
 
 from megatron_epp.plan import Action, Op, PlanError, simulate
 from megatron_epp.runtime.offload.host import HostMemoryError
 from megatron_epp.runtime.out_of_memory import LEAST_SHARE, OutOfMemoryReport, Usage, lower_cap
+from tests.support.runtime.out_of_memory_runs import run_short
+from tests.support.runtime.rank_processes import run_until_exit
+from tests.support.runtime.runtime_plans import planned, two_ranks
 
 
 def test_the_run_ends_with_stage_chunk_bytes_and_two_flags(tmp_path):

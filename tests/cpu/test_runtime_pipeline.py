@@ -4,11 +4,13 @@ import functools
 
 import pytest
 import torch
-from dense_attention import relative_difference
-from pipeline_runs import run_plan
-from plain_stage import whole_run
-from rank_processes import Ranks
-from runtime_plans import (
+
+from megatron_epp.plan import Op
+from tests.support.runtime.dense_attention import relative_difference
+from tests.support.runtime.pipeline_runs import run_plan
+from tests.support.runtime.plain_stage import whole_run
+from tests.support.runtime.rank_processes import Ranks
+from tests.support.runtime.runtime_plans import (
     looped,
     one_rank_split,
     one_rank_two_stages,
@@ -18,8 +20,6 @@ from runtime_plans import (
     v_shape,
     v_shape_split,
 )
-
-from megatron_epp.plan import Op
 
 LAYERS = 2  # of each stage
 BATCHES = {

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from dense_attention import relative_difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, RECOMPUTE, ChunkedLayer, slices
 
 from megatron_epp.plan.size_class import size_class
 from megatron_epp.runtime.attention.core import chunk_attention
@@ -13,6 +11,8 @@ from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.slice_view import RelayError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.context import chunk_layouts
+from tests.support.runtime.dense_attention import relative_difference
+from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, QUERY_HEADS, RECOMPUTE, ChunkedLayer, slices
 
 CASES = {
     "split": ((23,), slices(0, 0, 9, 16, 22, 23), 1),

@@ -4,8 +4,6 @@ import itertools
 
 import pytest
 import torch
-from plain_stage import PlainStage, batch_of, build_part
-from runtime_plans import offloading, one_rank
 
 from megatron_epp.plan import Action, Op
 from megatron_epp.report.measured import Measured
@@ -15,6 +13,8 @@ from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.offload.activations import Offload
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
+from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
+from tests.support.runtime.runtime_plans import offloading, one_rank
 
 
 def run(recorder):

@@ -4,12 +4,12 @@ import contextlib
 
 import pytest
 import torch
-from plain_stage import linear
 from torch import nn
 
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.autograd.weights import WeightGradients
+from tests.support.runtime.plain_stage import linear
 
 TOKENS, WIDTH = 7, 5
 

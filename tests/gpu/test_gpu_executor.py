@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from gpu_stage import DEVICE, apart, run
-from runtime_plans import by_hand, hosting, offloading
 
 from megatron_epp.runtime.offload.host import HostMemory
+from tests.support.gpu_stage import DEVICE, apart, run
+from tests.support.runtime.runtime_plans import by_hand, hosting, offloading
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-import bench_gpu
 import pytest
 import torch
-from gpu_runs import Launches, Sizes
+
+from scripts.bench.gpu import bench as bench_gpu
+from scripts.bench.gpu.runs import Launches, Sizes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

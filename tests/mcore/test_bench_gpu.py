@@ -1,44 +1,45 @@
-"""The benchmark for GPUs, reduced: every part runs and its figures fit together. None of them is judged."""
+"""The benchmark for GPUs, reduced: every part runs and its figures fit together. None of them is judged.
+
+The runs are in the set `slow`; what is done with their figures is not.
+"""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import bench_gpu  # noqa: E402
-import gpu_runs  # noqa: E402
-
-from megatron_epp.launch.runs import RunError  # noqa: E402
-from megatron_epp.plan import Action  # noqa: E402
-from megatron_epp.report.measured import Event, Measured  # noqa: E402
+from megatron_epp.launch.runs import RunError
+from megatron_epp.plan import Action
+from megatron_epp.report.measured import Event, Measured
+from scripts.bench.gpu import bench as bench_gpu
+from scripts.bench.gpu import runs as gpu_runs
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
-    command = [sys.executable, "-W", "ignore", str(SCRIPTS / "bench_gpu.py"), "--reduced", "-o", str(folder)]
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.bench.gpu", "--reduced", "-o", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "report.md").read_text() in done.stdout
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_part_has_run_and_says_how_long_it_took(report):
     assert list(report["parts"]) == list(bench_gpu.PARTS)
     assert all("failed" not in part and part["seconds"] >= 0 for part in report["parts"].values())
 
 
+@pytest.mark.slow
 def test_numbers_in_bf16_are_those_of_megatron(report):
     part = report["parts"]["parity"]
     assert part["met"], part
     assert all(row["theirs"] > 0 for row in part["rows"].values()), "bf16 and fp32 cannot agree to the bit"
 
 
+@pytest.mark.slow
 def test_sliced_and_unsliced_train_the_same(report):
     part = report["parts"]["slices"]
     speed = part["tokens_per_second"]
@@ -46,6 +47,7 @@ def test_sliced_and_unsliced_train_the_same(report):
     assert part["losses"]["sliced"] == pytest.approx(part["losses"]["unsliced"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_cap_asks_for_recompute_and_the_free_run_does_not(report):
     free, capped = report["parts"]["peaks"]["rows"].values()
     assert free["recompute_share"] == 0 < capped["recompute_share"]
@@ -54,6 +56,7 @@ def test_the_cap_asks_for_recompute_and_the_free_run_does_not(report):
         assert row["error"] == pytest.approx(row["planned_bytes"] / row["measured_bytes"] - 1)
 
 
+@pytest.mark.slow
 def test_something_was_offloaded_and_its_copies_were_timed(report):
     part = report["parts"]["copies"]
     assert part["offload_share"] > 0

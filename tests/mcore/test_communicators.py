@@ -3,18 +3,17 @@
 import json
 from argparse import Namespace
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import launch
 from torch import distributed as dist
 
 from megatron_epp.mcore.training import communicators
 from megatron_epp.mcore.training.communicators import link_ctas, link_options, link_settings
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.links.links import most_links
+from tests.support.mcore.forked import launch
 
 SMS = (132, 114, 108, 80, 46)
 """Of H100 SXM and PCIe, A100, V100, and a smaller one."""
@@ -106,7 +105,7 @@ def test_there_are_no_options_for_another_backend(monkeypatch):
 
 def test_training_runs_collectives_only_on_groups_that_have_run_one_before(tmp_path):
     """So that their communicators have their memory before caps are set."""
-    finished = launch(1, Path(__file__).with_name("collectives_worker.py"), tmp_path, timeout_s=400)
+    finished = launch(1, "-m", "tests.support.mcore.collectives_worker", tmp_path, timeout_s=400)
     last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
     assert last is not None, finished.output[-5000:]
     found = json.loads(last)

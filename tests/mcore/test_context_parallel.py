@@ -1,9 +1,9 @@
 """What `--epp` asks of flags under context parallelism, where the ranks of a layer share tokens, and heads inside attention."""
 
 import pytest
-from megatron_flags import arguments
 
 from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args, token_multiple
+from tests.support.mcore.megatron_flags import arguments
 
 
 @pytest.mark.parametrize(("tensor", "context", "needed"), [(1, 3, 3), (2, 8, 16), (8, 2, 16)])

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked import train
-from launch import Finished
+
+from tests.support.mcore.forked import train
+from tests.support.mcore.launch import Finished
 
 MODELS = {
     "llama": shlex.split(
@@ -91,8 +92,8 @@ def test_it_trains_and_evaluates(references: dict[str, Reference]) -> None:
         ("llama", 2, "--pipeline-model-parallel-size 2"),
         ("gpt2", 2, "--pipeline-model-parallel-size 2"),  # the embedding is shared by both stages
         ("llama", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
-        ("llama", 2, "--tensor-model-parallel-size 2"),
-        ("llama", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        pytest.param("llama", 2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param("llama", 2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
         ("gpt2", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
         (
             "gpt2",

@@ -6,8 +6,6 @@ import logging
 import pytest
 import torch
 from megatron.core.datasets import gpt_dataset
-from megatron_flags import arguments
-from synthetic_documents import write_pair
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.arguments import ArgumentError, flags, refused
@@ -16,6 +14,8 @@ from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.documents import check_order
 from megatron_epp.plan import Segment
 from megatron_epp.plan.errors import EppError
+from tests.support.mcore.megatron_flags import arguments
+from tests.support.mcore.synthetic_documents import write_pair
 
 FLAGS = (*refused.IMPLIED, *refused.IDLE, refused.EOD)
 

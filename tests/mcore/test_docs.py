@@ -72,7 +72,19 @@ def anywhere(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("page", "block"), RUNNABLE, ids=[f"{page.stem}: {body.splitlines()[0]}" for page, body in RUNNABLE])
+@pytest.mark.parametrize(
+    ("page", "block"),
+    [
+        # A search for a layout takes long, and the README has one that `test_readme.py` runs.
+        pytest.param(
+            page,
+            body,
+            id=f"{page.stem}: {body.splitlines()[0]}",
+            marks=pytest.mark.slow if "megatron-epp advise" in body else (),
+        )
+        for page, body in RUNNABLE
+    ],
+)
 def test_a_block_for_a_laptop_runs(page, block, anywhere):
     path = os.pathsep.join([str(anywhere / "bin"), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

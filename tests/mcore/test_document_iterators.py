@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
-from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.data.iterator import PlanSource
@@ -20,6 +19,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.serialize import pack
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
 from megatron_epp.planner.service.background import PackedPlan
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 DOCUMENTS = documents_of(long_tailed_lengths(60, longest=2000))
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 from megatron_epp.cli.lengths import lengths_of
 from megatron_epp.data.documents import LONG_DOCUMENTS
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.document_file import DocumentFile
 from megatron_epp.plan.errors import EppError
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 DOCUMENTS = documents_of(long_tailed_lengths(60, longest=2000))
 

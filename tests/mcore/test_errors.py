@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked import launch
-from launch import Finished
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import Finished
 
 FLAGS = shlex.split(
     "--transformer-impl local --num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64 "

@@ -5,10 +5,10 @@ import time
 
 import psutil
 import pytest
-from forked import launch
 
 from megatron_epp.launch.forked import Forks
 from megatron_epp.plan import EppError
+from tests.support.mcore.forked import launch
 
 
 def script(folder, text):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import ENVIRONMENT, TINY
 
 from megatron_epp.launch.lifetime import FOLDER_VARIABLE
+from tests.support.mcore.launch import ENVIRONMENT, TINY
 
 LIMIT_S = 240
 TORCHRUN = [sys.executable, "-m", "megatron_epp.launch.torchrun", "--standalone", "--nproc-per-node", "2"]

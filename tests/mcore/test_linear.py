@@ -7,13 +7,13 @@ import types
 
 import pytest
 import torch
-from engine_stand_in import FusedStandInParallelLinear, StandInLinear
 from torch import nn
 
 from megatron_epp.mcore.model import weight_gradients
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.autograd.saved import SavedTensors
+from tests.support.mcore.engine_stand_in import FusedStandInParallelLinear, StandInLinear
 
 
 class OtherLinear(nn.Linear):

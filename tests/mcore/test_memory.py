@@ -12,16 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import launch
-from memory_cases import BLOCKS, CAPPED, FREE, ITERATIONS, LENGTHS, OFFLOADED, PIPELINES, TOKENS_SHARED, VOCABULARY
-from synthetic_documents import documents_of, write_pair
 
 from megatron_epp.plan import Plan
 from megatron_epp.plan.serialize import load
+from tests.support.mcore.forked import launch
+from tests.support.mcore.memory_cases import (
+    BLOCKS,
+    CAPPED,
+    FREE,
+    ITERATIONS,
+    LENGTHS,
+    MORE,
+    OFFLOADED,
+    PIPELINES,
+    TOKENS_SHARED,
+    VOCABULARY,
+)
+from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 SCALARS_BYTES = 64
 """Of the loss, which no cost per token has."""
-WORKER = Path(__file__).with_name("memory_worker.py")
+WORKER = "tests.support.mcore.memory_worker"
 
 
 @dataclass(frozen=True)
@@ -42,21 +53,29 @@ def report_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], 
     """The report of a setting. The settings of one pipeline size share a launch, made when one is first asked for."""
     folder = tmp_path_factory.mktemp("memory")
     data = write_pair(folder / "documents", documents_of([n + 1 for n in LENGTHS], vocab_size=VOCABULARY))
-    errors: dict[int, str] = {}
+    errors: dict[Path, str] = {}
 
     def report(ranks: int, name: str) -> Report:
-        reports = folder / str(ranks)
-        if ranks not in errors:
-            finished = launch(ranks, WORKER, env={"MEMORY_DATA": data, "MEMORY_REPORTS": str(reports)}, timeout_s=400)
-            errors[ranks] = "" if finished.returncode == 0 else finished.output[-5000:]
-        assert not errors[ranks], errors[ranks]
+        more = {"MEMORY_MORE": "1"} if name in MORE else {}
+        reports = folder / ("more" if more else str(ranks))
+        if reports not in errors:
+            env = {"MEMORY_DATA": data, "MEMORY_REPORTS": str(reports)} | more
+            finished = launch(ranks, "-m", WORKER, env=env, timeout_s=400)
+            errors[reports] = "" if finished.returncode == 0 else finished.output[-5000:]
+        assert not errors[reports], errors[reports]
         lines = (reports / name / "iterations.jsonl").read_text().splitlines()
         return Report([json.loads(line) for line in lines], load(reports / name / "plan.json"))
 
     return report
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, settings in PIPELINES.items() for name in settings])
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        *((ranks, name) for ranks, settings in PIPELINES.items() for name in settings),
+        *(pytest.param(2, name, marks=pytest.mark.slow) for name in MORE),
+    ],
+)
 def test_measured_activations_are_what_the_plans_say_and_no_more(
     report_of: Callable[[int, str], Report], ranks: int, name: str
 ) -> None:

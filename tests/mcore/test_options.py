@@ -2,20 +2,20 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
-from forked import launch
-from options_worker import ITERATIONS, LOADED, SAVED
 
-WORKER = Path(__file__).with_name("options_worker.py")
+from tests.support.mcore.forked import launch
+from tests.support.mcore.options_worker import ITERATIONS, LOADED, SAVED
+
+WORKER = "tests.support.mcore.options_worker"
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What every run of the worker did."""
-    finished = launch(1, WORKER, tmp_path_factory.mktemp("options"), timeout_s=900)
+    finished = launch(1, "-m", WORKER, tmp_path_factory.mktemp("options"), timeout_s=900)
     last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
     assert last is not None, finished.output[-5000:]
     found = json.loads(last)

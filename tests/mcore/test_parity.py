@@ -1,29 +1,30 @@
 """Training with plans gives what Megatron's own schedule gives on the same documents fed whole: fp32, on CPU, over gloo.
 
-"Stock" is Megatron's schedule function and Megatron's attention, one document per microbatch. ``scripts/parity.py`` runs and
+"Stock" is Megatron's schedule function and Megatron's attention, one document per microbatch. ``scripts/parity`` runs and
 compares everything: cuts of the documents for twenty iterations on few processes, and for three a matrix of parallel sizes in
-which every two choices meet (with ``EPP_PARITY_MATRIX=full`` every cell).
+which every two choices meet. The set `slow` has more cuts of every model, and every cell of the matrix.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import launch
-from launch import run
-from parity_cases import CASES, CUTS, ITERATIONS, SCRIPTS
 
-from parity import BATCH, TOLERANCE, table  # isort: skip  # `parity_cases` has told where it is
-from parity_cells import Cell, all_cells, all_rows, covering_rows, full_rows  # isort: skip
+from scripts.parity.cells import Cell, all_cells, all_rows, covering_rows, full_rows
+from scripts.parity.compare import BATCH, table
+from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import run
+from tests.support.mcore.parity_cases import CASES, CUTS, ITERATIONS, MORE_CASES
+from tests.support.mcore.parity_figures import Figures, check_closeness, parity
 
-MATRIX = os.environ.get("EPP_PARITY_MATRIX", "pairs")
-ROWS = full_rows() if MATRIX == "full" else covering_rows()
+ROWS = {"pairs": covering_rows(), "full": full_rows()}
+LIMITS_S = {"pairs": 900, "full": 9000}
 MATRIX_ITERATIONS = 3
 PLACEMENTS = {
     (1, 1, "looped"): (0,),
@@ -34,72 +35,56 @@ PLACEMENTS = {
 }
 """The rank of every stage, by pipeline size, stages per rank and placement."""
 
-Figures = dict[str, Any]
-
-
-def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
-    """What the script reports."""
-    finished = launch(1, SCRIPTS / "parity.py", *flags, "--json", timeout_s=timeout_s)
-    last = finished.output.splitlines()[-1]
-    assert last.startswith("{"), finished.output[-5000:]
-    return json.loads(last)
-
 
 @pytest.fixture(scope="module")
-def cuts_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], dict[str, Figures]]:
-    """The figures of all cuts of a cell, made when first asked for."""
-    folder, reports = tmp_path_factory.mktemp("parity"), {}
+def cuts_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell, str, str], Figures]:
+    """The figures of a cut of a cell on a model, made for the cell's cuts together when first asked for."""
+    reports: dict[int, dict[str, Any]] = {}
 
-    def figures(cell: Cell) -> dict[str, Figures]:
-        if cell not in reports:
-            sizes = {"pp": cell.pp}
+    def figures(cell: Cell, model: str, cut: str) -> Figures:
+        cuts_by_model = next(cases for cases in (CASES, MORE_CASES) if cut in cases[cell].get(model, ()))[cell]
+        if id(cuts_by_model) not in reports:
             cases = {
-                f"{model}, {cut}": {"cell": sizes, "model": model, "plan": CUTS[cut].flags}
-                for model, cuts in CASES[cell].items()
-                for cut in cuts
+                f"{name}, {each}": {"cell": {"pp": cell.pp}, "model": name, "plan": CUTS[each].flags}
+                for name, cuts in cuts_by_model.items()
+                for each in cuts
             }
-            path = folder / f"{cell}.json"
+            path = tmp_path_factory.mktemp("parity") / "cases.json"
             path.write_text(json.dumps(cases))
-            reports[cell] = parity("--cases", path, "--iterations", ITERATIONS, timeout_s=900)
-        return reports[cell]["cases"]
+            reports[id(cuts_by_model)] = parity("--cases", path, "--iterations", ITERATIONS, timeout_s=900)
+        return reports[id(cuts_by_model)]["cases"][f"{model}, {cut}"]
 
     return figures
 
 
 @pytest.fixture(scope="module")
-def matrix(pytestconfig: pytest.Config) -> dict[str, Figures]:
-    """The figures of all rows. Prints them."""
-    report = parity("--matrix", MATRIX, "--iterations", MATRIX_ITERATIONS, timeout_s=900 if MATRIX == "pairs" else 9000)
-    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n{table(report)}")
-    return report["cases"]
+def matrix(pytestconfig: pytest.Config) -> Callable[[str], dict[str, Figures]]:
+    """The figures of all rows of a matrix, which it prints, made when first asked for."""
 
+    @functools.cache
+    def figures(name: str) -> dict[str, Figures]:
+        report = parity("--matrix", name, "--iterations", MATRIX_ITERATIONS, timeout_s=LIMITS_S[name])
+        with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"\n{table(report)}")
+        return report["cases"]
 
-def check_closeness(figures: Figures) -> None:
-    """Nothing is further apart than rounding makes it, and nothing was left out."""
-    assert "error" not in figures, figures["error"]
-    assert figures["attention"] == ["DotProductAttention, RelayAttention"]
-    assert figures["losses"] <= TOLERANCE
-    assert figures["validation"] <= TOLERANCE
-    for key in ("gradients", "last_gradients", "parameters"):
-        assert figures[key]["relative"] <= TOLERANCE, (key, figures[key])
-        assert figures[key]["num_tensors"] > 0
-        assert figures[key]["zeros"] == 0
+    return figures
 
 
 @pytest.mark.parametrize(
     ("cell", "model", "cut"),
     [
-        pytest.param(cell, model, cut, id=f"{cell}: {model}, {cut}")
-        for cell, models in CASES.items()
+        pytest.param(cell, model, cut, id=f"{cell}: {model}, {cut}", marks=marks)
+        for cases, marks in ((CASES, ()), (MORE_CASES, pytest.mark.slow))
+        for cell, models in cases.items()
         for model, cuts in models.items()
         for cut in cuts
     ],
 )
 def test_plans_train_as_the_stock_schedule_does(
-    cuts_of: Callable[[Cell], dict[str, Figures]], cell: Cell, model: str, cut: str
+    cuts_of: Callable[[Cell, str, str], Figures], cell: Cell, model: str, cut: str
 ) -> None:
-    figures = cuts_of(cell)[f"{model}, {cut}"]
+    figures = cuts_of(cell, model, cut)
     check_closeness(figures)
     (plans,) = figures["plans"]
     wanted = CUTS[cut]
@@ -114,9 +99,17 @@ def test_plans_train_as_the_stock_schedule_does(
     assert not any(plan["padding"] for plan in plans)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_every_group_of_processes_trains_as_the_stock_schedule_does(matrix: dict[str, Figures], row: Any) -> None:
-    figures, cell = matrix[str(row)], row.cell
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        *(pytest.param("pairs", row, id=str(row)) for row in ROWS["pairs"]),
+        *(pytest.param("full", row, id=f"{row} (full)", marks=pytest.mark.slow) for row in ROWS["full"]),
+    ],
+)
+def test_every_group_of_processes_trains_as_the_stock_schedule_does(
+    matrix: Callable[[str], dict[str, Figures]], name: str, row: Any
+) -> None:
+    figures, cell = matrix(name)[str(row)], row.cell
     check_closeness(figures)
     assert figures["num_losses"] == [MATRIX_ITERATIONS, 1]
     assert figures["num_processes"] == cell.num_processes
@@ -135,10 +128,11 @@ def test_every_group_of_processes_trains_as_the_stock_schedule_does(matrix: dict
     assert any(plan["weights"] > 0 for plan in plans) == cell.split
 
 
-def test_replicas_train_on_unequal_numbers_of_documents(matrix: dict[str, Figures]) -> None:
+def test_replicas_train_on_unequal_numbers_of_documents(matrix: Callable[[str], dict[str, Figures]]) -> None:
     """With and without experts to share: or the rows above prove nothing about them."""
+    found = matrix("pairs")
     for shares_experts in (False, True):
-        rows = [matrix[str(row)]["plans"] for row in ROWS if row.cell.dp > 1 and (row.cell.ep > 1) == shares_experts]
+        rows = [found[str(row)]["plans"] for row in ROWS["pairs"] if row.cell.dp > 1 and (row.cell.ep > 1) == shares_experts]
         assert any(len({plan["sequences"] for plan in plans}) > 1 for row in rows for plans in zip(*row, strict=True))
 
 
@@ -157,7 +151,7 @@ def test_the_rows_bring_every_two_choices_together() -> None:
     ],
 )
 def test_the_script_says_in_a_line_what_it_cannot_run(flags: list[object], says: str) -> None:
-    finished = run([sys.executable, SCRIPTS / "parity.py", *flags], {}, 60)
+    finished = run([sys.executable, "-m", "scripts.parity", *flags], {}, 60)
     assert finished.returncode in (1, 2)
     assert says in finished.output.splitlines()[-1]
 
@@ -169,7 +163,7 @@ def test_a_run_that_fails_is_a_row_that_failed_and_others_go_on(tmp_path: Path) 
     }
     path = tmp_path / "cases.json"
     path.write_text(json.dumps(cases))
-    finished = launch(1, SCRIPTS / "parity.py", "--cases", path, "--iterations", 1, timeout_s=180)
+    finished = launch(1, "-m", "scripts.parity", "--cases", path, "--iterations", 1, timeout_s=180)
     assert finished.returncode == 1
     rows = [line for line in finished.output.splitlines() if line.startswith(tuple(cases))]
     assert "failed" in rows[0]

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from forked import launch
 from megatron.core.transformer.enums import LayerType
 
 from megatron_epp.mcore.model.model_chunks import PlacedLayout, layers_of_stages
 from megatron_epp.plan.placement import Placement
+from tests.support.mcore.forked import launch
 
-WORKER = Path(__file__).with_name("placement_worker.py")
+WORKER = "tests.support.mcore.placement_worker"
 ITERATIONS = 5
 
 
@@ -59,7 +59,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: P
     these to four ranks there and back, then to a looped pipeline, and back to one process. Layers are shared out unevenly, and
     some stages have none.
     """
-    finished = launch(1, WORKER, tmp_path, timeout_s=900)
+    finished = launch(1, "-m", WORKER, tmp_path, timeout_s=900)
     assert finished.returncode == 0, finished.output[-5000:]
     report = json.loads((tmp_path / "report.json").read_text())
     whole = report["whole"]["losses"]

@@ -3,13 +3,13 @@
 import argparse
 
 import pytest
-from megatron_flags import arguments
 
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
 from megatron_epp.mcore.arguments.flags import flags_of
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.plan import EppError
+from tests.support.mcore.megatron_flags import arguments
 
 FLAGS = add_epp_args(argparse.ArgumentParser())._actions
 

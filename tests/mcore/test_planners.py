@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import launch
-from planners_worker import ITERATIONS, PLANNERS
-from synthetic_documents import documents_of, write_pair
 
 from megatron_epp.plan.serialize import load
+from tests.support.mcore.forked import launch
+from tests.support.mcore.planners_worker import ITERATIONS, PLANNERS
+from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
-WORKER = Path(__file__).with_name("planners_worker.py")
+WORKER = "tests.support.mcore.planners_worker"
 LENGTHS = (180, 12, 60, 33, 7, 90, 25, 140)
 """Six of them train, so every batch has the same lengths in another order."""
 
@@ -22,7 +22,7 @@ LENGTHS = (180, 12, 60, 33, 7, 90, 25, 140)
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planners")
     data = write_pair(folder / "documents", documents_of(LENGTHS, vocab_size=255))
-    finished = launch(2, WORKER, env={"DATA": data, "REPORTS": str(folder)}, timeout_s=400)
+    finished = launch(2, "-m", WORKER, env={"DATA": data, "REPORTS": str(folder)}, timeout_s=400)
     assert finished.returncode == 0, finished.output[-5000:]
     return folder
 

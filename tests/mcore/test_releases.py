@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import REPOSITORY, run
-from releases import OTHER_RELEASES, release
 
 from megatron_epp.mcore import features
+from tests.support.mcore.launch import REPOSITORY, run
+from tests.support.mcore.releases import OTHER_RELEASES, release
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
-WORKER = Path(__file__).with_name("release_worker.py")
+WORKER = "tests.support.mcore.release_worker"
 CASES = {
     "sliced": {
         "cell": {"pp": 2, "split": True},
@@ -32,7 +32,7 @@ def test_a_release_is_known_and_trains_as_its_own_schedule_does(wanted: str, tmp
     assert "offset" not in patched.stdout
     (tmp_path / "cases.json").write_text(json.dumps(CASES))
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    finished = run([sys.executable, WORKER, tmp_path], environment, timeout_s=300)
+    finished = run([sys.executable, "-m", WORKER, tmp_path], environment, timeout_s=300)
     assert finished.returncode == 0, finished.output[-5000:]
     found, figures, hybrid, levels = (json.loads(line) for line in finished.output.splitlines() if line.startswith("{"))
     assert found["version"] == wanted

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import free_port
-from synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import free_port
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 ITERATIONS = 12
 INTERVAL = 5
@@ -94,8 +96,10 @@ def test_a_killed_run_resumes_bitwise(tmp_path: Path) -> None:
     saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     assert saved in range(INTERVAL, ITERATIONS, INTERVAL)
 
-    whole = start(data, tmp_path / "whole", "--epp-costs", checkpoints / "epp_costs.json")
-    uninterrupted = finish(whole, tmp_path / "whole")
+    report = ["--data-path", data, "--epp-report-dir", tmp_path / "whole", "--epp-costs", checkpoints / "epp_costs.json"]
+    whole = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, *report)
+    assert whole.returncode == 0, whole.output[-5000:]
+    uninterrupted = losses(tmp_path / "whole")
     resumed = start(data, tmp_path / "resumed", *saving, "--load", checkpoints)
     after = finish(resumed, tmp_path / "resumed")
 

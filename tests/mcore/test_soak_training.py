@@ -3,17 +3,17 @@
 import json
 from pathlib import Path
 
-from forked import launch
-from soak_cases import LONGEST, LOOKED_AT, VOCABULARY
-from synthetic_documents import documents_of, write_pair
+from tests.support.mcore.forked import launch
+from tests.support.mcore.soak_cases import LONGEST, LOOKED_AT, VOCABULARY
+from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
-WORKER = Path(__file__).with_name("soak_worker.py")
+WORKER = "tests.support.mcore.soak_worker"
 
 
 def test_hundreds_of_iterations_of_training_leave_no_tensor_behind(tmp_path: Path) -> None:
     lengths = [LONGEST // 2 + i % (LONGEST // 2) for i in range(61)]
     data = write_pair(tmp_path / "documents", documents_of(lengths, vocab_size=VOCABULARY))
-    finished = launch(1, WORKER, env={"SOAK_DATA": data})
+    finished = launch(1, "-m", WORKER, env={"SOAK_DATA": data})
     assert finished.returncode == 0, finished.output[-5000:]
     seen = json.loads(next(line for line in finished.output.splitlines() if line.startswith("[{")))
     assert tuple(look["iteration"] for look in seen) == LOOKED_AT

@@ -3,13 +3,13 @@
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import launch
-from launch import TINY
-from synthetic_documents import write_pair
+
+from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import TINY
+from tests.support.mcore.synthetic_documents import write_pair
 
 CONTEXT, BATCH = 32, 8
 NUM_TOKENS = [100, 33, 2, 70, 9, 34, 300, 1, 64, 5, 31, 65, 41, 7, 12]
@@ -31,7 +31,7 @@ FLAGS += [
     "2",
     "--epp",
 ]
-WORKER = Path(__file__).with_name("labels_worker.py")
+WORKER = "tests.support.mcore.labels_worker"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def data(documents, tmp_path_factory):
 def run(folder, data, *flags, iterations=EPOCH):
     folder.mkdir()
     given = ["--data-path", data, "--train-iters", iterations, "--epp-report-dir", folder, *flags]
-    return launch(2, WORKER, *FLAGS, *given, env={"RECORD_TO": str(folder)})
+    return launch(2, "-m", WORKER, *FLAGS, *given, env={"RECORD_TO": str(folder)})
 
 
 def trained(folder, data, *flags):

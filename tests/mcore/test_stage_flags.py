@@ -1,9 +1,9 @@
 """How many stages a rank has, from Megatron's flags; and which of them cannot be honoured together, by name."""
 
 import pytest
-from megatron_flags import arguments
 
 from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
+from tests.support.mcore.megatron_flags import arguments
 
 PER_STAGE = "num_layers_per_virtual_pipeline_stage"
 PER_RANK = "num_virtual_stages_per_pipeline_rank"

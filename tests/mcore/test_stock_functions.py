@@ -12,8 +12,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from known_scripts import USER_SCRIPT, fingerprints_of, known_as_megatrons
-from launch import TINY, launch
 
 from megatron_epp.mcore.model import gpt
 from megatron_epp.mcore.patches import fingerprints, install, stock_functions
@@ -21,6 +19,8 @@ from megatron_epp.mcore.patches.fingerprints import fingerprint
 from megatron_epp.mcore.patches.stock_functions import EMBEDDING_RANKS, FORWARD_STEP, PROVIDER, changes_of, require_stock
 from megatron_epp.mcore.training.forward_backward import schedule_for
 from megatron_epp.plan import EppError
+from tests.support.mcore.known_scripts import USER_SCRIPT, fingerprints_of, known_as_megatrons
+from tests.support.mcore.launch import TINY, launch
 
 COUNT = itertools.count()
 TEXT = USER_SCRIPT.read_text()

@@ -9,18 +9,23 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from known_scripts import USER_SCRIPT, known_as_megatrons
-from launch import REPOSITORY, TINY, launch
-from synthetic_documents import documents_of, long_tailed_lengths, write_pair
+
+from tests.support.mcore import forked
+from tests.support.mcore.known_scripts import USER_SCRIPT, known_as_megatrons
+from tests.support.mcore.launch import REPOSITORY, TINY, launch
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 PATCH = REPOSITORY / "patches" / "megatron-core-0.17-to-0.19.patch"
-TRAIN = [*TINY, "--pipeline-model-parallel-size", 2, "--train-iters", 2, "--epp-lookahead", 3]
+TRAIN = [*TINY, "--train-iters", 2, "--epp-lookahead", 3]
+RANKS = {"stock": 1, "epp": 2}
+"""Pipeline stages, each on a rank of its own."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Flags of a run, what our own script prints with them, and the environment of a run that knows the user's script."""
+    """Ranks and flags of a run, what our own script prints with them, and the environment that knows the user's script."""
 
+    ranks: int
     flags: list[object]
     output: str
     env: dict[str, str]
@@ -35,6 +40,7 @@ def epp_flags(folder: Path) -> list[object]:
     lengths = long_tailed_lengths(64, longest=33)
     prefix = write_pair(folder / "text", documents_of(lengths, vocab_size=127))
     flags = [flag for flag in TRAIN if flag != "--mock-data"]
+    flags += ["--pipeline-model-parallel-size", RANKS["epp"]]
     return [*flags, "--epp", "--micro-batch-size", 1, "--data-path", prefix, "--split", "100,0,0", "--eval-iters", 0]
 
 
@@ -45,9 +51,10 @@ def printed_losses(output: str) -> list[str]:
 @pytest.fixture(scope="module", params=["stock", "epp"])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     flags = epp_flags(tmp_path_factory.mktemp("documents")) if request.param == "epp" else TRAIN
-    finished = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
+    ranks = RANKS[request.param]
+    finished = launch(ranks, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
     assert finished.returncode == 0, finished.output[-5000:]
-    return Reference(flags, finished.output, known_as_megatrons(USER_SCRIPT, tmp_path_factory.mktemp("known")))
+    return Reference(ranks, flags, finished.output, known_as_megatrons(USER_SCRIPT, tmp_path_factory.mktemp("known")))
 
 
 def test_our_own_script_trains_and_says_once_that_there_is_no_gpu(reference: Reference) -> None:
@@ -57,7 +64,8 @@ def test_our_own_script_trains_and_says_once_that_there_is_no_gpu(reference: Ref
 
 
 def test_a_script_with_megatrons_functions_trains_unchanged_and_knows_our_flags_beside_its_own(reference: Reference) -> None:
-    finished = launch(2, "-m", "megatron_epp.run", USER_SCRIPT, *reference.flags, "--users-own-flag", 7, env=reference.env)
+    command = ["-m", "megatron_epp.run", USER_SCRIPT, *reference.flags, "--users-own-flag", 7]
+    finished = launch(reference.ranks, *command, env=reference.env)
     assert finished.returncode == 0, finished.output[-5000:]
     assert printed_losses(finished.output) == reference.losses
     assert re.search(r"users_own_flag \.+ 7", finished.output)
@@ -66,7 +74,7 @@ def test_a_script_with_megatrons_functions_trains_unchanged_and_knows_our_flags_
 
 def test_ranks_that_a_script_chooses_for_embeddings_give_way_to_a_placement(tmp_path: Path) -> None:
     flags = [*epp_flags(tmp_path), "--num-virtual-stages-per-pipeline-rank", 2, "--epp-placement", "v"]
-    ours = launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
+    ours = forked.launch(2, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
     theirs = launch(2, "-m", "megatron_epp.run", USER_SCRIPT, *flags, env=known_as_megatrons(USER_SCRIPT, tmp_path))
     assert theirs.returncode == 0, theirs.output[-5000:]
     assert len(printed_losses(ours.output)) == 2
@@ -81,7 +89,7 @@ def test_a_patched_copy_of_megatron_needs_no_other_start(reference: Reference, t
     shutil.copytree(Path(spec.origin).parents[1], tmp_path / "megatron")
     subprocess.run(["patch", "-p1", "-d", tmp_path], stdin=PATCH.open(), check=True, stdout=subprocess.DEVNULL)
     env = {"PYTHONPATH": f"{tmp_path}:{reference.env['PYTHONPATH']}"}
-    finished = launch(2, USER_SCRIPT, *reference.flags, env=env)
+    finished = launch(reference.ranks, USER_SCRIPT, *reference.flags, env=env)
     assert finished.returncode == 0, finished.output[-5000:]
     assert printed_losses(finished.output) == reference.losses
     assert re.search(r"epp_lookahead \.+ 3", finished.output)

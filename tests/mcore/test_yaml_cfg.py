@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import yaml
-from forked import launch
-from launch import TINY
 from megatron.core.transformer import TransformerConfig
-from synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 from megatron_epp.mcore.arguments import flags, yaml_cfg
 from megatron_epp.plan.errors import EppError
+from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import TINY
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 FIELDS = {field.name for field in dataclasses.fields(TransformerConfig)}
 MODEL = [flag for flag in TINY if flag != "--mock-data"]

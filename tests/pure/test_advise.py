@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-from planner_cases import web_lengths
 
 from megatron_epp.advice.candidates import candidates
 from megatron_epp.advice.judge import gib, misfit
@@ -20,6 +19,7 @@ from megatron_epp.launch.settings import load_settings
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, plan
+from tests.support.plan.planner_cases import web_lengths
 
 MODEL = {
     "num_layers": 8,

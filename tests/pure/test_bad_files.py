@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from bad_files import SOUND, error_line, signed, spoiled, written
+
+from tests.support.plan.bad_files import SOUND, error_line, signed, spoiled, written
 
 DEEP = "[" * 200_000 + "]" * 200_000
 HUGE = 10**400

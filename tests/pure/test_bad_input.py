@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from bad_files import PLAN, SOUND, error_line, exit_code, signed, spoiled, written
 
 from megatron_epp.cli import inputs as cli_inputs
 from megatron_epp.cli import main as cli
@@ -13,6 +12,7 @@ from megatron_epp.cli import plan as cli_plan
 from megatron_epp.mcore.arguments.flag import MOST
 from megatron_epp.plan import EppError, check
 from megatron_epp.plan.reading import check_nested, naming
+from tests.support.plan.bad_files import PLAN, SOUND, error_line, exit_code, signed, spoiled, written
 
 BATCH = ["--lengths", "300,200", "--stages", "2"]
 FLAGS = {

@@ -5,10 +5,10 @@ import json
 import random
 
 import pytest
-from bad_files import SOUND, exit_code, signed, written
 
 from megatron_epp.launch.settings import load_settings
 from megatron_epp.plan import EppError
+from tests.support.plan.bad_files import SOUND, exit_code, signed, written
 
 MUTANTS = 60
 """Of every kind of file."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from planner_cases import GIB, pipeline, problem
 
 from megatron_epp.plan import NO_RECOMPUTE, Op, Plan
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.baselines.chunkflow import recompute_all_but_last, uniform_chunks
+from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 COSTS = pipeline(1)
 STAGE = COSTS.stages[0]

@@ -6,7 +6,6 @@ import random
 from itertools import accumulate, pairwise, product
 
 import pytest
-from planner_cases import GIB, pipeline, problem, web_lengths
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
 from megatron_epp.plan import Action, Chunk, Op, Segment
@@ -20,6 +19,7 @@ from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.tables import Tables, tabulate
+from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 UNBALANCED = (4, 4, 3, 2, 1, 1, 1, 1)
 

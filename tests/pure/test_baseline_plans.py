@@ -6,12 +6,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
 from megatron_epp.plan import InfeasibleError, Op, Plan, PlanError
 from megatron_epp.plan.check import check, report
 from megatron_epp.planner import PLANNERS, Options, Problem, plan
 from megatron_epp.planner.baselines import BASELINES
+from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
 
 def random_batch(seed: int) -> tuple[tuple[int, ...], int, int, int]:

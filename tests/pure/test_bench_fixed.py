@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from planner_cases import GIB, pipeline, problem, web_lengths
 
 from megatron_epp.plan import InfeasibleError, Plan, PlanError
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.baselines.rows import chunk_sizes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from planner_fixed import FIXED, FixedRun, fixed_run
+from scripts.bench.planner.fixed import FIXED, FixedRun, fixed_run
+from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 COSTS = pipeline(4)
 STATIC = max(stage.static_bytes for stage in COSTS.stages)

@@ -2,11 +2,8 @@
 
 import json
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import bench_long
+from scripts.bench.long import bench as bench_long
 
 
 def test_more_levers_fit_more_and_are_no_slower(tmp_path, monkeypatch):

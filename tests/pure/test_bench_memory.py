@@ -1,16 +1,11 @@
 """The benchmark of the memory levers on one small case: its figures are there and fit together."""
 
-import sys
-from pathlib import Path
-
 import pytest
-from planner_cases import pipeline, problem
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import bench_memory
-from bench_memory import BASE, VARIANTS, markdown, row, summary
-from planner_suite import Case
+from scripts.bench.memory import bench as bench_memory
+from scripts.bench.memory.bench import BASE, VARIANTS, markdown, row, summary
+from scripts.bench.planner.suite import Case
+from tests.support.plan.planner_cases import pipeline, problem
 
 
 @pytest.fixture(scope="module")

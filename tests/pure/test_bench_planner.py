@@ -6,28 +6,23 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import planner_small  # noqa: E402
-from bench_planner import against, large  # noqa: E402
-from planner_fixed import FIXED  # noqa: E402
-from planner_report import markdown  # noqa: E402
-from planner_runs import BATCHES, RunCase  # noqa: E402
-from planner_suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, Case, all_cases, sampled_cases  # noqa: E402
-
-from megatron_epp import planner  # noqa: E402
-from megatron_epp.planner.exact.oracle import oracle  # noqa: E402
+from megatron_epp import planner
+from megatron_epp.planner.exact.oracle import oracle
+from scripts.bench.planner import small as planner_small
+from scripts.bench.planner.bench import against, large
+from scripts.bench.planner.fixed import FIXED
+from scripts.bench.planner.report import markdown
+from scripts.bench.planner.runs import BATCHES, RunCase
+from scripts.bench.planner.suite import CAPS_GB, CONTEXTS, MODELS, RIVALS, STAGES, Case, all_cases, sampled_cases
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, str(SCRIPTS / "bench_planner.py"), "--reduced", "-o", str(folder)]
+    command = [sys.executable, "-m", "scripts.bench.planner", "--reduced", "-o", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "report.json").read_text())

@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-from report_plans import measured_run
 
 from megatron_epp.cli.inputs import add_problem, costs_of
 from megatron_epp.cli.main import main
@@ -19,6 +18,7 @@ from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.serialize import digest, load, save
 from megatron_epp.plan.text import from_grid
 from megatron_epp.planner import PLANNERS
+from tests.support.plan.report_plans import measured_run
 
 MODEL = shlex.split(
     "--stages 2 --layers 4 --hidden 128 --ffn 512 --heads 4 --kv-heads 2 --vocab 512 --bytes-per-value 4 --rates cpu"

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planner_cases import pipeline
 
 from megatron_epp.cost import (
     CPU,
@@ -22,6 +21,7 @@ from megatron_epp.cost import (
     work_of,
 )
 from megatron_epp.plan import Chunk, EppError, Recompute, Segment
+from tests.support.plan.planner_cases import pipeline
 
 LENGTHS = (10, 3, 4)
 SPLIT = Chunk((Segment(0, 0, 6),))

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from schedule_plans import one_f_one_b
-
 from megatron_epp.plan import Action, Op, Prediction, check, from_grid, from_json, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked
+from tests.support.plan.small_plans import one_f_one_b
 
 
 def joined(plan, rank, at):

@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from planner_cases import pipeline, problem, web_lengths
 
 from megatron_epp.cost import causal_pairs
 from megatron_epp.plan import Chunk
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker
 from megatron_epp.planner.chunks.packing import Item, pack
+from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 
 WHALE = (131072, 90000, 40000, *web_lengths(60, seed=1, longest=4000))
 

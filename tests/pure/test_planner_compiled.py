@@ -12,7 +12,7 @@ from megatron_epp.planner.kernels.compiled import SWITCH, is_compiled
 
 PLANNING = """
 from dataclasses import replace
-from planner_cases import GIB, pipeline, problem, web_lengths
+from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 from megatron_epp.planner import Options, plan
 from megatron_epp.plan import digest
 from megatron_epp.planner.kernels.compiled import is_compiled
@@ -30,7 +30,7 @@ for lengths, stages, options in [
 
 
 def plans(compiled: str) -> list[str]:
-    environment = {**os.environ, SWITCH: compiled, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    environment = {**os.environ, SWITCH: compiled, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", PLANNING], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.split()
 

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from planner_cases import pipeline, problem
 
 from megatron_epp.cli.main import main
 from megatron_epp.cost import CPU, H100, ModelShape, PipelineCosts, analytic_costs
@@ -17,6 +16,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.search.lockstep import plan_matched
 from megatron_epp.planner.tables import tabulate
+from tests.support.plan.planner_cases import pipeline, problem
 
 LAYERS = ("first", "last", "middle", "several", "all but one")
 

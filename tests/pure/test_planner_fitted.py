@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from planner_cases import GIB, pipeline, problem
 
 from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, InfeasibleError, Op, PlanError, check
 from megatron_epp.planner import Chunker, ListScheduling, Options, WarmUp, elastic_1f1b, fitted, plan, tabulate
@@ -19,6 +18,7 @@ from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.search import order_rules
 from megatron_epp.planner.tables import Tables
+from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 LENGTHS = (20_000, 9000, 700, 16_000, 60, 5000)
 COSTS = pipeline(3, 4)

@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
 from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, work_of
 from megatron_epp.mcore.arguments.table import TRAINING
@@ -18,6 +17,7 @@ from megatron_epp.planner.kernels.memory import risen
 from megatron_epp.planner.memory.recompute import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tables import tabulate
+from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
 WHALE = (65536, 20000, *web_lengths(30, seed=5, longest=4000))
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planner_cases import pipeline, problem
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, Op, Plan, PlanError, Segment, check
@@ -19,6 +18,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.tables import tabulate
+from tests.support.plan.planner_cases import pipeline, problem
 
 COSTS = pipeline(2)
 BATCH = problem((900, 70, 300), 2)

@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-from planner_cases import GIB, pipeline, problem, web_lengths
 
 from megatron_epp.plan import Action, Chunk, InfeasibleError, Op, PlanError
 from megatron_epp.plan.check import check
@@ -19,6 +17,8 @@ from megatron_epp.planner import PLANNERS, Options, Problem, plan
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.search.greedy import baseline
 from megatron_epp.planner.tables import tabulate
+from tests.support import ROOT
+from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 BATCH = (60000, *web_lengths(40, seed=2))
 
@@ -43,11 +43,11 @@ def test_the_prediction_is_the_simulators(options: Options, cap: int):
 
 def test_equal_problems_give_equal_plans_whatever_the_hash_seed():
     program = (
-        "from planner_cases import pipeline, problem; from megatron_epp.planner import plan; "
+        "from tests.support.plan.planner_cases import pipeline, problem; from megatron_epp.planner import plan; "
         "from megatron_epp.plan.serialize import digest; "
         f"print(digest(plan(problem({BATCH!r}, 4, {25 * GIB}, token_multiple=8), pipeline(4))))"
     )
-    here = str(Path(__file__).parent)
+    here = str(ROOT)
     digests = {
         subprocess.run(
             [sys.executable, "-c", program],
@@ -64,10 +64,10 @@ def test_equal_problems_give_equal_plans_whatever_the_hash_seed():
 
 def test_planning_needs_no_torch():
     program = (
-        "import sys; from planner_cases import pipeline, problem; from megatron_epp.planner import plan; "
+        "import sys; from tests.support.plan.planner_cases import pipeline, problem; from megatron_epp.planner import plan; "
         "plan(problem((900, 80), 2), pipeline(2)); assert not {'torch', 'megatron.core'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, check=True)
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])

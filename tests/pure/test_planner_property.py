@@ -1,13 +1,17 @@
-"""Two thousand random batches: every plan is sound and within its limits, or the error names a cap that does fit."""
+"""Random batches: every plan is sound and within its limits, or the error names a cap that does fit.
+
+Some by default, two thousand in the set `slow`.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from planner_cases import named_cap_bytes, pipeline, problem
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.plan import InfeasibleError, Plan, Recompute
@@ -15,6 +19,7 @@ from megatron_epp.plan.check import check, report
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.tables import tabulate
+from tests.support.plan.planner_cases import named_cap_bytes, pipeline, problem
 
 pipelines = functools.cache(pipeline)
 
@@ -27,6 +32,30 @@ shares = st.floats(0.0, 1.2)
 STEPS = 100
 """Of the local search: it is here to be sound, not to be thorough."""
 pace = functools.partial(settings, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+SHARE = 6
+"""Default runs take one example where `slow` takes as many."""
+
+
+def examples(count: int, /, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a body that takes an example: of a part of them by default and, marked slow, of all.
+
+    Args:
+        count: all examples.
+        strategies: values of the body's arguments.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        some, everything = (pace(max_examples=number)(given(**strategies)(body)) for number in (count // SHARE, count))
+
+        @pytest.mark.parametrize(
+            "run", [pytest.param(some, id="some"), pytest.param(everything, id="all", marks=pytest.mark.slow)]
+        )
+        def test(run: Callable[[], None]) -> None:
+            run()
+
+        return test
+
+    return decorate
 
 
 def capped(batch: list[int], costs: PipelineCosts, share: float, multiple: int, forward_only: bool = False) -> Problem:
@@ -58,15 +87,14 @@ def plan_or_named_cap(asked: Problem, costs: PipelineCosts, options: Options) ->
     return made
 
 
-@pace(max_examples=450)
-@given(batch=lengths, count=stages, share=shares, multiple=multiples)
+@examples(450, batch=lengths, count=stages, share=shares, multiple=multiples)
 def test_any_batch_under_any_cap(batch: list[int], count: int, share: float, multiple: int):
     costs = pipelines(count, 2)
     plan_or_named_cap(capped(batch, costs, share, multiple), costs, Options(steps=STEPS))
 
 
-@pace(max_examples=1000)
-@given(
+@examples(
+    1000,
     batch=lengths,
     count=stages,
     share=shares,
@@ -92,15 +120,13 @@ def test_any_batch_with_slices_chunk_tokens_and_recompute_fixed(
         assert {again for row in made.recompute for again in row} == {Recompute(min(int(recompute), 2))}
 
 
-@pace(max_examples=200)
-@given(batch=lengths, count=stages, share=shares, multiple=multiples)
+@examples(200, batch=lengths, count=stages, share=shares, multiple=multiples)
 def test_any_batch_evaluated(batch: list[int], count: int, share: float, multiple: int):
     costs = pipelines(count, 2)
     plan_or_named_cap(capped(batch, costs, share, multiple, forward_only=True), costs, Options())
 
 
-@pace(max_examples=350)
-@given(batch=lengths, count=stages, multiple=multiples)
+@examples(350, batch=lengths, count=stages, multiple=multiples)
 def test_any_batch_is_planned_no_slower_than_plain_1f1b(batch: list[int], count: int, multiple: int):
     costs = pipelines(count, 2)
     asked = problem(batch, count, token_multiple=multiple)
@@ -111,8 +137,7 @@ def test_any_batch_is_planned_no_slower_than_plain_1f1b(batch: list[int], count:
     )  # sums in another order
 
 
-@pace(max_examples=100)
-@given(batch=lengths, count=stages, share=shares)
+@examples(100, batch=lengths, count=stages, share=shares)
 def test_the_order_of_any_batch_makes_no_difference(batch: list[int], count: int, share: float):
     costs = pipelines(count, 2)
     made = plan_or_named_cap(capped(batch, costs, share, 1), costs, Options(steps=STEPS))

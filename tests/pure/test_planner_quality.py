@@ -7,7 +7,6 @@ import random
 from itertools import pairwise
 
 import pytest
-from planner_cases import GIB, pipeline, problem, web_lengths
 
 from megatron_epp.plan import Op, Plan
 from megatron_epp.plan.check import check
@@ -26,6 +25,7 @@ from megatron_epp.planner.search.order_rules import FIRST
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Trials
 from megatron_epp.planner.tables import tabulate
+from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 WEB = web_lengths(200, seed=3)
 WHALE = (131072, *web_lengths(120, seed=4, longest=2000))

@@ -1,13 +1,13 @@
 """Sequences that run whole because the caches of their slices do not fit."""
 
 import pytest
-from planner_cases import named_cap_bytes, problem
 
 from megatron_epp.cost import H100, ModelShape, analytic_costs
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.chunks.whole import MOST_WHOLE, tables_with_whole
+from tests.support.plan.planner_cases import named_cap_bytes, problem
 
 LENGTHS = (100_000, 30_000, 20_000, *[700] * 80)
 """More than are tried whole in every order anyway."""

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from planner_cases import web_lengths
 
 from megatron_epp.cost import analytic_profile
 from megatron_epp.cost.library import even_layers, load_cluster, shape_of
@@ -11,6 +10,7 @@ from megatron_epp.launch.command import Launch, world_of
 from megatron_epp.launch.settings import load_settings
 from megatron_epp.plan.check import check
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
+from tests.support.plan.planner_cases import web_lengths
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs" / "recipes").glob("*.yaml"))
 GPUS_PER_NODE = 8

@@ -6,7 +6,6 @@ from dataclasses import replace
 import matplotlib.colors
 import numpy as np
 import pytest
-from report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.errors import EppError
@@ -14,6 +13,7 @@ from megatron_epp.plan.operations import operation
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.gantt import gantt, save_gantt
 from megatron_epp.report.palette import Shades, text_colour, tint
+from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 
 def bars(axis, label):

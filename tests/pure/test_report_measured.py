@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from report_plans import measured_run, sliced_plan
 
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.measured import Event, Measured, measured_boxes
+from tests.support.plan.report_plans import measured_run, sliced_plan
 
 
 def test_a_measurement_survives_its_file(tmp_path):

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from report_plans import sliced_plan, v_shaped_plan
 
 from megatron_epp.cli.main import main
 from megatron_epp.plan.errors import PlanError
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.gantt import side_by_side
+from tests.support.plan.report_plans import sliced_plan, v_shaped_plan
 
 SMALL = ["--stages", "2", "--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "4"]
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from report_plans import measured_run, predicted, sliced_plan, with_offload
 
 from megatron_epp.plan.action import Action
 from megatron_epp.plan.plan import UNLIMITED_BYTES
@@ -11,6 +10,7 @@ from megatron_epp.plan.serialize import digest
 from megatron_epp.report.facts import bubble_fraction, recompute_in_backward, recompute_share
 from megatron_epp.report.table import clip, format_bytes, format_cap, format_us
 from megatron_epp.report.text import against, comparison, summary
+from tests.support.plan.report_plans import measured_run, predicted, sliced_plan, with_offload
 
 SMALL = """\
 6 sequences of 500 to 2,000 tokens, 4,500 in all, in 4 chunks (1 split, 1 hybrid, 2 batched)

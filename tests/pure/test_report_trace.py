@@ -5,10 +5,10 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
-from report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.report.trace import save_trace, trace
+from tests.support.plan.report_plans import measured_run, sliced_plan, v_shaped_plan, with_offload
 
 
 def events(made, phase):

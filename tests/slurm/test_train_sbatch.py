@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, missing, wait_for
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mcore"))
-
-from synthetic_documents import documents_of, long_tailed_lengths, write_pair
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
+from tests.support.slurm_cluster import Cluster, missing, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ITERATIONS = 40

@@ -1,0 +1,1 @@
+"""Tools of this repository; run them from its root."""

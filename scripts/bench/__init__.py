@@ -1,0 +1,1 @@
+"""Benchmarks, a folder for each: `python -m scripts.bench.NAME`."""

@@ -1,0 +1,1 @@
+"""How evenly replicas are loaded: `python -m scripts.bench.balance`."""

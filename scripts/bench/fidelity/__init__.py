@@ -1,0 +1,1 @@
+"""Predicted against measured times and bytes: `python -m scripts.bench.fidelity`."""

@@ -1,0 +1,1 @@
+"""Speed, memory and numbers on one GPU: `python -m scripts.bench.gpu`."""

@@ -1,0 +1,216 @@
+"""Measures this package on one GPU, through its own training: speed, memory and numbers, each beside Megatron's own.
+
+Parts (`--parts`):
+
+parity      losses and gradients in bf16, sliced: no further from Megatron's in fp32 than its own in bf16 are
+slices      a long sequence in slices against the same unsliced, same kernel and recompute: tokens per second
+long        a sequence that does not fit unsliced; what the unsliced run says is reported as it is
+peaks       planned against measured peak of device memory, without a cap and under one that asks for recompute
+copies      activations offloaded: how much of the copies lies beside compute, and what the iteration takes longer
+
+Us and the baseline are measured in the same call. `--reduced` runs all of it tiny, on a CPU too, to show that the script works:
+its figures say nothing. `--profile FILE` measures the model's parts too, and writes a cost profile, for `configs/profiles/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_epp.launch.machine import machine
+from megatron_epp.plan import Op
+from megatron_epp.report.measured import Measured
+from scripts.bench.gpu.report import markdown
+from scripts.bench.gpu.runs import Launched, Launches, OutOfMemory, Settings, Sizes, versions
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "runs" / "bench_gpu"
+GOALS = {"speed": 0.95, "peak": 0.05, "parity": 2.0, "loss_floor": 1e-4, "norm_floor": 1e-2}
+"""Least ratio of tokens per second; most relative error of a peak; most times as far from fp32 as Megatron's own bf16 is, and
+how far is near enough anyway, of the loss and of the gradients' norm, which Megatron logs with three decimals."""
+_CAP_SHARE = 0.6
+"""Of what an iteration without recompute holds beside weights and optimizer."""
+
+Part = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What the parts share."""
+
+    sizes: Sizes
+    launches: Launches
+
+    def sliced(self, context: int, **changes: Any) -> Settings:
+        """Flags of a sequence in slices of one size, which a planner of one size makes; ours makes slices of one time."""
+        return self.sizes.settings(context, epp_planner="seq1f1b", epp_chunk_tokens=self.sizes.slice_tokens, **changes)
+
+    def mixed(self, lengths: tuple[int, ...]) -> Settings:
+        """Flags of batches of documents of these lengths, the longest in slices, every iteration traced."""
+        traced = {"epp_trace": list(range(1, self.sizes.iterations + 1)), "epp_measure_memory": not torch.cuda.is_available()}
+        return self.sizes.settings(max(lengths), epp_slices=4, **traced)
+
+    def parity(self) -> Part:
+        lengths = self.sizes.short
+        stock = self.sizes.settings(max(lengths), epp_schedule="stock")
+        exact = self.launches.run("stock in fp32", stock | {"bf16": False}, lengths)
+        theirs = self.launches.run("stock in bf16", stock, lengths)
+        ours = self.launches.run("sliced in bf16", self.mixed(lengths), lengths)
+        rows = {
+            "loss": _apart(exact.losses, theirs.losses, ours.losses, GOALS["loss_floor"]),
+            "norm of the gradients": _apart(exact.grad_norms, theirs.grad_norms, ours.grad_norms, GOALS["norm_floor"]),
+        }
+        met = all(row["ours"] <= row["allowed"] for row in rows.values())
+        return {"iterations": len(exact.losses), "rows": rows, "met": met}
+
+    def slices(self) -> Part:
+        context, every_layer = self.sizes.context, {"epp_recompute": self.sizes.layers}
+        whole = self.sizes.settings(context, epp_schedule="whole", **every_layer)
+        runs = {
+            "unsliced": self.launches.run("unsliced", whole, (context,)),
+            "sliced": self.launches.run("sliced", self.sliced(context, **every_layer), (context,)),
+        }
+        found = {"context": context, "slice_tokens": self.sizes.slice_tokens} | _speeds(runs)
+        ratio = runs["sliced"].tokens_per_second / runs["unsliced"].tokens_per_second
+        return found | {"sliced_over_unsliced": ratio, "met": ratio >= GOALS["speed"]}
+
+    def long(self) -> Part:
+        context = self.sizes.long_context
+        shorter = {"num_layers": self.sizes.long_layers, "train_iters": self.sizes.long_iterations}
+        every_layer = shorter | {"epp_recompute": self.sizes.long_layers}
+        found: Part = {"context": context, "slice_tokens": self.sizes.slice_tokens}
+        runs = {"sliced": self.launches.run("long sliced", self.sliced(context, **every_layer), (context,))}
+        try:
+            whole = self.sizes.settings(context, epp_schedule="whole", **every_layer)
+            runs["unsliced"] = self.launches.run("long unsliced", whole, (context,))
+        except OutOfMemory as error:
+            found["unsliced"] = str(error)
+        return found | _speeds(runs) | {"met": True}
+
+    def peaks(self) -> Part:
+        free, capped = self._free_and_capped()
+        rows = {"without a cap": _peak(free), "under a cap": _peak(capped)}
+        return {"rows": rows, "met": all(abs(row["error"]) <= GOALS["peak"] for row in rows.values())}
+
+    def copies(self) -> Part:
+        free, moved = self._free_and_capped(epp_offload="on")
+        share = max(line["offload_share"] for line in moved.run.lines)
+        slower = free.tokens_per_second / moved.tokens_per_second
+        found = hidden_copies([measured for _, measured in moved.traces()])
+        return {"offload_share": share, **found, "times_as_long": slower, "met": share > 0}
+
+    def _free_and_capped(self, **changes: Any) -> tuple[Launched, Launched]:
+        """The same batches without a cap, and with changes under one."""
+        lengths = self.sizes.mixed
+        settings = self.mixed(lengths)
+        free = self.launches.run("without a cap", settings, lengths)
+        plans = [plan for plan, _ in free.traces()]
+        static, peak = (
+            max(map(max, column)) for column in zip(*((p.static_bytes, p.predicted.peak_bytes) for p in plans), strict=True)
+        )
+        cap = {"epp_memory_cap_gb": (static + _CAP_SHARE * (peak - static)) / 2**30}
+        return free, self.launches.run(" ".join(["under a cap", *changes]), settings | cap | changes, lengths)
+
+
+def hidden_copies(iterations: Sequence[Measured]) -> Part:
+    """Of the copies the time, all together, and the share of it in which their rank computed too."""
+    copying = beside = 0.0
+    for events in (events for measured in iterations for events in measured.ranks):
+        compute = [e for e in events if e.action.op in (Op.F, Op.B, Op.W)]
+        for copy in (e for e in events if e.action.op in (Op.O, Op.L)):
+            copying += copy.took_us
+            beside += sum(max(0.0, min(copy.end_us, e.end_us) - max(copy.start_us, e.start_us)) for e in compute)
+    return {"copies_us": copying, "hidden_share": beside / copying if copying else None}
+
+
+def _apart(exact: list[float], theirs: list[float], ours: list[float], floor: float) -> Part:
+    """How far Megatron's bf16 and ours are from fp32, at most over the iterations, relatively."""
+    far = [max(abs(x / wanted - 1) for x, wanted in zip(column, exact, strict=True)) for column in (theirs, ours)]
+    return {"theirs": far[0], "ours": far[1], "allowed": max(GOALS["parity"] * far[0], floor)}
+
+
+def _speeds(runs: dict[str, Launched]) -> Part:
+    return {
+        "tokens_per_second": {name: run.tokens_per_second for name, run in runs.items()},
+        "device_peak_bytes": {name: run.device_peak_bytes for name, run in runs.items()},
+        "losses": {name: run.losses for name, run in runs.items()},
+    }
+
+
+def _peak(run: Launched) -> Part:
+    """On a GPU everything that its allocator has given; elsewhere what autograd keeps."""
+    planned, measured = run.planned_activation_bytes, run.activation_peak_bytes
+    if (device := run.device_peak_bytes) is not None:
+        planned, measured = planned + max(max(plan.static_bytes) for plan, _ in run.traces()), device
+    assert measured  # one of them counts
+    recompute = max(line["recompute_share"] for line in run.run.lines)
+    error = planned / measured - 1
+    return {"planned_bytes": planned, "measured_bytes": measured, "error": error, "recompute_share": recompute}
+
+
+PARTS: dict[str, Callable[[Bench], Part]] = {
+    "parity": Bench.parity,
+    "slices": Bench.slices,
+    "long": Bench.long,
+    "peaks": Bench.peaks,
+    "copies": Bench.copies,
+}
+
+
+def measure(bench: Bench, parts: Sequence[str]) -> dict[str, Part]:
+    """All parts. One that fails says so in its place, and the others go on."""
+    found: dict[str, Part] = {}
+    for name in parts:
+        print(f"{name}", flush=True)
+        start_s = time.monotonic()
+        try:
+            found[name] = PARTS[name](bench)
+        except Exception as error:
+            traceback.print_exc()
+            found[name] = {"failed": f"{type(error).__name__}: {error}", "met": False}
+        found[name]["seconds"] = time.monotonic() - start_s
+    return found
+
+
+def profile(path: Path, reduced: bool) -> None:
+    """Have `megatron-epp profile` write a cost profile of this machine."""
+    command = [sys.executable, "-m", "megatron_epp.cli.main", "profile", "-o", str(path)]
+    command += ["--model", "tiny-gpt", "--tokens", "64,128", "--prefixes", "0,128"] if reduced else ["--model", "llama3-8b"]
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--reduced", action="store_true", help="everything tiny, on a CPU too: figures that say nothing")
+    parser.add_argument("--limit", type=float, default=3600, metavar="S", help="for one launch (default 3600)")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="also write a cost profile of this machine")
+    parser.add_argument("-o", "--output", type=Path, default=FOLDER, help=f"folder for logs and report (default {FOLDER})")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if not (arguments.reduced or torch.cuda.is_available()):
+        parser.error("there is no GPU here; --reduced shows on a CPU that the script works")
+    device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    sizes = Sizes.reduced() if arguments.reduced else Sizes.full(device_bytes)
+    parts = measure(Bench(sizes, Launches(arguments.output, arguments.limit)), arguments.parts)
+    report = {"machine": machine(), "versions": versions(), "reduced": arguments.reduced, "goals": GOALS, "parts": parts}
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (arguments.output / "report.md").write_text(text := markdown(report), encoding="utf-8")
+    print(text)
+    if arguments.profile is not None:
+        profile(arguments.profile.resolve(), arguments.reduced)
+    return int(any("failed" in part for part in parts.values()))

@@ -1,0 +1,86 @@
+"""The report of `bench/gpu` in Markdown. Every number comes from the report's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from scripts.bench.planner.report import table
+
+Part = dict[str, Any]
+_REDUCED = "**Reduced run: everything was tiny. It shows that the script works; its figures say nothing.**"
+
+
+def markdown(report: dict[str, Any]) -> str:
+    known = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    parts = [f"# On a GPU\n\n{report['machine']}. {known}."]
+    if report["reduced"]:
+        parts.append(_REDUCED)
+    for name, part in report["parts"].items():
+        told = f"Failed: {part['failed']}" if "failed" in part else _TELL[name](part, report["goals"])
+        parts.append(f"## {name}\n\n{told}\n\n{part['seconds']:.0f} s.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _parity(part: Part, goals: dict[str, float]) -> str:
+    rows = [[name, *(f"{row[key]:.1e}" for key in ("theirs", "ours", "allowed"))] for name, row in part["rows"].items()]
+    what = f"Largest relative difference to Megatron's own run in fp32 over {part['iterations']} iterations."
+    found = table(["", "Megatron in bf16", "sliced, in bf16", "allowed"], rows)
+    return f"{what}\n\n{found}\n\nAllowed: {goals['parity']:g} times as far as Megatron's own, or a little anyway{_met(part)}."
+
+
+def _slices(part: Part, goals: dict[str, float]) -> str:
+    what = f"{part['context']:,} tokens in slices of {part['slice_tokens']:,}, every layer recomputed"
+    ratio = f"Sliced over unsliced: {part['sliced_over_unsliced']:.3f}; the goal is {goals['speed']:g}{_met(part)}."
+    return f"{what}.\n\n{_speeds(part)}\n\n{ratio}"
+
+
+def _long(part: Part, goals: dict[str, float]) -> str:
+    what = f"{part['context']:,} tokens in slices of {part['slice_tokens']:,}, every layer recomputed.\n\n{_speeds(part)}"
+    unsliced = part.get("unsliced")
+    return what + (f"\n\nUnsliced it does not fit: `{unsliced}`" if unsliced else "\n\nUnsliced it fits too.")
+
+
+def _speeds(part: Part) -> str:
+    rows = [
+        [name, f"{speed:,.0f}", _gib(part["device_peak_bytes"][name]), f"{part['losses'][name][-1]:.6f}"]
+        for name, speed in part["tokens_per_second"].items()
+    ]
+    return table(["run", "tokens/s", "peak of the device (GiB)", "last loss"], rows)
+
+
+def _peaks(part: Part, goals: dict[str, float]) -> str:
+    rows = [
+        [name, _gib(row["planned_bytes"]), _gib(row["measured_bytes"]), f"{row['error']:+.1%}", f"{row['recompute_share']:.1%}"]
+        for name, row in part["rows"].items()
+    ]
+    found = table(["run", "planned (GiB)", "measured (GiB)", "planned over measured, less one", "recompute"], rows)
+    return f"{found}\n\nThe goal is {goals['peak']:.0%} either way{_met(part)}."
+
+
+def _copies(part: Part, goals: dict[str, float]) -> str:
+    share = part["hidden_share"]
+    rows = [
+        ["share of activations that leave the device", f"{part['offload_share']:.1%}"],
+        ["all copies (ms)", f"{part['copies_us'] / 1e3:.1f}"],
+        ["of them beside compute", "-" if share is None else f"{share:.1%}"],
+        ["time of an iteration over that without cap and copies", f"{part['times_as_long']:.3f}"],
+    ]
+    return table(["", ""], rows)
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**30:.3g}"
+
+
+def _met(part: Part) -> str:
+    return ", met" if part["met"] else ", **missed**"
+
+
+_TELL: dict[str, Callable[[Part, dict[str, float]], str]] = {
+    "parity": _parity,
+    "slices": _slices,
+    "long": _long,
+    "peaks": _peaks,
+    "copies": _copies,
+}

@@ -1,0 +1,220 @@
+"""What `bench/gpu` runs: model and lengths at full size or reduced, and the launches of a part, each of them once."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_epp.cli.output import progress
+from megatron_epp.launch.machine import version_of
+from megatron_epp.launch.runs import Run, RunError, tiny_gpt, train
+from megatron_epp.plan import Plan, load
+from megatron_epp.report.measured import Measured
+from scripts.random_documents import write_documents
+
+Settings = dict[str, Any]
+
+_GIB = 2**30
+_LAYER = {
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "untie_embeddings_and_output_weights": True,
+}
+"""Of Llama 3 8B."""
+_SMALL_LAYER = {"hidden_size": 64, "num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
+_PLAIN = (
+    "transformer_impl",
+    "no_persist_layer_norm",
+    "no_masked_softmax_fusion",
+    "no_bias_gelu_fusion",
+    "no_bias_swiglu_fusion",
+    "no_bias_dropout_fusion",
+    "no_rope_fusion",
+)
+"""Of the tiny GPT: kernels that need torch alone."""
+_GRAD_NORM = re.compile(r"grad norm: ([\d.]+)")
+_ITERATION = re.compile(r"iteration\s+(\d+)/")
+_OUT_OF_MEMORY = re.compile(r".*(?:out of memory|OutOfMemory).*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is run.
+
+    Attributes:
+        layers: of the model; of its long sequence's, `long_layers`.
+        context: tokens of the sequence that is run sliced and unsliced.
+        slice_tokens: of a slice.
+        long_context: tokens of the sequence that is too long to be run unsliced.
+        mixed: lengths of documents, of which batches are skewed.
+        short: the same, short enough for attention in fp32, which no fused kernel computes.
+        iterations: of a run; of the long one `long_iterations`.
+        model: Megatron's flags.
+    """
+
+    layers: int
+    context: int
+    slice_tokens: int
+    long_layers: int
+    long_context: int
+    mixed: tuple[int, ...]
+    short: tuple[int, ...]
+    iterations: int
+    long_iterations: int
+    model: Settings
+
+    @staticmethod
+    def full(device_bytes: int) -> Sizes:
+        """For a GPU: sequences of 128K and 1M tokens in slices of 8K; as many layers of an 8B model as it can train."""
+        layers, long_layers = (4, 3) if device_bytes > 100 * _GIB else (2, 1)
+        short = (4096, 2500, 1800, 900, 700, 400, 300, 120)
+        return Sizes(
+            layers, 1 << 17, 1 << 13, long_layers, 1 << 20, (32768, 20000, 9000, 6000, *short), short, 6, 3, _gpu_model()
+        )
+
+    @staticmethod
+    def reduced() -> Sizes:
+        """For any machine, in a minute or two: the same, tiny. What differs in size only is run once."""
+        lengths = (512, 300, 90, 40, 30, 20)
+        return Sizes(2, 512, 128, 2, 512, lengths, lengths, 3, 3, tiny_gpt(**_SMALL_LAYER, bf16=True))
+
+    def settings(self, context: int, **changes: Any) -> Settings:
+        """Flags of a run over sequences of so many tokens."""
+        lengths = {"seq_length": context, "max_position_embeddings": context}
+        return self.model | {"num_layers": self.layers, "train_iters": self.iterations} | lengths | changes
+
+
+def _gpu_model() -> Settings:
+    """Megatron's default layers where Transformer Engine is installed; a small vocabulary, for it is not about logits."""
+    model = tiny_gpt(**_LAYER, vocab_size=8191, lr=1e-4, min_lr=1e-5)
+    if find_spec("transformer_engine") is not None:
+        model = {name: value for name, value in model.items() if name not in _PLAIN} | {
+            "transformer_impl": "transformer_engine"
+        }
+    return model
+
+
+class OutOfMemory(Exception):
+    """A run found no memory. The message is the first line of its log that says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A finished run, and what it left in its folder."""
+
+    run: Run
+    folder: Path
+
+    @property
+    def losses(self) -> list[float]:
+        return self.run.losses
+
+    @property
+    def grad_norms(self) -> list[float]:
+        """Of every iteration, as Megatron logs them."""
+        return [float(text) for text in _GRAD_NORM.findall((self.folder / "train.log").read_text(encoding="utf-8"))]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Without the first two iterations: kernels are chosen, proven and built in them, and memory is met."""
+        return self.run.tokens_per_second()
+
+    @property
+    def device_peak_bytes(self) -> int | None:
+        """`torch.cuda.max_memory_allocated` at the end; None without a GPU."""
+        peaks = [peak[0] for line in self.run.lines for peak in line["device_peak_bytes"] if peak is not None]
+        return max(peaks, default=None)
+
+    @property
+    def activation_peak_bytes(self) -> int | None:
+        """What autograd kept, where it was counted."""
+        peaks = [peak for line in self.run.lines for peak in line["peak_activation_bytes"] if peak is not None]
+        return max(peaks, default=None)
+
+    @property
+    def planned_activation_bytes(self) -> int:
+        """The largest peak of any iteration, without what is held throughout."""
+        return max(peak for line in self.run.lines for peak in line["planned_peak_activation_bytes"])
+
+    def traces(self) -> list[tuple[Plan, Measured]]:
+        """Plan and times of every iteration, where all were traced."""
+        pairs = (
+            (self.folder / f"plan-{i}.json", self.folder / f"measured-{i}.json") for i in range(1, len(self.run.lines) + 1)
+        )
+        return [(load(plan), Measured.load(measured)) for plan, measured in pairs]
+
+
+@dataclass
+class Launches:
+    """Runs of training, made when first asked for.
+
+    Args:
+        folder: for documents, logs and figures.
+        limit_s: longest time that one may take.
+    """
+
+    folder: Path
+    limit_s: float
+    _done: dict[str, Launched | OutOfMemory] = field(default_factory=dict)
+
+    def run(self, name: str, settings: Settings, lengths: tuple[int, ...]) -> Launched:
+        """Train, on documents of these lengths, one batch of all of them again and again.
+
+        Raises:
+            OutOfMemory: there was not enough.
+            RunError: it failed in another way.
+        """
+        data = self._documents(lengths, settings)
+        batch = {"data_path": data, "global_batch_size": len(lengths), "split": "100,0,0"}
+        key = json.dumps(settings | batch, sort_keys=True)
+        if key not in self._done:
+            self._done[key] = self._launch(name, settings | batch)
+        found = self._done[key]
+        if isinstance(found, OutOfMemory):
+            raise found
+        return found
+
+    def _launch(self, name: str, settings: Settings) -> Launched | OutOfMemory:
+        folder = self.folder / name.replace(" ", "-")
+        print(f"  {name}: {settings['train_iters']} iterations", flush=True)
+        log = folder / "train.log"
+        log.unlink(missing_ok=True)
+        try:
+            with progress("training", lambda: _reached(log)):
+                return Launched(train(folder, 1, settings, self.limit_s), folder)
+        except RunError:
+            if shortage := _OUT_OF_MEMORY.search(log.read_text(encoding="utf-8", errors="replace")):
+                return OutOfMemory(shortage[0].strip()[:300])
+            raise
+
+    def _documents(self, lengths: tuple[int, ...], settings: Settings) -> str:
+        prefix = self.folder / "documents" / f"{len(lengths)}-of-{max(lengths)}"
+        copies = settings["train_iters"] + 1  # Megatron asks for more than it trains on
+        return write_documents(prefix, lengths * copies, min(256, settings["vocab_size"]))
+
+
+def _reached(log: Path) -> str:
+    """How far a run has got, by its log."""
+    found = _ITERATION.findall(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
+    return f"{f'iteration {found[-1]}' if found else 'starting'} ({log})"
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that a figure may depend on; None for what is not there."""
+    names = ("torch", "megatron-core", "transformer-engine", "flash-attn", "megatron-epp")
+    found: dict[str, str | None] = {name: version_of(name) for name in names} | {"CUDA": torch.version.cuda}
+    if torch.cuda.is_available():
+        found["cuDNN"] = str(torch.backends.cudnn.version())
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    driver = Path("/proc/driver/nvidia/version")
+    found["driver"] = driver.read_text(encoding="utf-8").splitlines()[0].strip() if driver.exists() else None
+    return found

@@ -1,0 +1,1 @@
+"""The longest sequence that fits: `python -m scripts.bench.long`."""

@@ -1,0 +1,1 @@
+"""Recompute and offload under caps: `python -m scripts.bench.memory`."""

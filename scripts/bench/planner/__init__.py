@@ -1,0 +1,1 @@
+"""The planner's speed and the quality of its plans: `python -m scripts.bench.planner`."""

@@ -1,0 +1,87 @@
+"""Baselines as training runs use them: one setting for all batches of a run, against a plan for every batch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.data import sequence_lengths
+from megatron_epp.plan import InfeasibleError, Plan
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.assemble import build_plan
+from scripts.bench.planner.fixed import FIXED, fixed_run
+from scripts.bench.planner.suite import ALL_LEVERS, DRAWS, OURS, SEQUENCES, Case, facts, where_the_time_goes
+
+BATCHES = 4
+LONGEST = {"wikipedia": sequence_lengths.WIKIPEDIA[-1][1], "equal": 8192}
+"""Of the whole corpus; the others have sequences beyond any context."""
+
+
+class RunCase(Case):
+    """A case of the suite as a run of several batches, on a pipeline with room for the longest sequence that may come."""
+
+    @property
+    def longest(self) -> int:
+        return min(self.context, LONGEST.get(self.lengths_like, self.context))
+
+    @cached_property
+    def batches(self) -> list[Problem]:
+        """The case's own batch, and others drawn as it was."""
+        draw = DRAWS[self.lengths_like]
+        count = SEQUENCES[self.lengths_like]
+        more = [np.minimum(draw(count, self.seed + 1000 * i), self.longest).tolist() for i in range(1, BATCHES)]
+        return [self.problem, *(replace(self.problem, lengths=tuple(lengths)) for lengths in more)]
+
+    @cached_property
+    def worst(self) -> Problem:
+        """A batch with the longest sequence."""
+        lengths = sorted(self.lengths)
+        return replace(self.problem, lengths=(self.longest, *lengths[:-1]))
+
+
+def run_row(case: RunCase) -> dict[str, Any]:
+    """All figures of one run: total makespans over its batches."""
+    found = facts(case) | {"longest": case.longest, "batches": BATCHES, "tokens": sum(sum(p.lengths) for p in case.batches)}
+    for name, levers in (("", {}), ("all_levers", ALL_LEVERS)):
+        made, planning_ms = _ours(case, levers)
+        if made is None:
+            return found | {"refused": True, "rivals": {rival: {"makespan_us": None} for rival in FIXED}}
+        total = {"makespan_us": sum(one.predicted.makespan_us for one in made), "planning_ms": planning_ms}
+        if name:
+            found[name] = total
+            continue
+        recompute = [where_the_time_goes(one, case.costs, {})["recompute_share"] for one in made]
+        found |= total | {"recompute_share": sum(recompute) / len(recompute)}
+    found["rivals"] = {name: _theirs(case, name) for name in FIXED}
+    return found
+
+
+def _ours(case: RunCase, levers: dict[str, bool]) -> tuple[list[Plan] | None, float]:
+    options = Options(planner=OURS, context=case.context, **levers)
+    start_s = time.process_time()
+    try:
+        made = [plan(problem, case.costs, options) for problem in case.batches]
+    except InfeasibleError:
+        made = None
+    return made, (time.process_time() - start_s) * 1e3 / BATCHES
+
+
+def _theirs(case: RunCase, name: str) -> dict[str, Any]:
+    """The best setting's total; its plans are built, so they have passed `check`."""
+    options = Options(planner=name, context=case.context)
+    try:
+        found = fixed_run(case.batches, [case.worst], case.costs, options)
+    except InfeasibleError:
+        return {"makespan_us": None}
+    made = [build_plan(problem, case.costs, options, one) for problem, one in zip(case.batches, found.made, strict=True)]
+    setting = found.setting
+    return {
+        "makespan_us": sum(one.predicted.makespan_us for one in made),
+        "chunk_tokens": setting.chunk_tokens,
+        "recompute": setting.recompute,
+        "retain": setting.retain,
+    }

@@ -1,0 +1,237 @@
+"""The cases that `bench/planner` plans, and what it asks of each plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.cost import ModelShape, PipelineCosts, analytic_profile
+from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
+from megatron_epp.data import sequence_lengths
+from megatron_epp.plan import InfeasibleError, Op, Plan
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.bound import lower_bound_us
+from megatron_epp.planner.tables import tabulate
+
+SEQUENCES = {"wikipedia": 512, "code": 128, "chat": 128, "equal": 64, "whale": 501}
+"""Per batch: about half a million to a few million tokens."""
+OTHER_BATCHES = 8
+"""Layers are balanced for batches like these, not for the one that is planned: a run has one partition."""
+CONTEXTS = (32768, 131072, 196608, 524288, 1048576)
+STAGES = (4, 8, 16)
+MODELS = ("llama3-8b", "llama2-13b", "llama-30b", "llama3-70b")
+CAPS_GB = (40, 80, 141)
+CLUSTER = "h100x8"
+REPLICAS = 8
+"""Data-parallel replicas that share the optimizer's state: 7.5 bytes per parameter."""
+MOST_CONTEXT_PARALLEL = 16
+STATIC_SHARE, LEAST_SHARE = 0.5, 0.8
+"""Of the cap: what weights and optimizer may take, and what a plan that recomputes everything may take."""
+OURS = "greedy"
+ALL_LEVERS = {"split_weight": True, "offload": True}
+"""Options of the planner that are off by default: weight gradients of their own, and copies to the host."""
+RIVALS = ("infinipipe", "seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
+
+
+def equal(count: int, seed: int) -> np.ndarray:
+    """Sequences of one length."""
+    return np.full(count, 8192)
+
+
+def whale(count: int, seed: int) -> np.ndarray:
+    """One of a million tokens beside tiny ones."""
+    lengths = np.random.RandomState(seed).randint(20, 400, count)
+    lengths[0] = 1 << 20
+    return lengths
+
+
+DRAWS: dict[str, Callable[[int, int], np.ndarray]] = {
+    "wikipedia": sequence_lengths.wikipedia,
+    "code": sequence_lengths.code,
+    "chat": sequence_lengths.chat,
+    "equal": equal,
+    "whale": whale,
+}
+"""A number of lengths, by a seed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch on one pipeline."""
+
+    lengths_like: str
+    context: int
+    stages: int
+    model: str
+    cap_gb: int
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return self._batch(self.seed)
+
+    @cached_property
+    def other_lengths(self) -> tuple[int, ...]:
+        """Of other batches of the run, for what is settled before it starts."""
+        return tuple(length for batch in range(1, OTHER_BATCHES + 1) for length in self._batch(self.seed + 10_000 * batch))
+
+    def _batch(self, seed: int) -> tuple[int, ...]:
+        return tuple(np.minimum(DRAWS[self.lengths_like](SEQUENCES[self.lengths_like], seed), self.context).tolist())
+
+    @property
+    def seed(self) -> int:
+        """Another batch for each."""
+        return self.context // 1024 + self.stages
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the pipeline must have room for."""
+        return max(self.lengths)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The model on the fewest ranks per stage that leave room, as whoever pays for them would choose: tensor-parallel ranks
+        (up to 8) for weights and optimizer, then context-parallel ones for the longest sequence. Of that, keys, values, their
+        gradient, the layers' inputs and the logits stay whatever recomputes. The ranks must share the heads evenly.
+        """
+        plain = replace(shape_of(load_flags(self.model)), tensor_parallel=1, sequence_parallel=False)
+        heads = plain.num_attention_heads
+        cap = self.cap_gb << 30
+        for tensor in (ranks for ranks in (1, 2, 4, 8) if heads % ranks == 0):
+            shape = replace(plain, tensor_parallel=tensor, sequence_parallel=tensor > 1)
+            static = max(stage.static_bytes for stage in self._costs(shape).stages)
+            if static <= STATIC_SHARE * cap:
+                break
+        for context in (ranks for ranks in range(1, MOST_CONTEXT_PARALLEL + 1) if heads % (shape.tensor_parallel * ranks) == 0):
+            shape = replace(shape, context_parallel=context)
+            stages = self._costs(shape).stages
+            kept = max(
+                s.num_layers * (2 * s.kv_bytes_per_token + s.recomputed_layer_bytes_per_token) + s.extra_bytes_per_token
+                for s in stages
+            )
+            if static + kept * self.longest <= LEAST_SHARE * cap:
+                break
+        return shape
+
+    def _costs(self, shape: ModelShape) -> PipelineCosts:
+        profile = analytic_profile(shape, load_cluster(CLUSTER).rates)
+        layers = balanced_layers(profile, shape.num_layers, self.stages, self.other_lengths)
+        return profile.costs(layers, state_bytes_per_parameter=6 + 12 / REPLICAS)
+
+    @cached_property
+    def costs(self) -> PipelineCosts:
+        return self._costs(self.shape)
+
+    @cached_property
+    def problem(self) -> Problem:
+        caps = (self.cap_gb << 30,) * self.stages
+        return Problem(self.lengths, tuple(range(self.stages)), caps, token_multiple=self.shape.ranks)
+
+    def plan(self, planner: str, **options: Any) -> tuple[Plan | None, float]:
+        """The plan, None when nothing fits, and the processor time it took in ms."""
+        problem, costs = self.problem, self.costs
+        start_s = time.process_time()
+        try:
+            made = plan(problem, costs, Options(planner=planner, context=self.context, **options))
+        except InfeasibleError:
+            made = None
+        return made, (time.process_time() - start_s) * 1e3
+
+
+def all_cases() -> list[Case]:
+    return [Case(*values) for values in product(("wikipedia", "code", "chat"), CONTEXTS, STAGES, MODELS, CAPS_GB)]
+
+
+def sampled_cases() -> list[Case]:
+    """Two thirds of all kinds of lengths, contexts and numbers of stages; models and caps take turns. And two extremes."""
+    cases = [
+        Case(kind, context, stages, MODELS[(k + 3 * c + s) % 4], CAPS_GB[(c + s) % 3])
+        for k, kind in enumerate(("wikipedia", "code", "chat"))
+        for c, context in enumerate(CONTEXTS)
+        for s, stages in enumerate(STAGES)
+        if (k + c + s) % 3
+    ]
+    return [*cases, Case("equal", 32768, 8, "llama3-8b", 40), Case("whale", 1048576, 8, "llama3-8b", 80)]
+
+
+def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
+    """All figures of one case."""
+    found = facts(case)
+    ours, found["planning_ms"] = case.plan(OURS)
+    more, more_ms = case.plan(OURS, **ALL_LEVERS)
+    if ours is None or more is None:
+        found["refused"] = True
+    else:
+        found |= figures(ours) | where_the_time_goes(ours, case.costs, {})
+        found["all_levers"] = figures(more) | where_the_time_goes(more, case.costs, ALL_LEVERS) | {"planning_ms": more_ms}
+    found["rivals"] = {}
+    for name in planners:
+        theirs, planning_ms = case.plan(name)
+        makespan_us = None if theirs is None else theirs.predicted.makespan_us
+        found["rivals"][name] = {"makespan_us": makespan_us, "planning_ms": planning_ms}
+    return found
+
+
+def facts(case: Case) -> dict[str, Any]:
+    """What the case is."""
+    return {
+        "lengths": case.lengths_like,
+        "context": case.context,
+        "stages": case.stages,
+        "model": case.model,
+        "cap_gb": case.cap_gb,
+        "tensor_parallel": case.shape.tensor_parallel,
+        "context_parallel": case.shape.context_parallel,
+        "sequences": len(case.lengths),
+        "tokens": sum(case.lengths),
+        "longest": max(case.lengths),
+    }
+
+
+def figures(made: Plan) -> dict[str, Any]:
+    """A plan's size, makespan and gap, and the levers it uses."""
+    predicted = made.predicted
+    return {
+        "chunks": len(made.chunks),
+        "makespan_us": predicted.makespan_us,
+        "gap": predicted.makespan_us / predicted.lower_bound_us - 1,
+        "splits_weight": any(step.action.op is Op.W for steps in made.ranks for step in steps),
+        "offloads": any(made.copies),
+    }
+
+
+def where_the_time_goes(made: Plan, costs: PipelineCosts, levers: dict[str, bool]) -> dict[str, Any]:
+    """Shares of the busiest rank's makespan; and of what lies above the bound, what is recompute and what is waiting."""
+    asked = Problem(made.lengths, made.placement, made.cap_bytes, made.token_multiple)
+    tables = tabulate(made.chunks, asked, costs)
+    again = [sum(row) for row in made.recompute_us]
+    busy = [sum(step.time_us for step in steps) for steps in made.ranks]
+    rank = max(range(len(busy)), key=busy.__getitem__)
+    makespan_us, bound_us = made.predicted.makespan_us, made.predicted.lower_bound_us
+    forced_us = bound_us - lower_bound_us(tables, options=Options(**levers))
+    above_us = makespan_us - bound_us
+    recompute_us = min(above_us, max(0.0, again[rank] - forced_us))
+    peak = max(p / cap for p, cap in zip(made.predicted.peak_bytes, made.cap_bytes, strict=True))
+    return {
+        "recompute_share": again[rank] / makespan_us,
+        "idle_share": 1 - busy[rank] / makespan_us,
+        "peak_over_cap": peak,
+        "gap_of_recompute": recompute_us / bound_us,
+        "gap_of_waiting": (above_us - recompute_us) / bound_us,
+        "why": _why(recompute_us, above_us - recompute_us, peak, len(made.chunks), made.num_stages),
+    }
+
+
+def _why(recompute_us: float, waiting_us: float, peak: float, chunks: int, stages: int) -> str:
+    if recompute_us > waiting_us:
+        return "more recompute than the bound knows the cap to force"
+    if peak > 0.95:
+        return "ranks wait: the cap holds back forwards"
+    if chunks < 6 * stages:
+        return "ranks wait: few chunks, as finer ones would cost more than they save"
+    return "ranks wait: for the last chunks to drain, and where chunks are unequal"

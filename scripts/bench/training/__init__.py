@@ -1,0 +1,1 @@
+"""Training speed against Megatron's 1F1B: `python -m scripts.bench.training`."""

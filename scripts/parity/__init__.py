@@ -1,0 +1,1 @@
+"""Compares training with plans against Megatron's own schedule: `python -m scripts.parity`."""

@@ -1,0 +1,1 @@
+"""Tests of megatron_epp, by what they need; see `docs/testing.md`."""

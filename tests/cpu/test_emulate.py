@@ -1,0 +1,101 @@
+"""Rehearsals: real ranks, real messages, timed waits. Nothing here judges how fast this machine is."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from megatron_epp.cli.main import main
+from megatron_epp.plan import Action, EppError, Op
+from megatron_epp.plan.graph import deps
+from megatron_epp.plan.serialize import digest, save
+from megatron_epp.plan.simulate import simulate
+from megatron_epp.report.measured import Measured
+from megatron_epp.runtime.tools.emulate import rehearse
+from tests.support.runtime.runtime_plans import offloading, planned, two_ranks, v_shape
+
+
+def assert_follows(rehearsed, plan):
+    """Every rank ran its list, no action was shorter than planned, and none began before what it needs and its message."""
+    started, ended = {}, {}
+    for rank, events in enumerate(rehearsed.events):
+        copies = [str(copy.action) for copy in plan.copies[rank]] if plan.copies else []
+        assert [text for text, _, _ in events if text in copies] == copies
+        events = [event for event in events if event[0] not in copies]
+        assert [text for text, _, _ in events] == [str(action) for action in plan.actions(rank)]
+        for (text, start, end), step in zip(events, plan.ranks[rank], strict=True):
+            assert end - start >= step.time_us * (1 - 1e-6)
+            started[Action.parse(text)], ended[Action.parse(text)] = start, end
+        for before, after in pairwise(events):
+            assert before[2] <= after[1]
+    needs = deps(plan.chunks, plan.num_stages)
+    for action in started:
+        for needed in needs(action):
+            message_us = 0.0
+            if plan.placement[needed.stage] != plan.placement[action.stage]:
+                table = plan.messages.activation_us if action.op is Op.F else plan.messages.gradient_us
+                message_us = table[min(needed.stage, action.stage)][action.chunk]
+            assert started[action] >= ended[needed] + message_us * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_planned_batch_runs_as_planned_and_no_faster(forward_only):
+    plan = planned((900, 200, 120, 60), [1, 1, 1], slices=3, forward_only=forward_only)
+    rehearsed = rehearse(plan, scale=3.0, timeout_s=120)
+    assert_follows(rehearsed, plan)
+    measured_us = max(end for events in rehearsed.events for _, _, end in events)
+    assert measured_us >= simulate(plan).makespan_us * (1 - 1e-6)
+    assert rehearsed.late_us > 0
+
+
+@pytest.mark.parametrize("make", [two_ranks, v_shape])
+def test_other_placements_run_too(make):
+    plan = make()
+    assert_follows(rehearse(plan, scale=1000.0, timeout_s=120), plan)
+
+
+def test_copies_run_beside_compute_in_turns_and_backwards_wait_for_them():
+    plan = replace(offloading(two_ranks(), 0.5), host_links=(0, 0))
+    rehearsed = rehearse(plan, scale=2000.0, timeout_s=120)
+    assert_follows(rehearsed, plan)
+    at = {text: (start, end) for events in rehearsed.events for text, start, end in events}
+    for op in "OL":
+        lane = sorted(at[f"{stage}{op}{chunk}"] for stage in (0, 1) for chunk in (0, 1, 2))
+        assert all(before[1] <= after[0] for before, after in pairwise(lane))
+    for stage in (0, 1):
+        for chunk in (0, 1, 2):
+            assert at[f"{stage}F{chunk}"][1] <= at[f"{stage}O{chunk}"][0]
+            assert at[f"{stage}L{chunk}"][1] <= at[f"{stage}B{chunk}"][0]
+
+
+def test_a_rehearsal_that_takes_too_long_is_ended():
+    with pytest.raises(EppError, match="2 of 2 ranks have not ended after 1 s"):
+        rehearse(two_ranks(), scale=1e8, timeout_s=1)
+
+
+def test_the_command_reports_measured_against_simulated_and_writes_the_run(tmp_path, capsys):
+    plan = planned((900, 200, 120, 60), [1, 1])
+    save(plan, tmp_path / "plan.json")
+    argv = ["emulate", str(tmp_path / "plan.json"), "--time-scale", "2", "-o", str(tmp_path / "measured.json")]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "makespan: simulated" in out
+    assert "overhead" in out
+    measured = Measured.load(tmp_path / "measured.json")
+    assert measured.plan_digest == digest(plan)
+    assert measured.makespan_us >= plan.predicted.makespan_us * (1 - 1e-6)
+    assert main(["show", str(tmp_path / "plan.json"), "--measured", str(tmp_path / "measured.json")]) == 0
+
+
+def test_a_plan_that_does_not_check_is_not_rehearsed(tmp_path, capsys):
+    plan, path = two_ranks(), tmp_path / "plan.json"
+    save(replace(plan, ranks=(plan.ranks[0][::-1], plan.ranks[1])), path)
+    assert main(["emulate", str(path)]) == 2
+    assert "megatron-epp check" in capsys.readouterr().err
+
+
+def test_a_scale_that_makes_no_sense_is_refused(tmp_path, capsys):
+    save(two_ranks(), tmp_path / "plan.json")
+    with pytest.raises(SystemExit):
+        main(["emulate", str(tmp_path / "plan.json"), "--time-scale", "0"])
+    assert "--time-scale: '0' is not a positive number" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""Ranks that share a chunk's tokens attend as one rank would, each with its own heads and its own part of the cache."""
+
+import pytest
+
+from tests.support.runtime.context_parallel_runs import cache_bytes, differences, there_and_back
+from tests.support.runtime.rank_processes import Ranks
+from tests.support.runtime.relay_chunks import slices
+
+CASES = {
+    "packed": ((5, 1, 8), [[(0, 0, 5), (1, 0, 1), (2, 0, 8)]]),
+    "split": ((23,), slices(0, 0, 9, 16, 22, 23)),
+    "hybrid tail": ((13, 4, 1), [[(0, 0, 7)], [(0, 7, 13), (1, 0, 4), (2, 0, 1)]]),
+    "hybrid middle": ((13, 4, 2), [[(0, 0, 5), (1, 0, 4)], [(0, 5, 9), (2, 0, 2)], [(0, 9, 13)]]),
+    "a rank with nothing but padding": ((1,), [[(0, 0, 1)]]),
+}
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def ranks(request, tmp_path_factory):
+    with Ranks(request.param, tmp_path_factory.mktemp("ulysses")) as started:
+        yield started, request.param
+
+
+def test_a_rank_gets_all_tokens_of_its_heads_and_then_its_own_tokens_again(ranks):
+    started, size = ranks
+    for rank, (between, unchanged) in enumerate(started.run(there_and_back, 4)):
+        heads = range(rank * 4 // size, (rank + 1) * 4 // size)
+        assert between == [[token * 100 + head for head in heads] for token in range(8)]
+        assert unchanged
+
+
+def test_fewer_heads_than_ranks_are_repeated(ranks):
+    started, _ = ranks
+    for rank, (between, _) in enumerate(started.run(there_and_back, 1)):
+        assert between == [[token * 100] for token in range(8)], rank
+
+
+@pytest.mark.parametrize("mode", ["kept", "recomputed"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_shared_by_ranks_give_outputs_and_gradients_of_whole_sequences(ranks, case, kv_heads, mode):
+    started, size = ranks
+    assert max(started.run(differences, *CASES[case], size, kv_heads, mode)) < 1e-12
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_a_ranks_cache_holds_its_own_heads(ranks, kv_heads):
+    started, size = ranks
+    for share in started.run(cache_bytes, kv_heads):
+        assert share == pytest.approx(4 / min(size, kv_heads))

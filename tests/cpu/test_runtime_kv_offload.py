@@ -1,0 +1,175 @@
+"""Keys and values that are at the host between uses give the same gradients, to the bit, and leave the device the room."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_epp.plan.kv_offload import head_parts
+from megatron_epp.plan.size_class import size_class
+from megatron_epp.runtime.attention.kv_offload import LookAhead
+from megatron_epp.runtime.attention.slice_view import RelayError
+from megatron_epp.runtime.executor import Executor, RunError
+from megatron_epp.runtime.offload.host import HostMemory
+from tests.support.runtime.late_host import LateHost
+from tests.support.runtime.pipeline_runs import run_plan
+from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, RECOMPUTE, ChunkedLayer, slices
+from tests.support.runtime.runtime_plans import by_hand, hosting, offloading, one_rank, one_rank_split, one_rank_two_stages
+
+CPU = torch.device("cpu")
+LAYERS = 3
+CHUNKS = [*slices(0, 0, 9, 20, 31), [(0, 31, 33), (1, 0, 4)]]
+"""Four slices, a short sequence beside the last."""
+TWO = [[(0, 0, 5), (2, 0, 3)], [(1, 0, 6)], [(1, 6, 12)], [(0, 5, 9)]]
+"""Slices of two sequences between each other, a short sequence beside the first."""
+CASES = {
+    "one": ((33, 4), CHUNKS, 1),
+    "two": ((9, 12, 3), TWO, 1),
+    "padded": ((13, 4), [[(0, 0, 8)], [(0, 8, 13), (1, 0, 4)]], 4),
+}
+
+
+def hosts():
+    return {"at once": HostMemory(CPU, 1 << 30), "late": LateHost()}
+
+
+def run(layer, host=None, mode="kept", fp32_gradients="off", forward_only=False):
+    """Every chunk forward, then backward, with the caches resident or at a host. Device bytes in every action."""
+    relay, seen = layer.relay, []
+    relay.fp32_gradients = fp32_gradients
+    relay.begin(range(len(layer.sequences)) if host else (), host)
+    num_whole = 0 if mode == "kept" else layer.layers
+    for c, context in enumerate(layer.contexts):
+        with relay.running(context.view, False):
+            layer.forward(c, mode)
+            seen.append(relay.num_bytes)
+    for c in () if forward_only else reversed(range(len(layer.contexts))):
+        with relay.running(layer.contexts[c].view, True, num_whole):
+            layer.backward(c)
+            seen.append(relay.num_bytes)
+    relay.assert_empty()
+    return seen
+
+
+def same_gradients(plan, other, host=None, **options):
+    expected, found = run_plan(0, None, plan, **options), run_plan(0, None, other, host=host, **options)
+    for stage, wanted in expected.items():
+        assert found[stage].loss == wanted.loss
+        for name, gradient in wanted.gradients.items():
+            np.testing.assert_array_equal(found[stage].gradients[name], gradient)
+        assert found[stage].live_bytes == 0
+    return expected, found
+
+
+@pytest.mark.parametrize("fp32_gradients", ["off", "on"])
+@pytest.mark.parametrize("mode", RECOMPUTE)
+@pytest.mark.parametrize("when", hosts())
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_resident_caches_whenever_copies_happen(case, when, mode, fp32_gradients):
+    resident, hosted = (ChunkedLayer(*CASES[case], layers=LAYERS) for _ in range(2))
+    for layer in (resident, hosted):  # in bf16, sums in fp32 differ
+        layer.sequences = [[x.detach().bfloat16().requires_grad_() for x in qkv] for qkv in layer.sequences]
+        layer.weights = [x.bfloat16() for x in layer.weights]
+    run(resident, mode=mode, fp32_gradients=fp32_gradients)
+    run(hosted, hosts()[when], mode, fp32_gradients)
+    for expected, actual in zip(resident.chunked(), hosted.chunked(), strict=True):
+        assert all(map(torch.equal, expected, actual))
+
+
+def test_layers_of_another_sequence_wait_for_the_buffers_that_still_leave():
+    chunks = [(0, 0, 9)], [(1, 0, 8)], [(1, 8, 14)], [(0, 9, 14)]
+    plan = by_hand(["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"], chunks, num_layers=4)
+    same_gradients(plan, hosting(plan), LateHost())
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6])
+def test_the_device_holds_two_pieces_in_forward_and_three_in_backward_however_many_layers_there_are(layers):
+    layer = ChunkedLayer(*CASES["one"], layers=layers)
+    host = HostMemory(CPU, 1 << 30)
+    piece = 2 * size_class(37) * KV_HEADS * CHANNELS * 8 // head_parts(KV_HEADS)
+    assert run(layer, host) == [2 * piece] * 4 + [3 * piece] * 4
+    assert layer.relay.num_bytes == 0
+    assert layer.relay.hosted.host_bytes == 0
+    assert layer.relay.hosted.host_peak_bytes == 2 * layer.cache_bytes()
+
+
+def test_an_action_has_its_buffers_from_its_start_as_plans_count_them():
+    layer = ChunkedLayer(*CASES["one"], layers=2)
+    relay, view = layer.relay, layer.contexts[-1].view
+    relay.begin({0}, HostMemory(CPU, 1 << 30))
+    for c, context in enumerate(layer.contexts):
+        with relay.running(context.view, False):
+            layer.forward(c)
+    piece = 2 * size_class(37) * KV_HEADS * CHANNELS * 8 // head_parts(KV_HEADS)
+    with relay.running(view, True):
+        assert relay.num_bytes == 3 * piece
+    with relay.running(view, False):
+        assert relay.num_bytes == 2 * piece
+
+
+def test_what_comes_next_is_on_its_way_before_it_is_asked_for():
+    host = LateHost()
+    layer = ChunkedLayer(*CASES["one"], layers=LAYERS)
+    unforeseen = []
+    take = LookAhead.take
+
+    def watched(self, use):
+        if use.num_rows and (self._coming is None or self._coming[0] != use) and self._held != use.piece:
+            unforeseen.append(use)
+        return take(self, use)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LookAhead, "take", watched)
+        run(layer, host, "recomputed")
+    assert not unforeseen
+
+
+def test_without_backward_the_last_slice_empties_the_host():
+    layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9), layers=2, forward_only=True)
+    with torch.no_grad():
+        run(layer, HostMemory(CPU, 1 << 30), forward_only=True)
+    assert layer.relay.hosted.host_bytes == 0
+
+
+def test_slices_out_of_order_and_caches_left_over_are_refused_as_resident_ones_are():
+    layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9))
+    relay, views = layer.relay, [context.view for context in layer.contexts]
+    relay.begin({0}, HostMemory(CPU, 1 << 30))
+    with relay.running(views[0], False):
+        layer.forward(0)
+    with relay.running(views[2], False), pytest.raises(RelayError, match="at token 7 finds the keys of 4 tokens"):
+        layer.forward(2)
+    for c in (1, 2):
+        with relay.running(views[c], False):
+            layer.forward(c)
+    with relay.running(views[1], True), pytest.raises(RelayError, match="backward at token 4 precedes the last slice's"):
+        layer.backward(1)
+    with pytest.raises(RelayError, match=r"caches of \(layer, sequence\) \[\(0, 0\)\] were never freed"):
+        relay.assert_empty()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recompute_layers", [0, 1, 2])
+@pytest.mark.parametrize("make", [one_rank, one_rank_split, one_rank_two_stages])
+def test_a_plan_runs_alike_with_all_or_some_of_its_stages_hosted(make, recompute_layers, reentrant):
+    plan = make(recompute_layers=recompute_layers)
+    _, found = same_gradients(plan, hosting(plan), reentrant=reentrant)
+    assert found[0].host_peak_bytes > 0
+    same_gradients(plan, hosting(plan, stages=[0]), reentrant=reentrant)
+
+
+@pytest.mark.parametrize("recompute_layers", [0, 1])
+def test_and_with_copies_beside(recompute_layers):
+    plan = one_rank_two_stages(recompute_layers=recompute_layers)
+    same_gradients(plan, hosting(offloading(plan, 0.7)))
+
+
+def test_a_run_without_host_memory_is_refused_by_the_flag():
+    plan = hosting(one_rank())
+    with pytest.raises(RunError, match="add --epp-offload"):
+        Executor(plan, 0, {})
+
+
+@pytest.mark.parametrize("heads", range(1, 65))
+def test_groups_of_heads_divide_them(heads):
+    assert heads % head_parts(heads) == 0
+    assert head_parts(heads) == max(n for n in (1, 2, 3, 4) if heads % n == 0)

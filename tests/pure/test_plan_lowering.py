@@ -1,0 +1,128 @@
+"""Lowering: where messages and reductions stand among a rank's actions."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from megatron_epp.plan import Action, Op, PlanError, lower, simulate
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import EXAMPLES, looped, make_plan, one_f_one_b, v_shape, whole, with_rows
+
+SENDS = {Op.SEND_F: (1, Op.RECV_F), Op.SEND_B: (-1, Op.RECV_B)}
+RECEIVES = {Op.RECV_F: (-1, Op.SEND_F), Op.RECV_B: (1, Op.SEND_B)}
+
+
+def link_of(plan, rank, action):
+    """(source, destination, direction) of a send or receive, and what the other side calls it."""
+    step, other = (SENDS | RECEIVES)[action.op]
+    peer = plan.placement[action.stage + step]
+    ends = (rank, peer) if action.op in SENDS else (peer, rank)
+    return (*ends, action.op.value[-1]), Action(other, action.stage + step, action.chunk)
+
+
+def text(rows):
+    return [" ".join(map(str, row)) for row in rows]
+
+
+def test_receives_stand_ahead_of_the_action_during_which_their_message_is_made():
+    """1RECV_F1 is posted before 1F0, during which 0F1 ends, and travels beside it; 1RECV_F2 before 1F2, for 0F2 ends later."""
+    assert text(lower(one_f_one_b())) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0F2 0SEND_F2 0B1 0RECV_B2 0B2 0REDUCE2",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2 1REDUCE2",
+    ]
+
+
+def test_of_two_messages_of_a_link_made_during_one_action_the_second_is_received_behind_it():
+    """Ahead of it, it would keep the action waiting for the first: both are on one stream."""
+    plan = make_plan(["0F0 0F1 0F2", "1F0 1F1 1F2"], whole(1, 1, 1), forward_only=True)
+    ranks = tuple(
+        tuple(s._replace(time_us=time_us) for s, time_us in zip(row, times, strict=True))
+        for row, times in zip(plan.ranks, [(10.0, 4.0, 4.0), (20.0, 1.0, 1.0)], strict=True)
+    )
+    assert text(lower(with_steps(plan, ranks)))[1] == "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1F2"
+
+
+def with_steps(plan, ranks):
+    return replace(plan, ranks=ranks)
+
+
+def test_stages_of_one_rank_exchange_no_messages():
+    rows = lower(v_shape())
+    assert not [a for row in rows for a in row if str(a) in ("1SEND_F0", "2RECV_F0", "2SEND_B0", "1RECV_B0")]
+    alone = make_plan(["0F0 1F0 1B0 0B0"], whole(2), placement=(0, 0))
+    assert text(lower(alone)) == ["0F0 1F0 1B0 1REDUCE0 0B0 0REDUCE0"]
+
+
+def test_a_receive_stays_behind_the_action_its_message_depends_on():
+    """Rank 1 cannot send the gradient before it has 0F1: a receive ahead of 0F1 would hang a machine whose receives block."""
+    row = text(lower(make_plan(["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"], whole(1, 1))))[0]
+    assert row.index("0F1") < row.index("0RECV_B1") < row.index("0B1")
+
+
+def test_receives_follow_the_sends_where_boundaries_share_a_link():
+    """Rank 0 sends 0F0, 0F1, 2F0; rank 1 runs stage 3 of chunk 0 first, so it receives 0F1 early."""
+    plan = make_plan(["0F0 0F1 2F0 2F1", "1F0 3F0 1F1 3F1"], whole(1, 1), placement=(0, 1, 0, 1), forward_only=True)
+    rows = lower(plan)
+    assert [str(a) for a in rows[1] if a.op is Op.RECV_F] == ["1RECV_F0", "1RECV_F1", "3RECV_F0", "3RECV_F1"]
+
+
+def test_a_stage_reduces_when_its_last_gradient_is_on_its_way_and_all_later_stages_reduce():
+    """Stage 1 has its last weight gradient behind all of stage 0's actions: stage 0, on another rank, waits for it."""
+    plan = make_plan(["0F0 0B0", "1F0 1B0 1W0"], whole(1))
+    slow = tuple(tuple(s._replace(time_us=50.0) if s.action.op is Op.W else s for s in row) for row in plan.ranks)
+    rows = text(lower(with_steps(plan, slow)))
+    assert rows == ["0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE0", "1RECV_F0 1F0 1B0 1SEND_B0 1W0 1REDUCE0"]
+
+
+def test_a_deadlock_is_not_lowered():
+    plan = with_rows(looped(), "2F0 0F0 0F1 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1")
+    with pytest.raises(PlanError, match=r"the order deadlocks: rank 0 at position 0: 2F0 waits for 1F0 \(rank 1, position 0\)"):
+        lower(plan)
+
+
+def assert_well_lowered(plan):
+    rows = lower(plan)
+    for rank, row in enumerate(rows):
+        assert tuple(a for a in row if a.op in (Op.F, Op.B, Op.W)) == plan.actions(rank)
+        place = {action: i for i, action in enumerate(row)}
+        assert len(place) == len(row)
+        for action in row:
+            own = Action(Op(action.op.value[-1]), action.stage, action.chunk) if action.op in SENDS | RECEIVES else None
+            if action.op in SENDS:
+                between = row[place[own] + 1 : place[action]]
+                assert all(other.op in SENDS | RECEIVES or other.op is Op.REDUCE for other in between)
+            elif action.op in RECEIVES:
+                assert place[action] < place[own]
+            elif action.op is Op.REDUCE:
+                gives = [i for a, i in place.items() if a.stage == action.stage and a.op in (Op.B, Op.W, Op.SEND_B)]
+                assert max(gives) < place[action]
+        reduced = [a.stage for a in row if a.op is Op.REDUCE]
+        assert reduced == sorted(reduced, reverse=True)
+        assert plan.forward_only or sorted(reduced) == [s for s, on in enumerate(plan.placement) if on == rank]
+    sent, taken = defaultdict(list), defaultdict(list)
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action.op in SENDS:
+                link, partner = link_of(plan, rank, action)
+                sent[link].append(partner)
+            elif action.op in RECEIVES:
+                taken[link_of(plan, rank, action)[0]].append(action)
+    assert sent == taken
+    assert sum(map(len, sent.values())) == len(simulate(plan).messages())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_well_lowered(name):
+    assert_well_lowered(EXAMPLES[name]())
+
+
+@given(sound_plans())
+def test_every_sound_plan_is_well_lowered(plan):
+    assert_well_lowered(plan)
+
+
+@given(sound_plans(crossed=True))
+def test_even_messages_that_overlap_each_other_are_brought_into_order(plan):
+    assert_well_lowered(plan)

@@ -1,0 +1,102 @@
+"""Memory of messages in flight: counted from lowered rows, set aside by planners, proven by `check`."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Op, check, lower, simulate
+from megatron_epp.plan.messages import message_peaks
+from megatron_epp.plan.placement import Placement
+from megatron_epp.planner import Options, Problem, plan
+from megatron_epp.planner.memory.messages import message_room
+from tests.support.plan.launch_plans import costs_of
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import one_f_one_b, v_shape
+
+
+def sized(made, *sizes):
+    return replace(made, messages=replace(made.messages, num_bytes=sizes))
+
+
+def test_a_payload_stays_until_the_next_send_of_its_link_and_a_buffer_to_its_last_use():
+    """Rank 0 has the payloads of 0F0 and 0F1 (100 + 10) during 0F1, and at 0B0 that of 0F1 and the gradient (10 + 100). Rank 1
+    has both activations (100 + 10) before 1F0 takes the first over, and during 1B1 the payloads of both gradients (100 + 10).
+    """
+    made = sized(one_f_one_b(), 100, 10, 1)
+    assert message_peaks(made, lower(made)) == (110, 110)
+
+
+def test_what_a_rank_hands_to_its_own_next_stage_counts_until_that_takes_it():
+    made = sized(v_shape(), 1, 0)
+    rows = lower(made)
+    assert [str(a) for a in rows[1] if a.chunk == 0][:4] == ["1RECV_F0", "1F0", "2F0", "2SEND_F0"]
+    assert message_peaks(made, rows)[1] == 2  # 2F0's payload, which has no successor yet, and the gradient of chunk 0
+
+
+@given(sound_plans())
+def test_the_peak_is_what_a_ledger_of_messages_finds(made):
+    """Each message by name: taken and given back where the rows say; in the end only the last payload of each link is left."""
+    made = sized(made, *range(1, len(made.chunks) + 1))
+    rows = lower(made)
+    for rank, (row, peak) in enumerate(zip(rows, message_peaks(made, rows), strict=True)):
+        assert ledger(made, rank, row) == peak
+
+
+def ledger(made, rank, row):
+    live, last, most = {}, {}, 0
+
+    def total():
+        return sum(made.messages.num_bytes[chunk] for _, _, chunk in live)
+
+    for op, stage, chunk in row:
+        if op is Op.F:
+            live.pop((Op.F, stage, chunk), None)
+            if stage + 1 < made.num_stages:
+                live[Op.F, stage + 1, chunk] = True
+        elif op is Op.B and stage > 0:
+            live[Op.B, stage - 1, chunk] = True
+        elif op in (Op.RECV_F, Op.RECV_B):
+            live[Op.F if op is Op.RECV_F else Op.B, stage, chunk] = True
+        elif op in (Op.SEND_F, Op.SEND_B):
+            kind, to = (Op.F, stage + 1) if op is Op.SEND_F else (Op.B, stage - 1)
+            link = made.placement[to], kind
+            if link in last:
+                del live[last[link]]
+            last[link] = kind, to, chunk
+        most = max(most, total())
+        if op is Op.B:
+            live.pop((Op.B, stage, chunk), None)
+    assert set(live) == set(last.values())
+    return most
+
+
+def problem(placement, lengths, cap=UNLIMITED_BYTES):
+    return Problem(lengths, placement.rank_of, (cap,) * placement.num_ranks)
+
+
+def test_looped_placements_have_more_in_flight_than_two_messages_a_neighbour():
+    placement = Placement("looped", 4, 4)
+    asked = problem(placement, (4096,) * 24)
+    made = plan(asked, costs_of(16))
+    guess = message_room(asked, made.messages.num_bytes)
+    assert max(made.message_bytes) > 0
+    assert made.message_bytes != guess
+    assert made.message_bytes == message_peaks(made, lower(made))
+    assert check(made) == []
+    few = tuple(size - 1 for size in made.message_bytes)
+    static = tuple(size - 1 for size in made.static_bytes)
+    short = replace(made, message_bytes=few, static_bytes=static)
+    assert "are set aside for them" in str(check(short)[0])
+
+
+@pytest.mark.parametrize("kind", ["looped", "v"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_least_cap_that_an_error_names_has_room_for_messages(kind, stages):
+    placement = Placement(kind, 4, stages)
+    lengths = (30_000, 9000, 700, 3000)
+    free = plan(problem(placement, lengths), costs_of(4 * stages))
+    with pytest.raises(InfeasibleError) as error:
+        plan(problem(placement, lengths, max(free.static_bytes)), costs_of(4 * stages), Options())
+    made = plan(problem(placement, lengths, error.value.least_cap_bytes), costs_of(4 * stages))
+    assert max(simulate(made).peak_bytes) <= error.value.least_cap_bytes

@@ -1,0 +1,188 @@
+"""The JSON form: lossless, checked on reading, readable."""
+
+import hashlib
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_epp.plan import Hosted, Op, PlanError, Prediction, digest, from_json, load, save, to_json
+from megatron_epp.plan.serialize import pack, unpack
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
+
+numbers = st.floats(0, 1e12, allow_nan=False)
+
+
+@given(sound_plans(), numbers, numbers, st.integers(0, 2**62), st.text(max_size=5))
+def test_a_plan_reads_back_equal(plan, time_us, share, num_bytes, text):
+    peak = (num_bytes,) * plan.num_ranks
+    plan = replace(plan, predicted=Prediction(time_us, time_us / 3, peak, share), cap_bytes=peak, notes=(text,), costs=text)
+    for again in (from_json(to_json(plan)), unpack(pack(plan))):
+        assert again == plan
+        assert digest(again) == digest(plan)
+
+
+def test_a_plan_reads_back_equal_in_every_field():
+    """Each field differs from its default, so that one that is not written would be noticed."""
+    plan = replace(
+        offload(),
+        predicted=Prediction(1.5, 1.25, (7, 8), 0.125),
+        host_links=(4, 4),
+        hosted=(Hosted(1, 0, 70, 80),),
+        host_cap_bytes=(9, 10),
+        message_bytes=(1, 2),
+        loss_groups=((0, 2), (1,)),
+        messages=replace(offload().messages, num_bytes=(3, 4, 5), collective_us=((Op.REDUCE, (1.0, 2.0, 3.0)),)),
+        token_multiple=8,
+        costs="profile.json",
+        planner="mine",
+        seed=3,
+        notes=("a", "b"),
+    )
+    assert from_json(to_json(plan)) == plan
+    assert from_json(to_json(replace(plan, forward_only=True))).forward_only
+    document = json.loads(to_json(plan))
+    assert {f.name for f in fields(plan)} <= set(document)
+
+
+def test_the_layout_is_the_documented_one():
+    document = json.loads(to_json(hybrid()))
+    assert (document["schema"], document["version"]) == ("megatron-epp/plan", 2)
+    assert document["digest"] == digest(hybrid())
+    assert (document["num_stages"], document["num_ranks"]) == (2, 2)
+    assert document["chunks"][1] == {"segments": [[0, 6, 9], [1, 0, 2]]}
+    assert document["ranks"][0][0] == ["0F0", 10.0, 115, 0]
+    assert document["messages"]["gradient_us"] == [[1.0, 1.0, 1.0]]
+    assert set(document["predicted"]) == {"makespan_us", "lower_bound_us", "peak_bytes", "bubble_fraction"}
+
+
+def test_a_step_has_a_line_of_its_own():
+    assert '      ["1B2", 20.0, 0, 20]' in [line.rstrip(",]") + "]" for line in to_json(one_f_one_b()).splitlines()]
+
+
+@given(sound_plans(), st.data())
+def test_any_difference_changes_the_digest(plan, data):
+    steps = [step for row in plan.ranks for step in row]
+    step = data.draw(st.sampled_from(steps))
+    assert digest(with_step(plan, str(step.action), time_us=step.time_us + 1e-9)) != digest(plan)
+    assert digest(with_step(plan, str(step.action), alloc_bytes=step.alloc_bytes + 1)) != digest(plan)
+    assert digest(replace(plan, seed=plan.seed + 1)) != digest(plan)
+
+
+def test_the_digest_does_not_care_for_the_type_of_a_number():
+    plan = one_f_one_b()
+    assert digest(with_step(plan, "0F0", time_us=10)) == digest(plan)
+
+
+def edited(change, **new):
+    """A plan's file with its content changed and, when asked, with a digest that fits."""
+    document = json.loads(to_json(one_f_one_b()))
+    change(document)
+    return json.dumps(document | new)
+
+
+def signed(change):
+    document = json.loads(edited(change))
+    document.pop("digest", None)
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return json.dumps(document | {"digest": hashlib.sha256(text.encode()).hexdigest()})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "the plan is not JSON"),
+        ("[]", "not a plan: schema is 'list', expected 'megatron-epp/plan'"),
+        ("{}", "not a plan: schema is None"),
+        (edited(lambda d: d.update(version=1)), "plan version 1 cannot be read; this program reads version 2"),
+        (edited(lambda d: d.update(lengths=[9, 9, 9])), "does not match its content"),
+        (edited(lambda d: d.pop("digest")), "plan digest None does not match"),
+        (edited(lambda d: d.update(seed=float("nan"))), "infinite or not a number"),
+    ],
+    ids=["not json", "no object", "no schema", "version", "edited", "no digest", "nan"],
+)
+def test_what_is_no_plan_is_refused(text, reason):
+    with pytest.raises(PlanError, match=reason):
+        from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda d: d.pop("lengths"), "the plan lacks the field 'lengths'"),
+        (lambda d: d.update(lengths=5), "field 'lengths' of the plan is malformed"),
+        (lambda d: d.update(lengths=[1.5]), "field 'lengths' of the plan is malformed: 1.5 is not a whole number"),
+        (lambda d: d["ranks"][0].append(["0F0", 1.0, 0]), "field 'ranks' of the plan is malformed"),
+        (lambda d: d["ranks"][0].append(["0Q0", 1.0, 0, 0]), "field 'ranks' of the plan is malformed: '0Q0' is not an action"),
+        (lambda d: d["chunks"][0].pop("segments"), "field 'chunks' of the plan is malformed: 'segments'"),
+        (lambda d: d["chunks"][0].update(segments=[[0, 1]]), "field 'chunks' of the plan is malformed"),
+        (lambda d: d["predicted"].update(makespan_us="1"), "field 'predicted' of the plan is malformed: '1' is not a number"),
+        (lambda d: d.update(forward_only=1), "field 'forward_only' of the plan is malformed: 1 is not true or false"),
+        (lambda d: d.update(num_ranks=3), "num_ranks is 3, but the plan lists 2"),
+    ],
+)
+def test_a_malformed_field_is_named(change, reason):
+    with pytest.raises(PlanError, match=reason):
+        from_json(signed(change))
+
+
+def test_fields_of_a_later_writer_are_ignored():
+    assert from_json(signed(lambda d: d.update(later={"a": 1}))) == one_f_one_b()
+
+
+def test_optional_fields_may_be_absent():
+    def strip(document):
+        for name in ("copies", "token_multiple", "forward_only", "notes", "costs", "planner", "seed"):
+            del document[name]
+
+    assert from_json(signed(strip)) == one_f_one_b()
+
+
+def test_infinite_numbers_are_not_written():
+    with pytest.raises(PlanError, match="infinite or not a number"):
+        to_json(with_step(one_f_one_b(), "0F0", time_us=float("inf")))
+
+
+def test_a_plan_survives_a_file(tmp_path):
+    path = tmp_path / "plan.json"
+    save(hybrid(), path)
+    assert load(path) == hybrid()
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "plan.json"
+    save(hybrid(), path)
+    with pytest.raises(PlanError):
+        save(with_step(hybrid(), "0F0", time_us=float("nan")), path)
+    assert load(path) == hybrid()
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    with pytest.raises(PlanError, match=r"cannot write the plan to .*No such file"):
+        save(hybrid(), tmp_path / "none" / "plan.json")
+
+
+def test_errors_of_files_name_the_file(tmp_path):
+    path = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match=r"cannot read .*plan\.json: No such file"):
+        load(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match=r"plan\.json: .*codec"):
+        load(path)
+    path.write_text("{}")
+    with pytest.raises(PlanError, match=r"plan\.json: not a plan"):
+        load(path)
+
+
+def test_a_file_written_before_still_loads():
+    """Written by the first version of this code; it must load for as long as the schema's version is 2."""
+    assert load(Path(__file__).parent.parent / "golden" / "plan_v2.json") == EXAMPLES["offload"]()
+
+
+@pytest.mark.parametrize("damage", [lambda m: b"", lambda m: b"no plan", lambda m: m[:-9], lambda m: m[:20] + m[21:]])
+def test_a_damaged_message_is_refused(damage):
+    with pytest.raises(PlanError, match="is no packed plan"):
+        unpack(damage(pack(hybrid())))

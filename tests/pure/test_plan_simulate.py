@@ -1,0 +1,291 @@
+"""The simulator: times by hand, against a second simulator written from the words of the format, and what it refuses."""
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given
+
+from megatron_epp.plan import Action, Op, PlanError, simulate
+from tests.support.plan.random_plans import sound_plans
+from tests.support.plan.small_plans import (
+    evaluation,
+    hybrid,
+    looped,
+    make_plan,
+    offload,
+    one_f_one_b,
+    shared_link,
+    sliced,
+    v_shape,
+    whole,
+    with_rows,
+    with_step,
+)
+
+
+def times(plan):
+    """Start and end of every step by its text."""
+    line = simulate(plan)
+    found = {}
+    for rank in range(plan.num_ranks):
+        for step, start, end in zip(plan.ranks[rank], line.start_us[rank], line.end_us[rank], strict=True):
+            found[str(step.action)] = (start, end)
+    for rank, steps in enumerate(plan.copies):
+        for step, start, end in zip(steps, line.copy_start_us[rank], line.copy_end_us[rank], strict=True):
+            found[str(step.action)] = (start, end)
+    return found
+
+
+def test_one_forward_one_backward_by_hand():
+    at = times(one_f_one_b())
+    assert at["0F0"] == (0, 10)
+    assert at["1F0"] == (11, 21)  # the message takes 1
+    assert at["1B0"] == (21, 41)
+    assert at["0B0"] == (42, 62)
+    assert at["0F2"] == (62, 72)
+    assert at["1F2"] == (73, 83)  # rank 1 was free at 71
+    assert at["0B2"] == (104, 124)
+    line = simulate(one_f_one_b())
+    assert line.makespan_us == 124
+    assert line.busy_us == (90, 90)
+    assert line.bubble_fraction == pytest.approx(1 - 180 / 248)
+
+
+def test_stages_of_one_rank_exchange_no_messages():
+    at = times(v_shape())
+    assert at["1F0"] == (11, 21)
+    assert at["2F0"] == (21, 31)  # stage 1 and 2 share rank 1
+    assert at["3F0"] == (32, 42)
+
+
+def test_slices_run_forward_in_order_and_backward_in_reverse():
+    plan = make_plan(["0F0 0F1 0B1 0B0"], sliced().chunks[:2])
+    assert simulate(plan).makespan_us == 60
+    with pytest.raises(PlanError, match="position 0: 0F1 waits for 0F0"):
+        simulate(with_rows(plan, "0F1 0F0 0B1 0B0"))
+    with pytest.raises(PlanError, match="position 2: 0B0 waits for 0B1"):
+        simulate(with_rows(plan, "0F0 0F1 0B0 0B1"))
+
+
+def test_copies_run_one_at_a_time_beside_compute():
+    plan = offload()
+    at = times(plan)
+    assert at["0O0"] == (10, 15)  # beside 0F1, after 0F0
+    assert at["0L0"] == (15, 20)
+    both = make_plan(["0F0 0F1 0B0 0B1"], whole(4, 4), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
+    at = times(both)
+    assert at["0O1"] == (20, 25)
+    assert at["0L0"] == (25, 30)
+    assert at["0B0"] == (30, 50)  # waits for its load though the rank was free at 20
+
+
+def test_ranks_that_share_a_link_take_turns_on_it():
+    at = times(shared_link())
+    assert at["0O0"] == (10, 15)
+    assert at["0O1"] == (20, 28)
+    assert at["1O0"] == (28, 33)  # rank 1 had it ready at 21, 0O1 was first
+    assert at["0L1"] == (28, 33)  # the other way, at the same time
+    apart = times(replace(shared_link(), host_links=()))
+    assert apart["1O0"] == (21, 26)
+
+
+@given(sound_plans(min_time=1, shared=True))
+def test_a_link_serves_whoever_comes_first_in_either_direction(plan):
+    line = simulate(plan)
+    ended = {}
+    for table, ends in ((plan.ranks, line.end_us), (plan.copies, line.copy_end_us)):
+        for rank, steps in enumerate(table):
+            ended |= {tuple(step.action): end for step, end in zip(steps, ends[rank], strict=True)}
+    needs = list(waited_for(plan))
+    lanes = {}
+    for rank, steps in enumerate(plan.copies):
+        before_us = 0.0
+        for copy, start_us, end_us in zip(steps, line.copy_start_us[rank], line.copy_end_us[rank], strict=True):
+            awaited = [ended[first] for first, then, _ in needs if then == tuple(copy.action)]
+            awaited += [] if copy.after is None else [ended[tuple(copy.after)]]
+            came_us = max(before_us, *awaited)
+            lanes.setdefault((plan.host_links[rank], copy.action.op), []).append((came_us, rank, start_us, end_us))
+            before_us = end_us
+    for lane in lanes.values():
+        free_us = 0.0
+        for came_us, _, start_us, end_us in sorted(lane):
+            assert start_us == max(came_us, free_us)
+            free_us = end_us
+
+
+def test_offloaded_bytes_are_gone_between_offload_and_load():
+    plan = make_plan(["0F0 0B0"], whole(4), copies=["0O0 0L0"], offload_share=0.5)
+    assert simulate(plan).live_bytes(0) == [(0.0, 100), (0.0, 140), (15.0, 120), (15.0, 140), (40.0, 100)]
+
+
+def test_live_bytes_of_a_long_sequence_include_its_cache_and_gradients():
+    line = simulate(sliced())
+    cache = 5 * 8
+    # 1F0 1F1 1B1 1F2 1B0 1B2, static 100: tokens 5, 3 and 4
+    forward = [100, 100 + 50 + cache, 180 + cache]
+    assert [live for _, live in line.live_bytes(1)][:3] == forward
+    assert line.peak_bytes[1] == 180 + 2 * cache + 40 - 30  # B of slice 1 done, F of chunk 2 under way
+    assert line.live_bytes(1)[-1][1] == 100
+
+
+def test_evaluation_keeps_only_the_cache():
+    assert simulate(evaluation()).peak_bytes == (140, 140)
+
+
+def test_a_release_counts_before_an_allocation_at_the_same_time():
+    plan = make_plan(["0F0 0B0 0F1 0B1"], whole(4, 4))
+    assert simulate(plan).peak_bytes == (140,)
+
+
+def test_a_release_by_a_copy_counts_before_an_allocation_at_the_same_time():
+    plan = make_plan(["0F0 0F1 0F2 0B0 0B1 0B2"], whole(4, 4, 4), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
+    plan = with_step(plan, "0O0", time_us=10.0)  # ends at 20, when 0F2 starts
+    plan = with_step(plan, "0O1", time_us=10.0)  # so that the first load starts at 30, when 0F2 has ended
+    assert max(live for at, live in simulate(plan).live_bytes(0) if at <= 20) == 100 + 3 * 40 - 20
+
+
+def test_steps_of_no_time_take_and_give_back_one_after_the_other():
+    plan = make_plan(["0F0 0B0 0F1 0B1"], whole(4, 4), copies=["0O0 0L0"], offload_share=0.5)
+    for action in ("0F0", "0B0", "0F1", "0B1", "0O0", "0L0"):
+        plan = with_step(plan, action, time_us=0.0)
+    assert [live for _, live in simulate(plan).live_bytes(0)] == [100, 140, 120, 140, 100, 140, 100]
+
+
+def test_the_makespan_is_the_end_of_the_last_step_even_of_a_copy():
+    assert simulate(make_plan(["0F0"], whole(4), copies=["0O0"], forward_only=True)).makespan_us == 15
+
+
+def test_a_workspace_counts_while_its_action_runs():
+    plan = with_step(make_plan(["0F0 0B0"], whole(4)), "0B0", alloc_bytes=7, free_bytes=47)
+    assert simulate(plan).peak_bytes == (147,)
+    assert simulate(with_step(plan, "0B0", time_us=0.0)).peak_bytes == (147,)
+
+
+def test_messages_leave_when_their_producer_ends():
+    first, *_, last = simulate(one_f_one_b()).messages()
+    assert (first.action, first.src_rank, first.dst_rank) == (Action(Op.SEND_F, 0, 0), 0, 1)
+    assert (first.start_us, first.end_us) == (10, 11)
+    assert (last.action, last.src_rank, last.dst_rank) == (Action(Op.SEND_B, 1, 2), 1, 0)
+    assert {str(m.action) for m in simulate(v_shape()).messages()}.isdisjoint({"1SEND_F0", "2SEND_B0"})
+
+
+def test_the_two_directions_of_a_boundary_have_their_own_times():
+    plan = one_f_one_b()
+    plan = replace(plan, messages=replace(plan.messages, gradient_us=((50.0, 60.0, 70.0),)))
+    at = times(plan)
+    assert at["1F0"] == (11, 21)
+    assert at["0B0"][0] == at["1B0"][1] + 50
+
+
+def test_a_deadlock_names_what_every_blocked_rank_waits_for():
+    plan = with_rows(make_plan(["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"], whole(2, 2)), "0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
+    with pytest.raises(PlanError) as error:
+        simulate(plan)
+    assert str(error.value) == (
+        "the order deadlocks: rank 0 at position 1: 0B0 waits for 1B0 (rank 1, position 3); "
+        "rank 1 at position 0: 1F1 waits for 0F1 (rank 0, position 2)"
+    )
+
+
+def test_a_missing_or_doubled_action_is_refused():
+    with pytest.raises(PlanError, match="1F2 needs 0F2, which the plan does not have"):
+        simulate(with_rows(one_f_one_b(), "0F0 0F1", "1F0 1F2"))
+    with pytest.raises(PlanError, match="0F0 occurs more than once"):
+        simulate(with_rows(one_f_one_b(), "0F0 0F0"))
+
+
+def waited_for(plan):
+    """The dependencies in the words of the plan format, written apart from `deps`: (first, then, message time)."""
+    placed = plan.placement
+    splits = [(c, s) for c, ch in enumerate(plan.chunks) for s in ch.segments]
+    after = [(c, d) for c, s in splits for d, t in splits if (s.sequence, s.end) == (t.sequence, t.start)]
+    chunks, stages = range(len(plan.chunks)), range(plan.num_stages)
+    for s in stages:
+        for c in chunks:
+            yield from [((Op.F, s, c), (Op.B, s, c), 0), ((Op.B, s, c), (Op.W, s, c), 0), ((Op.F, s, c), (Op.O, s, c), 0)]
+            yield from [((Op.O, s, c), (Op.L, s, c), 0), ((Op.L, s, c), (Op.B, s, c), 0)]
+            if s + 1 < plan.num_stages:
+                apart = placed[s] != placed[s + 1]
+                yield (Op.F, s, c), (Op.F, s + 1, c), plan.messages.activation_us[s][c] * apart
+                yield (Op.B, s + 1, c), (Op.B, s, c), plan.messages.gradient_us[s][c] * apart
+        for c, d in after:
+            yield (Op.F, s, c), (Op.F, s, d), 0
+            yield (Op.B, s, d), (Op.B, s, c), 0
+
+
+def relaxed_times(plan):
+    """Start times by raising them until nothing is violated any more."""
+    tracks = [*plan.ranks, *plan.copies]
+    took = {tuple(step.action): step.time_us for row in tracks for step in row}
+    edges = [edge for edge in waited_for(plan) if edge[0] in took and edge[1] in took]
+    edges += [(tuple(a.action), tuple(b.action), 0) for row in tracks for a, b in pairwise(row)]
+    edges += [(tuple(copy.after), tuple(copy.action), 0) for row in plan.copies for copy in row if copy.after is not None]
+    start = dict.fromkeys(took, 0.0)
+    changed = True
+    while changed:
+        changed = False
+        for first, then, message_us in edges:
+            if (ready := start[first] + took[first] + message_us) > start[then]:
+                start[then], changed = ready, True
+    return start, took
+
+
+@given(sound_plans())
+def test_times_are_the_least_that_respect_every_dependency(plan):
+    start, took = relaxed_times(plan)
+    line = simulate(plan)
+    for table, starts, ends in ((plan.ranks, line.start_us, line.end_us), (plan.copies, line.copy_start_us, line.copy_end_us)):
+        for rank, steps in enumerate(table):
+            assert starts[rank] == tuple(start[tuple(step.action)] for step in steps)
+            assert ends[rank] == tuple(start[tuple(step.action)] + step.time_us for step in steps)
+    assert line.makespan_us == max(start[a] + took[a] for a in start)
+    assert 0.0 <= line.bubble_fraction <= 1.0
+
+
+def changes(plan, rank, start, took):
+    """When steps take and give back bytes: (time, order at that time, bytes). What a copy does while an action runs it does for
+    all of that action: a load takes from its start, an offload has until its end. A load comes behind its own offload even so.
+    """
+    spans = [(start[tuple(step.action)], start[tuple(step.action)] + took[tuple(step.action)]) for step in plan.ranks[rank]]
+    for place, ((begin, end), step) in enumerate(zip(spans, plan.ranks[rank], strict=True)):
+        yield (begin, 2, place), step.alloc_bytes
+        yield (end, 0, place), -step.free_bytes
+    issued, freed = 0.0, {}
+    for place, (action, _, takes, gives, _) in enumerate(plan.copies[rank]):
+        _, *key = action
+        begins, ends = start[tuple(action)], start[tuple(action)] + took[tuple(action)]
+        issued = max(issued, next((begin for begin, end in spans if begin < begins < end), begins))
+        if action.op is Op.L:
+            issued = max(issued, freed[tuple(key)])
+            yield (issued, 1, place), takes
+        else:
+            freed[tuple(key)] = next((end for begin, end in spans if begin < ends < end), ends)
+            yield (freed[tuple(key)], 1, place), -gives
+
+
+@given(sound_plans(min_time=1))
+def test_live_bytes_are_those_of_all_changes_sorted_by_time(plan):
+    start, took = relaxed_times(plan)
+    line = simulate(plan)
+    for rank, static in enumerate(plan.static_bytes):
+        found = sorted((when, size) for when, size in changes(plan, rank, start, took) if size)
+        totals = accumulate((size for _, size in found), initial=static)
+        assert line.live_bytes(rank) == list(zip((0.0, *(when for (when, *_), _ in found)), totals, strict=True))
+        assert line.live_bytes(rank)[-1][1] == static
+
+
+@given(sound_plans(shared=True))
+def test_live_bytes_are_in_the_order_of_time_even_where_steps_take_none(plan):
+    line = simulate(plan)
+    for rank in range(plan.num_ranks):
+        times = [time_us for time_us, _ in line.live_bytes(rank)]
+        assert times == sorted(times)
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, sliced, hybrid, looped, v_shape])
+def test_free_messages_never_make_a_plan_slower(make):
+    plan = make()
+    free = tuple((0.0,) * len(plan.chunks) for _ in range(plan.num_stages - 1))
+    free_plan = replace(plan, messages=replace(plan.messages, activation_us=free, gradient_us=free))
+    assert simulate(free_plan).makespan_us < simulate(plan).makespan_us

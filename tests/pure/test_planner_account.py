@@ -1,0 +1,208 @@
+"""The account of a plan's memory: its items are the bytes that the planner, `check` and `simulate` count, and no others."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, on_device
+from megatron_epp.cost import memory as item
+from megatron_epp.plan import InfeasibleError, Op, Plan, Prediction, Step, check, lower
+from megatron_epp.plan.account import Account
+from megatron_epp.plan.messages import message_peaks
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.memory.account import account_of
+from tests.support.plan.planner_cases import problem
+
+SEEDS = range(12)
+
+
+def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
+    def stage(last: bool) -> StageCosts:
+        layer, extra, kv = draw.uniform(20, 90), draw.uniform(0, 20), draw.uniform(0, 9)
+        return StageCosts(
+            num_layers=draw.randint(1, 4),
+            forward=Line(1.0, draw.random()),
+            backward=Line(1.0, 2 * draw.random() + 0.5),
+            weight=Line(0.0, 0.2),
+            layer_bytes_per_token=layer,
+            attended_bytes_per_token=draw.choice([None, draw.uniform(kv, layer)]),
+            recomputed_layer_bytes_per_token=draw.uniform(1, 9),
+            recompute={
+                "selective": Level(Line(0.5, draw.random()), draw.uniform(9, layer)),
+                "mlp": Level(
+                    Line(0.3, draw.random()), mlp := draw.uniform(kv, layer), draw.choice([None, draw.uniform(mlp, layer)])
+                ),
+            },
+            extra_bytes_per_token=extra,
+            head_bytes_per_token=extra / 2 if last else 0.0,
+            kv_bytes_per_token=kv,
+            kv_gradient_bytes_per_token=draw.choice([None, 2 * kv]),
+            weight_bytes_per_token=draw.uniform(0, 90),
+            static=Static(weights=draw.randint(0, 99), gradients=draw.randint(0, 99), optimizer=draw.randint(0, 99)),
+            workspace_bytes=draw.randint(0, 999) if last else 0,
+        )
+
+    bare = PipelineCosts(
+        "random", tuple(stage(s == stages - 1) for s in range(stages)), draw.uniform(1, 9), 1.0, 0.01, 1.0, 0.005
+    )
+    return on_device(bare, draw.choice([0.0, 0.07]), buffers=[draw.randint(0, 99)] * stages)
+
+
+def random_account(seed: int) -> Account:
+    """Of a plan that is as its costs allow, capped so that something has to give in most of them."""
+    draw = random.Random(seed)
+    stages = draw.randint(1, 3)
+    costs = random_costs(draw, stages)
+    lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 5))] + [draw.randint(200, 900)]
+    options = Options(offload=seed % 3 == 0, split_weight=seed % 3 == 1 or seed % 6 == 0)
+    forward_only = seed == 11
+    made = plan(problem(lengths, stages, forward_only=forward_only), costs, options)
+    for share in () if forward_only else (0.4, 0.6, 0.8):
+        static, peak = max(made.static_bytes), max(made.predicted.peak_bytes)
+        try:
+            made = plan(problem(lengths, stages, int(static + share * (peak - static))), costs, options)
+            break
+        except InfeasibleError:
+            continue
+    return account_of(made, costs)
+
+
+def steps(made: Plan):
+    return [step for _, rows in made.tables for row in rows for step in row]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_items_of_every_step_add_up_to_what_it_takes_and_gives_back(seed: int):
+    account = random_account(seed)
+    for step in steps(account.timeline.plan):
+        assert sum(account.takes[step.action].values()) == step.alloc_bytes, step
+        assert sum(account.gives[step.action].values()) == step.free_bytes, step
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_at_every_moment_the_items_are_the_live_bytes_and_none_is_owed(seed: int):
+    account = random_account(seed)
+    for rank, static in enumerate(account.timeline.plan.static_bytes):
+        moments = account.moments(rank)
+        assert [(moment.time_us, moment.num_bytes) for moment in moments] == account.timeline.live_bytes(rank)
+        assert account.peak(rank).num_bytes == account.timeline.peak_bytes[rank]
+        assert sum(account.static[rank].values()) == static
+        assert min(size for moment in moments for size in moment.items.values()) > -4 * len(item.DYNAMIC)  # of rounding
+        assert sum(moments[-1].items.values()) == static
+
+
+def test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_something():
+    accounts = [random_account(seed) for seed in SEEDS]
+    seen = {name for account in accounts for name in account.items}
+    expected = {*item.DYNAMIC} - {item.HOSTED} | {
+        item.WORKING,
+        item.MESSAGES,
+        item.LOSS_BLOCK,
+        "weights",
+        "gradients",
+        "optimizer",
+        "buffers",
+    }
+    assert seen == expected
+    ops = {step.action.op for account in accounts for step in steps(account.timeline.plan)}
+    assert ops == {Op.F, Op.B, Op.W, Op.O, Op.L}
+
+
+def recomputed_ahead(made: Plan, share: float) -> Plan:
+    """The plan with an action of its own for every recompute, ahead of its backward, which takes a share of its bytes."""
+
+    def parts(step: Step) -> list[Step]:
+        op, stage, c = step.action
+        if op is not Op.B or not made.recompute[stage][c].num_layers:
+            return [step]
+        taken, took_us = int(share * step.alloc_bytes), made.recompute_us[stage][c]
+        rest = step._replace(time_us=step.time_us - took_us, alloc_bytes=step.alloc_bytes - taken)
+        return [Step(step.action._replace(op=Op.R), took_us, taken, 0), rest]
+
+    rows = tuple(tuple(part for step in row for part in parts(step)) for row in made.ranks)
+    return replace(made, ranks=rows, predicted=Prediction.none(made.num_ranks))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_recompute_of_its_own_has_what_it_made_until_the_backward_is_done(share: float):
+    draw = random.Random(5)
+    costs = random_costs(draw, 2)
+    made = recomputed_ahead(plan(problem((900, 60, 300), 2), costs, Options(recompute=1)), share)
+    assert check(made) == []
+    again = [step.action for step in steps(made) if step.action.op is Op.R]
+    assert again
+    account = account_of(made, costs)
+    for step in steps(made):
+        assert sum(account.takes[step.action].values()) == step.alloc_bytes, step
+        assert sum(account.gives[step.action].values()) == step.free_bytes, step
+    assert all(set(account.takes[action]) == {item.RECOMPUTED} for action in again)
+    for rank in range(made.num_ranks):
+        moments = account.moments(rank)
+        assert [(moment.time_us, moment.num_bytes) for moment in moments] == account.timeline.live_bytes(rank)
+        assert min(size for moment in moments for size in moment.items.values()) > -4 * len(item.DYNAMIC)  # of rounding
+
+
+def test_static_bytes_are_their_items():
+    static = Static.of(1000.5, 6 + 12 / 8)
+    assert (static.weights, static.gradients, static.optimizer) == (2001, 4002, 1500)
+    assert static.num_bytes == int(1000.5 * 7.5)
+    assert Static.of(10, 3.0) == Static(weights=20, gradients=10)
+
+
+def test_what_fragments_is_a_share_of_what_comes_and_goes():
+    draw = random.Random(1)
+    costs = on_device(random_costs(draw, 2), 0.25)
+    made = account_of(plan(problem((300, 20), 2), costs), costs)
+    moment = made.peak(0)
+    passing = {name: size for name, size in moment.items.items() if name in item.DYNAMIC}
+    assert passing[item.FRAGMENTATION] == pytest.approx(sum(passing.values()) / 5, abs=10)
+
+
+def test_ranks_need_room_for_the_layer_that_runs_and_for_messages_in_flight():
+    """In 1F1B the first rank has up to two payloads of 50 and 7 tokens, 2 bytes each, before a gradient of 50 is received."""
+    stage = StageCosts(
+        num_layers=1, forward=Line(), backward=Line(), layer_bytes_per_token=10, recomputed_layer_bytes_per_token=1,
+        kv_bytes_per_token=0,
+    )  # fmt: skip
+    bare = PipelineCosts("three", (stage,) * 3, hidden_bytes_per_token=2.0)
+    made = plan(problem((7, 50, 3), 3), on_device(bare, 0.0), Options(planner="1f1b"))
+    assert made.message_bytes == message_peaks(made, lower(made))
+    assert made.static_bytes == tuple(50 * 10 + size for size in made.message_bytes)
+    assert plan(problem((7, 50, 3), 3), bare, Options(planner="1f1b")).static_bytes == (0, 0, 0)
+
+
+def by_hand(recompute: int) -> tuple[int, dict[str, int]]:
+    """Ten tokens in two slices, on one stage of three layers: tokens of the last slice, and what its backward takes."""
+    stage = StageCosts(
+        num_layers=3,
+        forward=Line(10.0, 1.0),
+        backward=Line(20.0, 2.0),
+        layer_bytes_per_token=100.0,
+        recomputed_layer_bytes_per_token=8.0,
+        extra_bytes_per_token=5.0,
+        head_bytes_per_token=2.0,
+        kv_bytes_per_token=16.0,
+    )
+    costs = PipelineCosts("by hand", (stage,), hidden_bytes_per_token=4.0)
+    made = plan(problem((10,), 1), costs, Options(slices=2, recompute=recompute))
+    backward = next(step.action for step in made.ranks[0] if step.action.op is Op.B)
+    takes = account_of(made, costs).takes[backward]
+    return made.chunks[backward.chunk].num_tokens, {name: size for name, size in takes.items() if size}
+
+
+def test_a_backward_that_recomputes_holds_most_at_its_last_layer():
+    tokens, takes = by_hand(recompute=3)
+    assert takes == {
+        item.CACHE_GRADIENT: 3 * 16 * 10,
+        item.RECOMPUTED: tokens * (100 - 16 - 8),
+        item.LEVEL_ITEMS["full"]: -tokens * 2 * 8,
+        item.HEAD: -tokens * 2,
+    }
+
+
+def test_a_backward_that_does_not_holds_most_at_its_first_where_the_head_has_given_way():
+    tokens, takes = by_hand(recompute=0)
+    assert takes == {item.CACHE_GRADIENT: 16 * 10, item.HEAD: -tokens * 2}

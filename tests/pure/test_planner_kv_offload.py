@@ -1,0 +1,246 @@
+"""Keys and values at the host: what it takes, what is chosen, and that plans say what they hold."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from itertools import product
+from math import ceil
+
+import numpy as np
+import pytest
+from test_planner_account import random_costs
+
+from megatron_epp.cost import Line, PipelineCosts, StageCosts, work_of
+from megatron_epp.cost import memory as item
+from megatron_epp.mcore.arguments.table import TRAINING
+from megatron_epp.plan import Chunk, InfeasibleError, Segment, check, digest, simulate
+from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, slices_in
+from megatron_epp.planner import Options, for_table, plan
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.chunks.align import Aligned
+from megatron_epp.planner.memory.account import account_of
+from megatron_epp.planner.memory.kv_offload import hosted_entries, with_hosted
+from megatron_epp.planner.problem import WHOLE
+from megatron_epp.planner.search.greedy import predicted_us
+from megatron_epp.planner.search.local import improve
+from megatron_epp.planner.search.order_rules import ELASTIC_1F1B
+from megatron_epp.planner.search.replicas import Replicas
+from megatron_epp.planner.search.trials import Trials
+from megatron_epp.planner.tables import tabulate
+from megatron_epp.report.text import summary
+from tests.support.plan.planner_cases import GIB, pipeline, problem
+
+ON = Options(offload=True)
+FIXED = Options(slices=24)
+FIXED_ON = replace(FIXED, offload=True)
+
+
+def slices(sequence: int, *ends: int) -> tuple[Chunk, ...]:
+    return tuple(Chunk((Segment(sequence, start, end),)) for start, end in zip((0, *ends), ends, strict=False))
+
+
+def pencil(per_pair_us: float) -> PipelineCosts:
+    """Two layers, two heads, so four pieces of 5 bytes per token; the gradient has twice that. A byte takes a microsecond."""
+    stage = StageCosts(
+        num_layers=2,
+        forward=Line(per_pair_us=per_pair_us),
+        backward=Line(per_pair_us=2 * per_pair_us),
+        layer_bytes_per_token=50.0,
+        recomputed_layer_bytes_per_token=10.0,
+        kv_bytes_per_token=10.0,
+        kv_gradient_bytes_per_token=20.0,
+        kv_heads=2,
+    )
+    return PipelineCosts("pencil", (stage,), 1.0, host_latency_us=0.5, host_us_per_byte=1.0)
+
+
+def test_what_streaming_takes_beyond_attention():
+    """Slices of 4, 2 and 2 tokens. A copy of keys and values of n tokens of a piece is 5 n bytes and 1 us of latency."""
+    work = work_of(slices(0, 4, 6, 8), (8,))
+    found = pencil(0.0).hosting(0, work)
+    # In: the 0, 4 or 6 tokens before; out: the slice's own. Four pieces, and the first in and the last out once more.
+    assert found.forward_us.tolist() == [5 * 21, 5 * (21 + 11), 5 * (31 + 11)]
+    # In: keys and values up to the slice's end, and but for the last slice as much gradient; out: the gradient before it.
+    assert found.backward_us.tolist() == [5 * (21 + 41), 5 * (31 + 61 + 41), 5 * (41 + 61)]
+    assert found.again_us.tolist() == [0, 2 * 21, 2 * 31]
+    assert pencil(0.0).hosting(0, work, 2.0).forward_us.tolist() == (2 * found.forward_us).tolist()
+    hidden = pencil(1e6).hosting(0, work)
+    assert hidden.forward_us.tolist() == [21, 21 + 11, 31 + 11]
+    assert hidden.again_us.tolist() == [0, 0, 0]
+
+
+def test_what_is_on_the_device_and_at_the_host():
+    found = pencil(0.0).hosting(0, work_of((*slices(0, 4, 8), Chunk((Segment(1, 0, 3),))), (8, 3)))
+    assert found.forward_bytes.tolist() == [2 * 5 * 8, 2 * 5 * 8, 0]
+    assert found.backward_bytes.tolist() == [(2 * 5 + 10) * 8, (2 * 5 + 10) * 8, 0]
+    assert (found.cache_bytes[0], found.gradient_bytes[0]) == (2 * 10 * 8, 2 * 20 * 8)
+    assert found.forward_us[2] == found.backward_us[2] == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plans_with_anything_hosted_are_sound_and_their_account_adds_up(seed: int):
+    draw = random.Random(seed)
+    stages = draw.randint(1, 3)
+    costs = random_costs(draw, stages)
+    lengths = [draw.randint(1, 60) for _ in range(draw.randint(1, 5))] + [draw.randint(200, 900), draw.randint(150, 300)]
+    asked = problem(lengths, stages, forward_only=seed == 5, token_multiple=draw.choice([1, 4]))
+    options = Options(slices=draw.randint(2, 5), split_weight=seed % 2 == 0, recompute=draw.choice(["auto", 1]))
+    made = for_table(plan(asked, costs, options).chunks, asked, costs, options)
+    pairs = list(product(range(stages), slices_in(made.chunks, asked.lengths)))
+    made = replace(made, hosted=frozenset(draw.sample(pairs, draw.randint(1, len(pairs)))))
+    built = build_plan(asked, costs, options, made)
+    assert check(built) == []
+    assert built.predicted.makespan_us == pytest.approx(predicted_us(made, asked, costs), rel=1e-12)
+    account = account_of(built, costs)
+    assert item.HOSTED in account.items
+    for step in (step for row in built.ranks for step in row):
+        assert sum(account.takes[step.action].values()) == step.alloc_bytes, step
+        assert sum(account.gives[step.action].values()) == step.free_bytes, step
+    for rank in range(stages):
+        assert all(min(moment.items.values()) >= 0 for moment in account.moments(rank))
+        assert account.peak(rank).num_bytes == built.predicted.peak_bytes[rank]
+
+
+def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
+    costs, asked = pipeline(2), problem([300_000, 5_000], 2)
+    chunks = plan(asked, costs, Options(slices=40)).chunks
+    plain = for_table(chunks, asked, costs, Options())
+    peaks, times, bounds = [], [], []
+    for pairs in (set(), {(0, 0)}, {(0, 0), (1, 0)}):
+        built = build_plan(asked, costs, Options(), replace(plain, hosted=frozenset(pairs)))
+        peaks.append(built.predicted.peak_bytes)
+        times.append(built.predicted.makespan_us)
+        bounds.append(built.predicted.lower_bound_us)
+    assert peaks[0][0] > peaks[1][0] == peaks[2][0]
+    assert peaks[0][1] == peaks[1][1] > peaks[2][1]
+    assert times[0] <= times[1] <= times[2] < 1.1 * times[0]
+    assert max(bounds) <= times[0]  # what streaming takes can be spared
+
+
+def test_what_hosting_takes_is_worked_out_once_for_stages_that_are_alike(monkeypatch: pytest.MonkeyPatch):
+    costs, asked, asked_of = pipeline(4), problem([40_000] * 6, 4), []
+    hosting = PipelineCosts.hosting
+    monkeypatch.setattr(
+        PipelineCosts, "hosting", lambda self, stage, *rest: asked_of.append(stage) or hosting(self, stage, *rest)
+    )
+    chunks = plan(asked, costs, Options(slices=4)).chunks
+    every = frozenset(product(range(4), range(6)))
+    entries = hosted_entries(chunks, asked, costs, every)
+    assert sorted(asked_of) == sorted(set(costs.alike))
+    asked_of.clear()
+    assert [(entry.stage, entry.sequence) for entry in entries] == sorted(every)
+    with_hosted(tabulate(chunks, asked, costs), chunks, asked, costs, WHOLE, every)
+    assert sorted(asked_of) == sorted(set(costs.alike))
+
+
+def least_cap(lengths: list[int], stages: int, costs: PipelineCosts, options: Options) -> int:
+    with pytest.raises(InfeasibleError) as error:
+        plan(problem(lengths, stages, 1), costs, options)
+    least = error.value.least_cap_bytes
+    assert least is not None
+    return least
+
+
+BATCHES = pytest.mark.parametrize("lengths", [[400_000], [200_000, 150_000, 3_000, 900], [200_000, 3_000]])
+
+
+@BATCHES
+def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int]):
+    costs = replace(pipeline(2), offloadable_share=0.0)  # no activation can leave
+    cap = int(0.85 * least_cap(lengths, 2, costs, FIXED))
+    with pytest.raises(InfeasibleError):
+        plan(problem(lengths, 2, cap), costs, FIXED)
+    made = plan(problem(lengths, 2, cap, host_cap_bytes=100 * GIB), costs, FIXED_ON)
+    assert made.hosted
+    assert not any(made.copies)
+    assert max(simulate(made).peak_bytes) <= cap
+    assert 0 < max(host_peaks(simulate(made))) <= 100 * GIB
+    assert "KV offload of" in summary(made)
+    assert digest(made) == digest(plan(problem(lengths, 2, cap, host_cap_bytes=100 * GIB), costs, FIXED_ON))
+
+
+def named_host_bytes(error: Exception) -> int:
+    """The host memory that an infeasibility message names."""
+    found = re.search(r"(\d+) bytes \([\d.]+ GiB\) at the host", str(error))
+    assert found is not None, str(error)
+    return int(found[1])
+
+
+@BATCHES
+def test_with_little_at_the_host_the_cap_that_the_error_names_would_do_beside_it(lengths: list[int]):
+    costs, host = pipeline(2), GIB // 8
+    with pytest.raises(InfeasibleError) as refused:
+        plan(problem(lengths, 2, int(0.3 * least_cap(lengths, 2, costs, FIXED)), host_cap_bytes=host), costs, FIXED_ON)
+    cap = refused.value.least_cap_bytes
+    made = plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
+    assert max(made.predicted.peak_bytes) <= cap
+    assert max(host_peaks(simulate(made)), default=0) <= host
+
+
+@BATCHES
+@pytest.mark.parametrize("offloadable_share", [0.0, 0.9])
+def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: list[int], offloadable_share: float):
+    costs, host = replace(pipeline(2), offloadable_share=offloadable_share), GIB // 8
+    cap = int(0.9 * least_cap(lengths, 2, costs, FIXED))
+    with pytest.raises(InfeasibleError) as refused:
+        plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
+    assert f"at the host, where it may have {host}." in str(refused.value)
+    wanted = named_host_bytes(refused.value)
+    assert f"or --epp-host-memory-gb to {ceil(100 * wanted / GIB) / 100:.2f}" in refused.value.text(TRAINING)
+    made = plan(problem(lengths, 2, cap, host_cap_bytes=wanted), costs, FIXED_ON)
+    assert max(host_peaks(simulate(made))) <= wanted
+    with pytest.raises(InfeasibleError) as refused:
+        plan(problem(lengths, 2, cap, host_cap_bytes=wanted - HOST_UNIT_BYTES), costs, FIXED_ON)
+    assert named_host_bytes(refused.value) == wanted
+
+
+def test_where_more_at_the_host_would_not_help_the_error_does_not_ask_for_it():
+    costs = pipeline(2)
+    with pytest.raises(InfeasibleError, match="Raise cap_bytes to") as refused:
+        plan(problem([60_000], 2, sum(costs.static_items(0).values()) // 2, host_cap_bytes=GIB), costs, FIXED_ON)
+    assert "host" not in str(refused.value)
+
+
+def test_local_search_which_knows_nothing_of_the_host_leaves_such_plans_alone_where_its_memory_is_bounded():
+    costs, options = pipeline(2), Options(steps=2000)
+    asked = problem([60_000, 50_000, 9_000, 900], 2)
+    chunks = plan(asked, costs, Options(slices=3)).chunks
+    (trials := Trials(Replicas((asked,), costs, options))).better(Aligned((chunks,)), (ELASTIC_1F1B,))
+    made = replace(trials.result().only, hosted=frozenset({(0, 0), (1, 1)}))
+    tables = made.tables(asked, costs)
+    assert improve(made, tables, asked, options) != made
+    assert improve(made, tables, replace(asked, host_cap_bytes=GIB), options) == made
+
+
+def test_an_evaluation_fits_too():
+    costs, lengths = pipeline(2), [400_000]
+    free = plan(problem(lengths, 2, forward_only=True), costs, Options(slices=40))
+    cap = int(0.6 * max(free.predicted.peak_bytes) + 0.4 * max(free.static_bytes))
+    asked = problem(lengths, 2, cap, forward_only=True)
+    with pytest.raises(InfeasibleError):
+        plan(asked, costs, Options(slices=40))
+    made = plan(asked, costs, Options(slices=40, offload=True))
+    assert made.hosted
+    assert max(made.predicted.peak_bytes) <= cap
+
+
+def test_where_memory_suffices_or_nobody_asked_nothing_is_hosted():
+    costs = pipeline(2)
+    assert not plan(problem([60_000, 500], 2), costs, ON).hosted
+    cap = 2 * least_cap([60_000], 2, costs, Options())
+    assert not plan(problem([60_000], 2, cap), costs, Options()).hosted
+    assert not plan(problem([60_000], 2, cap), replace(costs, host_us_per_byte=np.inf), ON).hosted
+
+
+def test_with_copies_beside_either_use_of_the_link_is_given_half():
+    costs, lengths = pipeline(2), [400_000]
+    cap = int(0.5 * least_cap(lengths, 2, costs, Options()))
+    made = plan(problem(lengths, 2, cap, host_cap_bytes=200 * GIB), costs, ON)
+    assert made.hosted
+    assert any(made.copies)
+    copy = next(copy for row in made.copies for copy in row)
+    assert copy.time_us == pytest.approx(
+        costs.host_latency_us + 2 * costs.host_us_per_byte * (copy.alloc_bytes + copy.free_bytes)
+    )

@@ -1,0 +1,94 @@
+"""What else would fit: what is named fits, and a step more does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.plan import InfeasibleError, PlanError
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.search.limits import BATCHES, Limit, Limits
+from tests.support.plan.planner_cases import GIB, pipeline, problem
+
+COSTS = pipeline(2, 1)
+BATCH = (20000, 3000, 500)
+CAP = 7 * GIB
+
+
+def limits(cap: int = CAP, costs: PipelineCosts = COSTS, **options: object) -> Limits:
+    return Limits(problem(BATCH, 2, cap), lambda _: costs, Options(**options))  # type: ignore[arg-type]
+
+
+def fits(lengths: tuple[int, ...], cap: int = CAP) -> bool:
+    try:
+        return plan(problem(lengths, 2, cap), COSTS) is not None
+    except InfeasibleError:
+        return False
+
+
+@pytest.mark.parametrize("others", [(), (3000, 500)])
+def test_the_longest_sequence_fits_and_a_step_more_does_not(others: tuple[int, ...]):
+    found = limits().context(others)
+    assert found.value is not None
+    assert found.step <= found.value / 16
+    assert fits((found.value, *others))
+    assert not fits((found.value + found.step, *others))
+    assert not fits((2 * found.value, *others))
+
+
+def test_the_smallest_cap_fits_and_a_byte_less_does_not():
+    found, made = limits().cap(step=1)
+    assert found.value is not None
+    assert max(made.predicted.peak_bytes) <= found.value
+    assert fits(BATCH, found.value)
+    assert not fits(BATCH, found.value - 1)
+
+
+def test_the_smallest_cap_is_looked_for_in_steps_that_are_small_beside_it():
+    found, _ = limits().cap()
+    exact, _ = limits().cap(step=1)
+    assert found.value is not None and exact.value is not None  # noqa: PT018
+    assert exact.value <= found.value < exact.value + 2 * found.step
+    assert found.step < found.value / 200
+
+
+def test_memory_does_not_grow_with_the_batch_as_planners_let_earlier_sequences_end():
+    found = limits().batch()
+    assert (found.value, found.step) == (BATCHES * len(BATCH), 0)
+    assert limits().context((3000,) * 40).value == limits().context((3000,)).value
+
+
+def test_with_one_chunk_per_sequence_a_cap_that_the_longest_exceeds_leaves_the_shorter_ones():
+    cap, _ = Limits(problem((3000, 500), 2), lambda _: COSTS, Options(planner="1f1b", recompute=0)).cap()
+    assert cap.value is not None
+    asked = replace(limits(cap.value, planner="1f1b", recompute=0), problem=problem((3000, 500, 20000), 2, cap.value))
+    assert asked.batch() == Limit(2, 1)
+
+
+@pytest.mark.parametrize("most", [1, 31, 32, 33, 47])
+def test_what_fits_between_a_power_of_two_and_the_most_that_is_tried_is_found(monkeypatch: pytest.MonkeyPatch, most: int):
+    monkeypatch.setattr(Limits, "_fits", lambda self, lengths, question: len(lengths) <= most)
+    assert limits().batch() == Limit(most, 1)
+
+
+def test_where_nothing_fits_nothing_is_named():
+    assert limits(cap=max(COSTS.static_bytes(s) for s in range(2))).context().value is None
+
+
+def test_without_a_cap_only_the_smallest_cap_is_asked_for():
+    found = Limits(problem((2000, 300), 2), lambda _: COSTS, Options()).reach()
+    assert (found.alone, found.beside, found.batch) == (None, None, None)
+    assert found.cap.value is not None
+
+
+def test_an_error_that_is_not_about_memory_is_not_taken_for_an_answer():
+    with pytest.raises(PlanError, match="at least 1"):
+        limits(slices=0).context()
+
+
+def test_what_no_cap_would_let_through_is_refused_with_its_own_reason():
+    asked = Limits(problem(BATCH, 2, CAP, token_multiple=8), lambda _: COSTS, Options(chunk_tokens=4))
+    with pytest.raises(InfeasibleError, match="cannot be padded to a multiple of 8; raise chunk_tokens to 8"):
+        asked.reach()

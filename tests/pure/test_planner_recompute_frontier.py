@@ -1,0 +1,90 @@
+"""Ladders of recompute: each rung gives up more bytes at a higher price, and steps on them say which layers do what."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, analytic_profile
+from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
+from megatron_epp.cost.work import work_of
+from megatron_epp.plan import LEVELS, Chunk, Recompute, Segment, check
+from megatron_epp.planner import Options, plan
+from megatron_epp.planner.memory.ladder import ABSENT, ladder, recompute_of, taken_by
+from tests.support.plan.planner_cases import pipeline, problem
+
+GIB = 1 << 30
+
+
+def stage(draw: random.Random) -> StageCosts:
+    layer = draw.randint(20, 60)
+    return StageCosts(
+        num_layers=3,
+        forward=Line(5.0, 3.0, 0.1),
+        backward=Line(5.0, 6.0, 0.2),
+        layer_bytes_per_token=layer,
+        recomputed_layer_bytes_per_token=draw.randint(1, 5),
+        kv_bytes_per_token=4,
+        recompute={
+            "selective": Level(Line(4.0, 3.0), draw.randint(5, layer)),
+            "mlp": Level(Line(2.0, draw.uniform(1.0, 3.0)), draw.randint(8, layer)),
+        },
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_prices_rise_and_every_level_lies_on_or_above_the_ladder(seed: int):
+    costs = PipelineCosts("random", (stage(random.Random(seed)),), 0.0)
+    chunks = [Chunk((Segment(0, 0, 7),)), Chunk((Segment(1, 0, 900),)), Chunk((Segment(1, 900, 1000),))]
+    work = work_of(chunks, (7, 1000))
+    rungs = ladder(0, work, costs, LEVELS)
+    for c in range(len(chunks)):
+        climb = [(int(r.saved[c]), float(r.layer_us[c])) for r in rungs if r.level[c] != ABSENT]
+        prices = [took_us / saved for saved, took_us in climb]
+        assert prices == sorted(prices)
+        assert all(saved > 0 for saved, _ in climb)
+        corners = [(0, 0.0)]
+        for saved, took_us in climb:
+            corners.append((corners[-1][0] + saved, corners[-1][1] + took_us))
+        for name in LEVELS:
+            one = Recompute(**{name: 1})
+            saved = int((costs.activation_bytes(0, work) - costs.activation_bytes(0, work, one))[c])
+            took_us = float(costs.recompute_us(0, work, one)[c])
+            for (x0, y0), (x1, y1) in pairwise(corners):
+                if x0 <= saved <= x1:
+                    assert took_us >= y0 + (y1 - y0) * (saved - x0) / (x1 - x0) - 1e-6
+            assert saved <= corners[-1][0]
+
+
+@pytest.mark.parametrize("levels", [[0], [1, 0], [2, 1, 0], [2, 0]])
+def test_steps_and_what_they_come_to_say_the_same(levels: list[int]):
+    for taken in range(4 * len(levels) + 1):
+        recompute = recompute_of(levels, 4, taken)
+        assert taken_by(recompute, levels) == taken
+        assert recompute.num_layers == min(taken, 4)
+        assert sorted(map(recompute.level, range(4)), key=[*LEVELS, ""].index) == [recompute.level(layer) for layer in range(4)]
+
+
+def test_attention_is_not_run_again_where_that_would_cost_most():
+    """One long sequence under a cap: with all levels little is recomputed whole, and the plan is faster."""
+    free = plan(problem((65536,), 2), pipeline(2), Options(slices=8))
+    given = problem((65536,), 2, (max(free.predicted.peak_bytes) + max(free.static_bytes)) // 2)
+    every, whole = (plan(given, pipeline(2), Options(slices=8, recompute_levels=levels)) for levels in ("all", "whole"))
+    counts = [sum(again.full for row in made.recompute for again in row) for made in (every, whole)]
+    assert counts[0] < counts[1] / 4
+    assert sum(again.selective + again.mlp for row in every.recompute for again in row) > 0
+    assert not any(again.selective or again.mlp for row in whole.recompute for again in row)
+    assert every.predicted.makespan_us < 0.97 * whole.predicted.makespan_us
+
+
+def test_four_million_tokens_are_planned_for_64_stages():
+    """A sequence of 4M tokens on devices of 141 GB, eight ways each of tensor and context parallelism."""
+
+    flags = load_flags("llama3-70b") | {"tensor_model_parallel_size": 8, "context_parallel_size": 8, "sequence_parallel": True}
+    cluster = load_cluster("h200x8")
+    profile = analytic_profile(shape_of(flags), cluster.rates)
+    costs = profile.costs(balanced_layers(profile, 80, 64))
+    assert cluster.device_memory_gb is not None
+    made = plan(problem((1 << 22,), 64, int(0.9 * cluster.device_memory_gb * GIB), token_multiple=64), costs)
+    assert check(made) == []
+    assert max(made.predicted.peak_bytes) <= 0.9 * cluster.device_memory_gb * GIB

@@ -1,0 +1,1 @@
+"""Launchers, training scripts and stand-ins that tests with Megatron share."""

@@ -1,0 +1,191 @@
+"""Runs plans for many random batches on one model, each with other recompute, and measures what the device and the host hold.
+
+python -m tests.support.mcore.batches_worker FOLDER BATCHES [NAME ...]
+
+Prints by training and rank what `test_memory_of_batches.py` looks at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+CONTEXT, VOCABULARY = 256, 95
+OPTIONS = "--epp-offload --epp-slices 3"
+# By name: processes, model and flags.
+RUNS = {
+    "llama": (2, "llama", ""),
+    "grouped, with dropout": (2, "grouped", "--hidden-dropout 0.1"),
+    "grouped in bf16, ten slices": (2, "grouped", "--bf16 --epp-slices 10"),
+    "weights apart, there and back": (
+        2,
+        "gpt2",
+        "--epp-split-weight-gradient --num-virtual-stages-per-pipeline-rank 2 --epp-placement v",
+    ),
+}
+
+
+def main(folder: Path, batches: int, names: list[str]) -> None:
+    """Run everything, or only what is named, each on a number of random batches."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    from scripts.parity.cells import LENGTHS, MODELS, common_flags
+    from scripts.parity.worlds import Training, load_megatron, train_all
+    from scripts.random_documents import write_documents
+
+    load_megatron()
+    from megatron_epp.mcore.training import forward_backward as schedule
+
+    schedule.Executor = of_batches(schedule.Executor, batches)
+    common = [*common_flags(1, CONTEXT, 8, validates=False), "--num-layers", "8"]
+    common += ["--data-path", write_documents(folder / "data", LENGTHS, VOCABULARY)]
+
+    def training(name: str, processes: int, model: str, flags: str) -> Training:
+        own = ["--pipeline-model-parallel-size", str(processes), "--epp-report-dir", str(folder / name)]
+        return Training(processes, (*common, *own, *shlex.split(f"{MODELS[model]} {OPTIONS} {flags}")))
+
+    runs = {name: training(name, *run) for name, run in RUNS.items() if not names or name in names}
+    (place := folder / "worlds").mkdir()
+    done = train_all(runs.values(), place, limit_s=300)
+    print(json.dumps({name: found(done[one], folder / name) for name, one in runs.items()}))
+
+
+def found(ranks, folder: Path):
+    if isinstance(ranks, str):
+        return {"error": ranks}
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+def of_batches(executor, batches):
+    """An executor that forgets its plan and runs those of random batches."""
+    import numpy as np
+
+    from megatron_epp.data.batch import GlobalBatch
+    from megatron_epp.mcore.costs.sources import pipeline_costs
+    from megatron_epp.mcore.training import session as sessions
+    from megatron_epp.runtime.autograd.saved import SavedTensors
+    from megatron_epp.runtime.offload.activations import Offload
+
+    class RandomText:
+        def __init__(self, lengths):
+            self.lengths = lengths
+
+        def tokens(self, index, start=0, end=None):
+            return np.random.default_rng(index).integers(VOCABULARY, size=self.lengths[index] + 1)[start:end]
+
+    class OfBatches(executor):
+        def run(self):
+            session = sessions.current()
+            args = session.args
+            costs = pipeline_costs(args, self.stages, self.links, session.placement.rank_of)
+            costs = replace(costs, host_latency_us=1.0, host_us_per_byte=1e-5)  # so that planners like to copy
+            lines = []
+            for name, plan in plans(args, costs, session, batches):
+                batch = GlobalBatch(
+                    indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
+                )
+                parameters = (p for stage in self.stages.values() for p in stage.parameters)
+                saved = SavedTensors(parameters, lambda: sum(stage.relay.num_bytes for stage in self.stages.values()))
+                offload = Offload(saved, session.host)
+                for stage in self.stages.values():
+                    stage.begin(batch.chunk)
+                with saved:
+                    executor(plan, self.rank, self.stages, self.links, None, None, offload, host=session.host).run()
+                caches = [stage.relay.hosted for stage in self.stages.values() if stage.relay.hosted is not None]
+                planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
+                lines.append(
+                    {
+                        "name": name,
+                        "planned": planned,
+                        "measured": saved.peak_bytes,
+                        "left": saved.live_bytes + offload.host_bytes + sum(each.host_bytes for each in caches),
+                        "planned_host": host_peak_bytes(plan)[self.rank],
+                        "host": session.host.held_peak_bytes,
+                        "hosted": len(caches),
+                        "share": offload_share(plan),
+                        "offloadable": costs.offloadable_share,
+                        "recompute": sorted({str(again) for row in plan.recompute for again in row}),
+                    }
+                )
+            folder = Path(args.epp_report_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(lines))
+
+    from megatron_epp.report.facts import host_peak_bytes, offload_share
+
+    return OfBatches
+
+
+def plans(args, costs, session, batches):
+    """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
+    from megatron_epp import planner
+    from megatron_epp.mcore.training.session import options_of, problem_of
+    from megatron_epp.plan import LEVELS, InfeasibleError
+    from megatron_epp.plan.kv_offload import slices_in
+    from megatron_epp.planner import UNLIMITED_BYTES
+    from megatron_epp.planner.assemble import build_plan
+    from megatron_epp.planner.tables import tabulate
+
+    draw = random.Random(7)
+    placement = session.placement.rank_of
+    static = [sum(costs.static_bytes(s) for s, on in enumerate(placement) if on == r) for r in range(max(placement) + 1)]
+    free_of_caps = problem_of(args, (UNLIMITED_BYTES,) * len(static), placement)
+    for _ in range(batches):
+        lengths = tuple(min(CONTEXT, int(draw.lognormvariate(3.5, 1.2)) + 1) for _ in range(draw.randint(3, 12)))
+        problem = replace(free_of_caps, lengths=lengths)
+        options = replace(options_of(args), slices=draw.randint(1, 4), offload=False)
+        made = planner.PLANNERS["greedy"](problem, costs, options)
+        free = build_plan(problem, costs, options, made)
+        yield "free", free
+
+        def chosen(levels, some, problem=problem, options=options, made=made):
+            """Recompute of all layers at one level, or of some at several; with copies, or with some keys and values away."""
+            rungs = tabulate(made.chunks, problem, costs, levels).rungs
+            layers = [
+                [
+                    draw.randint(0, count * sum(rung.level[stage][c] >= 0 for rung in rungs)) if some else count
+                    for c in range(len(made.chunks))
+                ]
+                for stage, count in enumerate(costs.num_layers)
+            ]
+            copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
+            pairs = [(stage, sequence) for stage in range(len(layers)) for sequence in slices_in(made.chunks, problem.lengths)]
+            hosted = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if not copies else [])
+            return build_plan(problem, costs, options, replace(made, levels=levels, layers=layers, hosted=hosted, **copies))
+
+        for level in LEVELS:
+            yield f"all {level}", chosen((level,), False)
+        yield "some", chosen(tuple(draw.sample(LEVELS, draw.randint(1, 3))), True)
+        part = draw.uniform(0.35, 0.9)
+        caps = tuple(base + int(part * (peak - base)) for base, peak in zip(static, free.predicted.peak_bytes, strict=True))
+        with contextlib.suppress(InfeasibleError):
+            yield "capped", planner.plan(replace(problem, cap_bytes=caps), costs, replace(options, offload=draw.random() < 0.7))
+
+
+def with_copies(order, most, draw):
+    """Copies of some chunks, back behind one of the actions between their forward and their backward."""
+    from megatron_epp.plan import Action, Op
+
+    stages = 1 + max(action.stage for row in order for action in row)
+    chunks = 1 + max(action.chunk for row in order for action in row)
+    shares = [[0.0] * chunks for _ in range(stages)]
+    rows = []
+    for actions in order:
+        found = []
+        for at, action in enumerate(actions):
+            backward = actions.index(Action(Op.B, action.stage, action.chunk))
+            if action.op is Op.F and backward > at + 1 and draw.random() < 0.6:
+                shares[action.stage][action.chunk] = draw.uniform(0.1, most)
+                behind = draw.randrange(at, backward)
+                found += [(at, 0, action._replace(op=Op.O), None), (behind, 1, action._replace(op=Op.L), actions[behind])]
+        rows.append(tuple((action, after) for _, _, action, after in sorted(found, key=lambda copy: copy[:2])))
+    return {"copies": tuple(rows), "offload": tuple(map(tuple, shares))}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

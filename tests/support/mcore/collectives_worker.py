@@ -1,0 +1,90 @@
+"""Trains with several kinds of parallelism and notes through which process groups the collectives of training go.
+
+python -m tests.support.mcore.collectives_worker FOLDER; prints by training and rank the groups in use and those that were seen.
+"""
+
+import json
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+from unittest import mock
+
+NAMES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier"
+
+
+def main(folder):
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    from scripts.parity.cells import LENGTHS, OPTIMIZERS, PLANS, VOCABULARY, Case, Cell, common_flags
+    from scripts.parity.worlds import Training, load_megatron, train_all
+    from scripts.random_documents import write_documents
+
+    load_megatron()
+    note_collectives(folder)
+    common = [
+        *common_flags(2, 64, 8, validates=False),
+        "--data-path",
+        write_documents(folder / "documents", LENGTHS, VOCABULARY),
+    ]
+    trainings = {}
+    for name, cell, optimizer in (
+        ("layers shared", Cell(tp=2, sp=True, pp=2), "plain"),
+        ("experts shared", Cell(pp=2, dp=2, ep=2, experts=4), "distributed"),
+    ):
+        flags = Case(cell, "gpt2", PLANS["sliced"], OPTIMIZERS[optimizer]).elastic_flags(common)
+        trainings[name] = Training(cell.num_processes, (*flags, "--epp-report-dir", str(folder / name)))
+    (place := folder / "worlds").mkdir()
+    done = train_all(trainings.values(), place, limit_s=200)
+    errors = {name: done[one] for name, one in trainings.items() if isinstance(done[one], str)}
+    print(json.dumps(errors or {name: found(folder / name) for name in trainings}))
+
+
+def found(folder):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("groups*.json"))]
+
+
+def note_collectives(folder):
+    """The groups of all collectives of steps, written at the end of each.
+
+    torch is as it was between steps: the functions of a script are looked at before the first, with what they use of torch.
+    """
+    import torch.distributed as dist
+    from megatron.training import training
+
+    from megatron_epp.mcore.training import communicators, session
+
+    step = training.train_step
+    by_folder = defaultdict(list)  # a process trains several times
+
+    def ranks(group):
+        return dist.get_process_group_ranks(group)
+
+    def noting(seen, name, function):
+        def collective(*args, **named):
+            group = named.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
+            seen.append((name, group or dist.group.WORLD))
+            return function(*args, **named)
+
+        return collective
+
+    def train_step(*args, **named):
+        seen = by_folder[session.current().args.epp_report_dir]
+        with mock.patch.multiple(dist, **{name: noting(seen, name, getattr(dist, name)) for name in NAMES}):
+            answer = step(*args, **named)
+        ours = session.current()
+        in_use = communicators.groups_in_use(ours.args)
+        held = [*(getattr(ours.links, name) for name in type(ours.links).__slots__), *vars(ours).values()]
+        kept = [each for each in held if isinstance(each, dist.ProcessGroup)]
+        known = [*in_use, *kept, dist.group.WORLD]
+        strange = [(name, ranks(group)) for name, group in seen if group not in known and len(ranks(group)) > 1]
+        used = [ranks(group) for group in in_use if group in [group for _, group in seen]]
+        record = {"strange": strange, "used": used, "in_use": [ranks(group) for group in in_use]}
+        path = Path(ours.args.epp_report_dir, f"groups{dist.get_rank()}.json")
+        path.write_text(json.dumps(record))
+        return answer
+
+    training.train_step = train_step
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,50 @@
+"""Runs programs that train in processes forked from one that has imported and prepared Megatron, which takes long.
+
+What a process does when it starts afresh, under torch's launcher, is not tested by these: see `launch.py`.
+"""
+
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from megatron_epp.launch.forked import Forks
+from tests.support.mcore.launch import ENVIRONMENT, TINY, Finished, free_port
+
+RECORDER = Path(__file__).with_name("recorded_training.py")
+
+
+def launch(num_processes: int, *command: object, env: dict[str, str] | None = None, timeout_s: float = 180) -> Finished:
+    """As `launch.launch`: run `command` (script or ``-m module``, then its arguments) as the ranks of a job.
+
+    Raises AssertionError with the output when it takes longer than `timeout_s`; every process it started is gone then.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        log.touch()
+        meeting = {"MASTER_PORT": str(free_port())}
+        code = _forks().run(num_processes, [*map(str, command)], meeting | (env or {}), log, timeout_s)
+        output = log.read_text(errors="replace")
+    assert code is not None, f"not finished after {timeout_s} s:\n{output[-5000:]}"
+    return Finished(code, output)
+
+
+def train(folder: Path, num_processes: int, *flags: object, iterations: int, timeout_s: float = 180) -> Finished:
+    """Train TINY with `flags` until `iterations`, recorded in `folder`. Raises AssertionError if it fails."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    arguments = [*TINY, "--train-iters", iterations, *flags]
+    finished = launch(num_processes, RECORDER, *arguments, env={"RECORD_TO": str(folder)}, timeout_s=timeout_s)
+    assert finished.returncode == 0, finished.output[-5000:]
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+    steps = next(
+        {int(i): s for i, s in rank["steps"].items()} for rank in ranks if "loss" in next(iter(rank["steps"].values()))
+    )
+    return Finished(finished.returncode, finished.output, steps, tuple(rank["weights"] for rank in ranks))
+
+
+@functools.cache
+def _forks() -> Forks:
+    """For all tests, made when the first needs them."""
+    return Forks(ENVIRONMENT)

@@ -1,0 +1,30 @@
+"""Training scripts that a run takes for Megatron's own, since theirs are in no wheel and may not be copied."""
+
+import json
+import runpy
+from pathlib import Path
+
+from tests.support.mcore.launch import REPOSITORY
+
+USER_SCRIPT = Path(__file__).with_name("user_script.py")
+fingerprints_of = runpy.run_path(str(REPOSITORY / "scripts" / "fingerprint_script.py"))["fingerprints_of"]
+
+_ADD = """
+import json
+from megatron_epp.mcore.patches.fingerprints import SCRIPTS
+
+for name, found in json.loads({known!r}).items():
+    SCRIPTS[name] = SCRIPTS.get(name, {{}}) | {{found: "tests"}}
+"""
+
+
+def known_as_megatrons(script: Path, folder: Path) -> dict[str, str]:
+    """The environment of a run that adds a script's fingerprints to those of Megatron's scripts when Python starts.
+
+    Args:
+        script: whose functions are to be known.
+        folder: an empty one.
+    """
+    known = json.dumps(fingerprints_of(script.read_text()))
+    (folder / "sitecustomize.py").write_text(_ADD.format(known=known))
+    return {"PYTHONPATH": f"{folder}:{REPOSITORY}"}

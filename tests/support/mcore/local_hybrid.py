@@ -1,0 +1,60 @@
+"""A hybrid model's layers without Transformer Engine: attention and MLP layers alone.
+
+For `--spec tests.support.mcore.local_hybrid stack_spec`.
+"""
+
+from functools import partial
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+try:
+    from megatron.core.models.hybrid import hybrid_block as block
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+except ImportError:  # before 0.18
+    from megatron.core.ssm import mamba_block as block
+    from megatron.core.ssm.mamba_block import MambaStack as HybridStack
+    from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
+
+_ATTENTION = ModuleSpec(
+    module=SelfAttention,
+    params={"attn_mask_type": AttnMaskType.causal},
+    submodules=SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+    ),
+)
+_PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+_MLP = (
+    partial(MLP.as_mlp_submodule, submodules=_PARTS)
+    if hasattr(MLP, "as_mlp_submodule")
+    else ModuleSpec(module=MLP, submodules=_PARTS)  # before 0.18
+)
+
+stack_spec = ModuleSpec(
+    module=HybridStack,
+    submodules=HybridStackSubmodules(
+        attention_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm, self_attention=_ATTENTION, self_attn_bda=get_bias_dropout_add
+            ),
+        ),
+        mlp_layer=ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=_MLP, mlp_bda=get_bias_dropout_add),
+        ),
+    ),
+)
+
+
+def use_torch_norms() -> None:
+    """The norm behind the last layer is no part of a spec."""
+    block.TENorm = WrappedTorchNorm

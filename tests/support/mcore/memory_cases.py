@@ -1,0 +1,68 @@
+"""Settings in which planned and measured memory are compared, per pipeline size."""
+
+import shlex
+
+from megatron_epp.cost import ModelShape
+
+LENGTHS = (500, 37, 12, 260, 90, 5, 150, 21, 420, 60, 8, 33, 310, 14, 75, 110, 44, 3, 230, 18, 66, 9, 130, 27)
+VOCABULARY = 95
+ITERATIONS = 3
+
+COMMON = shlex.split(
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512 "
+    f"--transformer-impl local --micro-batch-size 1 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3 "
+    f"--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 32 "
+    "--split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1000 --attention-dropout 0 --hidden-dropout 0 "
+    "--calculate-per-token-loss --epp --epp-measure-memory --epp-trace 1"
+)
+SHAPE = ModelShape(
+    num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=VOCABULARY, bytes_per_value=2
+)
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+GROUPED = f"{LLAMA} --group-query-attention --num-query-groups 2"
+GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm --hidden-dropout 0.1"
+TWO_PER_RANK = "--num-virtual-stages-per-pipeline-rank 2"
+
+CAPPED = "capped"
+FREE = "three slices"
+BLOCKS = "three slices, loss by blocks"
+OFFLOADED = "offloaded"
+FAST_HOST = "FAST_HOST"
+"""Stands for a file: a profile of a machine that computes slowly and copies fast, in bf16 while the run is in fp32."""
+TOKENS_SHARED = "one stage on two ranks that share tokens and have the same keys"
+
+PIPELINES = {
+    2: {
+        "as the planner likes": GROUPED,
+        FREE: f"{LLAMA} --epp-slices 3",
+        BLOCKS: f"{LLAMA} --epp-slices 3 --epp-loss-block-tokens 32",
+        "twelve slices in bf16, whose sums are in fp32": f"{GROUPED} --bf16 --epp-slices 12",
+        "twelve slices in bf16, all in bf16": f"{LLAMA} --bf16 --epp-slices 12 --epp-fp32-kv-gradients off",
+        "all recompute, with dropout": f"{GPT2} --epp-slices 3 --epp-recompute 4",
+        "weights apart, some recompute": f"{GROUPED} --epp-slices 3 --epp-recompute 2 --epp-split-weight-gradient",
+        "two stages per rank, some recompute": f"{GROUPED} --epp-slices 3 {TWO_PER_RANK} --epp-recompute 1",
+        "there and back, capped": f"{LLAMA} --epp-slices 3 {TWO_PER_RANK} --epp-placement v --epp-memory-cap-gb 0.0085",
+        CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.0085",
+        TOKENS_SHARED: f"{LLAMA} --group-query-attention --num-query-groups 1 --epp-slices 3 --context-parallel-size 2 "
+        "--pipeline-model-parallel-size 1",
+    },
+    4: {
+        FREE: f"{LLAMA} --epp-slices 3",
+        "all recompute": f"{LLAMA} --epp-slices 7 --epp-recompute 2",
+        CAPPED: f"{LLAMA} --epp-slices 3 --epp-memory-cap-gb 0.006",
+        OFFLOADED: f"{LLAMA} --epp-memory-cap-gb 0.0045 --epp-offload --epp-costs {FAST_HOST}",
+    },
+}
+MORE = {
+    "whole": f"{GPT2} --epp-planner 1f1b",
+    "seven slices": f"{GROUPED} --epp-slices 7",
+    "three slices in bf16, whose sums are in fp32": f"{LLAMA} --bf16 --epp-slices 3 --epp-fp32-kv-gradients",
+    "some recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 2",
+    "all recompute": f"{LLAMA} --epp-slices 3 --epp-recompute 4",
+    "weights apart": f"{LLAMA} --epp-slices 3 --epp-split-weight-gradient",
+    "there and back, weights apart": f"{GPT2} --epp-slices 7 {TWO_PER_RANK} --epp-placement v --epp-split-weight-gradient",
+}
+"""On two ranks, in the set `slow`: `test_memory_of_batches.py` runs such plans of random batches too."""

@@ -1,0 +1,76 @@
+"""Trains with the settings of `oom_cases` that OOM_CASES names, in one of which a rank runs out of memory, and writes the time
+limits of each run's process groups to OOM_FOLDER.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.mcore import entry
+from tests.support.mcore.oom_cases import CASES, COMMON, FAULT_ITERATION
+
+
+def main() -> None:
+    with entry.errors_in_one_line():
+        entry.prepare()
+        import torch
+
+        from scripts.parity.runs import record
+
+        folder, rank = Path(os.environ["OOM_FOLDER"]), int(os.environ["RANK"])
+        for name in os.environ["OOM_CASES"].split("; "):
+            case = CASES[name]
+            report = folder / name
+            flags = [*COMMON, *shlex.split(case.flags), "--data-path", os.environ["OOM_DATA"], "--epp-report-dir", str(report)]
+            limits_s: dict[str, float] = {}
+            with out_of_memory(case.fails == rank, limits_s):
+                record(flags)
+            torch.save(limits_s, folder / f"{name}-{rank}.pt")
+
+
+@contextlib.contextmanager
+def out_of_memory(really: bool, limits_s: dict[str, float]) -> Iterator[None]:
+    """In the second backward of an iteration: behind its work, so that gradients have been added to by then. Notes the time
+    limits of the session's process groups, whether memory runs out or not.
+    """
+    import torch
+
+    from megatron_epp.mcore.model.stage import MegatronStage
+    from megatron_epp.mcore.training import session
+
+    backward = MegatronStage.backward
+    count = 0
+
+    def failing(self: MegatronStage, *args: Any) -> None:
+        nonlocal count
+        backward(self, *args)
+        limits_s.update(limits_of(session.current()))
+        if really and session.current().iteration == FAULT_ITERATION:
+            count += 1
+            if count == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 KiB.")
+
+    MegatronStage.backward = failing
+    try:
+        yield
+    finally:
+        MegatronStage.backward = backward
+
+
+def limits_of(session: Any) -> dict[str, float]:
+    """In seconds, by the name of each process group of a session."""
+    import torch
+
+    held = {name: getattr(session.links, name) for name in type(session.links).__slots__} | vars(session)
+    groups = {name: value for name, value in held.items() if isinstance(value, torch.distributed.ProcessGroup)}
+    backends = {name: group._get_backend(torch.device("cpu")) for name, group in groups.items()}
+    return {name: backend.options._timeout.total_seconds() for name, backend in backends.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Trains with options that people use, in forked worlds as `scripts/parity` does; prints what `test_options.py` looks at.
+
+python -m tests.support.mcore.options_worker FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+ITERATIONS, SAVED = 4, 2
+ELASTIC = "--epp-slices 3"
+DROPOUT = "--hidden-dropout 0.1 --epp-planner seq1f1b --epp-chunk-tokens 16"  # the same order whatever is recomputed
+HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec tests.support.mcore.local_hybrid stack_spec"
+FP32_KV = f"--bf16 {ELASTIC} --epp-fp32-kv-gradients"
+ENGINE = "--transformer-impl transformer_engine"
+SPLIT = f"{ELASTIC} --epp-split-weight-gradient"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce"
+FUSED = f"{ENGINE} --spec tests.support.mcore.engine_stand_in fused_layer_spec"
+LOADED = {
+    "elastic on 1": (1, ELASTIC),
+    "elastic on 4": (4, f"{ELASTIC} --epp-recompute 1"),
+    "stock on 1": (1, "--epp-schedule stock"),
+}
+
+# By name: pipeline stages (of a process each) and flags.
+RUNS = {
+    "stock": (2, "--epp-schedule stock"),
+    "elastic": (2, ELASTIC),
+    "dropout": (2, f"{DROPOUT} --epp-recompute 0"),
+    "dropout, recompute": (2, f"{DROPOUT} --epp-recompute 2"),
+    "clipped stock": (2, "--epp-schedule stock --clip-grad 0.02"),
+    "clipped elastic": (2, f"{ELASTIC} --clip-grad 0.02"),
+    "hybrid stock": (2, f"{HYBRID} --epp-schedule stock"),
+    "hybrid elastic": (2, f"{HYBRID} {ELASTIC} --epp-recompute 1"),
+    "engine": (2, f"{ENGINE} --spec tests.support.mcore.engine_stand_in layer_spec {ELASTIC}"),
+    "engine, fused and overlapped": (2, f"{FUSED} {ELASTIC} {OVERLAP}"),
+    "engine, fused, overlapped and counted": (2, f"{FUSED} {ELASTIC} {OVERLAP} --epp-measure-memory"),
+    "engine, split": (2, f"{ENGINE} --spec tests.support.mcore.engine_stand_in layer_spec {SPLIT}"),
+    "engine, split and fused": (2, f"{FUSED} {SPLIT}"),
+    "engine, split, fused and overlapped": (2, f"{FUSED} {SPLIT} {OVERLAP}"),
+    "bf16 stock": (2, "--epp-schedule stock --bf16"),
+    "bf16 elastic": (2, f"{ELASTIC} --bf16 --epp-loss-block-tokens 7"),
+    "bf16 elastic, fp32 gradients of keys": (2, FP32_KV),
+    "fp16 stock": (2, "--epp-schedule stock --fp16 --loss-scale 128"),
+    "fp16 elastic": (2, f"{ELASTIC} --fp16 --loss-scale 128 --epp-loss-block-tokens 7"),
+}
+
+
+def main(folder: Path, names: Collection[str] = ()) -> None:
+    """Run everything, or only what is named."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    from scripts.parity.cells import LENGTHS, MODELS, VOCABULARY, common_flags
+    from scripts.parity.runs import Run, contents
+    from scripts.parity.worlds import Training, load_megatron, train_all
+    from scripts.random_documents import write_documents
+
+    load_megatron()
+    from tests.support.mcore import engine_stand_in, local_hybrid  # these import Megatron, which has to be prepared
+
+    local_hybrid.use_torch_norms()
+    engine_stand_in.pretend()
+    common = [
+        *common_flags(ITERATIONS, 64, 8, validates=False),
+        "--data-path",
+        write_documents(folder / "documents", LENGTHS, VOCABULARY),
+    ]
+    common += shlex.split(MODELS["llama"])
+
+    def training(stages: int, flags: str) -> Training:
+        return Training(stages, (*common, "--pipeline-model-parallel-size", str(stages), *shlex.split(flags)))
+
+    saving = f"--train-iters {SAVED} --save {folder / 'saved'} --save-interval {SAVED} --ckpt-format torch_dist"
+    runs = {name: training(*run) for name, run in RUNS.items()} | {"saving": training(2, f"{ELASTIC} {saving}")}
+    loading = f"--load {folder / 'saved'} --ckpt-format torch_dist --override-opt_param-scheduler"
+    loads = {f"loaded, {name}": training(stages, f"{flags} {loading}") for name, (stages, flags) in LOADED.items()}
+    done: dict[Training, list[Run] | str] = {}
+    if names:
+        runs, loads = {name: runs[name] for name in names}, {}
+    for part in filter(None, (runs, loads)):
+        (place := folder / f"worlds{len(part)}").mkdir()
+        done |= train_all(part.values(), place, limit_s=240)
+    print(json.dumps({name: figures(done[one], contents) for name, one in (runs | loads).items()}))
+
+
+def figures(ranks, contents):
+    """Of a run: losses, weights, the norm of the last iteration's gradients, and what the plans were."""
+    if isinstance(ranks, str):
+        return {"error": ranks}
+    plans = ranks[0].plans
+    return {
+        "losses": next(run.losses for run in ranks if run.losses),
+        "weights": {
+            re.sub(r"^(module\.)+", "", name): tensor.double().flatten().tolist()
+            for run in ranks
+            for name, tensor in run.final.items()
+        },
+        "gradient_dtypes": sorted({str(tensor.dtype) for run in ranks for tensor in run.gradients[-1].values()}),
+        "gradient_norm": sum(float(t.double().norm()) ** 2 for run in ranks for t in run.gradients[-1].values()) ** 0.5,
+        "plans": [contents(plan) for plan in plans],
+        "forwards": [
+            [[str(a) for a in plan.actions(rank) if str(a.op) == "F"] for rank in range(plan.num_ranks)] for plan in plans
+        ],
+        "chunks": [repr(plan.chunks) for plan in plans],
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,70 @@
+"""What the parity tests train for twenty iterations: ways to cut the same documents, and which of them on which model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scripts.parity.cells import Cell
+
+ITERATIONS = 20
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut and pack the documents, and what its plans must then contain, or the case proves nothing.
+
+    Attributes:
+        flags: that ask for it.
+        slices: of the longest document of every batch, where it has that many tokens.
+        has: a kind of chunk that the first or the last plan must have, since their gradients are compared: ``whole`` (a
+            document), ``packed`` (several), ``split`` (a slice) or ``hybrid`` (a slice beside whole documents).
+        recompute: shares of a stage's layers, ``none``, ``some`` or ``all``, that recompute somewhere in the plans.
+        splits: weight gradients are apart from their backwards.
+    """
+
+    flags: str
+    slices: int
+    has: str
+    recompute: tuple[str, ...] = ("none",)
+    splits: bool = False
+
+
+CUTS = {
+    "whole": Cut("--epp-planner 1f1b", slices=1, has="whole"),
+    "packed": Cut("--epp-slices 1", slices=1, has="packed"),
+    "two": Cut("--epp-slices 2", slices=2, has="split"),
+    "hybrid": Cut("--epp-slices 3", slices=3, has="hybrid"),
+    "seven": Cut("--epp-slices 7", slices=7, has="hybrid"),
+    "some recompute": Cut("--epp-slices 7 --epp-recompute 1", slices=7, has="hybrid", recompute=("some",)),
+    "all recompute": Cut("--epp-slices 3 --epp-recompute 4", slices=3, has="hybrid", recompute=("all",)),
+    "split": Cut("--epp-slices 3 --epp-split-weight-gradient", slices=3, has="hybrid", splits=True),
+    "split, some recompute": Cut(
+        "--epp-slices 3 --epp-split-weight-gradient --epp-recompute 1", slices=3, has="hybrid", recompute=("some",), splits=True
+    ),
+    "loss by blocks": Cut("--epp-slices 3 --epp-loss-block-tokens 5", slices=3, has="hybrid"),
+    # As much as the cap asks for, so not the same for every chunk.
+    "capped": Cut("--epp-slices 3 --epp-memory-cap-gb 0.0006", slices=3, has="hybrid", recompute=("all", "none", "some")),
+}
+
+Cases = dict[Cell, dict[str, tuple[str, ...]]]
+
+CASES: Cases = {
+    Cell(): {"llama": ("two",), "grouped": ("seven",), "gpt2": ("all recompute",)},
+    Cell(pp=2): {
+        "llama": ("packed", "hybrid", "loss by blocks", "capped"),
+        "grouped": ("whole", "some recompute", "split"),
+        "learned": ("two", "all recompute"),
+        "gpt2": ("seven", "split, some recompute"),
+    },
+}
+"""Cuts by model: every cut on two stages, every model with several, and some of them on one stage."""
+MORE_CASES: Cases = {
+    Cell(): {"llama": ("packed", "some recompute"), "gpt2": ("loss by blocks",)},
+    Cell(pp=2): {
+        "llama": ("whole", "two", "seven", "some recompute", "all recompute", "split", "split, some recompute"),
+        "grouped": ("packed",),
+        "learned": ("seven",),
+        "gpt2": ("packed", "all recompute", "split"),
+    },
+}
+"""More of them, in the set `slow`."""

@@ -1,0 +1,31 @@
+"""Runs `scripts/parity` and judges what it reports."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from scripts.parity.compare import TOLERANCE
+from tests.support.mcore.forked import launch
+
+Figures = dict[str, Any]
+
+
+def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
+    """What the script reports."""
+    finished = launch(1, "-m", "scripts.parity", *flags, "--json", timeout_s=timeout_s)
+    last = finished.output.splitlines()[-1]
+    assert last.startswith("{"), finished.output[-5000:]
+    return json.loads(last)
+
+
+def check_closeness(figures: Figures) -> None:
+    """Nothing is further apart than rounding makes it, and nothing was left out."""
+    assert "error" not in figures, figures["error"]
+    assert figures["attention"] == ["DotProductAttention, RelayAttention"]
+    assert figures["losses"] <= TOLERANCE
+    assert figures["validation"] <= TOLERANCE
+    for key in ("gradients", "last_gradients", "parameters"):
+        assert figures[key]["relative"] <= TOLERANCE, (key, figures[key])
+        assert figures[key]["num_tensors"] > 0
+        assert figures[key]["zeros"] == 0

@@ -1,0 +1,72 @@
+"""One run of training handed from process to process: each part loads what the one before has saved, and places stages anew,
+with layers shared out unevenly.
+
+Writes the losses of every part, and how far its final parameters are from those of one process that trained throughout.
+"""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from scripts.parity.cells import CONTEXT, LENGTHS, VOCABULARY, Case, Cell, common_flags
+from scripts.parity.runs import Run
+from scripts.parity.worlds import Training, load_megatron, train_all
+from scripts.random_documents import write_documents
+
+ITERATIONS = 5
+TIED = "gpt2"
+SHARDED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+
+ALONE = Cell()
+SLICED = "--epp-slices 3"
+THERE_AND_BACK = Cell(dp=2, pp=2), f"{SLICED} --epp-placement v --pipeline-model-parallel-layout Ettt|t||L"
+FOUR_RANKS = Cell(pp=4), f"{SLICED} --epp-placement v --pipeline-model-parallel-layout E|t|t|t||||tL"
+LOOPED = Cell(pp=2), f"{SLICED} --pipeline-model-parallel-layout E|tt|t|tL"
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    load_megatron()
+    common = common_flags(ITERATIONS, CONTEXT, 8, validates=False)
+    common += ["--data-path", write_documents(folder / "documents", LENGTHS, VOCABULARY), "--ckpt-format", "torch_dist"]
+
+    def train(cell: Cell, plan: str, optimizer: str, save: str, load: str | None = None, done: int = 0) -> list[Run]:
+        """Train to the end and save every iteration, from the checkpoint after the `done` first ones."""
+        flags = [*common, "--save", str(folder / save), "--save-interval", "1"]
+        if load is not None:
+            (folder / load / "latest_checkpointed_iteration.txt").write_text(str(done))
+            flags += ["--load", str(folder / load)]
+        case = Case(cell, TIED, plan, optimizer)
+        flags = case.elastic_flags(flags) if plan else (*case.stock_flags(flags), *shlex.split(optimizer))
+        (runs,) = train_all([Training(cell.num_processes, flags)], folder, 300).values()
+        assert not isinstance(runs, str), f"{save}: {runs}"
+        return runs
+
+    whole = train(ALONE, "", SHARDED, "whole")
+    parts = {
+        "whole": whole,
+        "there and back": train(*THERE_AND_BACK, OVERLAPPED, "there and back", load="whole", done=1),
+        "four ranks": train(*FOUR_RANKS, SHARDED, "four ranks", load="there and back", done=2),
+        "looped": train(*LOOPED, SHARDED, "looped", load="four ranks", done=3),
+        "alone": train(ALONE, "", SHARDED, "alone", load="looped", done=4),
+    }
+    report = {
+        name: {"losses": next(run.losses for run in runs if run.losses), "apart": apart(whole[0], runs)}
+        for name, runs in parts.items()
+    }
+    (folder / "report.json").write_text(json.dumps(report))
+
+
+def apart(whole: Run, runs: list[Run]) -> float:
+    """The largest difference of any tensor, over its norm."""
+    assert {name for run in runs for name in run.final} == whole.final.keys()
+    found = [(whole.final[name], tensor) for run in runs for name, tensor in run.final.items()]
+    return max(float((tensor - wanted).norm() / wanted.norm()) for wanted, tensor in found)
+
+
+if __name__ == "__main__":
+    main()

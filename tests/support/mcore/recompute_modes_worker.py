@@ -1,0 +1,209 @@
+"""Runs a batch of some trainings without recompute, with every level, with offload, and with keys and values at the host, all
+from the same weights and random states.
+
+python -m tests.support.mcore.recompute_modes_worker FOLDER
+
+Prints by training and rank what `test_recompute_modes.py` looks at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_epp.plan import Copy, Hosted, Op, Recompute
+from megatron_epp.plan.kv_offload import slices_of
+
+LEVELS = {
+    "whole": Recompute(full=8),
+    "linear": Recompute(selective=8),
+    "mlp": Recompute(mlp=8),
+    "each": Recompute(1, 1, 1),
+    "two": Recompute(0, 1, 8),
+}
+"""By name; more layers than there are stand for all."""
+OFFLOADS = {
+    "0.3 away": (Recompute(), 0.3),
+    "1.0 away": (Recompute(), 1.0),
+    "0.6 of linear away": (Recompute(selective=8), 0.6),
+    "0.6 of each away": (Recompute(1, 1, 1), 0.6),
+}
+"""By name: recompute, and the share of what every chunk then keeps that is copied away."""
+HOSTED = {
+    "hosted": (Recompute(), 0.0),
+    "hosted, each": (Recompute(1, 1, 1), 0.0),
+    "hosted, 0.6 of whole away": (Recompute(full=8), 0.6),
+}
+"""As above, with keys and values of slices at the host; where the share is 0, nothing is copied."""
+LOCAL = "--epp-slices 3"
+HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec tests.support.mcore.local_hybrid stack_spec"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+SHARED = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+# By name: pipeline stages, processes, model and flags.
+RUNS = {
+    "llama": (2, 2, "llama", LOCAL),
+    "grouped, weights apart": (2, 2, "grouped", f"{LOCAL} --epp-split-weight-gradient"),
+    "dropout": (2, 2, "gpt2", f"{LOCAL} --hidden-dropout 0.1"),
+    "experts": (1, 1, "llama", f"{LOCAL} {EXPERTS} --no-bias-gelu-fusion"),
+    "experts shared by replicas": (1, 2, "llama", f"{LOCAL} {EXPERTS} --no-bias-gelu-fusion --expert-model-parallel-size 2"),
+    "hybrid": (2, 2, "llama", f"{HYBRID} {LOCAL}"),
+    "tensor and sequence parallel": (1, 2, "grouped", f"{LOCAL} {SHARED} --hidden-dropout 0.1"),
+    "context parallel": (1, 2, "llama", f"{LOCAL} --context-parallel-size 2"),
+}
+"""One iteration each."""
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run everything, or only what is named."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    from scripts.parity.cells import LENGTHS, MODELS, VOCABULARY, common_flags
+    from scripts.parity.worlds import Training, load_megatron, train_all
+    from scripts.random_documents import write_documents
+
+    load_megatron()
+    from megatron_epp.mcore.training import forward_backward as schedule
+    from tests.support.mcore import local_hybrid  # it imports Megatron, which has to be prepared
+
+    local_hybrid.use_torch_norms()
+    schedule.Executor = by_levels(schedule.Executor)
+    common = [*common_flags(1, 64, 8, validates=False), "--data-path", write_documents(folder / "data", LENGTHS, VOCABULARY)]
+
+    def training(name: str, stages: int, processes: int, model: str, flags: str) -> Training:
+        own = ["--pipeline-model-parallel-size", str(stages), "--epp-report-dir", str(folder / name)]
+        return Training(processes, (*common, *own, *shlex.split(f"{MODELS[model]} {flags}")))
+
+    runs = {name: training(name, *run) for name, run in RUNS.items() if not names or name in names}
+    (place := folder / "worlds").mkdir()
+    done = train_all(runs.values(), place, limit_s=240)
+    print(json.dumps({name: found(done[one], folder / name) for name, one in runs.items()}))
+
+
+def found(ranks, folder: Path):
+    if isinstance(ranks, str):
+        return {"error": ranks}
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+def by_levels(executor):
+    """An executor that runs a plan without recompute, then with every level, and compares gradients."""
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from megatron_epp.mcore.training import session as sessions
+    from megatron_epp.runtime.autograd.saved import SavedTensors
+    from megatron_epp.runtime.offload.activations import Offload
+    from megatron_epp.runtime.offload.host import HostMemory
+
+    calls = counted_calls()
+
+    class ByLevels(executor):
+        def __init__(self, plan, rank, stages, *rest, **named):
+            super().__init__(plan, rank, stages, *rest, **named)
+            self.again = lambda variant, offload, host: executor(variant, rank, stages, *rest[:3], offload, host=host)
+
+        def gradients_of(self, variant, states):
+            """Gradients, calls of attention's kernel, and the most bytes that autograd held, and that were away."""
+            torch.set_rng_state(states[0])
+            get_cuda_rng_tracker().set_states(dict(states[1]))
+            models = [stage.model for stage in self.stages.values()]
+            for model in models:
+                model.zero_grad_buffer()
+            calls.clear()
+            host, relays = HostMemory(torch.device("cpu"), 1 << 30), [stage.relay for stage in self.stages.values()]
+            parameters = (p for stage in self.stages.values() for p in stage.parameters)
+            with SavedTensors(parameters, lambda: sum(relay.num_bytes for relay in relays)) as saved:
+                offload = Offload(saved, host)
+                self.again(variant, offload, host).run()
+            caches = [relay.hosted for relay in relays if relay.hosted is not None]
+            assert saved.live_bytes == offload.host_bytes == sum(each.host_bytes for each in caches) == 0
+            gradients = {name: p.main_grad.clone() for model in models for name, p in model.named_parameters()}
+            away = offload.host_peak_bytes + sum(each.host_peak_bytes for each in caches)
+            return gradients, len(calls), saved.peak_bytes, away
+
+        def run(self):
+            states = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
+            differ, kernels, peaks, away, plain = {}, {}, {}, {}, {}
+            for name, variant in variants_of(self.plan).items():
+                gradients, kernels[name], peaks[name], away[name] = self.gradients_of(variant, states)
+                plain = plain or gradients
+                differ[name] = [key for key, grad in gradients.items() if not torch.equal(grad, plain[key])]
+            facts = {
+                "differ": differ,
+                "kernels": kernels,
+                "peaks": peaks,
+                "away": away,
+                "num_gradients": len(plain),
+                "zeros": [key for key, grad in plain.items() if not grad.any()],
+                "slices": any(chunk.slice_of(self.plan.lengths) is not None for chunk in self.plan.chunks),
+            }
+            folder = Path(sessions.current().args.epp_report_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(facts))
+
+    return ByLevels
+
+
+def counted_calls():
+    """A list that grows by one with every call of attention's kernel."""
+    from megatron_epp.runtime.attention import core as attention
+
+    calls: list[int] = []
+    choose = attention.kernels.choose
+
+    def counting(*args):
+        kernel = choose(*args)
+        return replace(kernel, forward=lambda *call: (calls.append(1), kernel.forward(*call))[1])
+
+    attention.kernels.choose = counting
+    return calls
+
+
+def variants_of(plan):
+    """The plan without recompute, and with all else, by name."""
+    variants = {name: with_levels(plan, recompute) for name, recompute in ({"": Recompute()} | LEVELS).items()}
+    variants |= {name: with_copies(with_levels(plan, again), share) for name, (again, share) in OFFLOADS.items()}
+    for name, (again, share) in HOSTED.items():
+        variant = with_levels(plan, again)
+        variants[name] = with_hosted(with_copies(variant, share) if share else variant)
+    return variants
+
+
+def with_levels(plan, recompute):
+    """The plan with so many layers of each level, as far as a stage has them, whole ones first."""
+    rows = []
+    for layers in plan.num_layers:
+        counts, left = [], layers
+        for count in recompute:
+            counts.append(min(count, left))
+            left -= counts[-1]
+        rows.append((Recompute(*counts),) * len(plan.chunks))
+    return replace(plan, recompute=tuple(rows))
+
+
+def with_copies(plan, share):
+    """The plan with so much of what every chunk keeps copied away behind its forward, and back ahead of its backward."""
+    copies = []
+    for rank in range(plan.num_ranks):
+        row, actions = [], plan.actions(rank)
+        for at, action in enumerate(actions):
+            if action.op is Op.F:
+                row.append(Copy(action._replace(op=Op.O), 0.0, 0, 0))
+            elif action.op is Op.B:
+                row.append(Copy(action._replace(op=Op.L), 0.0, 0, 0, actions[at - 1]))
+        copies.append(tuple(row))
+    return replace(plan, copies=tuple(copies), offload_share=((share,) * len(plan.chunks),) * plan.num_stages)
+
+
+def with_hosted(plan):
+    """The plan with keys and values of all slices at the host."""
+    pairs = ((stage, sequence) for stage in range(plan.num_stages) for sequence in slices_of(plan))
+    return replace(plan, hosted=tuple(Hosted(*pair, 0, 0) for pair in pairs))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,1 @@
+"""Plans, batches and machines that tests of planning share."""

@@ -1,0 +1,1 @@
+"""Stages, links and rank processes that tests of the runtime share."""

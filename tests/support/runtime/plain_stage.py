@@ -1,0 +1,159 @@
+"""A small transformer in plain torch, cut into pipeline stages, and the same model run whole for comparison."""
+
+import contextlib
+import functools
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from megatron_epp.data.batch import GlobalBatch
+from megatron_epp.plan import Segment
+from megatron_epp.runtime.attention.core import chunk_attention
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.autograd.weights import Linear, WeightGradients
+from tests.support.runtime.dense_attention import dense_attention
+
+VOCAB, HIDDEN, QUERY_HEADS, KV_HEADS, CHANNELS, LONGEST = 29, 16, 4, 2, 4, 128
+SCALE = CHANNELS**-0.5
+
+
+class RandomText:
+    """Sequences of random tokens, the same in every process."""
+
+    def __init__(self, lengths):
+        self.lengths = np.asarray(lengths)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def tokens(self, index, start=0, end=None):
+        return np.random.default_rng(index).integers(VOCAB, size=self.lengths[index] + 1)[start:end]
+
+
+def batch_of(plan):
+    """The batch a plan was made for, in random tokens."""
+    return GlobalBatch(
+        indices=tuple(range(len(plan.lengths))), lengths=plan.lengths, plan=plan, dataset=RandomText(plan.lengths)
+    )
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, (QUERY_HEADS + 2 * KV_HEADS) * CHANNELS)
+        self.out = nn.Linear(QUERY_HEADS * CHANNELS, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x, attend):
+        heads = self.qkv(self.norm1(x)).unflatten(1, (-1, CHANNELS))
+        x = x + self.out(attend(*heads.split([QUERY_HEADS, KV_HEADS, KV_HEADS], dim=1)).flatten(1))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Part(nn.Module):
+    """The layers of one stage, with the embedding before the first and the logits after the last."""
+
+    def __init__(self, num_layers, is_first, is_last):
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, HIDDEN) if is_first else None
+        self.places = nn.Embedding(LONGEST, HIDDEN) if is_first else None
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.logits = nn.Linear(HIDDEN, VOCAB) if is_last else None
+
+    def forward(self, x, arrays, run_layer):
+        """Hidden states [tokens, HIDDEN], on the last stage the summed loss; `run_layer` takes a layer's number and input."""
+        if self.words is not None:
+            x = self.words(arrays.tokens) + self.places(arrays.position_ids)
+        for number in range(len(self.layers)):
+            x = run_layer(number, x)
+        if self.logits is None:
+            return x
+        return (functional.cross_entropy(self.logits(x), arrays.labels, reduction="none") * arrays.loss_mask).sum()
+
+
+def build_part(num_layers, stage, dtype=torch.float32):
+    """Stage `stage` of a model with `num_layers[s]` layers in stage s; its weights depend on nothing else."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stage)
+        return Part(num_layers[stage], stage == 0, stage == len(num_layers) - 1).to(dtype)
+
+
+def linear(module, gradients, x):
+    """A linear layer that hands its weight's gradient to `gradients`."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return functional.linear(x, module.weight, module.bias)
+    return gradients.linear(x, x, Linear(module.weight, lambda x, grad: grad.t() @ x)) + module.bias
+
+
+class PlainStage:
+    """Implements `runtime.executor.Stage`."""
+
+    def __init__(self, part, batch, reentrant=False):
+        self.part, self.batch, self.reentrant = part, batch, reentrant
+        self.relay, self.weights = KVRelay(), WeightGradients()
+        for module in part.modules():
+            if isinstance(module, nn.Linear):
+                module.forward = functools.partial(linear, module, self.weights)
+        self.loss = 0.0
+        self.dtype = next(part.parameters()).dtype
+        self.calls = []
+
+    def forward(self, context, hidden):
+        self.calls.append(f"F{context.chunk}")
+
+        def run_layer(number, x):
+            def attend(q, k, v):
+                return chunk_attention(q, (k, v), context, number, SCALE)
+
+            if number < context.recompute.full:
+                return checkpoint(self.part.layers[number], x, attend, use_reentrant=self.reentrant)
+            return self.part.layers[number](x, attend)
+
+        output = self.part(hidden, self.batch.chunk(context.chunk), run_layer)
+        if self.part.logits is not None:
+            self.loss += output.item()
+        return output
+
+    def backward(self, context, output, grad, keep_weights):
+        self.calls.append(f"B{context.chunk}")
+        with self.weights.keeping(context.chunk) if keep_weights else contextlib.nullcontext():
+            torch.autograd.backward(output, grad)
+
+    def weight(self, chunk):
+        self.calls.append(f"W{chunk}")
+        self.weights.run(chunk)
+
+    def before_last_gradient(self):
+        self.calls.append("last")
+
+    def reduce_gradients(self):
+        self.calls.append("reduce")
+
+    def release_output(self, output):
+        """Nothing to do: the graph holds it anyway."""
+
+    def message(self, num_tokens):
+        return (num_tokens, HIDDEN), self.dtype, torch.device("cpu")
+
+    def gradients(self):
+        return {name: p.grad for name, p in self.part.named_parameters()}
+
+
+def whole_run(plan, num_layers, dtype=torch.float32):
+    """Every sequence whole, one after the other, through all stages in one process.
+
+    Returns the loss and, per stage, the gradients by parameter name.
+    """
+    parts = [build_part(num_layers, stage, dtype) for stage in range(len(num_layers))]
+    batch, total = batch_of(plan), 0.0
+    for sequence, length in enumerate(plan.lengths):
+        arrays, x = batch.chunk_of([Segment(sequence, 0, length)]), None
+        for part in parts:
+            x = part(x, arrays, lambda number, x, part=part: part.layers[number](x, lambda *qkv: dense_attention(*qkv, SCALE)))
+        x.backward()
+        total += x.item()
+    return total, [{name: p.grad for name, p in part.named_parameters()} for part in parts]
