@@ -103,3 +103,14 @@ def test_an_old_command_works_with_a_warning(capsys):
     warning, error = capsys.readouterr().err.splitlines()
     assert warning == "megatron-epp: warning: rehearse is now emulate; the old name goes with the next release"
     assert "no-such-plan.json" in error
+
+
+def test_a_removed_flag_is_refused_with_what_to_do_and_not_shown(monkeypatch, capsys):
+    row = Flag("gone", "--epp-gone", removed="0.2.0: lower --epp-slices")
+    monkeypatch.setattr("megatron_epp.mcore.arguments.parser.TABLE", (row,))
+    parser = add_epp_args(argparse.ArgumentParser())
+    assert vars(parser.parse_args([])) == {}
+    assert "gone" not in parser.format_help()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--epp-gone"])
+    assert "--epp-gone was removed in 0.2.0: lower --epp-slices" in capsys.readouterr().err

@@ -127,6 +127,7 @@ class Flag:
         field: converts a parsed value to that of the field.
         old_names: names that work for one more release, with a warning.
         old_values: values that do, and their new names.
+        removed: release that removed the flag, and what to do instead: the flag is refused with that. Empty for all others.
     """
 
     setting: str
@@ -143,6 +144,7 @@ class Flag:
     field: Callable[[Any], Any] = _same
     old_names: tuple[str, ...] = ()
     old_values: Mapping[str, str] = default_of(default_factory=dict)
+    removed: str = ""
 
     @property
     def unit(self) -> str | None:

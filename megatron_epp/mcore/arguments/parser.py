@@ -93,8 +93,19 @@ class _Renamed(argparse._StoreAction):
         super().__call__(parser, namespace, values, option_string)
 
 
+class _Removed(argparse.Action):
+    """Refuses a flag that no longer exists."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f"{self.option_strings[0]} was removed in {self.const}")
+
+
 def _add(group: argparse._ActionsContainer, row: Flag, names: list[str], old: Sequence[str], more: dict[str, Any]) -> None:
     """Add a row's flag by its names and old names, with more arguments of `add_argument`."""
+    if row.removed:
+        hidden: Any = argparse.SUPPRESS
+        group.add_argument(*names, action=_Removed, nargs=0, const=row.removed, default=hidden, help=hidden)
+        return
     settings: dict[str, Any] = {"default": row.default, "metavar": row.unit, "choices": row.choices or None}
     if row.is_switch:
         settings = {"action": "store_true"}
