@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from test_runtime_hosted import CASES, hosts, run
-from test_runtime_relay import assert_equals_whole_sequences
 
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.size_class import size_class
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.layout import KEYS_AND_VALUES, KVLayout
+from tests.cpu.test_runtime_kv_offload import CASES, hosts, run
+from tests.cpu.test_runtime_relay import assert_equals_whole_sequences
 from tests.support.runtime.relay_chunks import RECOMPUTE, ChunkedLayer
 
 LATENT, ROTARY = 6, 2

@@ -7,10 +7,10 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_epp.mcore.arguments.flag import Flag, Number
-from megatron_epp.mcore.arguments.table import REMOVED, ROWS, TABLE, TRAINING
+from megatron_epp.mcore.arguments.table import ROWS, TABLE, TRAINING
 from megatron_epp.plan.errors import Names
 from megatron_epp.planner import Options
 
@@ -30,8 +30,6 @@ def add_epp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             read = row.read.kind if isinstance(row.read, Number) and not row.read.of_what else str
             old = [name for name in row.old_names if name.startswith("--epp")]
             _add(group, row, [row.training], old, {"type": read, "help": row.help.format_map(TRAINING)})
-    for flag, advice in REMOVED.items():
-        group.add_argument(flag, action=_Removed, help=advice)
     return parser
 
 
@@ -71,17 +69,6 @@ def options_from(args: argparse.Namespace, *, training: bool = False, **fixed: A
         if dest and row.setting in _OPTIONS and row.setting not in fixed:
             found[row.setting] = row.field(getattr(args, dest))
     return Options(**found, **fixed)
-
-
-class _Removed(argparse.Action):
-    """Refuses a flag that no longer exists."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=argparse.SUPPRESS)
-        self._advice = help
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        parser.error(f"{self.option_strings[0]} was removed in {self._advice}")
 
 
 class _Renamed(argparse._StoreAction):

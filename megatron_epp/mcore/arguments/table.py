@@ -211,6 +211,7 @@ _RUNNING = (
         default=AUTO,
         alone="on",
     ),
+    Flag("oom_retry", "--epp-oom-retry", removed="0.2.0: lower --epp-memory-cap-gb or --epp-chunk-tokens"),
     Flag(
         "loss_block_tokens",
         "--epp-loss-block-tokens",
@@ -357,8 +358,6 @@ _MODEL = (
 _DATA = tuple(Flag(name, f"--{name.replace('_', '-')}") for name in ("eod_mask_loss", "tokenizer_type", "tokenizer_model"))
 
 TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *_MODEL, *_DATA)
-REMOVED = {"--epp-oom-retry": "0.2.0: lower --epp-memory-cap-gb or --epp-chunk-tokens"}
-"""Flags that are refused, each with the release that removed it and what to do."""
 
 ROWS = {row.setting: row for row in TABLE}
 """The rows by their settings."""

@@ -1,0 +1,134 @@
+"""The package, its scripts, settings and pages use the words of `docs/glossary.md`: retired ones stay out, and docstrings begin
+with a verb or a noun.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SUFFIXES = {".py", ".md", ".yaml", ".sh", ".sbatch"}
+ELSEWHERE = {"glossary.md", "flags.md"}
+"""Pages that explain the words, or are written from the parsers."""
+
+
+class Retired(NamedTuple):
+    """A word that is no longer used.
+
+    Attributes:
+        pattern: of the word.
+        instead: the words to use.
+        names_only: the word is fine in prose.
+        allowed: pattern of lines in which it may stand.
+    """
+
+    pattern: str
+    instead: str
+    names_only: bool = False
+    allowed: str = r"(?!)"
+
+
+WORDS = [
+    Retired(r"(?i)(?<![a-z])host(ed|ing)(?![a-z])", "KV offload", allowed=r'"hosted"|`hosted`'),
+    Retired(r"at_host", "kv_offload"),
+    Retired(
+        r"LEVELS|recompute_levels?\b|(?i:levels? of recompute|recompute levels?\b)",
+        "recompute modes",
+        allowed=r"epp_|args\.|--",
+    ),
+    Retired(r"(?i)(?<![a-z])(ladder|rungs?|climb(ed|s)?)(?![a-z])", "recompute frontier, frontier step"),
+    Retired(r"Stairs|(?<![a-z_])slope", "warm-up window, lead"),
+    Retired(r"\bListing\b|\bLISTED\b", "list scheduling"),
+    Retired(r"(check|plan)_matched|(?i:matched plans)|(?<![a-z])in_step|(run|stay|being) in step|fit_alike|ALIKE", "lockstep"),
+    Retired(r"\balike\b", "equal", names_only=True),
+    Retired(r"(?i)(?<![a-z])teams?(?![a-z])", "lockstep group"),
+    Retired(
+        r"(?<![a-z])(surge|risen)(?![a-z])|backward_(passed|net|throughout)",
+        "layer peak, release per layer, residual, constant",
+    ),
+    Retired(r"fresh_bytes|plan\.fresh", "transient KV gradients"),
+    Retired(r"(?i)(?<![a-z])levers?(?![a-z])", "features"),
+    Retired(r"truth_|_truth", "fidelity"),
+    Retired(r"(?<![a-z])meet(ing)?(?![a-z])", "rendezvous", names_only=True),
+    Retired(r"\bwriters\b", "loggers", names_only=True),
+    Retired(r"(?<![a-z])straight(?![a-z])", "one stage per rank", names_only=True),
+    Retired(r"(?i)(?<![a-z])beside(?![a-z])", "overlapped with, next to", allowed="longest_sequence_beside"),
+    Retired(
+        r"(?<![a-z])apart(?![a-z])", "split, boundary, stride", names_only=True, allowed=r"apart_(attended_)?bytes_per_token"
+    ),
+    Retired(r"\b[Pp]laces?\b", "position, rank, assign", names_only=True),
+    Retired(r"(?i)\b(nobody|nowhere|whoever)\b", "a passive, or the thing itself"),
+]
+
+
+@cache
+def files() -> list[Path]:
+    folders = ("megatron_epp", "scripts", "configs", "docs")
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*")) if path.suffix in SUFFIXES]
+    return [path for path in (*found, ROOT / "README.md") if path.name not in ELSEWHERE]
+
+
+@cache
+def lines(path: Path) -> tuple[list[str], list[tuple[int, str]]]:
+    """Return a file's lines, and the names in its code with the numbers of their lines."""
+    text = path.read_text()
+    names = []
+    if path.suffix == ".py":
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        names = [(token.start[0], token.string) for token in tokens if token.type == tokenize.NAME]
+    return text.splitlines(), names
+
+
+def uses(word: Retired) -> list[str]:
+    found = []
+    for path in files():
+        text, names = lines(path)
+        candidates = names if word.names_only else enumerate(text, 1)
+        for number, part in candidates:
+            if re.search(word.pattern, part) and not re.search(rf"{word.allowed}|_OLD_NAMES", text[number - 1]):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {text[number - 1].strip()[:100]}")
+    return found
+
+
+@pytest.mark.parametrize("word", WORDS, ids=lambda word: word.pattern)
+def test_retired_words_stay_out(word: Retired) -> None:
+    found = uses(word)
+    assert not found, f"say {word.instead} (docs/glossary.md):\n" + "\n".join(found)
+
+
+FRAGMENT = re.compile(
+    r"(Of|What|As|Which|Whose|Who|Whether|How|Where|When|That|Those|It|They|So|Like|If|From|For|By|With|Without|About"
+    r"|The same)\b"
+)
+
+
+def summaries(path: Path) -> list[tuple[int, str]]:
+    """Return the first lines of a file's docstrings, of classes, functions and what stands above them."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+            text := ast.get_docstring(node)
+        ):
+            found.append((getattr(node, "lineno", 1), text.splitlines()[0]))
+    return found
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    every = [
+        (path, *one) for path in files() if path.suffix == ".py" and "megatron_epp" in path.parts for one in summaries(path)
+    ]
+    bad = [f"{path.relative_to(ROOT)}:{number}: {text}" for path, number, text in every if FRAGMENT.match(text)]
+    assert not bad, "\n".join(bad)
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    rows = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")][1:]
+    terms = [row.split("|")[1].strip().strip("`").casefold() for row in rows]
+    assert terms == sorted(terms)
+    assert all(len(row.split(" | ")) == 4 for row in rows)
