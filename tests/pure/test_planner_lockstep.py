@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.cost import CPU, H100, ModelShape, analytic_costs
 from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_matched, simulate
 from megatron_epp.plan.kv_offload import host_peaks, slices_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
@@ -15,6 +15,7 @@ from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.orders.warm_up import slice_groups
 from megatron_epp.planner.search.lockstep import plan_matched
+from megatron_epp.planner.tables import tabulate
 
 SHAPE = ModelShape(
     num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512, num_experts=8, experts_per_token=2
@@ -300,3 +301,32 @@ def test_plans_of_other_shape_are_found(matched):
 def test_a_weight_gradient_is_no_exchange(matched):
     extra = reordered(matched[1], 0, lambda row: row.append(Step(Action(Op.W, 0, 0), 1.0, 0, 0)))
     assert check_matched([matched[0], extra]) == []
+
+
+def test_copies_are_never_planned_with_the_sizes_of_another_candidates_kv_offload():
+    """Where the token cap binds, the search goes on from a plan with KV offload: a cache that stays counts all the same."""
+    shape = ModelShape(
+        num_layers=6,
+        hidden_size=2048,
+        ffn_hidden_size=2048,
+        num_attention_heads=16,
+        vocab_size=4096,
+        num_experts=8,
+        experts_per_token=2,
+    )
+    costs, cap = analytic_costs(shape, H100, [2, 2, 2], state_bytes_per_parameter=8.0), 2_417_199_144
+    batches = [
+        (5142, 1665, 1152, 652, 602, 800, 112, 761, 5892, 470, 732, 3623, 489, 1045, 8597, 2468, 936, 6975, 399, 994),
+        (1300, 40_000, 355, 4569, 4142, 713, 435, 745, 192, 366, 1968, 1813, 1721, 3519, 6796, 1878, 1718, 384, 5314, 1769),
+        (895, 5908, 22_646, 149, 1915, 8815, 1577, 40_000, 14_521),
+    ]
+    asked = [Problem(lengths, (0, 1, 2), (cap,) * 3, token_multiple=4) for lengths in batches]
+    options = Options(chunk_tokens=4096, recompute_levels="whole", offload=True, seed=2)
+    plans = plan_matched(asked, costs, options)
+    assert any(made.copies for made in plans)
+    for made, problem in zip(plans, asked, strict=True):
+        caches = tabulate(made.chunks, problem, costs).forward_alloc
+        hosted = {(entry.stage, entry.sequence) for entry in made.hosted}
+        for step in (step for row in made.ranks for step in row if step.action.op is Op.F):
+            _, stage, c = step.action
+            assert (stage, made.chunks[c].segments[0].sequence) in hosted or step.alloc_bytes >= caches[stage][c]
