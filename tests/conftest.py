@@ -28,6 +28,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """With `-m fast` alone, take two processes."""
     if _is_fast(config) and "PYTEST_XDIST_WORKER" not in os.environ and getattr(config.option, "numprocesses", 0) is None:
         config.option.numprocesses, config.option.dist = min(2, os.cpu_count() or 1), "loadfile"
+        config.option.loadscopereorder = False
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
