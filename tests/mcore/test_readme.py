@@ -30,7 +30,7 @@ def test_every_other_shell_block_runs(block):
 
 @pytest.mark.parametrize(
     ("flags", "iterations"),
-    [("--iterations 5 --context 512", 5), pytest.param("", 20, marks=pytest.mark.slow, id="as it stands")],
+    [("--iterations 5 --context 1024", 5), pytest.param("", 20, marks=pytest.mark.slow, id="as it stands")],
 )
 def test_the_quickstart_leaves_its_comparison_behind(flags, iterations):
     assert QUICKSTART in BLOCKS
