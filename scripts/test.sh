@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the linters, the type checker and the default set of tests: all but those marked slow. Does its own set-up.
 #   bash scripts/test.sh                      what CI runs
-#   bash scripts/test.sh -m fast              under a minute; see docs/testing.md
+#   bash scripts/test.sh -m fast              for while you write; see docs/testing.md
 #   bash scripts/test.sh -m slow              campaigns and long matrices
 #   bash scripts/test.sh tests/pure -k trace  only this: all arguments go to pytest
 
