@@ -65,13 +65,18 @@ class Fit(NamedTuple):
 
 def fits() -> list[Fit]:
     """Check every patch that `prepare` would apply, and every function that our schedule relies on. Imports Megatron."""
-    logging.getLogger("megatron_epp").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        on_cpu = cpu.activate()
-        patches = (*install.patches(), *environment.patches(), *(cpu.patches() if on_cpu else ()))
-        found = [_fit(patch) for patch in patches]
-        strange = set(patching.unknown(fingerprints.RELIED_ON))
+    ours = logging.getLogger("megatron_epp")
+    level = ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            on_cpu = cpu.activate()
+            patches = (*install.patches(), *environment.patches(), *(cpu.patches() if on_cpu else ()))
+            found = [_fit(patch) for patch in patches]
+            strange = set(patching.unknown(fingerprints.RELIED_ON))
+    finally:
+        ours.setLevel(level)
     for target in fingerprints.RELIED_ON:
         known = target not in strange
         found.append(Fit(target, known, "known" if known else "is not the code megatron-epp is tested with", False))

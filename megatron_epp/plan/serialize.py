@@ -88,6 +88,9 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
+        if target.exists() and not target.is_file():  # a device or a pipe, which a file must not replace
+            target.write_text(to_json(plan), encoding="utf-8")
+            return
         scratch.write_text(to_json(plan), encoding="utf-8")
         scratch.replace(target)
     except OSError as error:

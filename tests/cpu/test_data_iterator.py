@@ -112,7 +112,7 @@ def test_a_sampler_error_surfaces():
 
 
 def test_a_plan_for_other_lengths_is_refused():
-    with pytest.raises(DisagreementError, match=r"plan is for sequences of 5, 9 tokens .* batch has 2, 30\. .*--seed"):
+    with pytest.raises(DisagreementError, match=r"plan is for sequences of 5, 9 tokens .* batch has 2, 30\. .*seed"):
         next(batches(lambda lengths: whole_sequences((5, 9)), sampler=[(2, 3)]))
 
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import threading
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -152,6 +154,19 @@ def test_a_plan_survives_a_file(tmp_path):
     save(hybrid(), path)
     assert load(path) == hybrid()
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
+    """Such as ``/dev/stdout``, or ``/dev/null``, which root could replace."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    received: list[str] = []
+    reader = threading.Thread(target=lambda: received.append(pipe.read_text()))
+    reader.start()
+    save(offload(), pipe)
+    reader.join(60)
+    assert from_json(received[0]) == offload()
+    assert pipe.is_fifo()
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

@@ -90,7 +90,7 @@ def recompute_us(made: Plan) -> float:
     costs = {s: pipeline(made.num_stages).stages[s].stage_backward for s in range(made.num_stages)}
     base = 0.0
     for steps in made.ranks:
-        for (op, stage, c), _, _, _ in steps:
+        for (op, stage, c), *_ in steps:
             if op is Op.B:
                 segments = made.chunks[c].segments
                 pairs = sum((end * (end + 1) - start * (start + 1)) // 2 for _, start, end in segments)
