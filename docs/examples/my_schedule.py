@@ -15,7 +15,7 @@ def gpipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
     forward = [[Action(Op.F, stage, c) for c in table] for stage in stages]
     backward = [[Action(Op.B, stage, c) for c in reversed(table)] for stage in stages]
     order = tuple((*f, *([] if problem.forward_only else b)) for f, b in zip(forward, backward, strict=True))
-    return Decisions(chunks, order, layers=[[0] * len(chunks) for _ in stages])  # nothing recomputes
+    return Decisions(chunks, order, recompute_steps=[[0] * len(chunks) for _ in stages])  # nothing recomputes
 
 
 PLANNERS["gpipe"] = gpipe

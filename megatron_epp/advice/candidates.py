@@ -94,10 +94,10 @@ def _with_experts(question: Question, layout: Layout) -> list[Layout]:
     room = min(question.cluster.devices_per_node // layout.tensor, layout.context * layout.data)
     sizes = _sizes(question, "expert", [size for size in _powers(room) if experts % size == 0])
     holders = layout.context * layout.data
-    return [replace(layout, expert=size) for size in sizes if holders % size == 0 and _in_whole_teams(layout, size)]
+    return [replace(layout, expert=size) for size in sizes if holders % size == 0 and _in_whole_groups(layout, size)]
 
 
-def _in_whole_teams(layout: Layout, expert: int) -> bool:
+def _in_whole_groups(layout: Layout, expert: int) -> bool:
     """True if context-parallel ranks share experts among themselves, or all of them with those of other replicas."""
     return layout.context % expert == 0 or (expert % layout.context == 0 and layout.data % (expert // layout.context) == 0)
 

@@ -11,7 +11,7 @@ from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.search.estimate import about_us, rough_plan
-from megatron_epp.planner.search.lockstep import plan_matched
+from megatron_epp.planner.search.lockstep import plan_lockstep
 from megatron_epp.planner.service.replica_balance import Share, by_count, divide, sequence_work
 from megatron_epp.report.facts import busy_us
 
@@ -131,7 +131,9 @@ def shares_by_work(question: Question, layout: Layout) -> tuple[Share, ...]:
     problem, costs = question.problem(layout, question.lengths), question.costs(layout)
     work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
     alone = tuple((replica,) for replica in range(layout.data))
-    shares = divide(problem, costs, alone, lambda team: sum(work_us[length] for length in team[0]), tries=0).shares
+    shares = divide(
+        problem, costs, alone, lambda lockstep_group: sum(work_us[length] for length in lockstep_group[0]), tries=0
+    ).shares
     loads_us = _loads_us(question, layout, shares)
     return tuple(shares[r] for r in sorted(range(layout.data), key=lambda r: (-loads_us[r], r)))
 
@@ -159,18 +161,22 @@ def exactly(question: Question, layout: Layout) -> Entry:
     division = divide(
         problem,
         costs,
-        layout.teams,
-        lambda team: max(about_us(question.problem(layout, lengths), costs, question.options) for lengths in team),
+        layout.lockstep_groups,
+        lambda lockstep_group: max(
+            about_us(question.problem(layout, lengths), costs, question.options) for lengths in lockstep_group
+        ),
         _EXCHANGES,
     )
     times_us = division.makespan_us
     slowest: Plan | None = None
-    for team in sorted(layout.teams, key=lambda team: (-times_us[team[0]], team))[:_PLANNED]:
-        if slowest is not None and times_us[team[0]] <= slowest.predicted.makespan_us:
+    for lockstep_group in sorted(
+        layout.lockstep_groups, key=lambda lockstep_group: (-times_us[lockstep_group[0]], lockstep_group)
+    )[:_PLANNED]:
+        if slowest is not None and times_us[lockstep_group[0]] <= slowest.predicted.makespan_us:
             break
-        problems = [question.problem_of(layout, division.shares[replica]) for replica in team]
+        problems = [question.problem_of(layout, division.shares[replica]) for replica in lockstep_group]
         if len(problems) > 1:
-            plans = plan_matched(problems, costs, question.options)
+            plans = plan_lockstep(problems, costs, question.options)
         else:
             plans = (plan(problems[0], costs, question.options),)
         slowest = max((*([slowest] if slowest else []), *plans), key=lambda made: made.predicted.makespan_us)

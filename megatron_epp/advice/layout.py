@@ -50,7 +50,7 @@ class Layout:
         return Placement(self.placement, self.pipeline, self.virtual).rank_of
 
     @property
-    def teams(self) -> tuple[tuple[int, ...], ...]:
+    def lockstep_groups(self) -> tuple[tuple[int, ...], ...]:
         """Groups of replicas that share experts; context-parallel ranks share them first."""
         size = max(1, self.expert // self.context)
         return tuple(tuple(range(first, first + size)) for first in range(0, self.data, size))

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         f"{plan.num_ranks} ranks, {actions} actions, {scale:.4g} seconds slept per planned second\n"
         f"makespan: simulated {format_us(simulated_us)}, measured {format_us(measured.makespan_us)} "
         f"({measured.makespan_us / simulated_us - 1:+.2%})\n"
-        f"overhead: {format_us(emulated.late_us)} per action on this machine's clock, beside "
+        f"overhead: {format_us(emulated.late_us)} per action on this machine's clock, next to "
         f"{format_us(simulated_us * scale * plan.num_ranks / actions)} of makespan"
     )
     return 0

@@ -69,7 +69,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add(pipeline, "num_stages", "layers_per_stage", "chunk_tokens", "slices", "token_multiple", "split_weight", "steps")
     add(pipeline, "budget_ms", "seed")
     memory = parser.add_argument_group("memory")
-    add(memory, "cap_bytes", "fragmentation_share", "recompute", "recompute_levels", "offload", "host_cap_bytes")
+    add(memory, "cap_bytes", "fragmentation_share", "recompute", "recompute_modes", "offload", "host_cap_bytes")
     costs = parser.add_argument_group(
         "costs", "from a profile, or by formula from a model and a machine (default: an 8B model)"
     )

@@ -28,7 +28,7 @@ example: before anything is launched, what a batch takes on 8 GPUs of 80 GB, and
   megatron-epp memory --lengths 131072,9000,800,350,120 --model llama3-8b --cluster h100x8 --stages 8 -o memory.png
 """
 
-_BESIDE_CURVE = 20
+_LABEL_WIDTH = 20
 """Width in characters reserved next to the curve."""
 _NO_MEGATRON = "Megatron's own estimate: Megatron is not installed here"
 
@@ -99,7 +99,7 @@ def _text(
     blocks = [headline(account.timeline.plan)]
     if refusal:
         blocks = [[refusal.splitlines()[0], "What follows is of the smallest cap with which the batch fits."], *blocks]
-    blocks += [peak_table(account), list(peak_lines(account)), curves(account, max(8, args.width - _BESIDE_CURVE))]
+    blocks += [peak_table(account), list(peak_lines(account)), curves(account, max(8, args.width - _LABEL_WIDTH))]
     if reaches:
         blocks.append(_reach_table(reaches))
     if isinstance(megatron, str):
@@ -115,7 +115,7 @@ def _reach_table(reaches: dict[str, Reach]) -> list[str]:
     if found[0].alone is not None:
         rows += [
             ["longest sequence, alone", *(_largest(reach.alone, "tokens") for reach in found)],
-            ["longest sequence, beside the others of the batch", *(_largest(reach.beside, "tokens") for reach in found)],
+            ["longest sequence, with the others of the batch", *(_largest(reach.with_rest, "tokens") for reach in found)],
             ["most sequences of such lengths", *(_largest(reach.batch, "sequences") for reach in found)],
         ]
     rows.append(["smallest cap for this batch (--memory-gb)", *(_gigabytes(reach.cap) for reach in found)])
@@ -161,7 +161,7 @@ def _figures(
     limits = {
         name: {
             "longest_sequence_alone": limit(reach.alone),
-            "longest_sequence_beside": limit(reach.beside),
+            "longest_sequence_beside": limit(reach.with_rest),
             "largest_batch": limit(reach.batch),
             "smallest_cap_bytes": limit(reach.cap),
             "smallest_cap_makespan_us": reach.cap_plan.predicted.makespan_us,

@@ -87,9 +87,9 @@ def _write(stream: TextIO | None, text: str, flush: bool) -> None:
 
 def _drop(stream: TextIO) -> None:
     """Redirect a stream to the null device: Python writes what is still buffered once more when it exits."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
 
 
 def _report(what: str, detail: Callable[[], str], done: threading.Event) -> None:

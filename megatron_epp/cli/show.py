@@ -10,8 +10,8 @@ from megatron_epp.cli.parser import PICTURES, Command, Parser, add_output, outpu
 from megatron_epp.cli.plan import add_width, text_of
 from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.actions import check_presence
-from megatron_epp.plan.check.lockstep import check_matched
-from megatron_epp.plan.check.tables import check_hosted, check_tables, check_tokens
+from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
 from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.plan import Plan
@@ -39,7 +39,9 @@ def _add_plans(parser: Parser) -> None:
 def _add_show(parser: Parser) -> None:
     add_plan(parser)
     parser.add_argument(
-        "--measured", metavar="FILE", help="a run of this plan, as the training run wrote it, to lay beside it (default: none)"
+        "--measured",
+        metavar="FILE",
+        help="a run of this plan, as the training run wrote it, to draw next to it (default: none)",
     )
     add_output(
         parser,
@@ -63,7 +65,7 @@ def _check(args: argparse.Namespace) -> int:
     found = [check(made) for made in plans]
     for path, made, violations in zip(args.plans, plans, found, strict=True):
         say(f"{path}: {report(made, violations)}", end="")
-    unmatched = [] if any(found) else check_matched(plans)
+    unmatched = [] if any(found) else check_lockstep(plans)
     for fault in unmatched:
         say(str(fault))
     return 1 if any(found) or unmatched else 0
@@ -110,7 +112,7 @@ def _text(made: Plan, measured: Measured | None, args: argparse.Namespace) -> st
 def _load(path: str) -> Plan:
     """Load a plan whose tables, chunks and actions fit together; one with other violations is shown, with a word about them."""
     made = load(path)
-    for check_part in (check_tables, check_tokens, check_presence, check_hosted):
+    for check_part in (check_tables, check_tokens, check_presence, check_kv_offload):
         if fault := next(check_part(made), None):
             raise PlanError(f"{path}: {fault}; see: {PROGRAM} check {path}")
     if violations := check(made):

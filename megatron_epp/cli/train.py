@@ -94,7 +94,7 @@ def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what Megatron's imports say about packages that are not installed: the run itself will say it."""
+    """Suppress what Megatron's imports say about packages that are not installed: the run itself will say it."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -7,7 +7,7 @@ from megatron_epp.cost.model import PipelineCosts, on_device
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Part, Profile
 from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.work import ChunkWork, Level, Line, causal_pairs, work_of
+from megatron_epp.cost.work import ChunkWork, Line, ModeCosts, causal_pairs, work_of
 
 Costs = PipelineCosts
 """Costs as the planners know them."""
@@ -17,7 +17,7 @@ __all__ = [
     "H100",
     "ChunkWork",
     "Costs",
-    "Level",
+    "ModeCosts",
     "Line",
     "ModelShape",
     "Part",

@@ -17,7 +17,7 @@ from megatron_epp.cost.head import loss_workspace_bytes
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.model_shape import ModelShape
 from megatron_epp.cost.profile import Part, Profile
-from megatron_epp.cost.work import Level, Line
+from megatron_epp.cost.work import Line, ModeCosts
 from megatron_epp.plan import EppError
 
 MICROSECONDS = 1e6
@@ -94,8 +94,10 @@ def _layer(shape: ModelShape, rates: Rates) -> Part:
         backward=overhead + linear.scaled(2) + moved.scaled(3) + exchange + attention_backward,
         weight=linear,
         recompute={
-            "selective": Level(overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token),
-            "mlp": Level(_mlp_again(shape, rates), kept - shape.mlp_bytes_per_token - 2 * hidden, kept - hidden),
+            "selective": ModeCosts(
+                overhead + linear + moved.scaled(2) + exchange, hidden + shape.attention_result_bytes_per_token
+            ),
+            "mlp": ModeCosts(_mlp_again(shape, rates), kept - shape.mlp_bytes_per_token - 2 * hidden, kept - hidden),
         },
         bytes_per_token=kept,
         attended_bytes_per_token=attended,

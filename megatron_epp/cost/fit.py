@@ -93,8 +93,8 @@ def fit_profile(
             backward=layer_backward + fits["attention backward"].line + exchange,
             weight=fits["linear weight"].line.within(layer_backward),
             recompute={
-                mode: replace(level, again=_again(mode, shape, rates, layer_forward, fits["attention forward"].line))
-                for mode, level in formula.layer.recompute.items()
+                name: replace(mode, again=_again(name, shape, rates, layer_forward, fits["attention forward"].line))
+                for name, mode in formula.layer.recompute.items()
             },
         ),
         embedding=replace(formula.embedding, forward=fits["embedding forward"].line, backward=fits["embedding backward"].line),

@@ -84,7 +84,7 @@ CPU = Rates(
 """
 
 
-def divide(sharing: int, apart: int) -> tuple[int, int]:
+def divide(sharing: int, split: int) -> tuple[int, int]:
     """Number of ranks that use a node's shared link at once, and of pipeline ranks that take turns on it.
 
     Megatron numbers tensor-parallel ranks first, then context-parallel ones, then replicas, then stages, and ranks are devices
@@ -97,9 +97,9 @@ def divide(sharing: int, apart: int) -> tuple[int, int]:
 
     Args:
         sharing: devices in a row that share a link.
-        apart: ranks from one stage's to the next stage's in the same pipeline: tensor x context parallel ranks x replicas.
+        split: ranks from one stage's to the next stage's in the same pipeline: tensor x context parallel ranks x replicas.
 
     Returns:
         ranks that use a link at once, and the consecutive pipeline ranks that take turns on each one's part.
     """
-    return (sharing, 1) if sharing % apart else (apart, sharing // apart)
+    return (sharing, 1) if sharing % split else (split, sharing // split)

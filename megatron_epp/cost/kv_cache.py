@@ -17,13 +17,13 @@ import numpy as np
 
 from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import ChunkWork, IntColumn, TimeColumn
-from megatron_epp.plan.fresh import all_at_once, fresh_bytes
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.size_class import size_classes
+from megatron_epp.plan.transient_kv_gradients import all_at_once, transient_kv_gradient_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Hosting:
+class KVOffloadCosts:
     """Time and memory of KV offload on one stage, as columns with one entry per chunk; 0 for chunks without a slice.
 
     Attributes:
@@ -46,7 +46,7 @@ CopyTime = Callable[[float | TimeColumn, IntColumn], TimeColumn]
 """Function from bytes per token and tokens to the microseconds of a one-way copy of keys and values or of their gradients."""
 
 
-def hosting(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragmentation_share: float) -> Hosting:
+def kv_offload_costs(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragmentation_share: float) -> KVOffloadCosts:
     """Compute the time and memory that KV offload takes on a stage.
 
     Args:
@@ -68,7 +68,7 @@ def hosting(own: StageCosts, work: ChunkWork, copy_us: CopyTime, fragmentation_s
     back_us = copy_us(kv, upto) + has_later * copy_us(gradient, upto)
     sums_us = has_earlier * copy_us(gradient, before)  # on their way out
     device = 1.0 + fragmentation_share
-    return Hosting(
+    return KVOffloadCosts(
         forward_us=beyond(pieces * (in_us + out_us), own.forward.per_pair_us, own.num_layers) + work.sliced * (in_us + out_us),
         backward_us=beyond(pieces * (back_us + sums_us), own.backward.per_pair_us, own.num_layers)
         + work.sliced * (back_us + sums_us),
@@ -96,7 +96,7 @@ def prefix_bytes(costs: StageCosts, work: ChunkWork) -> TimeColumn:
     head, seen = costs.kv_bytes_per_token / costs.kv_heads, work.prefix_tokens + work.tokens
 
     def made(keys: IntColumn, kv_heads: int) -> TimeColumn:
-        return fresh_bytes(keys, kv_heads, head, costs.queries_per_key)
+        return transient_kv_gradient_bytes(keys, kv_heads, head, costs.queries_per_key)
 
     parts = head_parts(costs.kv_heads)
     all_heads, piece = made(seen, costs.kv_heads), made(seen, costs.kv_heads // parts)
@@ -104,4 +104,4 @@ def prefix_bytes(costs: StageCosts, work: ChunkWork) -> TimeColumn:
     wider = costs.kv_gradient_per_token(work) > costs.kv_bytes_per_token
     becomes = work.last & all_at_once(seen, costs.kv_heads, head, costs.queries_per_key) & ~wider
     resident = all_heads - np.where(becomes, costs.kv_bytes_per_token * seen, 0.0)
-    return np.maximum(np.where(work.hosted, piece, resident) - made(work.tokens, costs.kv_heads), 0.0)
+    return np.maximum(np.where(work.kv_offload, piece, resident) - made(work.tokens, costs.kv_heads), 0.0)

@@ -97,10 +97,10 @@ def shipped(kind: str) -> list[str]:
     return sorted(path.stem for folder in FOLDERS for path in (folder / kind).glob("*.*") if path.suffix in (".yaml", ".json"))
 
 
-def locate(name: str, kind: str = "", beside: Path = Path()) -> Path | None:
+def locate(name: str, kind: str = "", folder: Path = Path()) -> Path | None:
     """Find a file by its path, relative to a folder, or a shipped file by its name; None if there is neither."""
     shipped_as = (folder / kind / f"{name}{suffix}" for folder in FOLDERS for suffix in ("", ".yaml", ".json"))
-    return next((path for path in (beside / name, *shipped_as) if path.is_file()), None)
+    return next((path for path in (folder / name, *shipped_as) if path.is_file()), None)
 
 
 def find(kind: str, name: str) -> Path:

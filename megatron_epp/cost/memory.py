@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 from megatron_epp.plan.recompute import MODES
 
 LAYERS = "layers that keep everything"
-LEVEL_ITEMS = {name: f"layers that recompute ({mode.text})" for name, mode in MODES.items()}
+RECOMPUTE_MODE_ITEMS = {name: f"layers that recompute ({mode.text})" for name, mode in MODES.items()}
 INPUTS = "stage inputs, embeddings"
 HEAD = "logits and loss"
 CACHE = "keys and values of slices"
 CACHE_GRADIENT = "gradients of keys and values"
-HOSTED = "keys and values from the host"
-PREFIX_GRADIENT = "gradients of a prefix, as attention makes them"
+KV_OFFLOAD = "KV offload buffers"
+TRANSIENT_KV_GRADIENT = "gradients of a prefix, as attention makes them"
 RECOMPUTED = "layer being recomputed"
 WEIGHT_INPUTS = "kept for weight gradients"
 FRAGMENTATION = "fragmentation allowance"
@@ -23,13 +23,13 @@ MESSAGES = "messages in flight"
 
 DYNAMIC = (
     LAYERS,
-    *LEVEL_ITEMS.values(),
+    *RECOMPUTE_MODE_ITEMS.values(),
     INPUTS,
     HEAD,
     CACHE,
     CACHE_GRADIENT,
-    HOSTED,
-    PREFIX_GRADIENT,
+    KV_OFFLOAD,
+    TRANSIENT_KV_GRADIENT,
     RECOMPUTED,
     WEIGHT_INPUTS,
     FRAGMENTATION,

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.kv_cache import Hosting, hosting, prefix_bytes
-from megatron_epp.cost.memory import FRAGMENTATION_SHARE, HEAD, INPUTS, LAYERS, LEVEL_ITEMS, LOSS_BLOCK, WORKING
+from megatron_epp.cost.kv_cache import KVOffloadCosts, kv_offload_costs, prefix_bytes
+from megatron_epp.cost.memory import FRAGMENTATION_SHARE, HEAD, INPUTS, LAYERS, LOSS_BLOCK, RECOMPUTE_MODE_ITEMS, WORKING
 from megatron_epp.cost.serialize import Form, check_part
 from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Level, Line, TimeColumn
+from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.plan.recompute import MODES, mode_of
 from megatron_epp.plan.size_class import size_classes
@@ -30,7 +30,7 @@ class PipelineCosts:
     """Costs of every stage and of the messages between them.
 
     Methods take the number of a `stage`, the `work` of chunks, and where it matters their `recompute` or a layer's recompute
-    mode (`level`; empty for none). They return times in microseconds and sizes in bytes as columns ``[chunk]``, all sizes with
+    mode (`mode`; empty for none). They return times in microseconds and sizes in bytes as columns ``[chunk]``, all sizes with
     the fragmentation share, except static ones. Recompute is linear in the number of layers of each mode; a mode whose costs
     are unknown raises `EppError`. A model of another form is a subclass.
 
@@ -66,7 +66,7 @@ class PipelineCosts:
         return tuple(stage.num_layers for stage in self.stages)
 
     @property
-    def alike(self) -> tuple[int, ...]:
+    def equal_stages(self) -> tuple[int, ...]:
         """Index of the first stage with the same costs, for each stage; often one for all but the first and last stages."""
         return tuple(map(self.stages.index, self.stages))
 
@@ -76,9 +76,9 @@ class PipelineCosts:
         return any(stage.stage_weight != NO_TIME for stage in self.stages)
 
     @property
-    def recompute_levels(self) -> tuple[str, ...]:
+    def recompute_modes(self) -> tuple[str, ...]:
         """Recompute modes whose costs are known for all stages, most recompute first."""
-        return tuple(name for name in MODES if all(stage.level(name) is not None for stage in self.stages))
+        return tuple(name for name in MODES if all(stage.mode(name) is not None for stage in self.stages))
 
     def forward_line(self, stage: int) -> Line:
         """Time of the forward as a line in tokens and pairs, by which chunks are balanced."""
@@ -101,8 +101,8 @@ class PipelineCosts:
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward."""
-        levels = ((count, self._level(stage, name)) for name, count in recompute.by_mode())
-        return sum((count * level.again.time_us(work.tokens, work.pairs) for count, level in levels), 0.0 * work.tokens)
+        modes = ((count, self._level(stage, name)) for name, count in recompute.by_mode())
+        return sum((count * mode.again.time_us(work.tokens, work.pairs) for count, mode in modes), 0.0 * work.tokens)
 
     def activation_bytes(self, stage: int, work: ChunkWork, recompute: Recompute = NO_RECOMPUTE) -> IntColumn:
         """Bytes kept from forward to backward, without the cache of a sliced sequence's keys and values."""
@@ -123,15 +123,15 @@ class PipelineCosts:
         costs = self.stages[stage]
         yield LAYERS, (costs.num_layers - recompute.num_layers) * self._layer_per_token(stage, work, "")
         for name, count in recompute.by_mode():
-            yield LEVEL_ITEMS[name], count * self._layer_per_token(stage, work, name)
+            yield RECOMPUTE_MODE_ITEMS[name], count * self._layer_per_token(stage, work, name)
         everywhere = np.ones(len(work.tokens))
         yield INPUTS, (costs.extra_bytes_per_token - costs.head_bytes_per_token) * everywhere
         yield HEAD, costs.head_bytes_per_token * everywhere
 
-    def _layer_per_token(self, stage: int, work: ChunkWork, level: str) -> TimeColumn:
-        if level == "":
+    def _layer_per_token(self, stage: int, work: ChunkWork, mode: str) -> TimeColumn:
+        if mode == "":
             return self.stages[stage].layer_bytes_per_token - self._in_cache(stage, work)
-        return self._level(stage, level).bytes_per_token - self._in_cache(stage, work) * mode_of(level).keeps_kv
+        return self._level(stage, mode).bytes_per_token - self._in_cache(stage, work) * mode_of(mode).keeps_kv
 
     def _in_cache(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Bytes per token of a layer's kept activations that are in the sequence's key and value cache."""
@@ -140,10 +140,10 @@ class PipelineCosts:
     def _gradient_of_layer(self, stage: int, work: ChunkWork) -> TimeColumn:
         return self.stages[stage].kv_gradient_per_token(work) * work.cache_tokens
 
-    def _level(self, stage: int, name: str) -> Level:
-        if (level := self.stages[stage].level(name)) is None:
-            raise EppError(f"the costs of stage {stage} do not know recompute level {name!r}; measure them again")
-        return level
+    def _level(self, stage: int, name: str) -> ModeCosts:
+        if (mode := self.stages[stage].mode(name)) is None:
+            raise EppError(f"the costs of stage {stage} do not know recompute mode {name!r}; measure them again")
+        return mode
 
     def weight_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes held from the end of B to the end of W if the two are split."""
@@ -162,7 +162,7 @@ class PipelineCosts:
         costs = self.stages[stage]
         return self._whole_bytes(costs.num_layers * costs.kv_bytes_per_token * size_classes(work.cache_tokens))
 
-    def hosting(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> Hosting:
+    def kv_offload_costs(self, stage: int, work: ChunkWork, sharing: float = 1.0) -> KVOffloadCosts:
         """Time and memory of KV offload of slices.
 
         Args:
@@ -175,7 +175,7 @@ class PipelineCosts:
         def copy_us(per_token: float | TimeColumn, tokens: IntColumn) -> TimeColumn:
             return sharing * self.host_turns * (2 * self.host_latency_us + self.host_us_per_byte * per_token * tokens)
 
-        return hosting(self.stages[stage], work, copy_us, self.fragmentation_share)
+        return kv_offload_costs(self.stages[stage], work, copy_us, self.fragmentation_share)
 
     def gradient_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of the gradient of that sequence's keys and values, in all layers and for its whole length. It is allocated
@@ -183,19 +183,19 @@ class PipelineCosts:
         """
         return self._whole_bytes(self.stages[stage].num_layers * self._gradient_of_layer(stage, work))
 
-    def layer_bytes(self, stage: int, work: ChunkWork, level: str = "") -> IntColumn:
+    def layer_bytes(self, stage: int, work: ChunkWork, mode: str = "") -> IntColumn:
         """Bytes kept by one layer with the given recompute mode (empty: none), which backward frees after the layer."""
-        return -self._whole_bytes(-self._layer_per_token(stage, work, level) * work.tokens)
+        return -self._whole_bytes(-self._layer_per_token(stage, work, mode) * work.tokens)
 
-    def layer_peak_bytes(self, stage: int, work: ChunkWork, level: str = "", *, apart: bool = False) -> LayerPeak:
+    def layer_peak_bytes(self, stage: int, work: ChunkWork, mode: str = "", *, split: bool = False) -> LayerPeak:
         """Peak bytes of one layer while its backward runs: either at its beginning, with all activations of the forward or of
         recompute, or after its attention has made the gradient of keys and values (of the whole sequence, with the last slice)
         and the activations after attention have been freed.
 
         Args:
-            apart: the weight gradient is split, so the backward keeps the tensors that it needs.
+            split: the weight gradient is split, so the backward keeps the tensors that it needs.
         """
-        full, attended = self.stages[stage].peaks_per_token(level, apart)
+        full, attended = self.stages[stage].peaks_per_token(mode, split)
         in_cache = self._in_cache(stage, work)
         gradient = np.where(work.last, self._gradient_of_layer(stage, work), 0.0)
         prefix = prefix_bytes(self.stages[stage], work)

@@ -113,7 +113,7 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise EppError(f"{where} is {shown(value)}, which is no list")
-        return tuple(build(get_args(hint)[0], entry, f"{where}[{place}]") for place, entry in enumerate(value))
+        return tuple(build(get_args(hint)[0], entry, f"{where}[{position}]") for position, entry in enumerate(value))
     readers: dict[Any, Callable[[], Any]] = {
         float: lambda: number(value, 0.0, _MOST.get(name, MOST_NUMBER)),
         int: lambda: whole(value, _LEAST.get(name, 0), int(_MOST.get(name, MOST_WHOLE))),

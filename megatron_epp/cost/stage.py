@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.memory import NO_STATIC, Static
-from megatron_epp.cost.work import NO_TIME, ChunkWork, Level, Line, TimeColumn
+from megatron_epp.cost.work import NO_TIME, ChunkWork, Line, ModeCosts, TimeColumn
 from megatron_epp.plan.kv_sums import MOST_ROUNDED
 from megatron_epp.plan.recompute import FULL, MODES, mode_of
 
@@ -35,7 +35,7 @@ class LayerCosts:
     forward: Line = NO_TIME
     backward: Line = NO_TIME
     weight: Line = NO_TIME
-    recompute: dict[str, Level] = field(default_factory=dict, hash=False)
+    recompute: dict[str, ModeCosts] = field(default_factory=dict, hash=False)
     attended_bytes_per_token: float | None = None
     apart_bytes_per_token: float | None = None
     apart_attended_bytes_per_token: float | None = None
@@ -114,11 +114,11 @@ class StageCosts(LayerCosts):
         """Bytes of weights, gradients and optimizer state."""
         return self.static.num_bytes
 
-    def level(self, name: str) -> Level | None:
+    def mode(self, name: str) -> ModeCosts | None:
         """Costs of a recompute mode by its name in `plan.recompute.MODES`; None if unknown."""
         mode = mode_of(name)
         if mode.name == FULL:
-            return Level(self.forward, self.recomputed_layer_bytes_per_token)
+            return ModeCosts(self.forward, self.recomputed_layer_bytes_per_token)
         return self.recompute.get(mode.name)
 
     def kv_gradient_per_token(self, work: ChunkWork) -> TimeColumn:
@@ -127,18 +127,18 @@ class StageCosts(LayerCosts):
         many = few if self.many_kv_gradient_bytes_per_token is None else self.many_kv_gradient_bytes_per_token
         return np.where(work.num_slices > MOST_ROUNDED, many, few)
 
-    def peaks_per_token(self, level: str, apart: bool) -> tuple[float, float]:
+    def peaks_per_token(self, mode: str, split: bool) -> tuple[float, float]:
         """Bytes per token of one layer when its backward begins, and when its attention has made the gradient of K and V.
 
         Args:
-            level: recompute mode; empty for none.
-            apart: the weight gradient is split, so the backward keeps the tensors that it needs.
+            mode: recompute mode; empty for none.
+            split: the weight gradient is split, so the backward keeps the tensors that it needs.
         """
-        if apart:
+        if split:
             everything = self.layer_bytes_per_token + self.weight_bytes_per_token
             sizes = self.apart_bytes_per_token, self.apart_attended_bytes_per_token
         else:
-            own = self.level(level) if level else None
+            own = self.mode(mode) if mode else None
             everything = self.layer_bytes_per_token if self.full_bytes_per_token is None else self.full_bytes_per_token
             sizes = None if own is None else own.full_bytes_per_token, self.attended_bytes_per_token
         full, attended = (everything if size is None else size for size in sizes)

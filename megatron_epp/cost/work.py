@@ -72,7 +72,7 @@ NO_TIME = Line()
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ModeCosts:
     """A layer in a recompute mode.
 
     Attributes:
@@ -113,7 +113,7 @@ class ChunkWork:
     num_slices: IntColumn
 
     @property
-    def hosted(self) -> BoolColumn:
+    def kv_offload(self) -> BoolColumn:
         """True for chunks with a slice whose keys and values are offloaded to the host."""
         return np.asarray(self.sliced & (self.cache_tokens == 0), dtype=np.bool_)
 

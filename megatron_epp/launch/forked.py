@@ -64,10 +64,10 @@ class Forks:
         Raises:
             EppError: the process that forks has ended.
         """
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(usable_port(0))}
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(usable_port(0))}
         try:
             with self._lock:
-                self._connection.send((num_processes, list(command), {**meeting, **environment}, log, limit_s))
+                self._connection.send((num_processes, list(command), {**rendezvous, **environment}, log, limit_s))
                 code: int | None = self._connection.recv()
         except (EOFError, OSError):
             raise EppError(f"no ranks: what forks them ended with exit code {self._process.wait()}; see above why") from None

@@ -94,7 +94,7 @@ def _over_includes(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) 
 
 def _found(name: str, includer: Path | None) -> Path:
     """Find a file by its path (relative to the including file, or to the working folder), or a shipped file by its name."""
-    path = locate(name, beside=Path() if includer is None else includer.parent)
+    path = locate(name, folder=Path() if includer is None else includer.parent)
     if path is not None:
         return path.resolve()
     asked = "" if includer is None else f", which {includer} includes"

@@ -1,27 +1,30 @@
 """The plan language: chunks, actions, plans, and checks and simulations that need no training run."""
 
+import warnings
+from typing import TYPE_CHECKING
+
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check import Violation, check, report
-from megatron_epp.plan.check.lockstep import check_matched
+from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.errors import EppError, InfeasibleError, PlanError, Remedy
 from megatron_epp.plan.graph import deps
 from megatron_epp.plan.lowering import lower
-from megatron_epp.plan.plan import UNLIMITED_BYTES, Copy, Hosted, Messages, Plan, Prediction, Step, is_unlimited
-from megatron_epp.plan.recompute import LEVELS, NO_RECOMPUTE, Recompute
+from megatron_epp.plan.plan import UNLIMITED_BYTES, Copy, KVOffload, Messages, Plan, Prediction, Step, is_unlimited
+from megatron_epp.plan.recompute import NO_RECOMPUTE, RECOMPUTE_MODES, Recompute
 from megatron_epp.plan.serialize import digest, from_json, load, save, to_json
 from megatron_epp.plan.simulate import MemoryEvent, Message, Timeline, simulate
 from megatron_epp.plan.text import from_grid, to_grid
 
 __all__ = [
-    "LEVELS",
+    "RECOMPUTE_MODES",
     "NO_RECOMPUTE",
     "UNLIMITED_BYTES",
     "Action",
     "Chunk",
     "Copy",
     "EppError",
-    "Hosted",
+    "KVOffload",
     "InfeasibleError",
     "MemoryEvent",
     "Message",
@@ -37,7 +40,7 @@ __all__ = [
     "Timeline",
     "Violation",
     "check",
-    "check_matched",
+    "check_lockstep",
     "deps",
     "digest",
     "from_grid",
@@ -51,3 +54,15 @@ __all__ = [
     "to_grid",
     "to_json",
 ]
+
+_OLD_NAMES = {"Hosted": "KVOffload", "LEVELS": "RECOMPUTE_MODES", "check_matched": "check_lockstep"}
+"""Names of version 0.1, which work until the next release."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Return what an old name stands for, with a warning that has the new one."""
+        if name not in _OLD_NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(f"{__name__}.{name} is now {_OLD_NAMES[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_OLD_NAMES[name]]

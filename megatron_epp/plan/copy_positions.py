@@ -25,7 +25,7 @@ class CopyTimes(NamedTuple):
     latest: int
 
 
-class Places(NamedTuple):
+class CopyPositions(NamedTuple):
     """Indices, in the rank's list, of the compute actions before which a copy is issued and before which it changes the rank's
     memory: a load when it is issued, an offload at its `FREE`. Changes before one action are in the order of their copies.
     """
@@ -34,7 +34,7 @@ class Places(NamedTuple):
     changes: int
 
 
-def places(start_us: Sequence[float], end_us: Sequence[float], copies: Iterable[CopyTimes]) -> Iterator[Places]:
+def copy_positions(start_us: Sequence[float], end_us: Sequence[float], copies: Iterable[CopyTimes]) -> Iterator[CopyPositions]:
     """Yield the positions at which a rank issues its copies, in their order.
 
     A copy is issued before the compute action that runs, or is the next to run, when it starts, so it can start no later.
@@ -51,10 +51,10 @@ def places(start_us: Sequence[float], end_us: Sequence[float], copies: Iterable[
         own = freed[action._replace(op=Op.O)] if action.op is Op.L else 0
         last = min(max(last, bisect_right(end_us, begins_us), own), latest)
         if action.op is Op.L:
-            yield Places(last, last)
+            yield CopyPositions(last, last)
         else:
             freed[action] = last_free = min(max(last, last_free, bisect_left(start_us, ends_us)), latest)
-            yield Places(last, last_free)
+            yield CopyPositions(last, last_free)
 
 
 def place_copies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float], rank: int) -> dict[int, list[Action]]:
@@ -73,7 +73,7 @@ def place_copies(graph: Graph, start_us: Sequence[float], end_us: Sequence[float
     latest = [(compute.stop if number is None else number) - compute.start for number in backwards]
     began, ended = ([column[row.start : row.stop] for row in (compute, copies)] for column in (start_us, end_us))
     ran = map(CopyTimes, actions, began[1], ended[1], latest)
-    for action, (issued, changes) in zip(actions, places(began[0], ended[0], ran), strict=True):
+    for action, (issued, changes) in zip(actions, copy_positions(began[0], ended[0], ran), strict=True):
         while freed and freed[0][0] <= issued:
             at, free = freed.pop(0)
             placed[at].append(free)

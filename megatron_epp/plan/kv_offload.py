@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk
-from megatron_epp.plan.plan import Hosted, Plan
+from megatron_epp.plan.plan import KVOffload, Plan
 from megatron_epp.plan.simulate import Timeline
 
 MOST_PARTS = 4
@@ -34,16 +34,16 @@ def head_parts(kv_heads: int) -> int:
     return max(parts for parts in range(1, MOST_PARTS + 1) if kv_heads % parts == 0)
 
 
-def host_levels(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
+def host_memory(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
     """Host memory of a rank over time: steps ``(time_us, bytes)`` from time 0, each valid until the next.
 
     Offloaded activations take host memory from the issue of their offload to that of their load, after which later copies reuse
-    it; keys and values as described in `Hosted`.
+    it; keys and values as described in `KVOffload`.
     """
     plan, level = timeline.plan, 0
-    here = [entry for entry in plan.hosted if plan.placement[entry.stage] == rank]
+    here = [entry for entry in plan.kv_offload if plan.placement[entry.stage] == rank]
     changes: Counter[tuple[Action, bool]] = Counter()
-    for action, at_end, size in hosted_changes(here, slices_of(plan), plan.forward_only):
+    for action, at_end, size in kv_offload_changes(here, slices_of(plan), plan.forward_only):
         changes[action, at_end] += size
     for copy in plan.copies[rank] if plan.copies else ():
         changes[copy.action, False] = in_units(copy.free_bytes) - in_units(copy.alloc_bytes)
@@ -55,8 +55,8 @@ def host_levels(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
     return found
 
 
-def hosted_changes(
-    entries: Iterable[Hosted], slices: Mapping[int, Sequence[int]], forward_only: bool
+def kv_offload_changes(
+    entries: Iterable[KVOffload], slices: Mapping[int, Sequence[int]], forward_only: bool
 ) -> Iterator[tuple[Action, bool, int]]:
     """Yield the changes of host memory by KV offload: ``(action, whether at its end, bytes)``, in units of host memory.
 
@@ -77,7 +77,7 @@ def hosted_changes(
 
 def host_peaks(timeline: Timeline) -> tuple[int, ...]:
     """Peak host memory of each rank, in bytes."""
-    return tuple(max(size for _, size in host_levels(timeline, rank)) for rank in range(timeline.plan.num_ranks))
+    return tuple(max(size for _, size in host_memory(timeline, rank)) for rank in range(timeline.plan.num_ranks))
 
 
 def slices_of(plan: Plan) -> dict[int, list[int]]:

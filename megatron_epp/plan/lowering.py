@@ -53,10 +53,10 @@ def lower(plan: Plan) -> tuple[tuple[Action, ...], ...]:
 def issue_order(plan: Plan, graph: Graph, played: Playback) -> tuple[tuple[Action, ...], ...]:
     """Return the lowered rows of a plan whose playback reached its end, see `lower`."""
     alone = played if (compute := graph.without_copies()) is graph else play(compute)
-    places = [0] * len(compute.steps)
-    for place, number in enumerate(alone.order):
-        places[number] = place
-    ends = list(zip(alone.end_us, places, [1] * len(places), strict=True))
+    rank_in_order = [0] * len(compute.steps)
+    for index, number in enumerate(alone.order):
+        rank_in_order[number] = index
+    ends = list(zip(alone.end_us, rank_in_order, [1] * len(rank_in_order), strict=True))
     posted = _transfers(graph, ends)
     for rank, entry in _reductions(plan, graph, ends):
         posted[rank].append(entry)
@@ -66,13 +66,13 @@ def issue_order(plan: Plan, graph: Graph, played: Playback) -> tuple[tuple[Actio
         copies = place_copies(graph, played.start_us, played.end_us, rank)
         due = sorted(posted[rank])
         at, last = 0, len(due)
-        for place, number in enumerate(numbers):
-            start = alone.start_us[number], places[number], 0
+        for index, number in enumerate(numbers):
+            start = alone.start_us[number], rank_in_order[number], 0
             while at < last and due[at][0] < start:
                 row.append(due[at][2])
                 at += 1
-            if place in copies:
-                row += copies[place]
+            if index in copies:
+                row += copies[index]
             if at < last and due[at][0] < ends[number]:
                 ahead = _count_ahead(due, at, ends[number])
                 row += [action for _, _, action in due[at:ahead]]
@@ -115,11 +115,11 @@ def _reductions(plan: Plan, graph: Graph, ends: Sequence[_Moment]) -> Iterator[t
                 kind = operation(action.op)
                 if kind.role in (Role.CLOSES, Role.DEFERRED) and kind.sites is of_stages:
                     last[action.stage] = number, action
-    time_us, place = 0.0, 0
+    time_us, index = 0.0, 0
     for behind, stage in enumerate(sorted(last, reverse=True)):
         number, action = last[stage]
-        time_us, place, _ = max((time_us, place, 1), ends[number])
-        yield plan.placement[stage], ((time_us, place, 2 + behind), -stage, action._replace(op=Op.REDUCE))
+        time_us, index, _ = max((time_us, index, 1), ends[number])
+        yield plan.placement[stage], ((time_us, index, 2 + behind), -stage, action._replace(op=Op.REDUCE))
 
 
 def _count_ahead(due: Sequence[_Posted], at: int, end: _Moment) -> int:

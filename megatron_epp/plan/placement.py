@@ -43,7 +43,7 @@ class Placement:
         return self._rank(self.num_stages - 1)
 
     @property
-    def ends_meet(self) -> bool:
+    def ends_share_rank(self) -> bool:
         """True if the first and the last stage are different chunks of one rank."""
         return self.num_stages > 1 and self.last_rank == 0
 
@@ -56,11 +56,11 @@ class Placement:
         return self.num_ranks - 1 - rank if self.kind == "v" and lap % 2 else rank
 
 
-def neighbours_apart(rank_of: Sequence[int]) -> tuple[int, ...]:
+def num_boundaries(rank_of: Sequence[int]) -> tuple[int, ...]:
     """Number of adjacent stages (0 to 2) that are on other ranks, for each stage.
 
     Args:
         rank_of: the rank of every stage.
     """
-    apart = [0, *(int(here != there) for here, there in pairwise(rank_of)), 0]
-    return tuple(before + after for before, after in pairwise(apart))
+    crossed = [0, *(int(here != there) for here, there in pairwise(rank_of)), 0]
+    return tuple(before + after for before, after in pairwise(crossed))

@@ -14,7 +14,7 @@ from megatron_epp.plan.chunk import Chunk
 from megatron_epp.plan.recompute import Recompute
 
 SCHEMA = "megatron-epp/plan"
-VERSION = 2
+VERSION = 3
 UNLIMITED_BYTES = 1 << 62
 """No memory cap."""
 
@@ -69,7 +69,7 @@ class Copy(NamedTuple):
 AnyStep = Step | Copy
 
 
-class Hosted(NamedTuple):
+class KVOffload(NamedTuple):
     """KV offload of a sliced sequence on a stage: keys and values are in host memory, only those in use on the device.
 
     The host has `cache_bytes` from the start of the first slice's forward on, and `gradient_bytes` more from the start of the
@@ -134,7 +134,7 @@ class Plan:
         offload_share: ``[stage][chunk]``, share of the activation bytes that is offloaded between forward and backward.
         ranks: the compute steps of each rank, in order.
         copies: the offload and load steps of each rank, in order, one at a time and overlapped with compute.
-        hosted: stages and sequences with KV offload.
+        kv_offload: stages and sequences with KV offload.
         host_links: index of the link to the host that each rank uses; empty if no link is shared.
         messages: time of every message.
         static_bytes: bytes each rank holds throughout (weights, gradients, optimizer), `message_bytes` included.
@@ -165,7 +165,7 @@ class Plan:
     cap_bytes: tuple[int, ...]
     predicted: Prediction
     copies: tuple[tuple[Copy, ...], ...] = ()
-    hosted: tuple[Hosted, ...] = ()
+    kv_offload: tuple[KVOffload, ...] = ()
     host_cap_bytes: tuple[int, ...] = ()
     host_links: tuple[int, ...] = ()
     message_bytes: tuple[int, ...] = ()
@@ -198,9 +198,9 @@ class Plan:
         """Tokens of a chunk after padding: the length of every message that carries it (before sequence parallelism)."""
         return self.chunks[chunk].padded_tokens(self.token_multiple)
 
-    def hosted_by(self, stage: int) -> frozenset[int]:
+    def kv_offload_on(self, stage: int) -> frozenset[int]:
         """Sequences with KV offload on a stage."""
-        return frozenset(entry.sequence for entry in self.hosted if entry.stage == stage)
+        return frozenset(entry.sequence for entry in self.kv_offload if entry.stage == stage)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """The compute actions of a rank, without their costs."""

@@ -60,7 +60,7 @@ MODES = {
     )
 }
 """Recompute modes by name, most recompute first, and those that repeat core attention before all others. A stage's first layers
-use the first mode. Costs say which of them can be used (`PipelineCosts.recompute_levels`).
+use the first mode. Costs say which of them can be used (`PipelineCosts.recompute_modes`).
 
 A new mode is a row here, its costs by formula in `cost.analytic`, and, where `mcore.model.recompute` cannot run its parts again
 without others, the way to do so there."""
@@ -68,7 +68,7 @@ without others, the way to do so there."""
 FULL = "full"
 """Mode whose costs are always known: a layer's forward once more."""
 
-LEVELS = tuple(MODES)
+RECOMPUTE_MODES = tuple(MODES)
 """Names of the recompute modes, most recompute first."""
 
 
@@ -128,7 +128,7 @@ class Recompute(tuple[int, ...]):
             if count := self[mode.column]:
                 yield mode.name, count
 
-    def level(self, layer: int) -> str:
+    def mode(self, layer: int) -> str:
         """Name of the recompute mode of the stage's layer with that number, from 0; empty for a layer that keeps everything."""
         for name, count in self.by_mode():
             if layer < count:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.chunk import Chunk, Segment
 from megatron_epp.plan.errors import EppError, PlanError
-from megatron_epp.plan.plan import SCHEMA, VERSION, Copy, Hosted, Messages, Plan, Prediction, Step
+from megatron_epp.plan.plan import SCHEMA, VERSION, Copy, KVOffload, Messages, Plan, Prediction, Step
 from megatron_epp.plan.reading import naming, number, parse_json, read_text, shown, whole
 from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.text import step_text
@@ -29,6 +29,9 @@ _COLUMNS = (
     "notes",
 )  # lists that stay on one line
 
+_RENAMED = {2: {"hosted": "kv_offload"}}
+"""Fields that earlier versions name otherwise. A digest is that of the document as it was written."""
+
 
 def digest(plan: Plan) -> str:
     """SHA-256 of the plan's JSON, keys sorted and without spaces. Equal plans have equal digests."""
@@ -36,7 +39,7 @@ def digest(plan: Plan) -> str:
 
 
 def to_json(plan: Plan) -> str:
-    """Return the plan as a JSON document of schema ``megatron-epp/plan``, version 2; `from_json` gives back an equal plan.
+    """Return the plan as a JSON document of schema ``megatron-epp/plan``, version 3; `from_json` gives back an equal plan.
 
     Raises:
         PlanError: a number in it is infinite or not a number.
@@ -48,7 +51,7 @@ def to_json(plan: Plan) -> str:
 
 
 def from_json(text: str) -> Plan:
-    """Read what `to_json` wrote. Fields this version does not know are ignored, but count towards the digest.
+    """Read what `to_json` wrote, in version 3 or 2. Fields this version does not know are ignored, but count towards the digest.
 
     Raises:
         PlanError: not JSON, another schema or version, a field that is missing or malformed, or a digest that does not match.
@@ -60,12 +63,15 @@ def from_json(text: str) -> Plan:
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise PlanError(f"not a plan: schema is {shown(found)}, expected {SCHEMA!r}")
-    if document.get("version") != VERSION:
-        found = shown(document.get("version"))
-        raise PlanError(f"plan version {found} cannot be read; this program reads version {VERSION}")
+    version = document.get("version")
+    if version not in (VERSION, *_RENAMED):
+        raise PlanError(f"plan version {shown(version)} cannot be read; this program reads versions 2 and {VERSION}")
     claimed = document.pop("digest", None)
     if claimed != (actual := _digest(document)):
         raise PlanError(f"plan digest {shown(claimed)} does not match its content ({actual!r}): edited or damaged; plan again")
+    for old, new in _RENAMED.get(version, {}).items():
+        if old in document:
+            document[new] = document.pop(old)
     return _plan(document)
 
 
@@ -108,8 +114,8 @@ def load(path: str | os.PathLike[str]) -> Plan:
 def _document(plan: Plan) -> dict[str, Any]:
     """Convert a plan to plain data in the file's layout. Times become floats and sizes ints, whatever their numeric type."""
     optional: dict[str, Any] = {}  # empty fields are not written
-    if plan.hosted:
-        optional["hosted"] = [_ints(entry) for entry in plan.hosted]
+    if plan.kv_offload:
+        optional["kv_offload"] = [_ints(entry) for entry in plan.kv_offload]
     if plan.host_links:
         optional["host_links"] = _ints(plan.host_links)
     if plan.host_cap_bytes:
@@ -228,7 +234,7 @@ def _plan(document: dict[str, Any]) -> Plan:
         copies=field("copies", lambda rows: tuple(tuple(map(_copy, row)) for row in rows), ()),
         host_links=field("host_links", _int_row, ()),
         loss_groups=field("loss_groups", lambda rows: tuple(map(_int_row, rows)), ()),
-        hosted=field("hosted", lambda rows: tuple(Hosted(*_int_row(row)) for row in rows), ()),
+        kv_offload=field("kv_offload", lambda rows: tuple(KVOffload(*_int_row(row)) for row in rows), ()),
         messages=field("messages", _messages),
         message_bytes=field("message_bytes", _int_row, ()),
         static_bytes=field("static_bytes", _int_row),

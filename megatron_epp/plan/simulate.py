@@ -232,15 +232,15 @@ def _memory_events(graph: Graph, played: Playback, rank: int) -> Iterator[Memory
     start, end, compute = played.start_us, played.end_us, graph.tracks[rank]
     issued = place_copies(graph, start, end, rank)
     now_us = 0.0
-    for place in range(len(compute) + 1):
-        next_us = start[compute[place]] if place < len(compute) else math.inf
-        for action in issued.get(place, ()):
+    for position in range(len(compute) + 1):
+        next_us = start[compute[position]] if position < len(compute) else math.inf
+        for action in issued.get(position, ()):
             event = _change(graph, played, rank, action)
             yield event._replace(time_us=max(now_us, min(event.time_us, next_us)))
-        if place < len(compute):
-            step, now_us = graph.steps[compute[place]], end[compute[place]]
-            yield MemoryEvent(next_us, step.alloc_bytes, step, place, False)
-            yield MemoryEvent(now_us, -step.free_bytes, step, place, True)
+        if position < len(compute):
+            step, now_us = graph.steps[compute[position]], end[compute[position]]
+            yield MemoryEvent(next_us, step.alloc_bytes, step, position, False)
+            yield MemoryEvent(now_us, -step.free_bytes, step, position, True)
 
 
 def _change(graph: Graph, played: Playback, rank: int, action: Action) -> MemoryEvent:

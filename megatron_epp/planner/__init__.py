@@ -1,4 +1,4 @@
-"""From the lengths of a batch to a plan."""
+"""Planning: from the lengths of a batch to a plan."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def _of_user(failed: str) -> Iterator[None]:
     except EppError:
         raise
     except (Exception, SystemExit) as error:
-        *_, place = traceback.extract_tb(error.__traceback__)
-        where = f"{place.filename}:{place.lineno}"
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        where = f"{frame.filename}:{frame.lineno}"
         raise PlanError(f"{failed} ({where}): {type(error).__name__}: {_one_line(error)}") from error
 
 

@@ -39,7 +39,7 @@ def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1)
             f"{token_multiple:,} and {pairs:,} pairs of tokens, more than can be planned ({MOST_TOKENS:,} and {MOST_PAIRS:,})"
         )
     work = _as_one_chunk(tokens, pairs)
-    for stage in sorted(set(costs.alike)):
+    for stage in sorted(set(costs.equal_stages)):
         by = f"of {tokens:,} tokens on stage {stage}, by the costs {costs.name!r}"
         try:
             with np.errstate(over="raise", invalid="raise"):
@@ -76,8 +76,8 @@ def _times_us(stage: int, work: ChunkWork, costs: Costs) -> Iterator[float]:
     yield _positive("backward_us", costs.backward_us(stage, work))
     yield _positive("weight_us", costs.weight_us(stage, work))
     yield _positive("message_us", costs.message_us(work))
-    for level in costs.recompute_levels:
-        yield _positive("recompute_us", costs.recompute_us(stage, work, Recompute(**{level: layers})))
+    for mode in costs.recompute_modes:
+        yield _positive("recompute_us", costs.recompute_us(stage, work, Recompute(**{mode: layers})))
 
 
 def _bytes(stage: int, work: ChunkWork, costs: Costs) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""From decisions to a plan: the one place that writes steps, messages and predictions, and has the result checked."""
+"""Assembly of a plan from decisions: the one place that writes steps, messages and predictions, and has the result checked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import backward_times, moved_bytes, recompute_times
 from megatron_epp.planner.kernels.columns import kinds_of
-from megatron_epp.planner.memory.kv_offload import hosted_entries
+from megatron_epp.planner.memory.kv_offload import kv_offload_entries
 from megatron_epp.planner.memory.messages import MessageRoomError
-from megatron_epp.planner.memory.recompute import levels
+from megatron_epp.planner.memory.recompute import step_bytes
 from megatron_epp.planner.mistakes import cannot_run, refuse_mistakes, whole_layers
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem
@@ -41,22 +41,23 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     if made.token_multiple is not None:
         problem = replace(problem, token_multiple=made.token_multiple)
     tables = made.tables(problem, costs) if tables is None else tables
-    made = replace(made, layers=whole_layers(made, problem, costs, tables, options.planner))
-    writer, sizes = _Writer(tables, made), levels(made.order, tables, made.layers)
+    made = replace(made, recompute_steps=whole_layers(made, problem, costs, tables, options.planner))
+    writer, sizes = _Writer(tables, made), step_bytes(made.order, tables, made.recompute_steps)
     plan = Plan(
         lengths=problem.lengths,
         chunks=made.chunks,
         num_layers=costs.num_layers,
         placement=problem.placement,
         recompute=tuple(
-            tuple(tables.recompute(stage, c, taken) for c, taken in enumerate(row)) for stage, row in enumerate(made.layers)
+            tuple(tables.recompute(stage, c, num_steps) for c, num_steps in enumerate(row))
+            for stage, row in enumerate(made.recompute_steps)
         ),
-        recompute_us=recompute_times(tables, made.layers),
+        recompute_us=recompute_times(tables, made.recompute_steps),
         offload_share=tuple(tuple(writer.share(s, c) for c in range(len(made.chunks))) for s in range(problem.num_stages)),
         ranks=tuple(tuple(map(writer.step, *row)) for row in zip(made.order, *sizes, strict=True)),
         copies=tuple(tuple(starmap(writer.copy, row)) for row in made.copies),
         host_links=tables.host_links if len(set(tables.host_links)) < problem.num_ranks else (),
-        hosted=hosted_entries(made.chunks, problem, costs, made.hosted),
+        kv_offload=kv_offload_entries(made.chunks, problem, costs, made.kv_offload),
         host_cap_bytes=() if is_unlimited(problem.host_cap_bytes) else (problem.host_cap_bytes,) * problem.num_ranks,
         messages=_messages(tables, made.order),
         static_bytes=tuple(map(sub, tables.static, tables.message_room)),
@@ -71,7 +72,9 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     faults, timeline, rows = examine(plan)
     if faults or timeline is None or rows is None:
         raise PlanError(cannot_run(options.planner) + report(plan, faults))
-    at_best = replace(made, hosted=frozenset()).tables(problem, costs) if made.hosted else tables  # streaming takes time too
+    at_best = (
+        replace(made, kv_offload=frozenset()).tables(problem, costs) if made.kv_offload else tables
+    )  # streaming takes time too
     bound_us = min(
         lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us
     )  # they add in another order, so may differ in the last digit
@@ -107,8 +110,8 @@ class _Writer:
     """Writer of each action with its planned time and bytes."""
 
     def __init__(self, tables: Tables, made: Decisions) -> None:
-        self.tables, self.layers, self.offload = tables, made.layers, made.offload
-        backward_us = backward_times(tables, made.layers, made.order)
+        self.tables, self.recompute_steps, self.offload = tables, made.recompute_steps, made.offload
+        backward_us = backward_times(tables, made.recompute_steps, made.order)
         self.times_us = {Op.F: tables.forward_us, Op.B: backward_us, Op.W: tables.weight_us}
         self.times_us |= {op: rows.time_us for op, rows in tables.added.items()}
 
@@ -119,12 +122,12 @@ class _Writer:
     def share(self, stage: int, c: int) -> float:
         """Share of a chunk's kept bytes that is offloaded: as decided, but at least the input of one layer."""
         share = self.offload[stage][c] if self.offload else 0.0
-        kept = self.tables.kept_bytes(stage, c, self.layers[stage][c])
-        moved = moved_bytes(self.tables, self.layers, stage, c, share)
+        kept = self.tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
+        moved = moved_bytes(self.tables, self.recompute_steps, stage, c, share)
         return share if moved == int(kept * share) else moved / kept
 
     def copy(self, action: Action, after: Action | None) -> Copy:
         op, stage, c = action
         tables = self.tables
-        moved = moved_bytes(tables, self.layers, stage, c, self.offload[stage][c])
+        moved = moved_bytes(tables, self.recompute_steps, stage, c, self.offload[stage][c])
         return Copy(action, tables.host_us(moved), *((0, moved) if op is Op.O else (moved, 0)), after)

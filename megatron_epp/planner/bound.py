@@ -89,19 +89,19 @@ def _forced(
         chunks: the table. Where it is not in forward order, runs of slices of several sequences force nothing: these need not
             be alive together.
         groups, starts: the chunks of every sequence, and the first of each.
-        copies: keys and values may be at the host, so they force none.
+        copies: keys and values may be in host memory, so they force none.
     """
     stays = np.array(tables.forward_alloc[stage]) - np.array(tables.forward_free[stage])
     kept = np.array(tables.activation[stage]) + (0 if copies else stays)
     excess = np.add.reduceat(kept, starts) + tables.static[tables.rank_of[stage]] - cap
-    rungs = [(rung.saved[stage], rung.layer_us[stage]) for rung in tables.rungs]
+    frontier = [(frontier_step.saved[stage], frontier_step.layer_us[stage]) for frontier_step in tables.frontier]
     most = tables.num_layers[stage]
     pieces: list[tuple[float, float]] = []
     for number in np.flatnonzero(excess > 0).tolist():
         if len({chunks[c].segments[0].sequence for c in groups[number]}) > 1:
             continue
         need = int(excess[number])
-        offers = [(us[c] / saved[c], most * saved[c]) for c in groups[number] for saved, us in rungs if saved[c] > 0]
+        offers = [(us[c] / saved[c], most * saved[c]) for c in groups[number] for saved, us in frontier if saved[c] > 0]
         for price, offered in sorted(offers):
             taken = min(need, offered)
             pieces.append((price, taken))

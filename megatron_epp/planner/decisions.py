@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.evaluate import Layers
-from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_hosted
+from megatron_epp.planner.evaluate import RecomputeSteps
+from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import WHOLE, Problem
@@ -21,32 +21,32 @@ class Decisions:
     Attributes:
         chunks: the chunk table.
         order: the actions of every rank.
-        layers: recompute ``[stage][chunk]``, in recompute steps on the frontiers of `levels`.
-        levels: names of the recompute levels that were available.
+        recompute_steps: recompute ``[stage][chunk]``, in recompute steps on the frontiers of `modes`.
+        modes: names of the recompute modes that were available.
         token_multiple: chunks are padded to a multiple of this; None for the problem's own. How a planner pads whole sequences.
         copies: offloads and loads of every rank, in order; empty where there are none.
         offload: share of the kept bytes that is copied away, ``[stage][chunk]``; empty where there are no copies.
-        hosted: stages and sequences whose keys and values are at the host.
+        kv_offload: stages and sequences whose keys and values are in host memory.
     """
 
     chunks: tuple[Chunk, ...]
     order: Order
-    layers: Layers
-    levels: tuple[str, ...] = WHOLE
+    recompute_steps: RecomputeSteps
+    modes: tuple[str, ...] = WHOLE
     token_multiple: int | None = None
     copies: CopyOrder = ()
     offload: tuple[tuple[float, ...], ...] = ()
-    hosted: Pairs = frozenset()
+    kv_offload: Pairs = frozenset()
 
     def tables(self, problem: Problem, costs: Costs) -> Tables:
         """Times and sizes of the decisions."""
-        tables = tabulate(self.chunks, problem, costs, self.levels)
-        if not self.hosted:
+        tables = tabulate(self.chunks, problem, costs, self.modes)
+        if not self.kv_offload:
             return tables
         sharing = SHARING if any(self.copies) else 1.0
-        return with_hosted(tables, self.chunks, problem, costs, self.levels, self.hosted, sharing)
+        return with_kv_offload(tables, self.chunks, problem, costs, self.modes, self.kv_offload, sharing)
 
     @property
-    def beside(self) -> Offload:
+    def as_offload(self) -> Offload:
         """Offload of the decisions: recompute, shares and copies; empty shares and copies if nothing is copied."""
-        return Offload(self.layers, self.offload, self.copies)
+        return Offload(self.recompute_steps, self.offload, self.copies)

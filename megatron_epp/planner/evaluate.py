@@ -16,8 +16,8 @@ from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, inte
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Sizes, Tables, Times
 
-Layers = Sizes
-"""Recompute ``[stage][chunk]`` in recompute steps (see `memory.ladder`): layers, where whole layers are the only level."""
+RecomputeSteps = Sizes
+"""Recompute ``[stage][chunk]`` in recompute steps (see `memory.frontier`): layers, where whole layers are the only mode."""
 
 Copies = Sequence[Sequence[tuple[Action, float, Action | None]]]
 """Offloads and loads of every rank in order, each with its time and the compute action that it is issued after."""
@@ -41,7 +41,7 @@ class Played:
         return max((row[-1] for row in self.end_us if row), default=0.0)
 
 
-def backward_times(tables: Tables, layers: Layers, order: Order = ()) -> Times:
+def backward_times(tables: Tables, recompute_steps: RecomputeSteps, order: Order = ()) -> Times:
     """Backward times with recompute, ``[stage][chunk]``; no rows in a forward-only plan.
 
     Args:
@@ -49,16 +49,19 @@ def backward_times(tables: Tables, layers: Layers, order: Order = ()) -> Times:
     """
     if not tables.backward_us:
         return []
-    again_us = recompute_times(tables, layers)
+    again_us = recompute_times(tables, recompute_steps)
     times = [[base + more for base, more in zip(*rows, strict=True)] for rows in zip(tables.backward_us, again_us, strict=True)]
     for stage, c in split_off(order):
         times[stage][c] -= tables.weight_us[stage][c]
     return times
 
 
-def recompute_times(tables: Tables, layers: Layers) -> tuple[tuple[float, ...], ...]:
+def recompute_times(tables: Tables, recompute_steps: RecomputeSteps) -> tuple[tuple[float, ...], ...]:
     """Compute the part of each backward that is recompute, in microseconds, ``[stage][chunk]``."""
-    return tuple(tuple(tables.recompute_us(stage, c, taken) for c, taken in enumerate(row)) for stage, row in enumerate(layers))
+    return tuple(
+        tuple(tables.recompute_us(stage, c, num_steps) for c, num_steps in enumerate(row))
+        for stage, row in enumerate(recompute_steps)
+    )
 
 
 def split_off(order: Order) -> set[tuple[int, int]]:
@@ -67,18 +70,18 @@ def split_off(order: Order) -> set[tuple[int, int]]:
     return {(stage, c) for actions in order for op, stage, c in actions if op is weight}
 
 
-def moved_bytes(tables: Tables, layers: Layers, stage: int, c: int, share: float) -> int:
+def moved_bytes(tables: Tables, recompute_steps: RecomputeSteps, stage: int, c: int, share: float) -> int:
     """Compute the bytes that an offload moves: a share of a chunk's kept bytes, but at least the input of one layer.
 
     Splitting one tensor takes room that another has made by leaving whole (see `runtime.offload.activations.choose`).
 
     Args:
         tables: sizes of the chunks.
-        layers: recompute ``[stage][chunk]``.
+        recompute_steps: recompute ``[stage][chunk]``.
         stage, c: the stage and chunk.
         share: share of the kept bytes; nothing moves where it is zero.
     """
-    return moved_of(tables.kept_bytes(stage, c, layers[stage][c]), tables.layer_input[stage][c], share)
+    return moved_of(tables.kept_bytes(stage, c, recompute_steps[stage][c]), tables.layer_input[stage][c], share)
 
 
 def moved_of(kept: int, layer_input: int, share: float) -> int:
@@ -92,12 +95,12 @@ def moved_of(kept: int, layer_input: int, share: float) -> int:
     return max(int(kept * share), min(kept, layer_input)) if share > 0.0 else 0
 
 
-def makespan_us(order: Order | Codes, tables: Tables, layers: Layers) -> float:
+def makespan_us(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> float:
     """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks."""
-    return _play(order, tables, layers, ())[0]
+    return _play(order, tables, recompute_steps, ())[0]
 
 
-def play(order: Order | Codes, tables: Tables, layers: Layers, copies: Copies = ()) -> Played:
+def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies = ()) -> Played:
     """Time an order, for any placement, with or without weight gradients of their own and copies.
 
     The order must have the slices of a sequence ascending in forward and descending in backward on every rank, which is then
@@ -106,7 +109,7 @@ def play(order: Order | Codes, tables: Tables, layers: Layers, copies: Copies = 
     Raises:
         PlanError: the order deadlocks.
     """
-    _, codes, room, moved = _play(order, tables, layers, copies)
+    _, codes, room, moved = _play(order, tables, recompute_steps, copies)
     return Played(
         _rows(room.start_us, codes.starts),
         _rows(room.end_us, codes.starts),
@@ -165,7 +168,7 @@ def copy_columns(
 
 
 def _play(
-    order: Order | Codes, tables: Tables, layers: Layers, copies: Copies
+    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, copies: Copies
 ) -> tuple[float, Codes, timing.Room, timing.Copies]:
     chunks = len(tables.message_us)
     codes, kinds = (order, KINDS) if isinstance(order, Codes) else encode_known(order, chunks)
@@ -173,7 +176,7 @@ def _play(
     split, durations_us = integers([0] * columns.num_items), action_times(columns)
     if tables.backward_us:
         timing.mark_split(codes.actions, split)
-        timing.durations(columns, integers(chain.from_iterable(layers)), split, durations_us)
+        timing.durations(columns, integers(chain.from_iterable(recompute_steps)), split, durations_us)
     room, moved = room_for(codes, columns), copy_columns(copies, chunks, columns.num_items, tables.host_links, codes)
     took_us = timing.play(codes.actions, codes.starts, columns, durations_us, moved, room)
     if took_us == timing.STUCK:

@@ -19,7 +19,7 @@ from megatron_epp.plan import (
     Action,
     Chunk,
     Copy,
-    Hosted,
+    KVOffload,
     Messages,
     Op,
     Plan,
@@ -31,11 +31,11 @@ from megatron_epp.plan import (
     report,
 )
 from megatron_epp.plan.check.actions import check_presence
-from megatron_epp.plan.check.tables import check_hosted, check_tokens
+from megatron_epp.plan.check.tables import check_kv_offload, check_tokens
 from megatron_epp.plan.operations import Track, operations
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
@@ -61,9 +61,9 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
     with _of_types(planner):
         _refuse_types(made, planner)
         faults = [_fault(reason) for reason in _shapes(made, problem, costs)]
-        if not faults and (made.copies or made.hosted or not _is_known(made, problem)):
+        if not faults and (made.copies or made.kv_offload or not _is_known(made, problem)):
             plan = outline(made, problem, costs)
-            faults = [*check_tokens(plan), *check_presence(plan), *_recomputes(plan)] or [*check_hosted(plan)]
+            faults = [*check_tokens(plan), *check_presence(plan), *_recomputes(plan)] or [*check_kv_offload(plan)]
         _refuse(faults, made, problem, costs, planner)
 
 
@@ -84,7 +84,7 @@ def refuse_order(made: Decisions, problem: Problem, costs: Costs, planner: str) 
         _refuse([*check_tokens(plan), *check_presence(plan)], made, problem, costs, planner)
 
 
-def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> Layers:
+def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> RecomputeSteps:
     """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
 
     Args:
@@ -98,10 +98,10 @@ def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables
     """
     stages, chunks = problem.num_stages, len(made.chunks)
     with _of_types(planner):
-        taken, reasons = _taken(made, tables, stages, chunks)
+        num_steps, reasons = _taken(made, tables, stages, chunks)
         _refuse(map(_fault, reasons), made, problem, costs, planner)
-    layers: Layers = taken.tolist()
-    return layers
+    recompute_steps: RecomputeSteps = num_steps.tolist()
+    return recompute_steps
 
 
 def _taken(made: Decisions, tables: Tables, stages: int, chunks: int) -> tuple[NDArray[np.int64], list[str]]:
@@ -113,18 +113,20 @@ def _taken(made: Decisions, tables: Tables, stages: int, chunks: int) -> tuple[N
         stages, chunks: the shape that is expected.
     """
     reasons: list[str] = []
-    if len(made.layers) != stages or any(len(row) != chunks for row in made.layers):
-        sizes = sorted({len(row) for row in made.layers})
-        reasons = [f"layers has {len(made.layers)} rows of {sizes} entries; expected {stages} rows of {chunks}"]
-        taken = np.zeros((stages, chunks), dtype=np.int64)
-    elif (taken := np.array(made.layers)).dtype.kind != "i":
-        reasons = [f"layers holds values of type {taken.dtype}; how many layers recompute is a whole number"]
+    if len(made.recompute_steps) != stages or any(len(row) != chunks for row in made.recompute_steps):
+        sizes = sorted({len(row) for row in made.recompute_steps})
+        reasons = [
+            f"recompute_steps has {len(made.recompute_steps)} rows of {sizes} entries; expected {stages} rows of {chunks}"
+        ]
+        num_steps = np.zeros((stages, chunks), dtype=np.int64)
+    elif (num_steps := np.array(made.recompute_steps)).dtype.kind != "i":
+        reasons = [f"recompute_steps holds values of type {num_steps.dtype}; how many layers recompute is a whole number"]
     else:
-        most = np.reshape(tables.columns.most, taken.shape)
-        unit = "layers" if len(made.levels) == 1 else "steps on its ladder"
-        beyond = np.argwhere((taken < 0) | (taken > most)).tolist()
-        reasons = [f"stage {s} recomputes {taken[s, c]} {unit} of chunk {c}; it has {most[s, c]}" for s, c in beyond]
-    return taken, reasons
+        most = np.reshape(tables.columns.most, num_steps.shape)
+        unit = "layers" if len(made.modes) == 1 else "steps of its recompute frontier"
+        beyond = np.argwhere((num_steps < 0) | (num_steps > most)).tolist()
+        reasons = [f"stage {s} recomputes {num_steps[s, c]} {unit} of chunk {c}; it has {most[s, c]}" for s, c in beyond]
+    return num_steps, reasons
 
 
 def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
@@ -171,7 +173,7 @@ def outline(made: Decisions, problem: Problem, costs: Costs) -> Plan:
         offload_share=tuple(map(tuple, shares)),
         ranks=tuple(tuple(Step(action, 0.0, 0, 0) for action in row) for row in made.order),
         copies=tuple(tuple(Copy(action, 0.0, 0, 0, after) for action, after in row) for row in made.copies),
-        hosted=tuple(Hosted(stage, sequence, 0, 0) for stage, sequence in sorted(made.hosted)),
+        kv_offload=tuple(KVOffload(stage, sequence, 0, 0) for stage, sequence in sorted(made.kv_offload)),
         messages=Messages(no_time, no_time),
         static_bytes=(0,) * problem.num_ranks,
         cap_bytes=problem.cap_bytes,
@@ -219,9 +221,9 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
     if len(shares) != stages or any(len(row) != chunks for row in shares):
         sizes = sorted({len(row) for row in shares})
         yield f"offload has {len(shares)} rows of {sizes} entries; expected {stages} rows of {chunks}"
-    known = costs.recompute_levels
-    if not made.levels or not set(made.levels) <= {*known, *(alias for name in known for alias in MODES[name].aliases)}:
-        yield f"levels of recompute are {list(made.levels)}; the costs know {', '.join(known)}"
+    known = costs.recompute_modes
+    if not made.modes or not set(made.modes) <= {*known, *(alias for name in known for alias in MODES[name].aliases)}:
+        yield f"recompute modes are {list(made.modes)}; the costs know {', '.join(known)}"
     if made.token_multiple is not None and not (isinstance(made.token_multiple, int) and made.token_multiple > 0):
         yield f"token_multiple is {made.token_multiple}; it is a whole number of at least 1"
 

@@ -10,7 +10,7 @@ from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError, Remed
 from megatron_epp.planner.amounts import check_amounts
 
 WHOLE = ("whole",)
-"""The level of recompute that all costs know and all planners use."""
+"""The recompute mode that all costs know and all planners use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Problem:
         cap_bytes: most bytes that each rank may hold, static bytes included; `UNLIMITED_BYTES` where it does not matter.
         token_multiple: chunk token counts are padded to a multiple of this, and slices end on one.
         forward_only: plan an evaluation, without backward.
-        host_cap_bytes: most bytes that each rank may have at the host.
+        host_cap_bytes: most bytes that each rank may have in host memory.
         message_bytes: bytes that each rank sets aside for messages in flight while the order is not known; empty for a guess.
     """
 
@@ -44,7 +44,7 @@ class Problem:
         return len(self.cap_bytes)
 
     @property
-    def is_straight(self) -> bool:
+    def has_one_stage_per_rank(self) -> bool:
         """One stage on each rank, in order."""
         return self.placement == tuple(range(len(self.placement)))
 
@@ -58,12 +58,13 @@ class Options:
         slices: slices of the longest sequence; None lets the planner search.
         context: tokens of a row of the planners that pad or pack to a fixed length; None for the longest sequence.
         recompute: "auto" recomputes as much as the memory caps ask for; a number recomputes that many layers of every stage.
-        recompute_levels: "all" chooses among the levels of `Recompute` that the costs know, where `recompute` is "auto";
+        recompute_modes: "all" chooses among the modes of `Recompute` that the costs know, where `recompute` is "auto";
             "whole" leaves it at whole layers.
         planner: a name in `PLANNERS`, or ``module:function``.
-        split_weight: run weight gradients as actions of their own (W) where the costs tell them apart.
-        offload: copy activations to the host and back where the costs have a link, and have keys and values of slices there.
-        hosting: with `offload`, use KV offload for slices where memory is short.
+        split_weight: run weight gradients as actions of their own (W) where the costs time them separately.
+        offload: copy activations to the host and back where the costs have a link, and keep keys and values of slices there (KV
+            offload).
+        kv_offload: with `offload`, use KV offload for slices where memory is short.
         steps: of the local search that follows; each tries one change. Equal numbers give equal plans on every machine.
         budget_ms: time for planning with the planner "greedy", spent on the local search where the rest leaves any. Then plans
             depend on the machine. 0 takes no steps but `steps`.
@@ -74,23 +75,23 @@ class Options:
     slices: int | None = None
     context: int | None = None
     recompute: Literal["auto"] | int = "auto"
-    recompute_levels: Literal["all", "whole"] = "all"
+    recompute_modes: Literal["all", "whole"] = "all"
     planner: str = "greedy"
     split_weight: bool = False
     offload: bool = False
-    hosting: bool = True
+    kv_offload: bool = True
     steps: int = 0
     budget_ms: int | None = None
     seed: int = 0
 
-    def levels(self, costs: Costs) -> tuple[str, ...]:
+    def modes(self, costs: Costs) -> tuple[str, ...]:
         """Names of `Recompute` that a plan may use."""
-        return costs.recompute_levels if self.recompute == "auto" and self.recompute_levels == "all" else WHOLE
+        return costs.recompute_modes if self.recompute == "auto" and self.recompute_modes == "all" else WHOLE
 
 
-def require_straight(problem: Problem, options: Options) -> None:
-    """Raises `PlanError` where a planner that knows only one stage on each rank, in order, is asked for another placement."""
-    if not problem.is_straight:
+def require_one_stage_per_rank(problem: Problem, options: Options) -> None:
+    """Raise `PlanError` where a planner that knows only one stage on each rank, in order, is asked for another placement."""
+    if not problem.has_one_stage_per_rank:
         raise PlanError(
             f"planner {options.planner!r} places one stage on each rank, in order; it cannot use placement "
             f"{list(problem.placement)} (leave out the flags that put several on one)"
@@ -98,7 +99,7 @@ def require_straight(problem: Problem, options: Options) -> None:
 
 
 def require_whole(problem: Problem, options: Options, tokens: int) -> None:
-    """Raises `InfeasibleError` where a planner that does not cut sequences has a chunk of more tokens than `chunk_tokens`.
+    """Raise `InfeasibleError` where a planner that does not cut sequences has a chunk of more tokens than `chunk_tokens`.
 
     Args:
         tokens: of that planner's longest chunk, padded.

@@ -14,17 +14,17 @@ from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.work import IntColumn, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Recompute
 from megatron_epp.plan.operations import Collective, Message, Track, operations
-from megatron_epp.planner.kernels import climb
+from megatron_epp.planner.kernels import frontier_sums
 from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, filled, need_columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers, plain
-from megatron_epp.planner.memory.ladder import ABSENT, Rung, ladder, recompute_of, taken_by
+from megatron_epp.planner.memory.frontier import ABSENT, FrontierStep, num_steps_of, recompute_frontier, recompute_of
 from megatron_epp.planner.memory.messages import message_room
 from megatron_epp.planner.problem import WHOLE, Problem
 
 Times = list[list[float]]
 Sizes = list[list[int]]
 
-_climbed = plain(climb.climbed)
+_frontier_sum = plain(frontier_sums.frontier_sum)
 
 
 class Rows(NamedTuple):
@@ -43,10 +43,10 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RungRows:
-    """One step of the recompute frontier of every stage and chunk, ``[stage][chunk]``; see `ladder.Rung`."""
+class FrontierRows:
+    """One step of the recompute frontier of every stage and chunk, ``[stage][chunk]``; see `frontier.FrontierStep`."""
 
-    level: Sizes
+    mode: Sizes
     saved: Sizes
     layer_us: Times
     fuller: Sizes
@@ -63,20 +63,21 @@ class Tables:
         message_us: of each chunk's message, ``[chunk]``.
         hops: the same ``[boundary][chunk]``, zero where both stages are on one rank.
         activation: bytes kept from forward to backward without recompute.
-        rungs: steps of the recompute frontiers, first to last. In the planners, counts of layers are counts of recompute steps.
+        frontier: steps of the recompute frontiers, first to last. In the planners, counts of layers are counts of recompute
+            steps.
         layer_input: bytes of the chunk that a layer that recomputes whole keeps.
         forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
             the bytes freed at its end.
         backward_head: bytes that a backward frees before it reaches the layers.
-        backward_passed: bytes that it frees with each layer that keeps everything, with keys and values and their gradient if
-            it is the sequence's first slice, less their gradient if it is the last.
-        backward_surge: peak bytes at such a layer above those live when the backward reaches it.
-        backward_throughout: further bytes that a backward holds all along: buffers of KV offload.
-        backward_net: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
+        backward_release_per_layer: bytes that it frees with each layer that keeps everything, with keys and values and their
+            gradient if it is the sequence's first slice, less their gradient if it is the last.
+        backward_layer_peak: peak bytes at such a layer above those live when the backward reaches it.
+        backward_constant: further bytes that a backward holds all along: buffers of KV offload.
+        backward_residual: bytes that a backward leaves behind, without the activations it frees: gradients of keys and values,
             opened or closed.
         weight_bytes: bytes that the backward keeps for a split weight gradient.
         weight_layer: of these, one layer's.
-        weight_surge: as `backward_surge`, of a backward that keeps them.
+        split_layer_peak: as `backward_layer_peak`, of a backward that keeps them.
         static: bytes of each rank held throughout, and what the pass that takes most needs while it runs, as if it were; and
             `message_room`.
         message_bytes: of each chunk's message, ``[chunk]``.
@@ -96,18 +97,18 @@ class Tables:
     message_us: list[float]
     hops: Times
     activation: Sizes
-    rungs: tuple[RungRows, ...]
+    frontier: tuple[FrontierRows, ...]
     layer_input: Sizes
     forward_alloc: Sizes
     forward_free: Sizes
     backward_head: Sizes
-    backward_passed: Sizes
-    backward_surge: Sizes
-    backward_throughout: Sizes
-    backward_net: Sizes
+    backward_release_per_layer: Sizes
+    backward_layer_peak: Sizes
+    backward_constant: Sizes
+    backward_residual: Sizes
     weight_bytes: Sizes
     weight_layer: Sizes
-    weight_surge: Sizes
+    split_layer_peak: Sizes
     static: tuple[int, ...]
     message_bytes: tuple[int, ...]
     message_room: tuple[int, ...]
@@ -148,73 +149,77 @@ class Tables:
 
     @property
     def saved(self) -> Sizes:
-        """Bytes that one layer saves by the first recompute step; the only one where whole layers are the only level."""
-        return self.rungs[0].saved
+        """Bytes that one layer saves by the first recompute step; the only one where whole layers are the only mode."""
+        return self.frontier[0].saved
 
     @property
     def layer_us(self) -> Times:
-        """Microseconds that the first recompute step of one layer adds; the only step where whole layers are the only level."""
-        return self.rungs[0].layer_us
+        """Microseconds that the first recompute step of one layer adds; the only step where whole layers are the only mode."""
+        return self.frontier[0].layer_us
 
-    def at_ends(self, stage: int, chunk: int, apart: bool) -> tuple[int, int]:
-        """Compute the peak bytes of a backward at its first and its last layer, where whole layers are the only level.
+    def at_ends(self, stage: int, chunk: int, split: bool) -> tuple[int, int]:
+        """Compute the peak bytes of a backward at its first and its last layer, where whole layers are the only mode.
 
-        See `kernels.memory.risen`.
+        See `kernels.memory.backward_peak`.
 
         Args:
             stage, chunk: the stage and chunk.
-            apart: the weight gradient is split off.
+            split: the weight gradient is split off.
 
         Returns:
             the most above the live bytes when the backward starts, at the layer that it comes to first, where a layer that
             recomputes adds `saved`; and the most at the layer that it comes to last, of the chunk and what it makes, whatever
             was recomputed.
         """
-        first, passed = -self.backward_head[stage][chunk], self.backward_passed[stage][chunk]
-        layers, surge = self.num_layers[stage], self.backward_surge[stage][chunk]
-        if apart:
-            of_layer, surge = self.weight_layer[stage][chunk], self.weight_surge[stage][chunk]
-            first += self.weight_bytes[stage][chunk] - layers * of_layer
-            passed -= of_layer
-        first += surge
-        return first, self.activation[stage][chunk] + first - max(0, layers - 1) * passed
+        first, release_per_layer = -self.backward_head[stage][chunk], self.backward_release_per_layer[stage][chunk]
+        num_layers, layer_peak = self.num_layers[stage], self.backward_layer_peak[stage][chunk]
+        if split:
+            of_layer, layer_peak = self.weight_layer[stage][chunk], self.split_layer_peak[stage][chunk]
+            first += self.weight_bytes[stage][chunk] - num_layers * of_layer
+            release_per_layer -= of_layer
+        first += layer_peak
+        return first, self.activation[stage][chunk] + first - max(0, num_layers - 1) * release_per_layer
 
-    def recompute(self, stage: int, chunk: int, taken: int) -> Recompute:
-        """Return the recomputed layers per level after `taken` recompute steps.
+    def recompute(self, stage: int, chunk: int, num_steps: int) -> Recompute:
+        """Return the recomputed layers per mode after `num_steps` recompute steps.
 
         Args:
             stage, chunk: the stage and chunk.
-            taken: number of recompute steps.
+            num_steps: number of recompute steps.
         """
-        return recompute_of([rung.level[stage][chunk] for rung in self.rungs], self.num_layers[stage], taken)
+        return recompute_of(
+            [frontier_step.mode[stage][chunk] for frontier_step in self.frontier], self.num_layers[stage], num_steps
+        )
 
-    def taken(self, stage: int, chunk: int, recompute: Recompute) -> int:
+    def num_steps(self, stage: int, chunk: int, recompute: Recompute) -> int:
         """Number of recompute steps that amounts to a given recompute.
 
         Args:
             stage, chunk: the stage and chunk.
-            recompute: layers per level.
+            recompute: layers per mode.
         """
-        return taken_by(recompute, [rung.level[stage][chunk] for rung in self.rungs])
+        return num_steps_of(recompute, [frontier_step.mode[stage][chunk] for frontier_step in self.frontier])
 
-    def recompute_us(self, stage: int, chunk: int, taken: int) -> float:
-        """Microseconds that `taken` recompute steps add to the backward.
+    def recompute_us(self, stage: int, chunk: int, num_steps: int) -> float:
+        """Microseconds that `num_steps` recompute steps add to the backward.
 
         Args:
             stage, chunk: the stage and chunk.
-            taken: number of recompute steps.
+            num_steps: number of recompute steps.
         """
-        return _climbed([rung.layer_us[stage][chunk] for rung in self.rungs], 0, self.num_layers[stage], taken)
+        return _frontier_sum(
+            [frontier_step.layer_us[stage][chunk] for frontier_step in self.frontier], 0, self.num_layers[stage], num_steps
+        )
 
-    def kept_bytes(self, stage: int, chunk: int, taken: int) -> int:
-        """Bytes of activations kept from forward to backward after `taken` recompute steps.
+    def kept_bytes(self, stage: int, chunk: int, num_steps: int) -> int:
+        """Bytes of activations kept from forward to backward after `num_steps` recompute steps.
 
         Args:
             stage, chunk: the stage and chunk.
-            taken: number of recompute steps.
+            num_steps: number of recompute steps.
         """
-        saved = [rung.saved[stage][chunk] for rung in self.rungs]
-        return self.activation[stage][chunk] - _climbed(saved, 0, self.num_layers[stage], taken)
+        saved = [frontier_step.saved[stage][chunk] for frontier_step in self.frontier]
+        return self.activation[stage][chunk] - _frontier_sum(saved, 0, self.num_layers[stage], num_steps)
 
     @property
     def input_us(self) -> Times:
@@ -227,7 +232,7 @@ def tabulate(
     chunks: Sequence[Chunk],
     problem: Problem,
     costs: Costs,
-    levels: Sequence[str] = WHOLE,
+    modes: Sequence[str] = WHOLE,
     in_order: bool = False,
     work: ChunkWork | None = None,
 ) -> Tables:
@@ -239,19 +244,19 @@ def tabulate(
 
     Args:
         chunks, problem, costs: the table, the batch and the costs to plan with.
-        levels: of recompute, to choose from.
-        in_order: see `ladder`.
+        modes: of recompute, to choose from.
+        in_order: see `recompute_frontier`.
         work: of the chunks; None for the one that follows from the problem.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple) if work is None else work
-    stages, alike, trains = range(problem.num_stages), costs.alike, not problem.forward_only
-    distinct = sorted(set(alike))
+    stages, equal_stages, trains = range(problem.num_stages), costs.equal_stages, not problem.forward_only
+    distinct = sorted(set(equal_stages))
     found = {stage: {name: row.tolist() for name, row in _sizes(stage, work, problem, costs).items()} for stage in distinct}
-    sizes: dict[str, Sizes] = {name: [found[stage][name] for stage in alike] for name in found[0]}
+    sizes: dict[str, Sizes] = {name: [found[stage][name] for stage in equal_stages] for name in found[0]}
 
     def times(column: Callable[[int], TimeColumn]) -> Times:
         rows = {stage: column(stage).tolist() for stage in distinct}
-        return [rows[stage] for stage in alike]
+        return [rows[stage] for stage in equal_stages]
 
     message_us, message_bytes = costs.message_us(work).tolist(), costs.message_bytes(work).tolist()
     room = message_room(problem, message_bytes)
@@ -278,9 +283,12 @@ def tabulate(
             for kind in operations(Track.COMPUTE)
             if kind.rows is not None and (rows := kind.rows(costs, kind.sites(placement), work)) is not None
         },
-        rungs=_rungs(
-            {stage: ladder(stage, work, costs, levels, in_order) if trains else _no_ladder(len(chunks)) for stage in distinct},
-            alike,
+        frontier=_frontiers(
+            {
+                stage: recompute_frontier(stage, work, costs, modes, in_order) if trains else _empty_frontier(len(chunks))
+                for stage in distinct
+            },
+            equal_stages,
         ),
         **sizes,
     )
@@ -301,21 +309,29 @@ def static_items(stages: Sequence[int], work: ChunkWork, costs: Costs) -> dict[s
     return dict(items) | max(passes, key=lambda one: sum(one.values()))
 
 
-def _rungs(found: dict[int, list[Rung]], alike: Sequence[int]) -> tuple[RungRows, ...]:
+def _frontiers(found: dict[int, list[FrontierStep]], equal_stages: Sequence[int]) -> tuple[FrontierRows, ...]:
     """Combine the recompute frontiers of all stages, shorter ones padded with `ABSENT` steps."""
     longest = max(map(len, found.values()))
     rows = {}
-    for stage, rungs in found.items():
-        filled = [*rungs, *_no_ladder(len(rungs[0].level)) * (longest - len(rungs))]
+    for stage, frontier in found.items():
+        filled = [*frontier, *_empty_frontier(len(frontier[0].mode)) * (longest - len(frontier))]
         rows[stage] = [
-            (rung.level.tolist(), rung.saved.tolist(), rung.layer_us.tolist(), rung.fuller.tolist()) for rung in filled
+            (
+                frontier_step.mode.tolist(),
+                frontier_step.saved.tolist(),
+                frontier_step.layer_us.tolist(),
+                frontier_step.fuller.tolist(),
+            )
+            for frontier_step in filled
         ]
-    return tuple(RungRows(*map(list, zip(*(rows[stage][at] for stage in alike), strict=True))) for at in range(longest))
+    return tuple(
+        FrontierRows(*map(list, zip(*(rows[stage][at] for stage in equal_stages), strict=True))) for at in range(longest)
+    )
 
 
-def _no_ladder(num_chunks: int) -> list[Rung]:
+def _empty_frontier(num_chunks: int) -> list[FrontierStep]:
     none = np.zeros(num_chunks, dtype=np.int64)
-    return [Rung(none + ABSENT, none, np.zeros(num_chunks), none)]
+    return [FrontierStep(none + ABSENT, none, np.zeros(num_chunks), none)]
 
 
 def _host_us_per_byte(costs: Costs) -> float:
@@ -329,31 +345,31 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     opened, closed = np.where(work.first, cache, 0), np.where(work.last, cache, 0)
     if problem.forward_only:
         passing = costs.transient_bytes(stage, work)
-        kept = weight = of_layer = head = passed = surge = apart = net = none
+        kept = weight = of_layer = head = release_per_layer = layer_peak = split = residual = none
         forward_alloc, forward_free = opened + passing, closed + passing
     else:
         kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
         comes = np.where(work.last, gradient, 0)
         layer, head = costs.layer_bytes(stage, work), costs.head_bytes(stage, work)
         goes = np.where(work.first, cache + gradient, 0)
-        passed = layer + (goes - comes) // max(1, costs.num_layers[stage])
-        surge, apart = (costs.layer_peak_bytes(stage, work, apart=split).num_bytes - layer for split in (False, True))
+        release_per_layer = layer + (goes - comes) // max(1, costs.num_layers[stage])
+        layer_peak, split = (costs.layer_peak_bytes(stage, work, split=split).num_bytes - layer for split in (False, True))
         weight, of_layer = costs.weight_bytes(stage, work), costs.layer_weight_bytes(stage, work)
         forward_alloc, forward_free = opened, none
-        net = comes - goes
+        residual = comes - goes
     return {
         "activation": kept,
         "layer_input": costs.layer_bytes(stage, work, "whole"),
         "forward_alloc": forward_alloc,
         "forward_free": forward_free,
         "backward_head": head,
-        "backward_passed": passed,
-        "backward_surge": surge,
-        "backward_throughout": none,
-        "backward_net": net,
+        "backward_release_per_layer": release_per_layer,
+        "backward_layer_peak": layer_peak,
+        "backward_constant": none,
+        "backward_residual": residual,
         "weight_bytes": weight,
         "weight_layer": of_layer,
-        "weight_surge": apart,
+        "split_layer_peak": split,
     }
 
 
@@ -378,20 +394,21 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     def sizes(rows: Sequence[Sequence[int]]) -> Integers:
         return integers(chain.from_iterable(rows))
 
-    def by_rung[T](rows: Sequence[Sequence[Sequence[T]]]) -> list[T]:
-        return [value for rung in zip(*map(chain.from_iterable, rows), strict=True) for value in rung]
+    def by_frontier_step[T](rows: Sequence[Sequence[Sequence[T]]]) -> list[T]:
+        return [value for frontier_step in zip(*map(chain.from_iterable, rows), strict=True) for value in frontier_step]
 
-    layer_us = by_rung([rung.layer_us for rung in tables.rungs])
-    saved = by_rung([rung.saved for rung in tables.rungs])
+    layer_us = by_frontier_step([frontier_step.layer_us for frontier_step in tables.frontier])
+    saved = by_frontier_step([frontier_step.saved for frontier_step in tables.frontier])
     heights = [
-        sum(level >= 0 for level in rungs) for rungs in zip(*(chain.from_iterable(r.level) for r in tables.rungs), strict=True)
+        sum(mode >= 0 for mode in frontier)
+        for frontier in zip(*(chain.from_iterable(r.mode) for r in tables.frontier), strict=True)
     ]
-    layers = [count for count in tables.num_layers for _ in range(chunks)]
-    rungs = len(tables.rungs)
+    num_layers = [count for count in tables.num_layers for _ in range(chunks)]
+    frontier = len(tables.frontier)
     return Columns(
         num_stages=len(tables.rank_of),
         num_chunks=chunks,
-        num_rungs=rungs,
+        num_frontier_steps=frontier,
         num_items=num_items,
         rank_of=integers(tables.rank_of),
         static=integers(tables.static),
@@ -401,22 +418,22 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
         weight_us=column(tables.weight_us),
         hops=column([*tables.hops, [0.0] * chunks]),
         price=floats(time / size if size else float("inf") for time, size in zip(layer_us, saved, strict=True)),
-        dear_us=floats(max(layer_us[at : at + rungs]) for at in range(0, len(layer_us), rungs)),
-        layers=integers(layers),
-        most=integers(count * height for count, height in zip(layers, heights, strict=True)),
+        dear_us=floats(max(layer_us[at : at + frontier]) for at in range(0, len(layer_us), frontier)),
+        num_layers=integers(num_layers),
+        most=integers(count * height for count, height in zip(num_layers, heights, strict=True)),
         activation=sizes(tables.activation),
         saved=integers(saved),
-        fuller=integers(by_rung([rung.fuller for rung in tables.rungs])),
+        fuller=integers(by_frontier_step([frontier_step.fuller for frontier_step in tables.frontier])),
         forward_alloc=sizes(tables.forward_alloc),
         forward_free=sizes(tables.forward_free),
         head=sizes(tables.backward_head),
-        passed=sizes(tables.backward_passed),
-        surge=sizes(tables.backward_surge),
-        throughout=sizes(tables.backward_throughout),
-        net=sizes(tables.backward_net),
+        release_per_layer=sizes(tables.backward_release_per_layer),
+        layer_peak=sizes(tables.backward_layer_peak),
+        constant=sizes(tables.backward_constant),
+        residual=sizes(tables.backward_residual),
         weight_bytes=sizes(tables.weight_bytes),
         weight_layer=sizes(tables.weight_layer),
-        weight_surge=sizes(tables.weight_surge),
+        split_layer_peak=sizes(tables.split_layer_peak),
         need_starts=need_starts,
         needs=needs,
         need_us=need_us,

@@ -86,11 +86,11 @@ def host_peak_bytes(plan: Plan, timeline: Timeline | None = None) -> list[int]:
     Args:
         timeline: of the plan; None to simulate it if it uses host memory.
     """
-    if not plan.hosted and not any(plan.copies):
+    if not plan.kv_offload and not any(plan.copies):
         return [0] * plan.num_ranks
     return list(host_peaks(timeline or simulate(plan)))
 
 
-def hosted_bytes(plan: Plan) -> int:
+def kv_offload_bytes(plan: Plan) -> int:
     """Bytes of keys, values and their gradients that all ranks have in host memory (KV offload)."""
-    return sum(entry.cache_bytes + entry.gradient_bytes for entry in plan.hosted)
+    return sum(entry.cache_bytes + entry.gradient_bytes for entry in plan.kv_offload)

@@ -54,17 +54,17 @@ def _memory_savings(plan: Plan) -> list[str]:
         )
         if plan.host_links:
             parts.append(f"{plan.num_ranks} ranks share {len(set(plan.host_links))} links to host memory")
-    if plan.hosted:
-        sequences = len({entry.sequence for entry in plan.hosted})
+    if plan.kv_offload:
+        sequences = len({entry.sequence for entry in plan.kv_offload})
         parts.append(
             f"KV offload of {sequences} sequence{'s' * (sequences > 1)} on {_stages(plan)}: "
-            f"{format_bytes(facts.hosted_bytes(plan))}, gradients included"
+            f"{format_bytes(facts.kv_offload_bytes(plan))}, gradients included"
         )
     return ["; ".join(parts)] if parts else []
 
 
 def _stages(plan: Plan) -> str:
-    count = len({entry.stage for entry in plan.hosted})
+    count = len({entry.stage for entry in plan.kv_offload})
     return "all stages" if count == plan.num_stages else f"{count} of {plan.num_stages} stages"
 
 

@@ -24,7 +24,7 @@ from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
 from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.stage import Mover, Stage
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.runtime.watchdog import Place, Progress, Watchdog, device_mark, no_mark
+from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark, no_mark
 
 Handler = Callable[["Executor", Action], None]
 """Runs one action of an operation. It has the executor's plan, rank, stages, links and recorder."""
@@ -107,8 +107,8 @@ class Executor:
         plan, rank = self.plan, self.rank
         if plan.copies and plan.copies[rank] and self.offload is None:
             raise RunError("the plan offloads activations (O and L actions), which this run does not: add --epp-offload")
-        if self.host is None and any(plan.placement[entry.stage] == rank for entry in plan.hosted):
-            raise RunError("the plan has keys and values at the host, which this run has not: add --epp-offload")
+        if self.host is None and any(plan.placement[entry.stage] == rank for entry in plan.kv_offload):
+            raise RunError("the plan has keys and values in host memory, which this run has not: add --epp-offload")
         if missing := sorted({action.op for action in actions} - set(self._handlers)):
             raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions")
         placed = [stage for stage, where in enumerate(plan.placement) if where == rank]
@@ -128,13 +128,13 @@ class Executor:
         if self.host is not None:
             self.host.held_peak_bytes = self.host.held_bytes
         for number, stage in self.stages.items():
-            stage.relay.begin(self.plan.hosted_by(number), self.host)
+            stage.relay.begin(self.plan.kv_offload_on(number), self.host)
         try:
             with torch.set_grad_enabled(not self.plan.forward_only), self._watch():
                 for position, action in enumerate(self._actions):
-                    self._progress.reach(Place(position))
+                    self._progress.reach(ProgressPoint(position))
                     self._perform(action)
-                self._progress.reach(Place(len(self._actions)))
+                self._progress.reach(ProgressPoint(len(self._actions)))
                 self._finish()
                 self._progress.reach(None)
         except OutOfMemoryRunError:
@@ -288,30 +288,30 @@ class Executor:
         return self.offload
 
     def _watch(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.place)
+        return nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
 
     def _overdue(self) -> str:
         assert self.watchdog is not None
-        place = self._progress.place()
+        point = self._progress.point()
         limit = f"has not finished after {self.watchdog.limit_s:.3g} s (--epp-wait-limit-seconds)"
-        return self._describe(place, f"{limit}, {self._waits_for(place)}")
+        return self._describe(point, f"{limit}, {self._waits_for(point)}")
 
-    def _waits_for(self, place: Place | None) -> str:
-        if place is None or place.position == len(self._actions):
+    def _waits_for(self, point: ProgressPoint | None) -> str:
+        if point is None or point.position == len(self._actions):
             return "waiting for other ranks to take its messages"
-        action = self._actions[place.position]
+        action = self._actions[point.position]
         if action.op in (Op.SEND_F, Op.SEND_B):
             peer = self.plan.placement[action.stage + (1 if action.op is Op.SEND_F else -1)]
             return f"waiting for rank {peer} to take the message before this one"
-        if not place.receiving:
+        if not point.receiving:
             return "in compute or in a collective of its own"
         peer = action.stage + (-1 if action.op is Op.F else 1)
         return f"waiting for {action._replace(stage=peer)} of rank {self.plan.placement[peer]}"
 
-    def _describe(self, place: Place | None, what: str) -> str:
-        return f"{self._where(place)} {what}\n{to_grid(self.plan)}"
+    def _describe(self, point: ProgressPoint | None, what: str) -> str:
+        return f"{self._where(point)} {what}\n{to_grid(self.plan)}"
 
-    def _where(self, place: Place | None) -> str:
-        position = len(self._actions) if place is None else place.position
+    def _where(self, point: ProgressPoint | None) -> str:
+        position = len(self._actions) if point is None else point.position
         step = f"action {self._actions[position]}" if position < len(self._actions) else "the end of the plan"
         return f"pipeline rank {self.rank}, step {position}, {step}"

@@ -23,13 +23,13 @@ EXIT_CODE = 70
 class _Activity:
     """Activity that must not stand still for longer than the limit."""
 
-    __slots__ = ("closed", "describe", "failure", "limit_s", "place", "progress", "since_s")
+    __slots__ = ("closed", "describe", "failure", "limit_s", "point", "progress", "since_s")
 
     def __init__(self, describe: Callable[[], str], progress: Callable[[], object] | None, limit_s: float) -> None:
         self.describe = describe
         self.progress = progress
         self.limit_s = limit_s
-        self.place: object = None
+        self.point: object = None
         self.closed = False
         self.failure: Exception | None = None
         self.since_s = time.monotonic()
@@ -88,15 +88,15 @@ class Watchdog:
         if activity.progress is not None:
             closed = activity.closed  # before asking: what the body does last must not be missed
             try:
-                place = activity.progress()
+                point = activity.progress()
             except Exception as error:  # a device that has failed raises when queried, and makes no progress
-                place, activity.failure = activity.place, error
+                point, activity.failure = activity.point, error
             else:
-                if closed and place is None:
+                if closed and point is None:
                     self._activities.remove(activity)
                     return
-            if place != activity.place:
-                activity.place, activity.since_s = place, time.monotonic()
+            if point != activity.point:
+                activity.point, activity.since_s = point, time.monotonic()
         if time.monotonic() - activity.since_s > activity.limit_s:
             activity.since_s = math.inf
             self._on_expiry(self._message(activity))
@@ -125,7 +125,7 @@ class Mark(Protocol):
         """Return True if the device has passed it."""
 
 
-class Place(NamedTuple):
+class ProgressPoint(NamedTuple):
     """Position of an action in the program; `receiving` is True while the rank waits there for the action's message."""
 
     position: int
@@ -143,22 +143,22 @@ class Progress:
     """
 
     def __init__(self, mark: Callable[[], Mark | None]) -> None:
-        self.host: Place | None = Place(0)
+        self.host: ProgressPoint | None = ProgressPoint(0)
         self._mark = mark
-        self._issued: deque[tuple[Place, Mark]] = deque()
+        self._issued: deque[tuple[ProgressPoint, Mark]] = deque()
 
-    def reach(self, place: Place | None) -> None:
-        """Record that the host has issued all work of its current place and goes on to `place`, or is done (None)."""
+    def reach(self, point: ProgressPoint | None) -> None:
+        """Record that the host has issued all work of its current place and goes on to `point`, or is done (None)."""
         mark = self._mark()
         if mark is not None and self.host is not None:
             self._issued.append((self.host, mark))
-        self.host = place
+        self.host = point
 
     def close(self) -> None:
         """Record that the host has stopped."""
         self.host = None
 
-    def place(self) -> Place | None:
+    def point(self) -> ProgressPoint | None:
         """Return the first place that the device has not passed, else the host's place. Must be called from one thread only."""
         while self._issued and self._issued[0][1].query():
             self._issued.popleft()

@@ -102,8 +102,8 @@ class Cell:
 
     @property
     def stock(self) -> Cell:
-        """What Megatron's own schedule runs beside it. Its attention cannot share out tokens on a CPU, so there cp is 1. It
-        knows only the looped placement, so any other is compared with one stage per rank.
+        """What Megatron's own schedule runs for comparison. Its attention cannot share out tokens on a CPU, so there cp is 1.
+        It knows only the looped placement, so any other is compared with one stage per rank.
         """
         stages = {} if self.placement == "looped" else {"virtual": 1, "placement": "looped"}
         return replace(self, cp=1, split=False, **stages)

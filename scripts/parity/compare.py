@@ -1,4 +1,4 @@
-"""Trains a small GPT with Megatron's own schedule and with elastic plans, and prints how far they are apart.
+"""Trains a small GPT with Megatron's own schedule and with elastic plans, and prints how far they differ.
 
     python -m scripts.parity --tp 2 --sp --cp 2 --pp 2                    one cell, the documents below
     python -m scripts.parity --dp 2 --pp 2 --lengths FILE --iterations 3  documents of these lengths, all in every iteration
@@ -147,9 +147,9 @@ def compare_all(cases: dict[str, Case], setting: Setting, limit_s: float) -> dic
     from scripts.parity.worlds import load_megatron, train_all
 
     load_megatron()
-    with tempfile.TemporaryDirectory() as place:
-        stock_of, elastic_of = _trainings(cases, setting, Path(place))
-        runs = train_all([*stock_of.values(), *elastic_of.values()], Path(place), limit_s)
+    with tempfile.TemporaryDirectory() as folder:
+        stock_of, elastic_of = _trainings(cases, setting, Path(folder))
+        runs = train_all([*stock_of.values(), *elastic_of.values()], Path(folder), limit_s)
     results: dict[str, dict[str, Any]] = {}
     for name, case in cases.items():
         both = [runs[training] for training in (stock_of[name], elastic_of[name])]

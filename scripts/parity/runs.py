@@ -200,9 +200,9 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
     return {
         "attention": sorted({f"{a.attention}, {b.attention}" for a in stock for b in elastic if a.attention and b.attention}),
         "num_losses": [len(losses), len(validation)],
-        "losses": max(_apart(losses, run.losses) for run in elastic if run.losses),
+        "losses": max(_relative_error(losses, run.losses) for run in elastic if run.losses),
         "learned": losses[0] - losses[-1],
-        "validation": max((_apart(validation, run.validation) for run in elastic if run.validation), default=None),
+        "validation": max((_relative_error(validation, run.validation) for run in elastic if run.validation), default=None),
         "gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[0])),
         "last_gradients": _furthest(_tensors(stock, elastic, lambda run: run.gradients[-1])),
         "parameters": _furthest(_tensors(stock, elastic, lambda run: run.final)),
@@ -210,7 +210,7 @@ def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _apart(expected: Sequence[float], found: Sequence[float]) -> float:
+def _relative_error(expected: Sequence[float], found: Sequence[float]) -> float:
     return max(abs(b / a - 1) for a, b in zip(expected, found, strict=True))
 
 
@@ -226,8 +226,8 @@ def _furthest(tensors: list[tuple[str, Tensor, Tensor]]) -> dict[str, Any]:
     """The tensor furthest from what is expected, by the norm of the difference over the tensor's norm."""
     worst: dict[str, Any] = {"relative": 0.0, "absolute": 0.0, "tensor": None, "zeros": 0, "num_tensors": len(tensors)}
     for name, wanted, tensor in tensors:
-        norm, apart = float(wanted.norm()), float((tensor - wanted).norm())
-        relative = apart / norm if norm > 0 else math.inf if apart > 0 else 0.0
+        norm, difference = float(wanted.norm()), float((tensor - wanted).norm())
+        relative = difference / norm if norm > 0 else math.inf if difference > 0 else 0.0
         worst["zeros"] += norm == 0
         worst["absolute"] = max(worst["absolute"], float((tensor - wanted).abs().max()))
         if not relative <= worst["relative"]:

@@ -68,38 +68,38 @@ def train_all(trainings: Iterable[Training], folder: Path, limit_s: float) -> di
     results: dict[Training, list[Run] | str] = {}
     left = sorted(dict.fromkeys(trainings), key=lambda t: t.num_processes)
     while left:
-        place = Path(tempfile.mkdtemp(dir=folder))
+        folder = Path(tempfile.mkdtemp(dir=folder))
         world = [t for t in left if t.num_processes == left[0].num_processes]
-        failure = _run_world(world, place, limit_s)
+        failure = _run_world(world, folder, limit_s)
         for number, training in enumerate(world):
-            if not _is_recorded(number, training, place):
+            if not _is_recorded(number, training, folder):
                 results[training] = failure or "its processes ended before it"
                 break
-            paths = _records(number, training, place)
+            paths = _records(number, training, folder)
             results[training] = [torch.load(path, weights_only=False) for path in paths]
         left = [t for t in left if t not in results]
     return results
 
 
-def _records(number: int, training: Training, place: Path) -> list[Path]:
-    return [place / f"training{number}.rank{rank}" for rank in range(training.num_processes)]
+def _records(number: int, training: Training, folder: Path) -> list[Path]:
+    return [folder / f"training{number}.rank{rank}" for rank in range(training.num_processes)]
 
 
-def _is_recorded(number: int, training: Training, place: Path) -> bool:
-    return all(path.exists() for path in _records(number, training, place))
+def _is_recorded(number: int, training: Training, folder: Path) -> bool:
+    return all(path.exists() for path in _records(number, training, folder))
 
 
-def _run_world(trainings: Sequence[Training], place: Path, limit_s: float) -> str | None:
+def _run_world(trainings: Sequence[Training], folder: Path, limit_s: float) -> str | None:
     """Run the trainings one after the other. Returns the end of the log, if one fails."""
-    log = place / "log"
-    processes = [_fork.Process(target=_serve, args=(rank, trainings, place)) for rank in range(trainings[0].num_processes)]
+    log = folder / "log"
+    processes = [_fork.Process(target=_serve, args=(rank, trainings, folder)) for rank in range(trainings[0].num_processes)]
     for process in processes:
         process.start()
     done, since_s = 0, time.monotonic()
     try:
         while (alive := [p for p in processes if p.is_alive()]) and not any(p.exitcode for p in processes):
             wait([process.sentinel for process in alive], timeout=1.0)
-            if (now_done := sum(_is_recorded(i, t, place) for i, t in enumerate(trainings))) > done:
+            if (now_done := sum(_is_recorded(i, t, folder) for i, t in enumerate(trainings))) > done:
                 done, since_s = now_done, time.monotonic()
                 print(f"{len(processes)} processes: {done} of {len(trainings)} runs", file=sys.stderr)
             elif time.monotonic() - since_s > limit_s:
@@ -122,11 +122,11 @@ def _end_of(log: Path) -> str:
     return log.read_text(errors="replace")[-5000:]
 
 
-def _serve(rank: int, trainings: Sequence[Training], place: Path) -> None:
+def _serve(rank: int, trainings: Sequence[Training], folder: Path) -> None:
     """A process of a world."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgrp()
-    output = os.open(place / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     size = trainings[0].num_processes
@@ -134,10 +134,10 @@ def _serve(rank: int, trainings: Sequence[Training], place: Path) -> None:
     torch.set_num_threads(1)
     try:
         for number, training in enumerate(trainings):
-            dist.init_process_group("gloo", init_method=f"file://{place}/store{number}", rank=rank, world_size=size)
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store{number}", rank=rank, world_size=size)
             run = record(training.flags, training.checkpoint)
             dist.destroy_process_group()
-            path = _records(number, training, place)[rank]
+            path = _records(number, training, folder)[rank]
             unfinished = path.with_name(f"{path.name}.part")
             torch.save(run, unfinished)
             unfinished.rename(path)

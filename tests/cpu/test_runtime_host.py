@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.plan import EppError, Op, simulate
-from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, hosted_changes, in_units, slices_of
+from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_peaks, in_units, kv_offload_changes, slices_of
 from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.offload.host import HostMemory, HostMemoryError, Region
-from tests.support.runtime.runtime_plans import hosting, offloading, planned
+from tests.support.runtime.runtime_plans import offloading, offloading_kv, planned
 
 CPU = torch.device("cpu")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -57,14 +57,14 @@ def test_what_lies_in_parts_comes_back_whole_and_nobody_writes_over_it(rng):
             region, cut = Region(host), rng.randint(0, size)
             places = region.reserve(cut), region.reserve(size - cut)
             for start, part in zip(places, (made[:cut], made[cut:]), strict=True):
-                for device, at_host in region.pairs(start, part):
-                    at_host.copy_(device)
+                for device, kv_offload_host_bytes in region.pairs(start, part):
+                    kv_offload_host_bytes.copy_(device)
             here[number] = made, region
         elif here:
             made, region = here.pop(rng.choice(sorted(here)))
             back = torch.empty_like(made)
-            for device, at_host in region.pairs(0, back):
-                device.copy_(at_host)
+            for device, kv_offload_host_bytes in region.pairs(0, back):
+                device.copy_(kv_offload_host_bytes)
             assert torch.equal(back, made)
             region.give_back()
 
@@ -97,10 +97,10 @@ def moving(copy, size, sizes):
 def replay(plan, rank, host):
     """All that a run of a rank takes at a host and gives back there, in the order of the run."""
     copies = {copy.action: copy for copy in plan.copies[rank]} if plan.copies else {}
-    entries = {entry[:2]: entry for entry in plan.hosted}
+    entries = {entry[:2]: entry for entry in plan.kv_offload}
     changes = {}
     for key, entry in entries.items():
-        for action, at_end, _ in hosted_changes([entry], slices_of(plan), plan.forward_only):
+        for action, at_end, _ in kv_offload_changes([entry], slices_of(plan), plan.forward_only):
             changes.setdefault(action, []).append((at_end, key))
     away, caches = {}, {}
     for action in lower(plan)[rank]:
@@ -125,14 +125,14 @@ def replay(plan, rank, host):
 def test_plans_that_fit_the_host_run_in_it_to_the_byte(seed):
     draw = random.Random(seed)
     lengths = [draw.randint(40, 90), draw.randint(30, 60), *(draw.randint(1, 30) for _ in range(draw.randint(1, 6)))]
-    plan = hosting(offloading(planned(lengths, (2, 2), slices=draw.randint(3, 8)), 0.5))
+    plan = offloading_kv(offloading(planned(lengths, (2, 2), slices=draw.randint(3, 8)), 0.5))
     copies = tuple(
         tuple(moving(copy, draw.randint(1, 70 * MIB), sizes) for copy in row) for row in plan.copies for sizes in [{}]
     )
     entries = tuple(
-        entry._replace(cache_bytes=draw.randint(1, GIB), gradient_bytes=draw.randint(1, GIB)) for entry in plan.hosted
+        entry._replace(cache_bytes=draw.randint(1, GIB), gradient_bytes=draw.randint(1, GIB)) for entry in plan.kv_offload
     )
-    plan = replace(plan, copies=copies, hosted=entries)
+    plan = replace(plan, copies=copies, kv_offload=entries)
     peaks = host_peaks(simulate(plan))
     for rank, peak in enumerate(peaks):
         host = HostMemory(CPU, peak)

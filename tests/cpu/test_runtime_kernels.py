@@ -46,7 +46,9 @@ def test_forward_and_backward_equal_dense_attention(name, dtype, tolerance, quer
         parts.append(dense_attention(exact[0][queries], exact[1][keys], exact[2][keys], SCALE))
     expected = torch.cat(parts)
     expected.backward(grad.double())
-    of_values = exact[2].grad.norm()  # of one token the other gradients are zero: what rounding leaves is small beside this one
+    of_values = exact[
+        2
+    ].grad.norm()  # of one token the other gradients are zero: what rounding leaves is small next to this one
     for actual, wanted in zip((out, *grads), (expected, *(x.grad for x in exact)), strict=True):
         floor = 1e-2 if wanted.any() else of_values
         assert relative_difference(actual, wanted, floor) < tolerance

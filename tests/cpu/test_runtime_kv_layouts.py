@@ -43,10 +43,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_slices_have_the_gradients_of_whole_sequences_wherever_their_cache_is(layout, case, mode):
-    resident, *hosted = (ChunkedLayer(*CASES[case], layers=2, **LAYOUTS[layout]) for _ in range(1 + len(hosts())))
+    resident, *kv_offload = (ChunkedLayer(*CASES[case], layers=2, **LAYOUTS[layout]) for _ in range(1 + len(hosts())))
     run(resident, mode=mode)
     assert_equals_whole_sequences(resident)
-    for layer, host in zip(hosted, hosts().values(), strict=True):
+    for layer, host in zip(kv_offload, hosts().values(), strict=True):
         run(layer, host, mode)
         for expected, actual in zip(resident.chunked(), layer.chunked(), strict=True):
             assert all(map(torch.equal, expected, actual))
@@ -54,13 +54,13 @@ def test_slices_have_the_gradients_of_whole_sequences_wherever_their_cache_is(la
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_caches_take_what_the_layout_says(layout):
-    layer, hosted = (ChunkedLayer(*CASES["one"], layers=2, **LAYOUTS[layout]) for _ in range(2))
+    layer, kv_offload = (ChunkedLayer(*CASES["one"], layers=2, **LAYOUTS[layout]) for _ in range(2))
     whole = layer.cache_bytes()
     gradient = layer.layers * 37 * layer.cached_width * 8
     assert run(layer) == [whole] * 4 + [whole + gradient] * 3 + [0]
     piece = size_class(37) * layer.cached_width * 8 // head_parts(LAYOUTS[layout].get("kv_heads", 2))
-    assert run(hosted, hosts()["at once"]) == [2 * piece] * 4 + [3 * piece] * 4
-    assert hosted.relay.hosted.host_peak_bytes == 2 * whole
+    assert run(kv_offload, hosts()["at once"]) == [2 * piece] * 4 + [3 * piece] * 4
+    assert kv_offload.relay.offloaded.host_peak_bytes == 2 * whole
 
 
 @pytest.mark.parametrize("kernel", [kernels.TRANSFORMER_ENGINE, kernels.FLASH_ATTN, kernels.TORCH_FLASH], ids=lambda x: x.name)

@@ -1,4 +1,4 @@
-"""Keys and values that are at the host between uses give the same gradients, to the bit, and leave the device the room."""
+"""Keys and values that are in host memory between uses give the same gradients, to the bit, and leave the device the room."""
 
 import numpy as np
 import pytest
@@ -13,14 +13,21 @@ from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.runtime.late_host import LateHost
 from tests.support.runtime.pipeline_runs import run_plan
 from tests.support.runtime.relay_chunks import CHANNELS, KV_HEADS, RECOMPUTE, ChunkedLayer, slices
-from tests.support.runtime.runtime_plans import by_hand, hosting, offloading, one_rank, one_rank_split, one_rank_two_stages
+from tests.support.runtime.runtime_plans import (
+    by_hand,
+    offloading,
+    offloading_kv,
+    one_rank,
+    one_rank_split,
+    one_rank_two_stages,
+)
 
 CPU = torch.device("cpu")
 LAYERS = 3
 CHUNKS = [*slices(0, 0, 9, 20, 31), [(0, 31, 33), (1, 0, 4)]]
-"""Four slices, a short sequence beside the last."""
+"""Four slices, a short sequence next to the last."""
 TWO = [[(0, 0, 5), (2, 0, 3)], [(1, 0, 6)], [(1, 6, 12)], [(0, 5, 9)]]
-"""Slices of two sequences between each other, a short sequence beside the first."""
+"""Slices of two sequences between each other, a short sequence next to the first."""
 CASES = {
     "one": ((33, 4), CHUNKS, 1),
     "two": ((9, 12, 3), TWO, 1),
@@ -65,20 +72,20 @@ def same_gradients(plan, other, host=None, **options):
 @pytest.mark.parametrize("when", hosts())
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_resident_caches_whenever_copies_happen(case, when, mode, fp32_gradients):
-    resident, hosted = (ChunkedLayer(*CASES[case], layers=LAYERS) for _ in range(2))
-    for layer in (resident, hosted):  # in bf16, sums in fp32 differ
+    resident, kv_offload = (ChunkedLayer(*CASES[case], layers=LAYERS) for _ in range(2))
+    for layer in (resident, kv_offload):  # in bf16, sums in fp32 differ
         layer.sequences = [[x.detach().bfloat16().requires_grad_() for x in qkv] for qkv in layer.sequences]
         layer.weights = [x.bfloat16() for x in layer.weights]
     run(resident, mode=mode, fp32_gradients=fp32_gradients)
-    run(hosted, hosts()[when], mode, fp32_gradients)
-    for expected, actual in zip(resident.chunked(), hosted.chunked(), strict=True):
+    run(kv_offload, hosts()[when], mode, fp32_gradients)
+    for expected, actual in zip(resident.chunked(), kv_offload.chunked(), strict=True):
         assert all(map(torch.equal, expected, actual))
 
 
 def test_layers_of_another_sequence_wait_for_the_buffers_that_still_leave():
     chunks = [(0, 0, 9)], [(1, 0, 8)], [(1, 8, 14)], [(0, 9, 14)]
     plan = by_hand(["0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"], chunks, num_layers=4)
-    same_gradients(plan, hosting(plan), LateHost())
+    same_gradients(plan, offloading_kv(plan), LateHost())
 
 
 @pytest.mark.parametrize("layers", [1, 2, 6])
@@ -88,8 +95,8 @@ def test_the_device_holds_two_pieces_in_forward_and_three_in_backward_however_ma
     piece = 2 * size_class(37) * KV_HEADS * CHANNELS * 8 // head_parts(KV_HEADS)
     assert run(layer, host) == [2 * piece] * 4 + [3 * piece] * 4
     assert layer.relay.num_bytes == 0
-    assert layer.relay.hosted.host_bytes == 0
-    assert layer.relay.hosted.host_peak_bytes == 2 * layer.cache_bytes()
+    assert layer.relay.offloaded.host_bytes == 0
+    assert layer.relay.offloaded.host_peak_bytes == 2 * layer.cache_bytes()
 
 
 def test_an_action_has_its_buffers_from_its_start_as_plans_count_them():
@@ -127,7 +134,7 @@ def test_without_backward_the_last_slice_empties_the_host():
     layer = ChunkedLayer((9,), slices(0, 0, 4, 7, 9), layers=2, forward_only=True)
     with torch.no_grad():
         run(layer, HostMemory(CPU, 1 << 30), forward_only=True)
-    assert layer.relay.hosted.host_bytes == 0
+    assert layer.relay.offloaded.host_bytes == 0
 
 
 def test_slices_out_of_order_and_caches_left_over_are_refused_as_resident_ones_are():
@@ -152,19 +159,19 @@ def test_slices_out_of_order_and_caches_left_over_are_refused_as_resident_ones_a
 @pytest.mark.parametrize("make", [one_rank, one_rank_split, one_rank_two_stages])
 def test_a_plan_runs_alike_with_all_or_some_of_its_stages_hosted(make, recompute_layers, reentrant):
     plan = make(recompute_layers=recompute_layers)
-    _, found = same_gradients(plan, hosting(plan), reentrant=reentrant)
+    _, found = same_gradients(plan, offloading_kv(plan), reentrant=reentrant)
     assert found[0].host_peak_bytes > 0
-    same_gradients(plan, hosting(plan, stages=[0]), reentrant=reentrant)
+    same_gradients(plan, offloading_kv(plan, stages=[0]), reentrant=reentrant)
 
 
 @pytest.mark.parametrize("recompute_layers", [0, 1])
 def test_and_with_copies_beside(recompute_layers):
     plan = one_rank_two_stages(recompute_layers=recompute_layers)
-    same_gradients(plan, hosting(offloading(plan, 0.7)))
+    same_gradients(plan, offloading_kv(offloading(plan, 0.7)))
 
 
 def test_a_run_without_host_memory_is_refused_by_the_flag():
-    plan = hosting(one_rank())
+    plan = offloading_kv(one_rank())
     with pytest.raises(RunError, match="add --epp-offload"):
         Executor(plan, 0, {})
 

@@ -34,7 +34,7 @@ class Forward:
 
     @property
     def held_bytes(self):
-        """On the device and at the host."""
+        """On the device and in host memory."""
         return self.saved.live_bytes, self.offload.host_bytes
 
     def run_backward(self):

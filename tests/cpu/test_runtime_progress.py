@@ -1,6 +1,6 @@
 """Where a rank is, when the device lags behind the host and when it does not."""
 
-from megatron_epp.runtime.watchdog import Place, Progress, device_mark, no_mark
+from megatron_epp.runtime.watchdog import Progress, ProgressPoint, device_mark, no_mark
 
 
 class Queue:
@@ -24,32 +24,32 @@ class Mark:
 
 def test_without_a_device_of_its_own_the_rank_is_where_the_host_is():
     progress = Progress(no_mark)
-    assert progress.place() == Place(0)
-    progress.reach(Place(1, receiving=True))
-    assert progress.place() == Place(1, receiving=True)
+    assert progress.point() == ProgressPoint(0)
+    progress.reach(ProgressPoint(1, receiving=True))
+    assert progress.point() == ProgressPoint(1, receiving=True)
     progress.reach(None)
-    assert progress.place() is None
+    assert progress.point() is None
 
 
 def test_with_a_device_it_is_at_the_first_place_the_device_has_not_passed():
     queue = Queue()
     progress = Progress(queue.mark)
-    for place in (Place(0), Place(1, receiving=True), Place(1), None):
-        progress.reach(place)
+    for point in (ProgressPoint(0), ProgressPoint(1, receiving=True), ProgressPoint(1), None):
+        progress.reach(point)
     seen = []
     for queue.passed in range(5):
-        seen.append(progress.place())
-    assert seen == [Place(0), Place(0), Place(1, receiving=True), Place(1), None]
+        seen.append(progress.point())
+    assert seen == [ProgressPoint(0), ProgressPoint(0), ProgressPoint(1, receiving=True), ProgressPoint(1), None]
 
 
 def test_a_host_that_gave_up_leaves_what_it_had_issued():
     queue = Queue()
     progress = Progress(queue.mark)
-    progress.reach(Place(1))
+    progress.reach(ProgressPoint(1))
     progress.close()
-    assert progress.place() == Place(0)
+    assert progress.point() == ProgressPoint(0)
     queue.passed = 1
-    assert progress.place() is None
+    assert progress.point() is None
 
 
 def test_a_processor_has_no_queue_to_mark(monkeypatch):

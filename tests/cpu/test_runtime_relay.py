@@ -222,7 +222,7 @@ def test_what_shares_an_earlier_slices_chunk_is_put_behind_it_in_the_buffer():
     relay, view = KVRelay(), SliceView(0, 3, 5, 9, 10)
     first = SliceView(0, 0, 3, 9, 10)
     relay.append(0, first, [torch.zeros(3, 1, 2) for _ in "kv"])
-    chunk = torch.arange(14.0).reshape(7, 1, 2)  # two tokens of the slice, five beside it
+    chunk = torch.arange(14.0).reshape(7, 1, 2)  # two tokens of the slice, five next to it
     k, _ = relay.append(0, view, (chunk, chunk))
     assert torch.equal(k[3:], chunk)
     tail = SliceView(0, 5, 9, 9, 10)
@@ -238,7 +238,7 @@ PRECISIONS = [("auto", 8, False), ("auto", 9, True), ("on", 2, True), ("off", 9,
 
 @pytest.mark.parametrize(("choice", "num_slices", "in_fp32"), PRECISIONS)
 def test_gradients_of_many_slices_add_up_in_fp32(choice, num_slices, in_fp32):
-    """A thousand gradients of 2**-9 beside a one: bf16, which has eight bits, loses every one of them."""
+    """A thousand gradients of 2**-9 next to a one: bf16, which has eight bits, loses every one of them."""
     relay, length = KVRelay(fp32_gradients=choice), 1001
     views = [SliceView(0, i, i + 1, length, length, num_slices) for i in range(length)]
     for view in views:

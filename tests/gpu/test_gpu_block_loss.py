@@ -24,7 +24,7 @@ def tensors():
 
 
 def gradients(loss, inputs):
-    """And the most memory that the backward took beside what was there."""
+    """And the most memory that the backward took next to what was there."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     found = torch.autograd.grad(loss, inputs)

@@ -5,16 +5,16 @@ import torch
 
 from megatron_epp.runtime.offload.host import HostMemory
 from tests.support.gpu_stage import DEVICE, apart, run
-from tests.support.runtime.runtime_plans import by_hand, hosting, offloading
+from tests.support.runtime.runtime_plans import by_hand, offloading, offloading_kv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 CHUNKS = [(0, 0, 2048)], [(0, 2048, 4096)], [(0, 4096, 5000), (1, 0, 700)], [(2, 0, 1024)], [(2, 1024, 2000)]
-"""Two long sequences in slices, a short one beside a tail."""
+"""Two long sequences in slices, a short one next to a tail."""
 ROW = "0F0 0F1 0F2 0F3 0F4 0B4 0B3 0B2 0B1 0B0"
 WHOLE = [(0, 0, 5000)], [(1, 0, 700)], [(2, 0, 2000)]
 
-MOVES = {"in place": lambda plan: plan, "offloaded": lambda plan: offloading(plan, 0.7), "hosted": hosting}
+MOVES = {"in place": lambda plan: plan, "offloaded": lambda plan: offloading(plan, 0.7), "hosted": offloading_kv}
 
 
 def sliced(recompute_layers=0):
@@ -48,7 +48,7 @@ def test_copies_beside_compute_change_nothing(move, recompute_layers):
 
 
 @pytest.mark.parametrize(
-    "move", [lambda plan: plan, lambda plan: offloading(plan, 0.7), hosting], ids=["stays", "off", "hosted"]
+    "move", [lambda plan: plan, lambda plan: offloading(plan, 0.7), offloading_kv], ids=["stays", "off", "hosted"]
 )
 def test_the_host_never_waits_once_kernels_are_chosen_and_pages_are_there(move):
     run(move(sliced(2)), torch.bfloat16, "auto", HostMemory(DEVICE, 1 << 30), times=3, strict=True)

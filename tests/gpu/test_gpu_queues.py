@@ -12,9 +12,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 SCRIPT = """
 import torch
 
-ahead, beside = torch.cuda.Stream(), torch.cuda.Stream()
+ahead, next to = torch.cuda.Stream(), torch.cuda.Stream()
 one, other = torch.ones(1, device="cuda"), torch.ones(1, device="cuda")
-for stream, tensor in ((ahead, one), (beside, other)):  # load the kernels first
+for stream, tensor in ((ahead, one), (next to, other)):  # load the kernels first
     with torch.cuda.stream(stream):
         tensor.add_(1)
         torch.cuda._sleep(1)
@@ -24,17 +24,17 @@ with torch.cuda.stream(ahead):
     torch.cuda._sleep(2_000_000_000)
     long.record()
     one.add_(1)
-with torch.cuda.stream(beside):
+with torch.cuda.stream(next to):
     other.add_(1)
     short.record()
 short.synchronize()
-print("behind" if long.query() else "beside")
+print("behind" if long.query() else "next to")
 torch.cuda.synchronize()
 """
 
 
 def order(connections: int) -> str:
-    """Whether a kernel of another stream ran beside a long one, or behind it, with a second of its stream issued between."""
+    """Whether a kernel of another stream ran next to a long one, or behind it, with a second of its stream issued between."""
     environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -46,4 +46,4 @@ def test_with_one_hardware_queue_nothing_starts_before_what_was_issued_ahead_of_
 
 
 def test_with_many_hardware_queues_streams_run_beside_each_other():
-    assert order(32) == "beside"
+    assert order(32) == "next to"

@@ -1,4 +1,4 @@
-"""On a GPU training through Megatron keeps its numbers and its planned memory, and copies lie beside compute."""
+"""On a GPU training through Megatron keeps its numbers and its planned memory, and copies lie overlapped with compute."""
 
 from dataclasses import replace
 

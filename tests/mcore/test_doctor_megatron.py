@@ -1,4 +1,4 @@
-"""`megatron-epp doctor` on the machine at hand, and beside a Megatron that is not supported."""
+"""`megatron-epp doctor` on the machine at hand, and next to a Megatron that is not supported."""
 
 import json
 import os

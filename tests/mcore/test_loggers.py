@@ -9,7 +9,7 @@ from megatron.training import global_vars
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.iterator import DisagreementError
-from megatron_epp.mcore.training import loggers as writers
+from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training import session
 from megatron_epp.mcore.training.report import IterationReport, layout_words
 from megatron_epp.plan import EppError, InfeasibleError
@@ -70,7 +70,7 @@ def both(monkeypatch):
 
 def test_both_writers_get_the_same_figures_under_epp(both):
     tensorboard, wandb = both
-    writers.write(LINE)
+    loggers.write(LINE)
     assert tensorboard.seen == wandb.seen
     assert all(name.startswith("epp/") and iteration == 7 for name, iteration in tensorboard.seen)
     assert tensorboard.seen["epp/measured makespan (ms)", 7] == 2.5
@@ -80,14 +80,14 @@ def test_both_writers_get_the_same_figures_under_epp(both):
 
 
 def test_a_measured_peak_is_written_where_there_is_one(both):
-    writers.write(LINE | {"peak_activation_bytes": [2**28, 2**29]})
+    loggers.write(LINE | {"peak_activation_bytes": [2**28, 2**29]})
     assert both[0].seen["epp/measured peak activations (GiB)", 7] == 0.5
 
 
 def test_what_the_device_reserves_is_beside_what_is_allocated_of_it(both):
-    writers.write(LINE)
+    loggers.write(LINE)
     assert not any("reserved" in name for name, _ in both[0].seen)
-    writers.write(LINE | {"device_peak_bytes": [(3 * 2**30, 4 * 2**30), (2**30, 5 * 2**30)]})
+    loggers.write(LINE | {"device_peak_bytes": [(3 * 2**30, 4 * 2**30), (2**30, 5 * 2**30)]})
     assert both[0].seen["epp/allocated peak so far (GiB)", 7] == 3.0
     assert both[0].seen["epp/reserved peak so far (GiB)", 7] == 5.0
 
@@ -95,11 +95,11 @@ def test_what_the_device_reserves_is_beside_what_is_allocated_of_it(both):
 def test_without_writers_nothing_happens(monkeypatch):
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
     monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", None)
-    writers.write(LINE)
+    loggers.write(LINE)
 
 
 def test_the_log_line_has_planned_beside_measured(capsys):
-    writers.log(LINE)
+    loggers.log(LINE)
     line = capsys.readouterr().out
     assert "epp iteration 7 | makespan (ms): 2.0 planned, 2.5 measured" in line
     assert "planning (ms): 12.0" in line
@@ -109,7 +109,7 @@ def test_the_planned_peaks_are_told_with_what_the_highest_is_made_of(capsys):
     shape = ModelShape(num_layers=2, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=512)
     costs = analytic_costs(shape, CPU, [1, 1])
     account = account_of(plan(Problem((9000, 200), (0, 1), (UNLIMITED_BYTES,) * 2), costs), costs)
-    writers.log_memory(account, 3)
+    loggers.log_memory(account, 3)
     line = capsys.readouterr().out
     peaks = [peak / 2**30 for peak in account.timeline.peak_bytes]
     assert f"epp memory planned for iteration 3 | peak per pipeline rank (GiB): {peaks[0]:.3g} {peaks[1]:.3g} | rank" in line
@@ -146,12 +146,12 @@ def test_nothing_is_told_of_layers_that_differ_from_each_other(capsys, flags):
 
 
 def test_the_imbalance_of_replicas_is_reported_where_there_are_several(both, capsys):
-    writers.write(LINE)
+    loggers.write(LINE)
     assert not any("imbalance" in name for name, _ in both[0].seen)
     line = LINE | {"replicas": 4, "imbalance": 0.015}
-    writers.write(line)
+    loggers.write(line)
     assert both[0].seen["epp/planned imbalance of replicas", 7] == 0.015
-    writers.log(line)
+    loggers.log(line)
     assert "imbalance of 4 replicas: 1.5% planned" in capsys.readouterr().out
 
 
@@ -199,7 +199,7 @@ def test_ranks_that_wait_while_costs_are_learnt_say_so_and_end(monkeypatch):
 def test_replicas_that_divide_a_batch_differently_end_the_run(monkeypatch, checksums, agree):
     """Or sequences would be trained twice, or never."""
     ours = object.__new__(session.Session)
-    ours.plans, ours.teams, ours._planning_ranks = True, ((0,), (1,)), object()
+    ours.plans, ours.lockstep_groups, ours._planning_ranks = True, ((0,), (1,)), object()
     monkeypatch.setattr(session, "from_each", lambda mine, group: checksums)
     if agree:
         ours._agree(7)
@@ -210,7 +210,7 @@ def test_replicas_that_divide_a_batch_differently_end_the_run(monkeypatch, check
 
 def test_a_replica_without_a_plan_ends_the_run_of_the_others(monkeypatch):
     ours = object.__new__(session.Session)
-    ours.plans, ours.teams, ours._planning_ranks = True, ((0,), (1,)), object()
+    ours.plans, ours.lockstep_groups, ours._planning_ranks = True, ((0,), (1,)), object()
     monkeypatch.setattr(session, "from_each", lambda mine, group: [mine, None])
     ours._agree(None)  # the one whose planning failed raises that error
     with pytest.raises(DisagreementError, match="another replica has no plan"):

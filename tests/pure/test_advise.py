@@ -153,7 +153,7 @@ def test_experts_are_shared_inside_a_node():
     assert {layout.expert for layout in layouts} == {1, 2}
     assert all(layout.expert == 1 for layout in layouts if layout.tensor == 2)
     shared = next(layout for layout in layouts if layout.expert == 2 and layout.context == 1 and layout.data == 4)
-    assert shared.teams == ((0, 1), (2, 3))
+    assert shared.lockstep_groups == ((0, 1), (2, 3))
 
 
 def test_ranks_on_several_nodes_exchange_slower():

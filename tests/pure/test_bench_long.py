@@ -14,6 +14,6 @@ def test_more_levers_fit_more_and_are_no_slower(tmp_path, monkeypatch):
     for row in rows.values():
         times = [found["makespan_s"] if found else float("inf") for found in (row[name] for name in bench_long.VARIANTS)]
         assert times == sorted(times, reverse=True)
-    assert rows["64"]["offload, keys and values at the host"]["hosted_stages"] > 0
+    assert rows["64"]["offload, KV offload"]["kv_offload_stages"] > 0
     assert rows["64"]["recompute"] is None
     assert "| 64K | no plan |" in (tmp_path / "report.md").read_text()

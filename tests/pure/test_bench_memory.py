@@ -1,4 +1,4 @@
-"""The benchmark of the memory levers on one small case: its figures are there and fit together."""
+"""The benchmark of the memory features on one small case: its figures are there and fit together."""
 
 import pytest
 

@@ -34,7 +34,7 @@ def test_every_plan_is_at_or_above_its_bound(report):
     rows = [row for row in report["large"]["rows"] if "gap" in row]
     assert rows
     for row in rows:
-        for plan in (row, row["all_levers"]):
+        for plan in (row, row["all_features"]):
             assert plan["gap"] >= -1e-9
             assert plan["peak_over_cap"] <= 1.0
             assert plan["why"]
@@ -42,12 +42,12 @@ def test_every_plan_is_at_or_above_its_bound(report):
 
 
 @pytest.mark.parametrize(("part", "rivals"), [("large", RIVALS), ("runs", FIXED)])
-@pytest.mark.parametrize(("key", "all_levers"), [("against", False), ("against_all_levers", True)])
-def test_every_rival_is_weighed_and_the_means_follow_from_the_rows(report, part, rivals, key, all_levers):
+@pytest.mark.parametrize(("key", "all_features"), [("against", False), ("against_all_features", True)])
+def test_every_rival_is_weighed_and_the_means_follow_from_the_rows(report, part, rivals, key, all_features):
     found = report[part]
     assert set(found[key]) == set(rivals)
     for name, figures in found[key].items():
-        assert figures == against(found["rows"], name, all_levers)
+        assert figures == against(found["rows"], name, all_features)
         if figures["both_have_a_plan"]:
             assert figures["least"] - 1e-9 <= figures["geometric_mean"] <= figures["most"] + 1e-9
             if part == "large":
@@ -84,7 +84,7 @@ def test_the_oracle_is_never_slower_and_never_refuses_alone(report):
     found = report["small"]
     if "skipped" in found:
         pytest.skip(f"{found['skipped']} (install the extra milp)")
-    for figures in found["levers"].values():
+    for figures in found["features"].values():
         others = ("infeasible_for_both", "infeasible_for_the_planner_alone", "undecided")
         assert figures["compared"] + sum(figures[other] for other in others) == figures["cases"] == 3
         assert figures["proven"]["cases"] + figures["not_proven"]["cases"] == figures["compared"]
@@ -106,10 +106,10 @@ def test_what_the_oracle_found_is_not_asked_again(tmp_path, monkeypatch):
     assert len(rows) == 5
     worse = {key: row | {"settled": False, "best_us": 2 * row["best_us"]} for key, row in rows.items()}
     store.write_text(json.dumps(worse))
-    kept = planner_small.small(2, 20.0, 8, ["plain"], 1, store)["levers"]["plain"]
+    kept = planner_small.small(2, 20.0, 8, ["plain"], 1, store)["features"]["plain"]
     assert kept["not_proven"]["cases"] == 2
     assert len(asked) == 5
-    assert planner_small.small(2, 30.0, 8, ["plain"], 1, store)["levers"]["plain"] == first["levers"]["plain"]
+    assert planner_small.small(2, 30.0, 8, ["plain"], 1, store)["features"]["plain"] == first["features"]["plain"]
     assert len(asked) == 7
 
 

@@ -82,7 +82,7 @@ def test_what_was_not_looked_further_for_says_or_more(report, monkeypatch):
     monkeypatch.setattr("megatron_epp.planner.search.limits.Limits.reach", reach)
     text = report("--memory-gb", "0.2")
     assert row_of(text, "longest sequence, alone") == ["4,096", "tokens"]
-    assert row_of(text, "longest sequence, beside the others of the batch") == ["none", "fits"]
+    assert row_of(text, "longest sequence, with the others of the batch") == ["none", "fits"]
     assert row_of(text, "most sequences of such lengths") == ["48", "sequences", "or", "more"]
 
 

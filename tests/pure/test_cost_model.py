@@ -10,8 +10,8 @@ import pytest
 from megatron_epp.cost import (
     CPU,
     H100,
-    Level,
     Line,
+    ModeCosts,
     ModelShape,
     PipelineCosts,
     StageCosts,
@@ -102,7 +102,7 @@ def test_the_gradient_of_keys_and_values_is_as_long_as_their_sequence_and_as_wid
 
 
 def test_the_gradient_is_wider_where_a_sequence_has_more_than_eight_slices():
-    """Beside such a sequence, one of two slices and a whole one."""
+    """Next to such a sequence, one of two slices and a whole one."""
     many = [Chunk((Segment(0, i, i + 1),)) for i in range(9)]
     rest = [Chunk((Segment(1, 0, 2),)), Chunk((Segment(1, 2, 4),)), Chunk((Segment(2, 0, 5),))]
     work = work_of([*many, *rest], (9, 4, 5))
@@ -111,7 +111,7 @@ def test_the_gradient_is_wider_where_a_sequence_has_more_than_eight_slices():
     assert wide.gradient_bytes(0, work).tolist() == [3 * 32 * 9] * 9 + [3 * 16 * 4] * 2 + [0]
     tails = wide.layer_peak_bytes(0, work).gradient
     assert tails[[8, 10]].tolist() == [32 * 9, 16 * 4]
-    assert wide.hosting(0, work).gradient_bytes.tolist() == [3 * 32 * 9] * 9 + [3 * 16 * 4] * 2 + [0]
+    assert wide.kv_offload_costs(0, work).gradient_bytes.tolist() == [3 * 32 * 9] * 9 + [3 * 16 * 4] * 2 + [0]
     eight = work_of([*many[:7], Chunk((Segment(0, 7, 9),)), *rest], (9, 4, 5))
     assert wide.gradient_bytes(0, eight).tolist() == COSTS.gradient_bytes(0, eight).tolist()
 
@@ -127,16 +127,16 @@ def test_by_formula_the_wider_sums_are_in_fp32(bytes_per_value: int, times: floa
 
 
 def test_a_layer_holds_most_when_its_backward_begins_or_when_attention_has_made_the_gradient_of_keys_and_values():
-    def peaks(level: str = "", **changes: object):
+    def peaks(mode: str = "", **changes: object):
         costs = replace(COSTS, stages=(replace(STAGE, **changes),))
-        return [column.tolist() for column in costs.layer_peak_bytes(0, work_of(TABLE, LENGTHS), level)]
+        return [column.tolist() for column in costs.layer_peak_bytes(0, work_of(TABLE, LENGTHS), mode)]
 
     early, gradient = [6 * 84, 7 * 84, 4 * 100], 16 * 13
     none = [0, 0, 0]
     assert peaks() == [[early[0], early[1] + gradient, early[2]], [0, gradient, 0], none]
     assert peaks(attended_bytes_per_token=90.0) == [[early[0], 7 * 74 + gradient, early[2]], [0, gradient, 0], none]
     assert peaks(attended_bytes_per_token=50.0) == [early, none, none]
-    assert peaks("mlp", recompute={"mlp": Level(Line(), 40, 95)}, attended_bytes_per_token=50.0) == [
+    assert peaks("mlp", recompute={"mlp": ModeCosts(Line(), 40, 95)}, attended_bytes_per_token=50.0) == [
         [6 * 79, 7 * 79, 4 * 95],
         none,
         none,

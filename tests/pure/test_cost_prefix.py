@@ -8,9 +8,9 @@ import pytest
 from megatron_epp.cost import H100, analytic_profile, on_device, work_of
 from megatron_epp.cost.kv_cache import prefix_bytes
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.plan import Chunk, Segment, fresh
-from megatron_epp.plan.fresh import MOST_BYTES, fresh_bytes, heads_at_once
+from megatron_epp.plan import Chunk, Segment, transient_kv_gradients
 from megatron_epp.plan.kv_offload import head_parts
+from megatron_epp.plan.transient_kv_gradients import MOST_BYTES, heads_at_once, transient_kv_gradient_bytes
 from megatron_epp.planner.memory.kv_offload import without_caches
 
 MILLION, SLICE = 1 << 20, 1 << 16
@@ -27,7 +27,7 @@ def test_a_million_tokens_of_an_8b_model_make_five_gibibytes_at_a_time_and_not_f
     assert bounded[0] == 0
     one_head = 10 * KEY // 8 * MILLION  # as it is, for each of four query heads in fp32, and its keys and values copied
     assert bounded.max() == bounded[-1] == one_head - MOST_BYTES, "what the chunk's own tokens take counts with its gradients"
-    monkeypatch.setattr(fresh, "MOST_BYTES", 1 << 40)
+    monkeypatch.setattr(transient_kv_gradients, "MOST_BYTES", 1 << 40)
     unbounded = prefix_bytes(LLAMA.stages[0], WORK)
     own = 9 * KEY * SLICE
     assert unbounded[-2] == 9 * KEY * (MILLION - SLICE) - own
@@ -60,11 +60,11 @@ def test_a_layer_holds_it_beside_the_sums_of_the_last_slice():
 
 
 def test_caches_at_the_host_are_met_by_pieces_that_make_no_more():
-    hosted = without_caches(WORK)
-    assert hosted.hosted.all()
-    assert not WORK.hosted.any()
+    kv_offload = without_caches(WORK)
+    assert kv_offload.kv_offload.all()
+    assert not WORK.kv_offload.any()
     resident, streamed = (
-        prefix_bytes(replace(LLAMA.stages[0], kv_gradient_bytes_per_token=2.0 * KEY), w) for w in (WORK, hosted)
+        prefix_bytes(replace(LLAMA.stages[0], kv_gradient_bytes_per_token=2.0 * KEY), w) for w in (WORK, kv_offload)
     )
     assert (streamed <= resident).all()
     assert streamed[-1] == resident[-1], "one head at a time either way"
@@ -84,7 +84,7 @@ def test_a_piece_of_a_short_prefix_makes_its_own_heads_part():
 def test_plans_count_what_runs_make_and_never_less_behind_a_longer_prefix(kv_heads, sharing):
     head, times = 512, 1 + (2 * sharing if sharing > 1 else 0)
     keys = np.array([1, 1000, *(1 << at for at in range(14, 24))], dtype=np.int64)
-    counted = fresh_bytes(keys, kv_heads, head, sharing)
+    counted = transient_kv_gradient_bytes(keys, kv_heads, head, sharing)
     assert (np.diff(counted) >= 0).all()
     for number, planned in zip(keys.tolist(), counted.tolist(), strict=True):
         count = heads_at_once(kv_heads, number * head, sharing)

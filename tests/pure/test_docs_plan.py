@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.plan import Action, check, load, report
-from megatron_epp.plan.plan import Hosted
+from megatron_epp.plan.plan import KVOffload
 from megatron_epp.plan.serialize import to_json
 from megatron_epp.report.text import summary
 
@@ -28,11 +28,11 @@ def test_it_is_sound_and_prints_as_shown(plan):
 
 
 def test_every_field_that_a_file_may_have_is_explained(plan):
-    """The example's, and those that are written only where a plan has keys and values at the host or links that ranks share,
+    """The example's, and those that are written only where a plan has KV offload or links that ranks share,
     and where messages in flight are counted.
     """
     ranks = range(plan.num_ranks)
-    more = replace(plan, hosted=(Hosted(0, 0, 1, 1),), host_cap_bytes=tuple(ranks), host_links=tuple(ranks))
+    more = replace(plan, kv_offload=(KVOffload(0, 0, 1, 1),), host_cap_bytes=tuple(ranks), host_links=tuple(ranks))
     more = replace(more, message_bytes=tuple(ranks))
     table = PAGE.partition("| field |")[2]
     explained = {name for cells in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", cells)}

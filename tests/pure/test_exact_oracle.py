@@ -17,7 +17,7 @@ from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.tables import tabulate
-from tests.support.plan.oracle_cases import Changes, best_by_force, tiny_case, with_levers
+from tests.support.plan.oracle_cases import Changes, best_by_force, tiny_case, with_features
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 pytest.importorskip("scipy", reason="the oracle needs scipy: pip install 'megatron-epp[milp]'")
@@ -53,7 +53,7 @@ WEIGHTS = Options(split_weight=True)
 @pytest.mark.parametrize("options", [Options(), WEIGHTS], ids=["plain", "weights"])
 def test_no_small_change_of_the_best_is_better(seed: int, options: Options):
     chunks, asked, costs = tiny_case(seed)
-    costs = with_levers(costs, seed)
+    costs = with_features(costs, seed)
     tables = tabulate(chunks, asked, costs)
     order = elastic_1f1b(chunks, 2, False)
     most = max(peaks_bytes(order, tables, [[0] * len(chunks)] * 2))

@@ -1,4 +1,4 @@
-"""The command of a run, and what is saved beside it."""
+"""The command of a run, and what is saved next to it."""
 
 import json
 import os

@@ -34,7 +34,7 @@ def test_copies_are_issued_ahead_of_what_they_run_beside():
 
 
 def test_a_load_does_not_wait_for_memory_that_an_offload_gives_back_beside_the_same_action():
-    """0O1 ends at 25 and 0L0 starts then, both beside 0F2: while that runs, the rank holds the bytes of both."""
+    """0O1 ends at 25 and 0L0 starts then, both next to 0F2: while that runs, the rank holds the bytes of both."""
     plan = make_plan(["0F0 0F1 0F2 0B2 0B0 0B1"], whole(2, 2, 2), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
     assert text(lower(plan)[0]) == "0F0 0O0 0F1 0FREE0 0O1 0L0 0F2 0FREE1 0L1 0B2 0B0 0B1 0REDUCE1"
     assert [live for time_us, live in simulate(plan).live_bytes(0) if time_us == 20.0][-1] == 100 + 3 * 20

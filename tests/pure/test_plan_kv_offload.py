@@ -1,4 +1,4 @@
-"""What a plan has at the host: keys and values of slices, and what is offloaded; counted, and held against the cap."""
+"""What a plan has in host memory: keys and values of slices, and what is offloaded; counted, and held against the cap."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Action, Hosted, Op, check, simulate
-from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_levels, host_peaks, hosted_changes, in_units, slices_of
+from megatron_epp.plan import Action, KVOffload, Op, check, simulate
+from megatron_epp.plan.kv_offload import HOST_UNIT_BYTES, host_memory, host_peaks, in_units, kv_offload_changes, slices_of
 from megatron_epp.plan.lowering import lower
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import evaluation, faults, make_plan, only_fault, sliced, whole
@@ -22,27 +22,27 @@ UNIT = HOST_UNIT_BYTES
 
 
 def test_keys_and_values_are_there_from_the_first_slices_forward_and_their_gradient_from_the_last_slices_backward():
-    line = simulate(replace(sliced(), hosted=(Hosted(1, 0, 40, 2 * UNIT),)))
+    line = simulate(replace(sliced(), kv_offload=(KVOffload(1, 0, 40, 2 * UNIT),)))
     begin, _ = times_of(line, 1, Action(Op.F, 1, 0))
     turn, _ = times_of(line, 1, Action(Op.B, 1, 1))
     _, end = times_of(line, 1, Action(Op.B, 1, 0))
-    assert host_levels(line, 1) == [(0.0, 0), (begin, UNIT), (turn, 3 * UNIT), (end, 0)]
+    assert host_memory(line, 1) == [(0.0, 0), (begin, UNIT), (turn, 3 * UNIT), (end, 0)]
     assert host_peaks(line) == (0, 3 * UNIT)
 
 
 def test_without_backward_they_go_with_the_last_slices_forward():
-    line = simulate(replace(evaluation(), hosted=(Hosted(0, 0, 40, 50),)))
-    assert host_levels(line, 0) == [(0.0, 0), (0.0, UNIT), (times_of(line, 0, Action(Op.F, 0, 1))[1], 0)]
+    line = simulate(replace(evaluation(), kv_offload=(KVOffload(0, 0, 40, 50),)))
+    assert host_memory(line, 0) == [(0.0, 0), (0.0, UNIT), (times_of(line, 0, Action(Op.F, 0, 1))[1], 0)]
 
 
 def test_what_is_offloaded_is_there_from_where_its_offload_is_issued_to_where_its_load_is():
-    """0O1 and 0L0 run beside 0F2, which starts at 20, and 0L1 beside 0B2."""
+    """0O1 and 0L0 run next to 0F2, which starts at 20, and 0L1 next to 0B2."""
     line = simulate(make_plan(["0F0 0F1 0F2 0B2 0B0 0B1"], whole(2, 2, 2), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5))
-    assert host_levels(line, 0) == [(0.0, 0), (10.0, UNIT), (20.0, 2 * UNIT), (20.0, UNIT), (30.0, 0)]
+    assert host_memory(line, 0) == [(0.0, 0), (10.0, UNIT), (20.0, 2 * UNIT), (20.0, UNIT), (30.0, 0)]
 
 
 def test_a_rank_with_more_at_the_host_than_it_may_have_is_found():
-    plan = replace(sliced(), hosted=(Hosted(0, 0, UNIT, 2), Hosted(1, 0, UNIT, 2)))
+    plan = replace(sliced(), kv_offload=(KVOffload(0, 0, UNIT, 2), KVOffload(1, 0, UNIT, 2)))
     cap = 2 * UNIT
     assert check(replace(plan, host_cap_bytes=(cap, cap))) == []
     assert only_fault(replace(plan, host_cap_bytes=(cap, cap - 1))).endswith(f" us, 1 above the cap of {cap - 1}")
@@ -52,30 +52,30 @@ def test_a_rank_with_more_at_the_host_than_it_may_have_is_found():
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        (Hosted(2, 0, 1, 1), "keys and values of sequence 0 at the host of stage 2: there are 2 stages"),
-        (Hosted(0, 1, 1, 1), "keys and values of sequence 1 at the host of stage 0: the sequence is not cut into slices"),
-        (Hosted(0, 7, 1, 1), "keys and values of sequence 7 at the host of stage 0: the sequence is not cut into slices"),
-        (Hosted(0, 0, -1, 1), "keys and values of sequence 0 at the host of stage 0 take -1 bytes and their gradient 1"),
+        (KVOffload(2, 0, 1, 1), "keys and values of sequence 0 in host memory of stage 2: there are 2 stages"),
+        (KVOffload(0, 1, 1, 1), "keys and values of sequence 1 in host memory of stage 0: the sequence is not cut into slices"),
+        (KVOffload(0, 7, 1, 1), "keys and values of sequence 7 in host memory of stage 0: the sequence is not cut into slices"),
+        (KVOffload(0, 0, -1, 1), "keys and values of sequence 0 in host memory of stage 0 take -1 bytes and their gradient 1"),
     ],
 )
 def test_only_sequences_that_are_cut_can_have_theirs_there(entry, reason):
-    assert reason in only_fault(replace(sliced(), hosted=(entry,)))
+    assert reason in only_fault(replace(sliced(), kv_offload=(entry,)))
 
 
 def test_once_on_each_stage():
-    assert faults(replace(sliced(), hosted=(Hosted(0, 0, 1, 1),) * 2)) == [
-        "keys and values of sequence 0 at the host of stage 0 are there twice"
+    assert faults(replace(sliced(), kv_offload=(KVOffload(0, 0, 1, 1),) * 2)) == [
+        "keys and values of sequence 0 in host memory of stage 0 are there twice"
     ]
 
 
 @given(sound_plans(min_time=1), st.integers(0, 99), st.integers(0, 99))
 def test_nothing_is_left_at_the_host(plan, cache, gradient):
     entries = tuple(
-        Hosted(stage, sequence, cache, gradient) for stage in range(plan.num_stages) for sequence in slices_of(plan)
+        KVOffload(stage, sequence, cache, gradient) for stage in range(plan.num_stages) for sequence in slices_of(plan)
     )
-    line = simulate(replace(plan, hosted=entries))
+    line = simulate(replace(plan, kv_offload=entries))
     for rank in range(plan.num_ranks):
-        levels = [size for _, size in host_levels(line, rank)]
+        levels = [size for _, size in host_memory(line, rank)]
         assert levels[-1] == 0
         assert min(levels) >= 0
 
@@ -85,9 +85,9 @@ def test_in_the_order_of_a_run_there_is_as_much_at_the_host(plan, cache, gradien
     """A run takes memory for an offload, and gives it back to others, when it issues the copies."""
     sizes = {action: 7 * UNIT * (1 + action.chunk) + 1 for row in plan.copies for action, *_ in row}
     copies = tuple(tuple(_moving(copy, sizes[copy.action]) for copy in row) for row in plan.copies)
-    entries = [Hosted(stage, sequence, cache, gradient) for stage in range(plan.num_stages) for sequence in slices_of(plan)]
-    plan = replace(plan, copies=copies, hosted=tuple(entries))
-    peaks, changes = host_peaks(simulate(plan)), list(hosted_changes(entries, slices_of(plan), plan.forward_only))
+    entries = [KVOffload(stage, sequence, cache, gradient) for stage in range(plan.num_stages) for sequence in slices_of(plan)]
+    plan = replace(plan, copies=copies, kv_offload=tuple(entries))
+    peaks, changes = host_peaks(simulate(plan)), list(kv_offload_changes(entries, slices_of(plan), plan.forward_only))
     for row, peak in zip(lower(plan), peaks, strict=True):
         here = most = 0
         for action in row:

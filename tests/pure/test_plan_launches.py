@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Action, Op, check, check_matched, lower, to_grid, to_json
+from megatron_epp.plan import Action, Op, check, check_lockstep, lower, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked, check_launches
 from tests.support.plan.launch_campaign import judge, late_receives
 from tests.support.plan.launch_plans import random_plans
@@ -167,7 +167,7 @@ def test_matched_plans_of_replicas_that_share_experts_can_run_side_by_side():
     found = list(islice((plans for seed in range(120) if len(plans := random_plans(seed)) > 1), 2))
     assert len(found) == 2
     for plans in found:
-        assert check_matched(plans) == []
+        assert check_lockstep(plans) == []
 
 
 def test_replicas_that_share_experts_receive_at_the_same_exchanges_whatever_each_copies():

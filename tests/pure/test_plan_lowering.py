@@ -27,7 +27,7 @@ def text(rows):
 
 
 def test_receives_stand_ahead_of_the_action_during_which_their_message_is_made():
-    """1RECV_F1 is posted before 1F0, during which 0F1 ends, and travels beside it; 1RECV_F2 before 1F2, for 0F2 ends later."""
+    """1RECV_F1 is posted before 1F0, during which 0F1 ends, and travels next to it; 1RECV_F2 before 1F2, for 0F2 ends later."""
     assert text(lower(one_f_one_b())) == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0F2 0SEND_F2 0B1 0RECV_B2 0B2 0REDUCE2",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2 1REDUCE2",

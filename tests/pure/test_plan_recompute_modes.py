@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cost import H100, ModelShape, PipelineCosts, Profile, analytic_costs, analytic_profile
-from megatron_epp.plan import LEVELS, NO_RECOMPUTE, Recompute
+from megatron_epp.plan import NO_RECOMPUTE, RECOMPUTE_MODES, Recompute
 from megatron_epp.plan.recompute import MODES, mode_of
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_epp"
@@ -24,7 +24,7 @@ def test_counts_are_given_by_column_or_by_name_and_read_by_any_name():
     assert counts == Recompute(full=4, mlp=1) == Recompute(whole=4, mlp=1) == (4, 0, 1)
     assert (counts.full, counts.whole, counts.selective, counts.linear, counts.mlp) == (4, 4, 0, 0, 1)
     assert (counts.num_layers, counts.attention_layers) == (5, 4)
-    assert [counts.level(layer) for layer in range(6)] == ["full"] * 4 + ["mlp", ""]
+    assert [counts.mode(layer) for layer in range(6)] == ["full"] * 4 + ["mlp", ""]
     assert (str(counts), str(NO_RECOMPUTE), json.dumps(counts)) == ("4 whole + 1 mlp", "none", "[4, 0, 1]")
     assert all(
         type(same) is Recompute and same == counts for same in (copy.deepcopy(counts), pickle.loads(pickle.dumps(counts)))
@@ -60,7 +60,7 @@ def test_older_files_are_read_as_the_same_costs():
     profile, costs = analytic_profile(SHAPE, H100), analytic_costs(SHAPE, H100, [4, 4])
     assert Profile.from_json(json.dumps(older(json.loads(profile.to_json())))) == profile
     assert PipelineCosts.from_json(json.dumps(older(json.loads(costs.to_json())))) == costs
-    assert set(costs.recompute_levels) == set(LEVELS)
+    assert set(costs.recompute_modes) == set(RECOMPUTE_MODES)
 
 
 def test_modes_of_files_that_are_newer_are_left_out():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan import Hosted, Op, PlanError, Prediction, digest, from_json, load, save, to_json
+from megatron_epp.plan import KVOffload, Op, PlanError, Prediction, digest, from_json, load, save, to_json
 from megatron_epp.plan.serialize import pack, unpack
 from tests.support.plan.random_plans import sound_plans
 from tests.support.plan.small_plans import EXAMPLES, hybrid, offload, one_f_one_b, with_step
@@ -34,7 +34,7 @@ def test_a_plan_reads_back_equal_in_every_field():
         offload(),
         predicted=Prediction(1.5, 1.25, (7, 8), 0.125),
         host_links=(4, 4),
-        hosted=(Hosted(1, 0, 70, 80),),
+        kv_offload=(KVOffload(1, 0, 70, 80),),
         host_cap_bytes=(9, 10),
         message_bytes=(1, 2),
         loss_groups=((0, 2), (1,)),
@@ -53,7 +53,7 @@ def test_a_plan_reads_back_equal_in_every_field():
 
 def test_the_layout_is_the_documented_one():
     document = json.loads(to_json(hybrid()))
-    assert (document["schema"], document["version"]) == ("megatron-epp/plan", 2)
+    assert (document["schema"], document["version"]) == ("megatron-epp/plan", 3)
     assert document["digest"] == digest(hybrid())
     assert (document["num_stages"], document["num_ranks"]) == (2, 2)
     assert document["chunks"][1] == {"segments": [[0, 6, 9], [1, 0, 2]]}
@@ -100,7 +100,7 @@ def signed(change):
         ("{", "the plan is not JSON"),
         ("[]", "not a plan: schema is 'list', expected 'megatron-epp/plan'"),
         ("{}", "not a plan: schema is None"),
-        (edited(lambda d: d.update(version=1)), "plan version 1 cannot be read; this program reads version 2"),
+        (edited(lambda d: d.update(version=1)), "plan version 1 cannot be read; this program reads versions 2 and 3"),
         (edited(lambda d: d.update(lengths=[9, 9, 9])), "does not match its content"),
         (edited(lambda d: d.pop("digest")), "plan digest None does not match"),
         (edited(lambda d: d.update(seed=float("nan"))), "infinite or not a number"),
@@ -193,8 +193,19 @@ def test_errors_of_files_name_the_file(tmp_path):
 
 
 def test_a_file_written_before_still_loads():
-    """Written by the first version of this code; it must load for as long as the schema's version is 2."""
-    assert load(Path(__file__).parent.parent / "golden" / "plan_v2.json") == EXAMPLES["offload"]()
+    """One file of each version that this program reads."""
+    for version in (2, 3):
+        assert load(Path(__file__).parent.parent / "golden" / f"plan_v{version}.json") == EXAMPLES["offload"]()
+
+
+def test_kv_offload_of_version_2_is_read_by_its_old_name():
+    plan = replace(offload(), kv_offload=(KVOffload(1, 0, 70, 80),))
+    document = json.loads(to_json(plan))
+    document |= {"version": 2, "hosted": document.pop("kv_offload")}
+    del document["digest"]
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    document["digest"] = hashlib.sha256(text.encode()).hexdigest()
+    assert from_json(json.dumps(document)) == plan
 
 
 @pytest.mark.parametrize("damage", [lambda m: b"", lambda m: b"no plan", lambda m: m[:-9], lambda m: m[:20] + m[21:]])

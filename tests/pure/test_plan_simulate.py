@@ -71,7 +71,7 @@ def test_slices_run_forward_in_order_and_backward_in_reverse():
 def test_copies_run_one_at_a_time_beside_compute():
     plan = offload()
     at = times(plan)
-    assert at["0O0"] == (10, 15)  # beside 0F1, after 0F0
+    assert at["0O0"] == (10, 15)  # next to 0F1, after 0F0
     assert at["0L0"] == (15, 20)
     both = make_plan(["0F0 0F1 0B0 0B1"], whole(4, 4), copies=["0O0 0O1 0L0 0L1"], offload_share=0.5)
     at = times(both)

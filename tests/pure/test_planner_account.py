@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, on_device
+from megatron_epp.cost import Line, ModeCosts, PipelineCosts, StageCosts, Static, on_device
 from megatron_epp.cost import memory as item
 from megatron_epp.plan import InfeasibleError, Op, Plan, Prediction, Step, check, lower
 from megatron_epp.plan.account import Account
@@ -31,8 +31,8 @@ def random_costs(draw: random.Random, stages: int) -> PipelineCosts:
             attended_bytes_per_token=draw.choice([None, draw.uniform(kv, layer)]),
             recomputed_layer_bytes_per_token=draw.uniform(1, 9),
             recompute={
-                "selective": Level(Line(0.5, draw.random()), draw.uniform(9, layer)),
-                "mlp": Level(
+                "selective": ModeCosts(Line(0.5, draw.random()), draw.uniform(9, layer)),
+                "mlp": ModeCosts(
                     Line(0.3, draw.random()), mlp := draw.uniform(kv, layer), draw.choice([None, draw.uniform(mlp, layer)])
                 ),
             },
@@ -97,7 +97,7 @@ def test_at_every_moment_the_items_are_the_live_bytes_and_none_is_owed(seed: int
 def test_the_cases_recompute_at_every_level_split_weights_offload_and_lose_something():
     accounts = [random_account(seed) for seed in SEEDS]
     seen = {name for account in accounts for name in account.items}
-    expected = {*item.DYNAMIC} - {item.HOSTED} | {
+    expected = {*item.DYNAMIC} - {item.KV_OFFLOAD} | {
         item.WORKING,
         item.MESSAGES,
         item.LOSS_BLOCK,
@@ -198,7 +198,7 @@ def test_a_backward_that_recomputes_holds_most_at_its_last_layer():
     assert takes == {
         item.CACHE_GRADIENT: 3 * 16 * 10,
         item.RECOMPUTED: tokens * (100 - 16 - 8),
-        item.LEVEL_ITEMS["full"]: -tokens * 2 * 8,
+        item.RECOMPUTE_MODE_ITEMS["full"]: -tokens * 2 * 8,
         item.HEAD: -tokens * 2,
     }
 

@@ -14,7 +14,7 @@ from megatron_epp.plan.check import check
 from megatron_epp.plan.serialize import load
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.search.lockstep import plan_matched
+from megatron_epp.planner.search.lockstep import plan_lockstep
 from megatron_epp.planner.tables import tabulate
 from tests.support.plan.planner_cases import pipeline, problem
 
@@ -55,7 +55,7 @@ def asked_of(seed: int) -> tuple[list[Problem], PipelineCosts, Options]:
     options = Options(
         split_weight=draw.random() < 0.6,
         offload=draw.random() < 0.6,
-        hosting=draw.random() < 0.8,
+        kv_offload=draw.random() < 0.8,
         steps=30,
         chunk_tokens=draw.choice((None, None, 512)),
         slices=draw.choice((None, None, 5)),
@@ -72,7 +72,7 @@ def asked_of(seed: int) -> tuple[list[Problem], PipelineCosts, Options]:
 
 
 def planned(asked: list[Problem], costs: PipelineCosts, options: Options) -> tuple[Plan, ...]:
-    return plan_matched(asked, costs, options) if len(asked) > 1 else (plan(asked[0], costs, options),)
+    return plan_lockstep(asked, costs, options) if len(asked) > 1 else (plan(asked[0], costs, options),)
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -139,7 +139,7 @@ def copied(lengths: tuple[int, ...], share: float, costs: PipelineCosts) -> Plan
     return made
 
 
-COPIES = Options(offload=True, hosting=False)
+COPIES = Options(offload=True, kv_offload=False)
 LINK = {"host_latency_us": 1.0, "host_us_per_byte": 1e-5}
 FREE = {"host_latency_us": 0.0, "host_us_per_byte": 0.0}
 

@@ -12,7 +12,7 @@ from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, InfeasibleError, O
 from megatron_epp.planner import Chunker, ListScheduling, Options, WarmUp, elastic_1f1b, fitted, plan, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.recompute import held_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Problem
@@ -48,8 +48,8 @@ def _delayed(row: Sequence[Action], waiting: Sequence[int]) -> Iterator[Action]:
     yield from left
 
 
-def peaks(order: Order, chunks: tuple[Chunk, ...], layers: Layers, levels: tuple[str, ...]) -> list[int]:
-    tables = tabulate(chunks, BATCH, COSTS, levels)
+def peaks(order: Order, chunks: tuple[Chunk, ...], layers: RecomputeSteps, modes: tuple[str, ...]) -> list[int]:
+    tables = tabulate(chunks, BATCH, COSTS, modes)
     return [int(row.max()) for row in held_bytes(order, tables, layers)]
 
 
@@ -57,11 +57,11 @@ CHUNKS = cut(BATCH)
 ZERO_BUBBLE = with_weights(elastic_1f1b(CHUNKS, 3, False), [3])
 
 
-def capped(share: float, order: Order = ZERO_BUBBLE, levels: tuple[str, ...] = ("whole",)) -> Problem:
+def capped(share: float, order: Order = ZERO_BUBBLE, modes: tuple[str, ...] = ("whole",)) -> Problem:
     """A cap between the peaks of an order with all recomputed and with nothing."""
     none = [[0] * len(CHUNKS)] * 3
     most = [[4] * len(CHUNKS)] * 3
-    least, all_kept = (max(peaks(order, CHUNKS, layers, levels)) for layers in (most, none))
+    least, all_kept = (max(peaks(order, CHUNKS, layers, modes)) for layers in (most, none))
     return replace(BATCH, cap_bytes=(int(least + share * (all_kept - least)),) * 3)
 
 
@@ -83,9 +83,9 @@ def test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_nam
     draw = random.Random(seed)
     rule = WarmUp(lead=draw.choice([1, 1.5, 2]), late=draw.random() < 0.5)
     chunks = cut(BATCH, draw.choice([4, 9, 20]))
-    levels = draw.choice([("whole",), COSTS.recompute_levels])
-    options = Options(recompute_levels="whole" if levels == ("whole",) else "all")
-    tables = tabulate(chunks, BATCH, COSTS, levels)
+    modes = draw.choice([("whole",), COSTS.recompute_modes])
+    options = Options(recompute_modes="whole" if modes == ("whole",) else "all")
+    tables = tabulate(chunks, BATCH, COSTS, modes)
     order = with_weights(rule.order(chunks, tables, BATCH), [draw.randrange(6) for _ in range(5)])
     with pytest.raises(InfeasibleError) as refused:
         fitted(order, chunks, replace(BATCH, cap_bytes=(1,) * 3), COSTS, options)

@@ -1,4 +1,4 @@
-"""Keys and values at the host: what it takes, what is chosen, and that plans say what they hold."""
+"""KV offload: what it takes, what is chosen, and that plans say what they hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_epp.planner import Options, for_table, plan
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.memory.account import account_of
-from megatron_epp.planner.memory.kv_offload import hosted_entries, with_hosted
+from megatron_epp.planner.memory.kv_offload import kv_offload_entries, with_kv_offload
 from megatron_epp.planner.problem import WHOLE
 from megatron_epp.planner.search.greedy import predicted_us
 from megatron_epp.planner.search.local import improve
@@ -59,20 +59,20 @@ def pencil(per_pair_us: float) -> PipelineCosts:
 def test_what_streaming_takes_beyond_attention():
     """Slices of 4, 2 and 2 tokens. A copy of keys and values of n tokens of a piece is 5 n bytes and 1 us of latency."""
     work = work_of(slices(0, 4, 6, 8), (8,))
-    found = pencil(0.0).hosting(0, work)
+    found = pencil(0.0).kv_offload_costs(0, work)
     # In: the 0, 4 or 6 tokens before; out: the slice's own. Four pieces, and the first in and the last out once more.
     assert found.forward_us.tolist() == [5 * 21, 5 * (21 + 11), 5 * (31 + 11)]
     # In: keys and values up to the slice's end, and but for the last slice as much gradient; out: the gradient before it.
     assert found.backward_us.tolist() == [5 * (21 + 41), 5 * (31 + 61 + 41), 5 * (41 + 61)]
     assert found.again_us.tolist() == [0, 2 * 21, 2 * 31]
-    assert pencil(0.0).hosting(0, work, 2.0).forward_us.tolist() == (2 * found.forward_us).tolist()
-    hidden = pencil(1e6).hosting(0, work)
+    assert pencil(0.0).kv_offload_costs(0, work, 2.0).forward_us.tolist() == (2 * found.forward_us).tolist()
+    hidden = pencil(1e6).kv_offload_costs(0, work)
     assert hidden.forward_us.tolist() == [21, 21 + 11, 31 + 11]
     assert hidden.again_us.tolist() == [0, 0, 0]
 
 
 def test_what_is_on_the_device_and_at_the_host():
-    found = pencil(0.0).hosting(0, work_of((*slices(0, 4, 8), Chunk((Segment(1, 0, 3),))), (8, 3)))
+    found = pencil(0.0).kv_offload_costs(0, work_of((*slices(0, 4, 8), Chunk((Segment(1, 0, 3),))), (8, 3)))
     assert found.forward_bytes.tolist() == [2 * 5 * 8, 2 * 5 * 8, 0]
     assert found.backward_bytes.tolist() == [(2 * 5 + 10) * 8, (2 * 5 + 10) * 8, 0]
     assert (found.cache_bytes[0], found.gradient_bytes[0]) == (2 * 10 * 8, 2 * 20 * 8)
@@ -89,12 +89,12 @@ def test_plans_with_anything_hosted_are_sound_and_their_account_adds_up(seed: in
     options = Options(slices=draw.randint(2, 5), split_weight=seed % 2 == 0, recompute=draw.choice(["auto", 1]))
     made = for_table(plan(asked, costs, options).chunks, asked, costs, options)
     pairs = list(product(range(stages), slices_in(made.chunks, asked.lengths)))
-    made = replace(made, hosted=frozenset(draw.sample(pairs, draw.randint(1, len(pairs)))))
+    made = replace(made, kv_offload=frozenset(draw.sample(pairs, draw.randint(1, len(pairs)))))
     built = build_plan(asked, costs, options, made)
     assert check(built) == []
     assert built.predicted.makespan_us == pytest.approx(predicted_us(made, asked, costs), rel=1e-12)
     account = account_of(built, costs)
-    assert item.HOSTED in account.items
+    assert item.KV_OFFLOAD in account.items
     for step in (step for row in built.ranks for step in row):
         assert sum(account.takes[step.action].values()) == step.alloc_bytes, step
         assert sum(account.gives[step.action].values()) == step.free_bytes, step
@@ -109,7 +109,7 @@ def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
     plain = for_table(chunks, asked, costs, Options())
     peaks, times, bounds = [], [], []
     for pairs in (set(), {(0, 0)}, {(0, 0), (1, 0)}):
-        built = build_plan(asked, costs, Options(), replace(plain, hosted=frozenset(pairs)))
+        built = build_plan(asked, costs, Options(), replace(plain, kv_offload=frozenset(pairs)))
         peaks.append(built.predicted.peak_bytes)
         times.append(built.predicted.makespan_us)
         bounds.append(built.predicted.lower_bound_us)
@@ -121,18 +121,20 @@ def test_the_more_is_hosted_the_less_the_device_holds_and_the_longer_it_takes():
 
 def test_what_hosting_takes_is_worked_out_once_for_stages_that_are_alike(monkeypatch: pytest.MonkeyPatch):
     costs, asked, asked_of = pipeline(4), problem([40_000] * 6, 4), []
-    hosting = PipelineCosts.hosting
+    kv_offload_costs = PipelineCosts.kv_offload_costs
     monkeypatch.setattr(
-        PipelineCosts, "hosting", lambda self, stage, *rest: asked_of.append(stage) or hosting(self, stage, *rest)
+        PipelineCosts,
+        "kv_offload_costs",
+        lambda self, stage, *rest: asked_of.append(stage) or kv_offload_costs(self, stage, *rest),
     )
     chunks = plan(asked, costs, Options(slices=4)).chunks
     every = frozenset(product(range(4), range(6)))
-    entries = hosted_entries(chunks, asked, costs, every)
-    assert sorted(asked_of) == sorted(set(costs.alike))
+    entries = kv_offload_entries(chunks, asked, costs, every)
+    assert sorted(asked_of) == sorted(set(costs.equal_stages))
     asked_of.clear()
     assert [(entry.stage, entry.sequence) for entry in entries] == sorted(every)
-    with_hosted(tabulate(chunks, asked, costs), chunks, asked, costs, WHOLE, every)
-    assert sorted(asked_of) == sorted(set(costs.alike))
+    with_kv_offload(tabulate(chunks, asked, costs), chunks, asked, costs, WHOLE, every)
+    assert sorted(asked_of) == sorted(set(costs.equal_stages))
 
 
 def least_cap(lengths: list[int], stages: int, costs: PipelineCosts, options: Options) -> int:
@@ -153,7 +155,7 @@ def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int])
     with pytest.raises(InfeasibleError):
         plan(problem(lengths, 2, cap), costs, FIXED)
     made = plan(problem(lengths, 2, cap, host_cap_bytes=100 * GIB), costs, FIXED_ON)
-    assert made.hosted
+    assert made.kv_offload
     assert not any(made.copies)
     assert max(simulate(made).peak_bytes) <= cap
     assert 0 < max(host_peaks(simulate(made))) <= 100 * GIB
@@ -163,7 +165,7 @@ def test_it_fits_where_nothing_else_does_and_within_the_host(lengths: list[int])
 
 def named_host_bytes(error: Exception) -> int:
     """The host memory that an infeasibility message names."""
-    found = re.search(r"(\d+) bytes \([\d.]+ GiB\) at the host", str(error))
+    found = re.search(r"(\d+) bytes \([\d.]+ GiB\) in host memory", str(error))
     assert found is not None, str(error)
     return int(found[1])
 
@@ -186,7 +188,7 @@ def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: li
     cap = int(0.9 * least_cap(lengths, 2, costs, FIXED))
     with pytest.raises(InfeasibleError) as refused:
         plan(problem(lengths, 2, cap, host_cap_bytes=host), costs, FIXED_ON)
-    assert f"at the host, where it may have {host}." in str(refused.value)
+    assert f"in host memory, where it may have {host}." in str(refused.value)
     wanted = named_host_bytes(refused.value)
     assert f"or --epp-host-memory-gb to {ceil(100 * wanted / GIB) / 100:.2f}" in refused.value.text(TRAINING)
     made = plan(problem(lengths, 2, cap, host_cap_bytes=wanted), costs, FIXED_ON)
@@ -208,7 +210,7 @@ def test_local_search_which_knows_nothing_of_the_host_leaves_such_plans_alone_wh
     asked = problem([60_000, 50_000, 9_000, 900], 2)
     chunks = plan(asked, costs, Options(slices=3)).chunks
     (trials := Trials(Replicas((asked,), costs, options))).better(Aligned((chunks,)), (ELASTIC_1F1B,))
-    made = replace(trials.result().only, hosted=frozenset({(0, 0), (1, 1)}))
+    made = replace(trials.result().only, kv_offload=frozenset({(0, 0), (1, 1)}))
     tables = made.tables(asked, costs)
     assert improve(made, tables, asked, options) != made
     assert improve(made, tables, replace(asked, host_cap_bytes=GIB), options) == made
@@ -222,23 +224,23 @@ def test_an_evaluation_fits_too():
     with pytest.raises(InfeasibleError):
         plan(asked, costs, Options(slices=40))
     made = plan(asked, costs, Options(slices=40, offload=True))
-    assert made.hosted
+    assert made.kv_offload
     assert max(made.predicted.peak_bytes) <= cap
 
 
 def test_where_memory_suffices_or_nobody_asked_nothing_is_hosted():
     costs = pipeline(2)
-    assert not plan(problem([60_000, 500], 2), costs, ON).hosted
+    assert not plan(problem([60_000, 500], 2), costs, ON).kv_offload
     cap = 2 * least_cap([60_000], 2, costs, Options())
-    assert not plan(problem([60_000], 2, cap), costs, Options()).hosted
-    assert not plan(problem([60_000], 2, cap), replace(costs, host_us_per_byte=np.inf), ON).hosted
+    assert not plan(problem([60_000], 2, cap), costs, Options()).kv_offload
+    assert not plan(problem([60_000], 2, cap), replace(costs, host_us_per_byte=np.inf), ON).kv_offload
 
 
 def test_with_copies_beside_either_use_of_the_link_is_given_half():
     costs, lengths = pipeline(2), [400_000]
     cap = int(0.5 * least_cap(lengths, 2, costs, Options()))
     made = plan(problem(lengths, 2, cap, host_cap_bytes=200 * GIB), costs, ON)
-    assert made.hosted
+    assert made.kv_offload
     assert any(made.copies)
     copy = next(copy for row in made.copies for copy in row)
     assert copy.time_us == pytest.approx(

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.cost import CPU, H100, ModelShape, analytic_costs
-from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_matched, simulate
+from megatron_epp.plan import Action, InfeasibleError, Op, PlanError, Recompute, Step, check, check_lockstep, simulate
 from megatron_epp.plan.kv_offload import host_peaks, slices_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.chunks.align import align
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.orders.warm_up import slice_groups
-from megatron_epp.planner.search.lockstep import plan_matched
+from megatron_epp.planner.search.lockstep import plan_lockstep
 from megatron_epp.planner.tables import tabulate
 
 SHAPE = ModelShape(
@@ -40,8 +40,8 @@ BATCHES = st.lists(st.lists(st.integers(1, 4000), min_size=1, max_size=12), min_
 @settings(max_examples=15, deadline=None)
 def test_replicas_run_the_same_actions_in_the_same_order_whatever_they_have(batches, multiple, forward_only):
     asked = problems(*batches, token_multiple=multiple, forward_only=forward_only)
-    plans = plan_matched(asked, COSTS, Options())
-    assert check_matched(plans) == []
+    plans = plan_lockstep(asked, COSTS, Options())
+    assert check_lockstep(plans) == []
     assert [check(made) for made in plans] == [[]] * len(plans)
     assert [list(made.lengths) for made in plans] == batches
     assert all(exchanges(made) == exchanges(plans[0]) for made in plans)
@@ -50,7 +50,7 @@ def test_replicas_run_the_same_actions_in_the_same_order_whatever_they_have(batc
 
 @pytest.mark.parametrize("options", [Options(slices=3), Options(chunk_tokens=600), Options(recompute=1), Options(seed=3)])
 def test_what_the_user_fixes_holds_for_all_replicas(options):
-    plans = plan_matched(problems(*ROUGH), COSTS, options)
+    plans = plan_lockstep(problems(*ROUGH), COSTS, options)
     for made in plans:
         assert options.chunk_tokens is None or max(map(made.padded_tokens, range(len(made.chunks)))) <= options.chunk_tokens
         assert options.recompute == "auto" or {again for row in made.recompute for again in row} == {
@@ -61,14 +61,14 @@ def test_what_the_user_fixes_holds_for_all_replicas(options):
 
 
 def test_equal_problems_get_equal_plans():
-    assert plan_matched(problems(*ROUGH), COSTS, Options()) == plan_matched(problems(*ROUGH), COSTS, Options())
+    assert plan_lockstep(problems(*ROUGH), COSTS, Options()) == plan_lockstep(problems(*ROUGH), COSTS, Options())
 
 
 def test_no_replica_goes_above_its_cap_and_all_recompute_alike():
-    free = plan_matched(problems(*ROUGH), COSTS, Options())
+    free = plan_lockstep(problems(*ROUGH), COSTS, Options())
     static = free[0].static_bytes[0]
     cap = static + (max(max(made.predicted.peak_bytes) for made in free) - static) * 4 // 10
-    plans = plan_matched(problems(*ROUGH, cap_bytes=cap), COSTS, Options())
+    plans = plan_lockstep(problems(*ROUGH, cap_bytes=cap), COSTS, Options())
     assert all(max(made.predicted.peak_bytes) <= cap for made in plans)
     assert any(again.selective for row in plans[0].recompute for again in row)
     assert plans[0].recompute == plans[1].recompute
@@ -77,7 +77,7 @@ def test_no_replica_goes_above_its_cap_and_all_recompute_alike():
 def test_being_in_step_costs_little_where_work_is_shared_evenly():
     """Two replicas of about the same work, against each alone."""
     batches = (3000, 700, 300, *(120,) * 8), (2600, 1700, *(90,) * 12)
-    together = plan_matched(problems(*batches), COSTS, Options())[0].predicted.makespan_us
+    together = plan_lockstep(problems(*batches), COSTS, Options())[0].predicted.makespan_us
     alone = max(plan(one, COSTS).predicted.makespan_us for one in problems(*batches))
     assert alone <= together * (1 + 1e-9)
     assert together < 1.25 * alone
@@ -85,34 +85,34 @@ def test_being_in_step_costs_little_where_work_is_shared_evenly():
 
 @pytest.mark.parametrize("lengths", [(3000, 700, 300, *(120,) * 8), (4000,), (500,) * 8], ids=str)
 def test_replicas_with_equal_batches_lose_nothing_by_being_in_step(lengths):
-    """But for the grains and levels of recompute that are tried for one pipeline alone."""
-    together = plan_matched(problems(lengths, lengths), COSTS, Options())[0].predicted.makespan_us
+    """But for the grains and recompute modes that are tried for one pipeline alone."""
+    together = plan_lockstep(problems(lengths, lengths), COSTS, Options())[0].predicted.makespan_us
     alone = plan(problems(lengths)[0], COSTS).predicted.makespan_us
     assert alone * (1 - 1e-9) <= together <= 1.005 * alone
 
 
 @pytest.mark.parametrize("batches", [((3000,), (300,) * 10), ((1000,) * 4, (200,) * 20)])
 def test_a_replica_with_less_to_do_slows_the_one_with_most_by_little(batches):
-    together = plan_matched(problems(*batches), COSTS, Options())[0].predicted.makespan_us
+    together = plan_lockstep(problems(*batches), COSTS, Options())[0].predicted.makespan_us
     most = max(plan(one, COSTS).predicted.makespan_us for one in problems(*batches))
     assert together <= 1.02 * most
 
 
 def test_weight_gradients_may_stand_apart():
-    plans = plan_matched(problems(*ROUGH), COSTS, Options(split_weight=True))
-    assert check_matched(plans) == []
+    plans = plan_lockstep(problems(*ROUGH), COSTS, Options(split_weight=True))
+    assert check_lockstep(plans) == []
     assert all(any(action.op is Op.W for action in made.actions(1)) for made in plans)
 
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_each_replica_copies_what_it_has_to_and_none_waits_for_anothers_loads(turns):
-    free = plan_matched(problems(*ROUGH), COSTS, Options())
+    free = plan_lockstep(problems(*ROUGH), COSTS, Options())
     static, costs = free[0].static_bytes[0], replace(COSTS, host_turns=turns)
     cap = static + (max(max(made.predicted.peak_bytes) for made in free) - static) // 2
     asked = problems(*ROUGH, cap_bytes=cap)
-    recomputed = plan_matched(asked, costs, Options())
-    plans = plan_matched(asked, costs, Options(offload=True))
-    assert check_matched(plans) == []
+    recomputed = plan_lockstep(asked, costs, Options())
+    plans = plan_lockstep(asked, costs, Options(offload=True))
+    assert check_lockstep(plans) == []
     assert plans[0].predicted.makespan_us < recomputed[0].predicted.makespan_us
     assert plans[0].offload_share != plans[1].offload_share
     timelines = list(map(simulate, plans))
@@ -121,9 +121,9 @@ def test_each_replica_copies_what_it_has_to_and_none_waits_for_anothers_loads(tu
 
 
 def test_copies_and_weight_gradients_apart_in_step():
-    cap = max(plan_matched(problems(*ROUGH), COSTS, Options())[0].predicted.peak_bytes) * 2 // 3
-    plans = plan_matched(problems(*ROUGH, cap_bytes=cap), COSTS, Options(offload=True, split_weight=True))
-    assert check_matched(plans) == []
+    cap = max(plan_lockstep(problems(*ROUGH), COSTS, Options())[0].predicted.peak_bytes) * 2 // 3
+    plans = plan_lockstep(problems(*ROUGH, cap_bytes=cap), COSTS, Options(offload=True, split_weight=True))
+    assert check_lockstep(plans) == []
     assert all({Op.W, Op.O} <= {step.action.op for _, rows in made.tables for row in rows for step in row} for made in plans)
 
 
@@ -131,27 +131,27 @@ LONG = (6000, 40, 700, 20), (5000, 1400, 60, 33)
 FIXED = Options(slices=12)
 
 
-def hosting_caps(costs, batches, share):
-    """A cap below the least that does without anything at the host."""
+def kv_offload_caps(costs, batches, share):
+    """A cap below the least that does without anything in host memory."""
     with pytest.raises(InfeasibleError) as refused:
-        plan_matched(problems(*batches, cap_bytes=1), costs, FIXED)
+        plan_lockstep(problems(*batches, cap_bytes=1), costs, FIXED)
     static = max(map(costs.static_bytes, range(2)))
     return static + int(share * (refused.value.least_cap_bytes - static))
 
 
-@pytest.mark.parametrize(("offloadable_share", "share"), [(0.0, 0.9), (0.4, 0.54)], ids=["alone", "beside copies"])
+@pytest.mark.parametrize(("offloadable_share", "share"), [(0.0, 0.9), (0.4, 0.54)], ids=["alone", "next to copies"])
 @pytest.mark.parametrize("batches", [LONG, (LONG[0], (300,) * 20)], ids=["both have long sequences", "one has"])
 def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_step(batches, offloadable_share, share):
     costs = replace(COSTS, offloadable_share=offloadable_share, host_latency_us=1.0)
-    cap, options = hosting_caps(costs, batches, share), replace(FIXED, offload=True)
+    cap, options = kv_offload_caps(costs, batches, share), replace(FIXED, offload=True)
     with pytest.raises(InfeasibleError):
-        plan_matched(problems(*batches, cap_bytes=cap), costs, FIXED)
-    plans = plan_matched(problems(*batches, cap_bytes=cap, host_cap_bytes=1 << 30), costs, options)
-    assert check_matched(plans) == []
+        plan_lockstep(problems(*batches, cap_bytes=cap), costs, FIXED)
+    plans = plan_lockstep(problems(*batches, cap_bytes=cap, host_cap_bytes=1 << 30), costs, options)
+    assert check_lockstep(plans) == []
     assert [check(made) for made in plans] == [[], []]
-    assert [{entry.sequence for entry in made.hosted} <= set(slices_of(made)) for made in plans] == [True, True]
-    assert plans[0].hosted
-    assert plans[0].hosted != plans[1].hosted
+    assert [{entry.sequence for entry in made.kv_offload} <= set(slices_of(made)) for made in plans] == [True, True]
+    assert plans[0].kv_offload
+    assert plans[0].kv_offload != plans[1].kv_offload
     assert any(any(made.copies) for made in plans) == (offloadable_share > 0)
     assert all(max(made.predicted.peak_bytes) <= cap for made in plans)
     assert plans[0].recompute == plans[1].recompute
@@ -162,27 +162,27 @@ def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_st
         for step in (step for row in made.ranks for step in row):
             assert sum(account.takes[step.action].values()) == step.alloc_bytes
     most = max(max(host_peaks(line)) for line in timelines)
-    with pytest.raises(InfeasibleError, match=f"at the host, where it may have {most // 8}"):
-        plan_matched(problems(*batches, cap_bytes=cap, host_cap_bytes=most // 8), costs, options)
+    with pytest.raises(InfeasibleError, match=f"in host memory, where it may have {most // 8}"):
+        plan_lockstep(problems(*batches, cap_bytes=cap, host_cap_bytes=most // 8), costs, options)
 
 
 def test_with_little_at_the_host_the_cap_that_the_error_names_would_do_beside_it():
     options = replace(FIXED, offload=True)
     with pytest.raises(InfeasibleError) as refused:
-        plan_matched(problems(*LONG, cap_bytes=1, host_cap_bytes=1024), COSTS, options)
+        plan_lockstep(problems(*LONG, cap_bytes=1, host_cap_bytes=1024), COSTS, options)
     cap = refused.value.least_cap_bytes
-    plans = plan_matched(problems(*LONG, cap_bytes=cap, host_cap_bytes=1024), COSTS, options)
+    plans = plan_lockstep(problems(*LONG, cap_bytes=cap, host_cap_bytes=1024), COSTS, options)
     assert all(max(made.predicted.peak_bytes) <= cap for made in plans)
 
 
 def test_an_evaluation_in_step_fits_with_keys_and_values_at_the_host():
-    free = plan_matched(problems(*LONG, forward_only=True), COSTS, FIXED)
+    free = plan_lockstep(problems(*LONG, forward_only=True), COSTS, FIXED)
     static = max(free[0].static_bytes)
     cap = static + (max(max(made.predicted.peak_bytes) for made in free) - static) * 6 // 10
     with pytest.raises(InfeasibleError):
-        plan_matched(problems(*LONG, cap_bytes=cap, forward_only=True), COSTS, FIXED)
-    plans = plan_matched(problems(*LONG, cap_bytes=cap, forward_only=True), COSTS, replace(FIXED, offload=True))
-    assert all(made.hosted for made in plans)
+        plan_lockstep(problems(*LONG, cap_bytes=cap, forward_only=True), COSTS, FIXED)
+    plans = plan_lockstep(problems(*LONG, cap_bytes=cap, forward_only=True), COSTS, replace(FIXED, offload=True))
+    assert all(made.kv_offload for made in plans)
 
 
 def test_slices_stay_together_and_side_by_side():
@@ -198,18 +198,18 @@ def test_slices_stay_together_and_side_by_side():
 
 def test_a_replica_with_too_few_tokens_for_the_chunks_another_needs_is_refused():
     with pytest.raises(InfeasibleError, match="has 3 tokens in all has too few; raise global_batch_size"):
-        plan_matched(problems((4000,), (3,)), COSTS, Options(chunk_tokens=100))
+        plan_lockstep(problems((4000,), (3,)), COSTS, Options(chunk_tokens=100))
 
 
 def test_a_cap_that_is_too_small_is_refused_with_the_one_that_would_do():
     with pytest.raises(InfeasibleError, match="Raise cap_bytes to"):
-        plan_matched(problems(*ROUGH, cap_bytes=1000), COSTS, Options())
+        plan_lockstep(problems(*ROUGH, cap_bytes=1000), COSTS, Options())
 
 
 @pytest.mark.parametrize("options", [Options(planner="1f1b"), Options(budget_ms=5)])
 def test_other_planners_are_refused(options):
     with pytest.raises(PlanError, match="share experts"):
-        plan_matched(problems(*ROUGH), COSTS, options)
+        plan_lockstep(problems(*ROUGH), COSTS, options)
 
 
 @pytest.mark.parametrize(
@@ -225,14 +225,14 @@ def test_other_planners_are_refused(options):
 def test_replicas_that_differ_in_more_than_their_lengths_are_refused(change, words):
     first, second = problems(*ROUGH)
     with pytest.raises(PlanError, match=words):
-        plan_matched([first, replace(second, **change)], COSTS, Options())
+        plan_lockstep([first, replace(second, **change)], COSTS, Options())
 
 
 def test_costs_of_another_pipeline_or_no_replicas_are_refused():
     with pytest.raises(PlanError, match="2 stages need as many entries of costs"):
-        plan_matched(problems(*ROUGH), analytic_costs(SHAPE, CPU, [2, 2, 4]), Options())
+        plan_lockstep(problems(*ROUGH), analytic_costs(SHAPE, CPU, [2, 2, 4]), Options())
     with pytest.raises(PlanError, match="there are none"):
-        plan_matched([], COSTS, Options())
+        plan_lockstep([], COSTS, Options())
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_costs_of_another_pipeline_or_no_replicas_are_refused():
 
 @pytest.fixture(scope="module")
 def matched():
-    return plan_matched(problems(*ROUGH), COSTS, Options(slices=2))
+    return plan_lockstep(problems(*ROUGH), COSTS, Options(slices=2))
 
 
 def reordered(made, rank, change):
@@ -250,15 +250,15 @@ def reordered(made, rank, change):
 
 
 def test_matched_plans_have_no_violations(matched):
-    assert check_matched(matched) == []
-    assert check_matched(matched[:1]) == []
+    assert check_lockstep(matched) == []
+    assert check_lockstep(matched[:1]) == []
 
 
 def test_two_actions_in_another_order_are_found_where_they_are(matched):
     def swap(row):
         row[0], row[1] = row[1], row[0]
 
-    faults = check_matched([matched[0], reordered(matched[1], 1, swap)])
+    faults = check_lockstep([matched[0], reordered(matched[1], 1, swap)])
     assert [(fault.rank, fault.position) for fault in faults] == [(1, 0), (1, 1)]
     assert str(faults[0]) == "rank 1 position 0 1F1: replica 1 runs it where replica 0 runs 1F0"
 
@@ -266,16 +266,16 @@ def test_two_actions_in_another_order_are_found_where_they_are(matched):
 def test_an_action_missing_or_too_many_is_found(matched):
     last = matched[1].ranks[0][-1]
     missing = reordered(matched[1], 0, lambda row: row.pop())
-    (fault,) = check_matched([matched[0], missing])
+    (fault,) = check_lockstep([matched[0], missing])
     assert f"has no exchange {len(matched[0].ranks[0]) - 1}, where replica 0 runs {last.action}" in fault.reason
-    (fault,) = check_matched([missing, matched[1]])
+    (fault,) = check_lockstep([missing, matched[1]])
     assert (fault.rank, fault.action) == (0, last.action)
 
 
 def test_other_recompute_is_found(matched):
     rows = [list(row) for row in matched[1].recompute]
     rows[1][0] = Recompute(2)
-    (fault,) = check_matched([matched[0], replace(matched[1], recompute=tuple(map(tuple, rows)))])
+    (fault,) = check_lockstep([matched[0], replace(matched[1], recompute=tuple(map(tuple, rows)))])
     assert str(fault) == "rank 1: stage 1 recomputes 2 whole layers of chunk 0 on replica 1, none on replica 0"
 
 
@@ -285,22 +285,22 @@ def test_a_recompute_of_its_own_is_an_exchange_too(matched):
 
     at = next(position for position, action in enumerate(matched[0].actions(0)) if action.op is Op.B)
     both = [reordered(made, 0, ahead(at)) for made in matched]
-    assert check_matched(both) == []
-    faults = check_matched([both[0], matched[1]])
+    assert check_lockstep(both) == []
+    faults = check_lockstep([both[0], matched[1]])
     assert (faults[0].rank, faults[0].position, faults[0].action) == (0, at, matched[1].actions(0)[at])
     assert str(faults[0]).endswith(f"replica 1 runs it where replica 0 runs {both[0].actions(0)[at]}")
 
 
 def test_plans_of_other_shape_are_found(matched):
-    other = plan_matched(problems(*ROUGH), COSTS, Options(slices=7))[0]
-    assert any("chunks, replica 0 has" in fault.reason for fault in check_matched([matched[0], other]))
-    (fault, *_) = check_matched([matched[0], replace(matched[1], num_layers=(5, 3))])
+    other = plan_lockstep(problems(*ROUGH), COSTS, Options(slices=7))[0]
+    assert any("chunks, replica 0 has" in fault.reason for fault in check_lockstep([matched[0], other]))
+    (fault, *_) = check_lockstep([matched[0], replace(matched[1], num_layers=(5, 3))])
     assert fault.reason == "replica 1 has num_layers (5, 3), replica 0 has (4, 4)"
 
 
 def test_a_weight_gradient_is_no_exchange(matched):
     extra = reordered(matched[1], 0, lambda row: row.append(Step(Action(Op.W, 0, 0), 1.0, 0, 0)))
-    assert check_matched([matched[0], extra]) == []
+    assert check_lockstep([matched[0], extra]) == []
 
 
 def test_copies_are_never_planned_with_the_sizes_of_another_candidates_kv_offload():
@@ -321,12 +321,12 @@ def test_copies_are_never_planned_with_the_sizes_of_another_candidates_kv_offloa
         (895, 5908, 22_646, 149, 1915, 8815, 1577, 40_000, 14_521),
     ]
     asked = [Problem(lengths, (0, 1, 2), (cap,) * 3, token_multiple=4) for lengths in batches]
-    options = Options(chunk_tokens=4096, recompute_levels="whole", offload=True, seed=2)
-    plans = plan_matched(asked, costs, options)
+    options = Options(chunk_tokens=4096, recompute_modes="whole", offload=True, seed=2)
+    plans = plan_lockstep(asked, costs, options)
     assert any(made.copies for made in plans)
     for made, problem in zip(plans, asked, strict=True):
         caches = tabulate(made.chunks, problem, costs).forward_alloc
-        hosted = {(entry.stage, entry.sequence) for entry in made.hosted}
+        kv_offload = {(entry.stage, entry.sequence) for entry in made.kv_offload}
         for step in (step for row in made.ranks for step in row if step.action.op is Op.F):
             _, stage, c = step.action
-            assert (stage, made.chunks[c].segments[0].sequence) in hosted or step.alloc_bytes >= caches[stage][c]
+            assert (stage, made.chunks[c].segments[0].sequence) in kv_offload or step.alloc_bytes >= caches[stage][c]

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, Static, work_of
+from megatron_epp.cost import Line, ModeCosts, PipelineCosts, StageCosts, Static, work_of
 from megatron_epp.mcore.arguments.table import TRAINING
-from megatron_epp.plan import LEVELS, Chunk, InfeasibleError, Op, Plan, Segment
+from megatron_epp.plan import RECOMPUTE_MODES, Chunk, InfeasibleError, Op, Plan, Segment
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.kernels.memory import risen
+from megatron_epp.planner.kernels.memory import backward_peak
 from megatron_epp.planner.memory.recompute import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tables import tabulate
@@ -34,7 +34,10 @@ def small_case(seed: int):
         for start, end in itertools.pairwise([0, *inner, 40])
     ]
     return elastic_1f1b(chunks, stages, False), tabulate(
-        chunks, problem(lengths, stages), small_costs(draw, stages), draw.choice([LEVELS, LEVELS[:2], LEVELS[:1]])
+        chunks,
+        problem(lengths, stages),
+        small_costs(draw, stages),
+        draw.choice([RECOMPUTE_MODES, RECOMPUTE_MODES[:2], RECOMPUTE_MODES[:1]]),
     )
 
 
@@ -48,8 +51,8 @@ def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
         extra_bytes_per_token=(extra := draw.randint(0, 9)),
         kv_bytes_per_token=(kv := draw.randint(0, 6)),
         recompute={
-            "selective": Level(Line(0.5, draw.random()), draw.randint(0, layer)),
-            "mlp": Level(Line(0.3, draw.random()), draw.randint(kv, layer)),
+            "selective": ModeCosts(Line(0.5, draw.random()), draw.randint(0, layer)),
+            "mlp": ModeCosts(Line(0.3, draw.random()), draw.randint(kv, layer)),
         },
         static=Static(weights=draw.randint(0, 50)),
         head_bytes_per_token=draw.randint(0, extra),
@@ -60,9 +63,9 @@ def small_costs(draw: random.Random, stages: int) -> PipelineCosts:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_least_peak_is_that_of_the_best_choice_there_is(seed: int):
     order, tables = small_case(seed)
-    steps = range(2 * len(tables.rungs) + 1)
+    steps = range(2 * len(tables.frontier) + 1)
     choices = itertools.product(*([s for s in steps if s <= most] for most in tables.columns.most[: len(tables.message_us)]))
-    peaks = [peaks_bytes(order, tables, [list(layers)] * len(order)) for layers in choices]
+    peaks = [peaks_bytes(order, tables, [list(recompute_steps)] * len(order)) for recompute_steps in choices]
     assert least_peaks(order, tables) == [min(column) for column in zip(*peaks, strict=True)]
 
 
@@ -72,18 +75,18 @@ def test_every_cap_from_the_least_peak_up_is_met_and_below_it_the_least_peak_is_
     least = max(least_peaks(order, tables))
     most = max(peaks_bytes(order, tables, [[0] * len(tables.message_us)] * len(order)))
     for cap in {least, (2 * least + most) // 3, (least + most) // 2, most}:
-        layers = fit_recompute(order, tables, (cap,) * len(order), Options()).layers
-        assert layers is not None
-        assert max(peaks_bytes(order, tables, layers)) <= cap
+        recompute_steps = fit_recompute(order, tables, (cap,) * len(order), Options()).recompute_steps
+        assert recompute_steps is not None
+        assert max(peaks_bytes(order, tables, recompute_steps)) <= cap
     below = fit_recompute(order, tables, (least - 1,) * len(order), Options())
-    assert (below.layers, below.needed_bytes) == (None, least)
+    assert (below.recompute_steps, below.needed_bytes) == (None, least)
 
 
 def test_nothing_is_recomputed_where_memory_is_loose():
     order, tables = small_case(3)
-    assert fit_recompute(order, tables, (1 << 40,) * len(order), Options()).layers == [[0] * len(tables.message_us)] * len(
-        order
-    )
+    assert fit_recompute(order, tables, (1 << 40,) * len(order), Options()).recompute_steps == [
+        [0] * len(tables.message_us)
+    ] * len(order)
 
 
 def recompute_us(made: Plan) -> float:
@@ -113,10 +116,10 @@ def test_what_saves_most_bytes_per_time_is_recomputed_first():
     """Slices of equal time: the first has the most tokens and the fewest pairs."""
     free = plan(problem((65536,), 1), pipeline(1), Options(slices=4))
     cap = free.predicted.peak_bytes[0] - GIB
-    (row,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0, recompute_levels="whole")).recompute
-    layers = [again.full for again in row]
-    assert layers[0] > 0
-    assert layers[1:] == [0, 0, 0]
+    (row,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0, recompute_modes="whole")).recompute
+    recompute_steps = [again.full for again in row]
+    assert recompute_steps[0] > 0
+    assert recompute_steps[1:] == [0, 0, 0]
 
 
 def test_what_does_not_fit_in_whole_sequences_is_cut_finer_until_it_does():
@@ -170,8 +173,8 @@ def test_a_cap_on_one_rank_makes_that_rank_recompute():
 
 
 def test_a_fixed_recompute_is_kept_and_never_above_the_layers_of_a_stage():
-    for layers, kept in ((0, 0), (3, 3), (99, 4)):
-        made = plan(problem(WHALE, 4), pipeline(4), Options(slices=8, recompute=layers))
+    for recompute_steps, kept in ((0, 0), (3, 3), (99, 4)):
+        made = plan(problem(WHALE, 4), pipeline(4), Options(slices=8, recompute=recompute_steps))
         assert {again.full for row in made.recompute for again in row} == {kept}
 
 
@@ -214,20 +217,20 @@ def test_a_backward_rises_as_far_as_walking_through_its_layers_does(seed: int):
     )
     costs = replace(costs, stages=(own,) * len(costs.stages))
     chunks = (Chunk((Segment(0, 0, 25),)), Chunk((Segment(0, 25, 40),)), Chunk((Segment(1, 0, 30),)))
-    tables = tabulate(chunks, problem((40, 30), len(costs.stages)), costs, LEVELS)
+    tables = tabulate(chunks, problem((40, 30), len(costs.stages)), costs, RECOMPUTE_MODES)
     work = work_of(chunks, (40, 30))
     for c in range(len(chunks)):
         gradient, cache = int(costs.gradient_bytes(0, work)[c]), int(costs.cache_bytes(0, work)[c])
         comes = [-(gradient + cache) // 3, gradient // 3, 0][c]
-        for taken, apart in itertools.product(range(int(tables.columns.most[c]) + 1), (False, True)):
+        for taken, split in itertools.product(range(int(tables.columns.most[c]) + 1), (False, True)):
             recompute = tables.recompute(0, c, taken)
             start = most = tables.kept_bytes(0, c, taken)
-            stays = int(costs.layer_weight_bytes(0, work)[c]) if apart else 0
+            stays = int(costs.layer_weight_bytes(0, work)[c]) if split else 0
             held = start - int(costs.head_bytes(0, work)[c])
-            held += int(costs.weight_bytes(0, work)[c]) - 3 * stays if apart else 0
+            held += int(costs.weight_bytes(0, work)[c]) - 3 * stays if split else 0
             for layer in reversed(range(3)):
-                level = recompute.level(layer)
-                kept, peak = costs.layer_bytes(0, work, level), costs.layer_peak_bytes(0, work, level, apart=apart)[0]
+                mode = recompute.mode(layer)
+                kept, peak = costs.layer_bytes(0, work, mode), costs.layer_peak_bytes(0, work, mode, split=split)[0]
                 most = max(most, held + int(peak[c] - kept[c]))
                 held += comes - int(kept[c]) + stays
-            assert risen(tables.columns, c, taken, apart) == most - start
+            assert backward_peak(tables.columns, c, taken, split) == most - start

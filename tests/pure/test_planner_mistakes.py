@@ -84,22 +84,22 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_action(Action("F", 1, 0)), "is not an Action"),
         (lambda made: replace(made, order=made.order[:1]), "order has 1 rows for 2 ranks"),
         (lambda made: replace(made, order=(made.order[0], made.order[1][1:])), "1F0: missing"),
-        (with_(layers=[[0, 0, 5, 0], [0] * 4]), "stage 0 recomputes 5 layers of chunk 2; it has 4"),
+        (with_(recompute_steps=[[0, 0, 5, 0], [0] * 4]), "stage 0 recomputes 5 layers of chunk 2; it has 4"),
         (
-            with_(layers=[[9] * 4, [0] * 4], levels=("whole", "linear")),
-            r"recomputes 9 steps on its ladder of chunk 0; it has \d",
+            with_(recompute_steps=[[9] * 4, [0] * 4], modes=("whole", "linear")),
+            r"recomputes 9 steps of its recompute frontier of chunk 0; it has \d",
         ),
-        (with_(layers=[[0, -1, 0, 0], [0] * 4]), "stage 0 recomputes -1 layers of chunk 1"),
-        (with_(layers=[[0.5] * 4, [0] * 4]), "layers holds values of type float64"),
-        (with_(layers=[[None] * 4, [0] * 4]), "layers holds values of type object"),
-        (with_(layers=3), "not of the types that `Decisions` names"),
-        (with_(layers=[[[1], 2, 3, 4], [0] * 4]), "not of the types that `Decisions` names"),
-        (with_(layers=[]), r"layers has 0 rows of \[\] entries; expected 2 rows of 4"),
-        (with_(layers=[[], []]), r"layers has 2 rows of \[0\] entries; expected 2 rows of 4"),
-        (with_(layers=[[0] * 4]), "layers has 1 rows"),
-        (with_(layers=[[0] * 3, [0] * 4]), r"layers has 2 rows of \[3, 4\] entries"),
-        (with_(levels=()), "levels of recompute"),
-        (with_(levels=("whole", "half")), "half.*; the costs know full"),
+        (with_(recompute_steps=[[0, -1, 0, 0], [0] * 4]), "stage 0 recomputes -1 layers of chunk 1"),
+        (with_(recompute_steps=[[0.5] * 4, [0] * 4]), "recompute_steps holds values of type float64"),
+        (with_(recompute_steps=[[None] * 4, [0] * 4]), "recompute_steps holds values of type object"),
+        (with_(recompute_steps=3), "not of the types that `Decisions` names"),
+        (with_(recompute_steps=[[[1], 2, 3, 4], [0] * 4]), "not of the types that `Decisions` names"),
+        (with_(recompute_steps=[]), r"recompute_steps has 0 rows of \[\] entries; expected 2 rows of 4"),
+        (with_(recompute_steps=[[], []]), r"recompute_steps has 2 rows of \[0\] entries; expected 2 rows of 4"),
+        (with_(recompute_steps=[[0] * 4]), "recompute_steps has 1 rows"),
+        (with_(recompute_steps=[[0] * 3, [0] * 4]), r"recompute_steps has 2 rows of \[3, 4\] entries"),
+        (with_(modes=()), "recompute modes"),
+        (with_(modes=("whole", "half")), "half.*; the costs know full"),
         (with_(token_multiple=0), "token_multiple is 0"),
         (with_(token_multiple="8"), "token_multiple is 8; it is a whole number"),
         (with_(token_multiple=float("nan")), "token_multiple is nan"),
@@ -121,10 +121,10 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_(copies=(COPY, ()), offload=((2.0, 0, 0, 0), (0.0,) * 4)), "a share of 2.0"),
         (with_(copies=(((Action(Op.O, 0, 9), None), COPY[1]), ()), offload=SHARES), "unknown chunk 9"),
         (with_(copies=((COPY[0], (COPY[1][0], Action(Op.F, 0, 9))), ()), offload=SHARES), "is issued after 0F9"),
-        (with_(hosted=frozenset({(0, 1)})), "the sequence is not cut into slices"),
-        (with_(hosted=frozenset({(5, 0)})), "there are 2 stages"),
-        (with_(hosted=frozenset({3})), "not of the types that `Decisions` names"),
-        (with_(hosted=frozenset({("0", 0)})), "not of the types that `Decisions` names"),
+        (with_(kv_offload=frozenset({(0, 1)})), "the sequence is not cut into slices"),
+        (with_(kv_offload=frozenset({(5, 0)})), "there are 2 stages"),
+        (with_(kv_offload=frozenset({3})), "not of the types that `Decisions` names"),
+        (with_(kv_offload=frozenset({("0", 0)})), "not of the types that `Decisions` names"),
         (with_(copies=(COPY, ()), offload=(("a",) * 4, (0.0,) * 4)), "not of the types that `Decisions` names"),
         (with_(copies=((3,), ()), offload=SHARES), "not of the types that `Decisions` names"),
         (lambda made: made.order, "returned a tuple, not Decisions"),
@@ -138,7 +138,10 @@ def test_a_mistake_is_reported(change: Change, words: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(lambda made: made, "a forward-only plan holds nothing but F"), (with_(layers=[[1] * 4] * 2), "forward-only plan holds")],
+    [
+        (lambda made: made, "a forward-only plan holds nothing but F"),
+        (with_(recompute_steps=[[1] * 4] * 2), "forward-only plan holds"),
+    ],
 )
 def test_a_backward_in_an_evaluation_is_reported(change: Change, words: str, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(PlanError, match=words):
@@ -147,15 +150,15 @@ def test_a_backward_in_an_evaluation_is_reported(change: Change, words: str, mon
 
 def test_recompute_in_an_evaluation_is_reported(monkeypatch: pytest.MonkeyPatch):
     def forwards(made: Decisions) -> Decisions:
-        return replace(made, order=tuple(row[:4] for row in made.order), layers=[[1] * 4, [0] * 4])
+        return replace(made, order=tuple(row[:4] for row in made.order), recompute_steps=[[1] * 4, [0] * 4])
 
     with pytest.raises(PlanError, match="stage 0 recomputes 1 layers of chunk 0; it has 0"):
         planned(forwards, monkeypatch, replace(BATCH, forward_only=True))
 
 
 def test_layers_may_be_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch):
-    made = planned(with_(layers=np.ones((2, 4), dtype=np.int64)), monkeypatch)
-    assert digest(made) == digest(planned(with_(layers=[[1] * 4] * 2), monkeypatch))
+    made = planned(with_(recompute_steps=np.ones((2, 4), dtype=np.int64)), monkeypatch)
+    assert digest(made) == digest(planned(with_(recompute_steps=[[1] * 4] * 2), monkeypatch))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -164,7 +167,7 @@ def test_random_changes_of_sound_decisions_are_planned_or_reported(seed: int, mo
     draw = random.Random(seed)
 
     def spoil(made: Decisions) -> Decisions:
-        rows, layers = [list(row) for row in made.order], [list(row) for row in made.layers]
+        rows, recompute_steps = [list(row) for row in made.order], [list(row) for row in made.recompute_steps]
         for _ in range(draw.randint(1, 3)):
             rank = draw.randrange(2)
             at = draw.randrange(len(rows[rank]))
@@ -179,10 +182,10 @@ def test_random_changes_of_sound_decisions_are_planned_or_reported(seed: int, mo
                     other = draw.randrange(len(rows[rank]))
                     rows[rank][at], rows[rank][other] = rows[rank][other], rows[rank][at]
                 case 4:
-                    layers[rank][draw.randrange(4)] = draw.choice((-1, 0, 3, 4, 5, 10**12))
+                    recompute_steps[rank][draw.randrange(4)] = draw.choice((-1, 0, 3, 4, 5, 10**12))
                 case 5:
                     rows[rank].insert(draw.randrange(9), Action(Op.W, rank, draw.randrange(4)))
-        return replace(made, order=tuple(map(tuple, rows)), layers=layers)
+        return replace(made, order=tuple(map(tuple, rows)), recompute_steps=recompute_steps)
 
     try:
         made = planned(spoil, monkeypatch)

@@ -32,8 +32,8 @@ def test_the_prediction_is_the_simulators(options: Options, cap: int):
     timeline = simulate(made)
     assert check(made) == []
     order = tuple(made.actions(rank) for rank in range(4))
-    tables = tabulate(made.chunks, problem(BATCH, 4, token_multiple=16), pipeline(4), options.levels(pipeline(4)))
-    taken = [[tables.taken(stage, c, again) for c, again in enumerate(row)] for stage, row in enumerate(made.recompute)]
+    tables = tabulate(made.chunks, problem(BATCH, 4, token_multiple=16), pipeline(4), options.modes(pipeline(4)))
+    taken = [[tables.num_steps(stage, c, again) for c, again in enumerate(row)] for stage, row in enumerate(made.recompute)]
     assert makespan_us(order, tables, taken) == timeline.makespan_us
     assert made.predicted.makespan_us == timeline.makespan_us
     assert made.predicted.peak_bytes == timeline.peak_bytes

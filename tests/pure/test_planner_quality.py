@@ -18,7 +18,7 @@ from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory import offload
 from megatron_epp.planner.memory import recompute as memory
-from megatron_epp.planner.memory.offload import peaks_beside, timed
+from megatron_epp.planner.memory.offload import peaks_with_copies, timed
 from megatron_epp.planner.search import replicas
 from megatron_epp.planner.search.greedy import greedy, predicted_us
 from megatron_epp.planner.search.order_rules import FIRST
@@ -39,9 +39,9 @@ def gap(made: Plan) -> float:
     return made.predicted.makespan_us / made.predicted.lower_bound_us - 1.0
 
 
-def raw_bound_us(made: Plan, given: Problem, stages: int, options: Options, layers: int = 4) -> float:
-    costs = pipeline(stages, layers)
-    return lower_bound_us(tabulate(made.chunks, given, costs, options.levels(costs)), made.chunks, given, options)
+def raw_bound_us(made: Plan, given: Problem, stages: int, options: Options, recompute_steps: int = 4) -> float:
+    costs = pipeline(stages, recompute_steps)
+    return lower_bound_us(tabulate(made.chunks, given, costs, options.modes(costs)), made.chunks, given, options)
 
 
 def ops(made: Plan) -> set[Op]:
@@ -63,14 +63,14 @@ def test_the_plan_is_close_to_a_bound_that_counts_the_recompute_the_cap_forces(l
 def test_any_placement_is_planned_under_any_cap_that_holds_it(
     lengths: tuple[int, ...], placement: tuple[int, ...], options: Options
 ):
-    layers = 16 // len(placement)
-    costs = pipeline(len(placement), layers)
+    recompute_steps = 16 // len(placement)
+    costs = pipeline(len(placement), recompute_steps)
     for cap in (40, 80):
         given = Problem(lengths, placement, (cap * GIB,) * 4)
         made = plan(given, costs, options)
         assert check(made) == []
         assert gap(made) < 0.25
-        bound_us = raw_bound_us(made, given, len(placement), options, layers)
+        bound_us = raw_bound_us(made, given, len(placement), options, recompute_steps)
         assert bound_us <= made.predicted.makespan_us * (1 + 1e-9)
 
 
@@ -129,8 +129,8 @@ def test_what_the_search_plays_is_what_the_simulator_says(turns: int):
     assert written.host_links == {1: (), 2: (0, 0, 1, 1), 3: (0, 0, 0, 1)}[turns]
     assert predicted_us(made, given, costs) == written.predicted.makespan_us
     tables = made.tables(given, costs)
-    played = play(made.order, tables, made.layers, timed(made.beside, tables))
-    assert tuple(peaks_beside(made.order, tables, made.beside, played)) == written.predicted.peak_bytes
+    played = play(made.order, tables, made.recompute_steps, timed(made.as_offload, tables))
+    assert tuple(peaks_with_copies(made.order, tables, made.as_offload, played)) == written.predicted.peak_bytes
 
 
 def test_copies_are_fitted_to_orders_that_are_encoded_once_and_to_a_table_that_is_made_once(monkeypatch: pytest.MonkeyPatch):
@@ -156,7 +156,7 @@ def test_no_copies_bring_a_rank_below_what_it_holds_with_all_else_away(seed: int
     stages = draw.randint(1, 3)
     asked, costs = problem([draw.randint(3000, 50_000) for _ in range(draw.randint(1, 5))], stages), pipeline(stages)
     chunks = plan(asked, costs, Options(slices=6)).chunks
-    tables = tabulate(chunks, asked, costs, Options().levels(costs))
+    tables = tabulate(chunks, asked, costs, Options().modes(costs))
     order = FIRST[0].order(chunks, tables, asked)
     least = offload.floors(order, encode(order, len(chunks)), tables)
     unlimited = [[UNLIMITED_BYTES] * stages]

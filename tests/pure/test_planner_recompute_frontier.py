@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_epp.cost import Level, Line, PipelineCosts, StageCosts, analytic_profile
+from megatron_epp.cost import Line, ModeCosts, PipelineCosts, StageCosts, analytic_profile
 from megatron_epp.cost.library import balanced_layers, load_cluster, load_flags, shape_of
 from megatron_epp.cost.work import work_of
-from megatron_epp.plan import LEVELS, Chunk, Recompute, Segment, check
+from megatron_epp.plan import RECOMPUTE_MODES, Chunk, Recompute, Segment, check
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.memory.ladder import ABSENT, ladder, recompute_of, taken_by
+from megatron_epp.planner.memory.frontier import ABSENT, num_steps_of, recompute_frontier, recompute_of
 from tests.support.plan.planner_cases import pipeline, problem
 
 GIB = 1 << 30
@@ -26,8 +26,8 @@ def stage(draw: random.Random) -> StageCosts:
         recomputed_layer_bytes_per_token=draw.randint(1, 5),
         kv_bytes_per_token=4,
         recompute={
-            "selective": Level(Line(4.0, 3.0), draw.randint(5, layer)),
-            "mlp": Level(Line(2.0, draw.uniform(1.0, 3.0)), draw.randint(8, layer)),
+            "selective": ModeCosts(Line(4.0, 3.0), draw.randint(5, layer)),
+            "mlp": ModeCosts(Line(2.0, draw.uniform(1.0, 3.0)), draw.randint(8, layer)),
         },
     )
 
@@ -37,16 +37,16 @@ def test_prices_rise_and_every_level_lies_on_or_above_the_ladder(seed: int):
     costs = PipelineCosts("random", (stage(random.Random(seed)),), 0.0)
     chunks = [Chunk((Segment(0, 0, 7),)), Chunk((Segment(1, 0, 900),)), Chunk((Segment(1, 900, 1000),))]
     work = work_of(chunks, (7, 1000))
-    rungs = ladder(0, work, costs, LEVELS)
+    frontier = recompute_frontier(0, work, costs, RECOMPUTE_MODES)
     for c in range(len(chunks)):
-        climb = [(int(r.saved[c]), float(r.layer_us[c])) for r in rungs if r.level[c] != ABSENT]
-        prices = [took_us / saved for saved, took_us in climb]
+        frontier_sums = [(int(r.saved[c]), float(r.layer_us[c])) for r in frontier if r.mode[c] != ABSENT]
+        prices = [took_us / saved for saved, took_us in frontier_sums]
         assert prices == sorted(prices)
-        assert all(saved > 0 for saved, _ in climb)
+        assert all(saved > 0 for saved, _ in frontier_sums)
         corners = [(0, 0.0)]
-        for saved, took_us in climb:
+        for saved, took_us in frontier_sums:
             corners.append((corners[-1][0] + saved, corners[-1][1] + took_us))
-        for name in LEVELS:
+        for name in RECOMPUTE_MODES:
             one = Recompute(**{name: 1})
             saved = int((costs.activation_bytes(0, work) - costs.activation_bytes(0, work, one))[c])
             took_us = float(costs.recompute_us(0, work, one)[c])
@@ -56,20 +56,22 @@ def test_prices_rise_and_every_level_lies_on_or_above_the_ladder(seed: int):
             assert saved <= corners[-1][0]
 
 
-@pytest.mark.parametrize("levels", [[0], [1, 0], [2, 1, 0], [2, 0]])
-def test_steps_and_what_they_come_to_say_the_same(levels: list[int]):
-    for taken in range(4 * len(levels) + 1):
-        recompute = recompute_of(levels, 4, taken)
-        assert taken_by(recompute, levels) == taken
+@pytest.mark.parametrize("modes", [[0], [1, 0], [2, 1, 0], [2, 0]])
+def test_steps_and_what_they_come_to_say_the_same(modes: list[int]):
+    for taken in range(4 * len(modes) + 1):
+        recompute = recompute_of(modes, 4, taken)
+        assert num_steps_of(recompute, modes) == taken
         assert recompute.num_layers == min(taken, 4)
-        assert sorted(map(recompute.level, range(4)), key=[*LEVELS, ""].index) == [recompute.level(layer) for layer in range(4)]
+        assert sorted(map(recompute.mode, range(4)), key=[*RECOMPUTE_MODES, ""].index) == [
+            recompute.mode(layer) for layer in range(4)
+        ]
 
 
 def test_attention_is_not_run_again_where_that_would_cost_most():
     """One long sequence under a cap: with all levels little is recomputed whole, and the plan is faster."""
     free = plan(problem((65536,), 2), pipeline(2), Options(slices=8))
     given = problem((65536,), 2, (max(free.predicted.peak_bytes) + max(free.static_bytes)) // 2)
-    every, whole = (plan(given, pipeline(2), Options(slices=8, recompute_levels=levels)) for levels in ("all", "whole"))
+    every, whole = (plan(given, pipeline(2), Options(slices=8, recompute_modes=modes)) for modes in ("all", "whole"))
     counts = [sum(again.full for row in made.recompute for again in row) for made in (every, whole)]
     assert counts[0] < counts[1] / 4
     assert sum(again.selective + again.mlp for row in every.recompute for again in row) > 0

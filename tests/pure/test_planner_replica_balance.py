@@ -17,7 +17,14 @@ from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.search.estimate import estimate_us
 from megatron_epp.planner.service.background import BackgroundPlanner
-from megatron_epp.planner.service.replica_balance import Division, _Exchange, by_count, divide, longest_first, teams_of
+from megatron_epp.planner.service.replica_balance import (
+    Division,
+    _Exchange,
+    by_count,
+    divide,
+    lockstep_groups_of,
+    longest_first,
+)
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=512)
 COSTS = analytic_costs(SHAPE, CPU, [2, 2])
@@ -28,11 +35,11 @@ def problem(lengths, cap_bytes=UNLIMITED_BYTES):
 
 
 def planned_us(whole):
-    return lambda team: plan(replace(whole, lengths=team[0]), COSTS).predicted.makespan_us
+    return lambda lockstep_group: plan(replace(whole, lengths=lockstep_group[0]), COSTS).predicted.makespan_us
 
 
 def alone(replicas):
-    """Teams of one."""
+    """LockstepGroups of one."""
     return tuple((replica,) for replica in range(replicas))
 
 
@@ -41,9 +48,9 @@ def divided(lengths, replicas, **options):
     return divide(whole, COSTS, alone(replicas), planned_us(whole), **options)
 
 
-def work_of(team):
+def work_of(lockstep_group):
     """A stand-in for plans: attention dominates, and the slowest of a team decides."""
-    return max(sum(length * length + 50 * length for length in lengths) for lengths in team)
+    return max(sum(length * length + 50 * length for length in lengths) for lengths in lockstep_group)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 8))
@@ -90,7 +97,7 @@ def test_a_sequence_longer_than_all_the_rest_has_a_replica_of_its_own():
 def test_where_work_misjudges_a_plan_exchanges_go_by_the_plan():
     """Every sequence takes an hour, whatever its length."""
     lengths = (4000, *(10,) * 19)
-    division = divide(problem(lengths), COSTS, alone(2), lambda team: 3.6e9 * len(team[0]))
+    division = divide(problem(lengths), COSTS, alone(2), lambda lockstep_group: 3.6e9 * len(lockstep_group[0]))
     assert [len(share) for share in division.shares] == [10, 10]
 
 
@@ -109,16 +116,16 @@ def test_longest_first_is_within_a_third_of_the_best_division(replicas):
 @given(st.lists(st.integers(1, 5000), min_size=6, max_size=30))
 @settings(max_examples=40, deadline=None)
 def test_replicas_of_a_team_take_as_long_as_its_slowest(lengths):
-    teams = ((0, 1), (2, 3))
-    division = divide(problem(lengths), COSTS, teams, work_of)
+    lockstep_groups = ((0, 1), (2, 3))
+    division = divide(problem(lengths), COSTS, lockstep_groups, work_of)
     assert sorted(at for share in division.shares for at in share) == list(range(len(lengths)))
-    for team in teams:
-        shares = [[lengths[at] for at in division.shares[replica]] for replica in team]
-        assert {division.makespan_us[replica] for replica in team} == {work_of(shares)}
+    for lockstep_group in lockstep_groups:
+        shares = [[lengths[at] for at in division.shares[replica]] for replica in lockstep_group]
+        assert {division.makespan_us[replica] for replica in lockstep_group} == {work_of(shares)}
 
 
 @pytest.mark.parametrize(
-    ("sharing", "teams"),
+    ("sharing", "lockstep_groups"),
     [
         ([{0}, {1}, {2}], ((0,), (1,), (2,))),
         ([{0, 1}, {0, 1}, {2, 3}, {2, 3}], ((0, 1), (2, 3))),
@@ -126,8 +133,8 @@ def test_replicas_of_a_team_take_as_long_as_its_slowest(lengths):
         ([{0, 1}, {2, 3}, {1, 2}], ((0, 1, 2, 3),)),
     ],
 )
-def test_replicas_that_share_experts_are_a_team(sharing, teams):
-    assert teams_of(sharing) == teams
+def test_replicas_that_share_experts_are_a_team(sharing, lockstep_groups):
+    assert lockstep_groups_of(sharing) == lockstep_groups
 
 
 def test_long_sequences_go_to_the_same_team():

@@ -36,8 +36,8 @@ def test_only_a_plan_that_recomputes_says_so():
 
 
 def test_pipelines_are_described_once_or_where_they_differ_in_every_title():
-    alike = side_by_side([("one", sliced_plan()), ("two", sliced_plan())])
-    assert "2 stages on 2 ranks" in alike.get_suptitle()
+    equal_stages = side_by_side([("one", sliced_plan()), ("two", sliced_plan())])
+    assert "2 stages on 2 ranks" in equal_stages.get_suptitle()
     differing = side_by_side([("one", sliced_plan()), ("v", v_shaped_plan())])
     assert "stages" not in differing.get_suptitle()
     titles = [axis.get_title(loc="left") for axis in differing.axes]

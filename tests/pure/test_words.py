@@ -35,7 +35,7 @@ class Retired(NamedTuple):
 
 
 WORDS = [
-    Retired(r"(?i)(?<![a-z])host(ed|ing)(?![a-z])", "KV offload", allowed=r'"hosted"|`hosted`'),
+    Retired(r"(?i)(?<![a-z])host(ed|ing)(?![a-z])", "KV offload", allowed=r'"hosted"'),
     Retired(r"at_host", "kv_offload"),
     Retired(
         r"LEVELS|recompute_levels?\b|(?i:levels? of recompute|recompute levels?\b)",

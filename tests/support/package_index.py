@@ -1,4 +1,4 @@
-"""Releases of packages beside what is installed, each in a folder of its own that stays for the next run."""
+"""Releases of packages next to what is installed, each in a folder of its own that stays for the next run."""
 
 import os
 import shutil

@@ -50,7 +50,7 @@ _PLANNING = (
         "--planner",
         planner,
         "Who makes the plans (default: greedy): a planner that `megatron-epp compare` lists, or module:function for "
-        "one of your own. milp: greedy, while beside training a solver works on small batches for when their lengths come "
+        "one of your own. milp: greedy, while during training a solver works on small batches for when their lengths come "
         "again; which plan runs depends on timing, so a resumed run repeats losses only to rounding.",
         f"who plans: {PLANNER_NAMES} (default: greedy)",
         default="greedy",
@@ -61,7 +61,7 @@ _PLANNING = (
         "--epp-plan-budget-ms",
         "--plan-budget-ms",
         COUNT,
-        "Time for planning a replica's share of a batch, beside the iterations before it: what the planner greedy leaves "
+        "Time for planning a replica's share of a batch, during the iterations before it: what the planner greedy leaves "
         "of it goes to a local search. How far that gets depends on the machine's load, so a resumed run repeats losses only "
         "to rounding. Default: none; then plans are the same in every run.",
         "time for planning: what the planner greedy leaves of it goes to local search; what that finds depends on the "
@@ -133,7 +133,7 @@ _MEMORY = (
         field=lambda value: value if value == AUTO else int(value),
     ),
     Flag(
-        "recompute_levels",
+        "recompute_modes",
         "--epp-recompute-modes",
         "--recompute-modes",
         str,
@@ -251,7 +251,7 @@ _RUNNING = (
         "",
         COUNT,
         "Write iteration I to --epp-report-dir: plan.json, measured.json with the times of every action, copy and wait, "
-        "and trace.json for ui.perfetto.dev, measured beside planned, a track for each stream; of several iterations as "
+        "and trace.json for ui.perfetto.dev, measured next to planned, a track for each stream; of several iterations as "
         "plan-I.json and so on (default: none).",
         metavar="I",
         takes_several=True,

@@ -44,7 +44,7 @@ def reading_yaml(original: Callable[..., argparse.Namespace]) -> Callable[..., a
     """Return Megatron's `parse_args`, wrapped so that ``--yaml-cfg`` together with ``--epp`` names a file of defaults."""
 
     def parse_args(extra_args_provider: Extra = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
-        path = _path_beside_epp(sys.argv[1:])
+        path = _yaml_path(sys.argv[1:])
         if path is None:
             return original(extra_args_provider, ignore_unknown_args)
 
@@ -82,7 +82,7 @@ def take_defaults(parser: argparse.ArgumentParser, path: str) -> None:
     parser.set_defaults(yaml_cfg=None)
 
 
-def _path_beside_epp(argv: Sequence[str]) -> str | None:
+def _yaml_path(argv: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--yaml-cfg")
     parser.add_argument("--epp", action="store_true")

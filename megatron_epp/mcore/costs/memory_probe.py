@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from megatron_epp.cost import Level, Line, StageCosts
+from megatron_epp.cost import Line, ModeCosts, StageCosts
 from megatron_epp.mcore.costs.probe import backward, by_place, forward, layers_of
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
@@ -51,15 +51,15 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     base = _held(stage, Recompute(full=layers))
     if layers == 0:
         return replace(costs, extra_bytes_per_token=base.kept, head_bytes_per_token=0.0)
-    alike = len({type(layer) for layer in layers_of(stage)}) == 1  # not so a hybrid model's attention and MLP layers
+    is_uniform = len({type(layer) for layer in layers_of(stage)}) == 1  # not so a hybrid model's attention and MLP layers
 
-    def at(known: Level, level: str) -> Level:
+    def at(known: ModeCosts, mode: str) -> ModeCosts:
         """Measure what a layer keeps in a mode, by comparison with a stage that recomputes in full, and the most it holds."""
-        found = _held(stage, _with(level, 1, full=layers - 1) if alike else _with(level, layers))
-        kept = least + (found.kept - base.kept) / (1 if alike else layers)
-        return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + found.surge if alike else None)
+        found = _held(stage, _with(mode, 1, full=layers - 1) if is_uniform else _with(mode, layers))
+        kept = least + (found.kept - base.kept) / (1 if is_uniform else layers)
+        return replace(known, bytes_per_token=kept, full_bytes_per_token=kept + found.peak_above_entry if is_uniform else None)
 
-    plain = at(Level(Line(), 0.0), "")
+    plain = at(ModeCosts(Line(), 0.0), "")
     costs = replace(
         costs,
         layer_bytes_per_token=plain.bytes_per_token,
@@ -69,9 +69,9 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         head_bytes_per_token=base.head,
     )
     splits = stage.weights is not None
-    if splits and alike:
-        surge = _held(stage, _with("", 1, full=layers - 1), keep_weights=True).surge
-        costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + surge)
+    if splits and is_uniform:
+        peak_above_entry = _held(stage, _with("", 1, full=layers - 1), keep_weights=True).peak_above_entry
+        costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + peak_above_entry)
     kv, gradient, left = _of_slices(stage)
     _, wider, _ = _of_slices(stage, num_slices=MOST_ROUNDED + 1)
     costs = replace(
@@ -80,9 +80,9 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         kv_gradient_bytes_per_token=gradient,
         many_kv_gradient_bytes_per_token=wider,
     )
-    if alike and gradient:
+    if is_uniform and gradient:
         costs = replace(costs, attended_bytes_per_token=least + left + kv)
-    if splits and alike and gradient:
+    if splits and is_uniform and gradient:
         costs = replace(costs, apart_attended_bytes_per_token=least + _of_slices(stage, keep_weights=True)[2] + kv)
     return costs
 
@@ -98,12 +98,12 @@ class Held(NamedTuple):
     Attributes:
         kept: held from forward to backward.
         head: part of `kept` that is freed before the backward reaches the layers.
-        surge: peak while the last layer's backward runs, above what was live when it began.
+        peak_above_entry: peak while the last layer's backward runs, above what was live when it began.
     """
 
     kept: float
     head: float
-    surge: float
+    peak_above_entry: float
 
 
 def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:

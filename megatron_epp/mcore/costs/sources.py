@@ -25,7 +25,7 @@ from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
 from megatron_epp.mcore.costs.timing import measure_times
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.plan.kv_sums import MOST_ROUNDED, in_fp32
-from megatron_epp.plan.placement import neighbours_apart
+from megatron_epp.plan.placement import num_boundaries
 from megatron_epp.runtime.links.links import Links
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def pipeline_costs(
             note("measuring what can go to the host")
             costs = replace(costs, **_slowest(gathered(_host_link(args, costs, base, stages), links)))
     note("exchanging costs")
-    costs = stored_costs.of_first(partial(_beside, args, costs))
+    costs = stored_costs.of_first(partial(_with_device_memory, args, costs))
     stored_costs.keep(args, costs)
     return costs
 
@@ -176,7 +176,7 @@ def _by_blocks(costs: StageCosts, workspace_bytes: int) -> StageCosts:
 def _with_link(costs: PipelineCosts, link: Link, placement: Sequence[int]) -> PipelineCosts:
     """Set the times of messages, and add the host's time for one message per neighbour on another rank to both passes."""
     stages = []
-    for stage, neighbours in zip(costs.stages, neighbours_apart(placement), strict=True):
+    for stage, neighbours in zip(costs.stages, num_boundaries(placement), strict=True):
         handling = Line(link.host_us * neighbours)
         forward, backward = stage.extra_forward + handling, stage.extra_backward + handling
         stages.append(replace(stage, extra_forward=forward, extra_backward=backward))
@@ -232,7 +232,7 @@ def _largest_gradient_bytes(args: argparse.Namespace, stage: MegatronStage) -> i
     return max((weight.nbytes for weight in stage.model.parameters() if id(weight) not in inside), default=0)
 
 
-def _beside(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
+def _with_device_memory(args: argparse.Namespace, costs: PipelineCosts) -> PipelineCosts:
     """Add the memory that is not kept by autograd. On a CPU it is not measured, so only a given fragmentation share is set."""
     share = args.epp_fragmentation_share
     if torch.cuda.is_initialized():

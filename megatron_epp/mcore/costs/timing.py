@@ -27,7 +27,7 @@ from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.tools.timer import Timer
 
 _REPEATS = 8
-_LEVEL_REPEATS = 3
+_MODE_REPEATS = 3
 _ALIVE = 4
 """Number of cases that are between their forward and their backward at a time."""
 _GPU_FACTOR = 2
@@ -57,7 +57,7 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
     layers = max(1, stage.num_layers)
 
     def again(mode: str) -> Line:
-        found = _medians(stage, cases, Recompute(**{mode: stage.num_layers}), _LEVEL_REPEATS)
+        found = _medians(stage, cases, Recompute(**{mode: stage.num_layers}), _MODE_REPEATS)
         longer = [max(0.0, after.layers_backward - t.layers_backward) for after, t in zip(found, times, strict=True)]
         points = [Point(c.tokens, c.pairs, us) for c, us in zip(cases, longer, strict=True)]
         return fit_line(points, MODES[mode].repeats_attention).line.scaled(1 / layers)

@@ -49,7 +49,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         return sum(names.count(layer_type) for names in self._stages[:stage])
 
 
-def place(transformer: Any, args: argparse.Namespace) -> None:
+def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
     """Divide a model's layers by the placement: set a layout in its config, and clear the settings that the layout replaces.
 
     Args:
@@ -78,11 +78,11 @@ def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[
         num_chunks: number of model chunks per rank.
     """
     layout = transformer.pipeline_model_parallel_layout
-    places = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
+    chunks_of_ranks = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
     if layout is not None:
-        return [layout.layout[rank][chunk].count(LayerType.decoder) for rank, chunk in places]
+        return [layout.layout[rank][chunk].count(LayerType.decoder) for rank, chunk in chunks_of_ranks]
     chunks = (lambda chunk: chunk) if num_chunks > 1 else (lambda _: None)
-    return [get_num_layers_to_build(transformer, chunks(chunk), rank) for rank, chunk in places]
+    return [get_num_layers_to_build(transformer, chunks(chunk), rank) for rank, chunk in chunks_of_ranks]
 
 
 def ends(args: argparse.Namespace, vp_stage: int | None) -> dict[str, bool]:
@@ -104,7 +104,7 @@ def tie(model: Any, args: argparse.Namespace) -> None:
     chunk as soon as it is built.
     """
     global _first_stage
-    if not (placement_of(args).ends_meet and model.share_embeddings_and_output_weights):
+    if not (placement_of(args).ends_share_rank and model.share_embeddings_and_output_weights):
         return
     if model.pre_process:
         _first_stage = weakref.ref(model)

@@ -24,7 +24,7 @@ from megatron_epp.plan.recompute import CORE_ATTENTION, MLP, MODES, NORMS, PROJE
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discarded
 
 
-def recompute_by_level(layers: Iterable[torch.nn.Module]) -> None:
+def recompute_by_mode(layers: Iterable[torch.nn.Module]) -> None:
     """Make a stage's layers recompute as the plan of the chunk that they run says.
 
     Raises:
@@ -56,7 +56,7 @@ class _Layer:
         params = kwargs.get("packed_seq_params")
         if not isinstance(params, ChunkParams) or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
-        mode = params.context.recompute.level(self.number)
+        mode = params.context.recompute.mode(self.number)
         parts = MODES[mode].runs_again if mode else frozenset()
         if PROJECTIONS not in parts:
             self._parts = parts

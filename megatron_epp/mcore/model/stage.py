@@ -18,7 +18,7 @@ from megatron_epp.mcore.features import logged_router_losses
 from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.losses import check_loss, scale_router_losses, summed_loss
-from megatron_epp.mcore.model.recompute import recompute_by_level
+from megatron_epp.mcore.model.recompute import recompute_by_mode
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.kv_cache import KVRelay
@@ -72,7 +72,7 @@ class MegatronStage:
         self._arrays: Callable[[int], ChunkArrays] | None = None
         self.before_last_gradient: Callable[[], None] = _nothing
         self.reduce_gradients: Callable[[], None] = _nothing
-        recompute_by_level(self.decoder.layers)
+        recompute_by_mode(self.decoder.layers)
         _add_to_gradients(model)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")

@@ -72,9 +72,9 @@ def _complete_config(original: Callable[..., Any], self: Any) -> None:
     if delays:
         self.delay_wgrad_compute = True
     if args is not None and args.epp_placement != "looped":
-        from megatron_epp.mcore.model.model_chunks import place
+        from megatron_epp.mcore.model.model_chunks import assign_stages
 
-        place(self, args)
+        assign_stages(self, args)
 
 
 def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *rest: Any) -> list[int]:
@@ -83,7 +83,7 @@ def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *r
     if args is not None and args.epp_placement != "looped":
         from megatron_epp.mcore.arguments.consequences import placement_of
 
-        if placement_of(args).ends_meet:
+        if placement_of(args).ends_share_rank:
             return pp_ranks[:1]
     return original(pp_ranks, *rest)
 

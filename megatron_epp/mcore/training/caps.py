@@ -1,4 +1,4 @@
-"""Memory that plans may fill: on this rank's device, and at the host."""
+"""Memory that plans may fill: on this rank's device, and in host memory."""
 
 from __future__ import annotations
 

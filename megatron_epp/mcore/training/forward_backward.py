@@ -150,7 +150,7 @@ def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
         assert last.loss_report is not None
         assert last.total_tokens is not None
         loss, num_tokens = last.loss_report, last.total_tokens
-    if placement.ends_meet:
+    if placement.ends_share_rank:
         group = mpu.get_pipeline_model_parallel_group()
         for values in (loss, num_tokens):
             dist.broadcast(values, dist.get_global_rank(group, placement.last_rank), group=group)

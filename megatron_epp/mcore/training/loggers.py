@@ -80,9 +80,9 @@ def log(line: dict[str, Any]) -> None:
         f"tokens: {line['tokens']:,}",
     ]
     if any(line["planned_host_peak_bytes"]):
-        parts.append(f"offload: {line['offload_share']:.1%} ({line['copies_us'] / _MS:.1f} ms beside compute)")
-    if line.get("hosted_bytes"):
-        parts.append(f"keys and values at the host (GiB): {line['hosted_bytes'] / _GIB:.3g}")
+        parts.append(f"offload: {line['offload_share']:.1%} ({line['copies_us'] / _MS:.1f} ms overlapped with compute)")
+    if line.get("kv_offload_bytes"):
+        parts.append(f"KV offload (GiB): {line['kv_offload_bytes'] / _GIB:.3g}")
     if line["replicas"] > 1:
         parts.append(f"imbalance of {line['replicas']} replicas: {line['imbalance']:.1%} planned")
     print_rank_last(" | ".join(parts))

@@ -19,13 +19,13 @@ from megatron.core import mpu
 from megatron_epp.cost import balance as spread
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore import features
-from megatron_epp.mcore.training import loggers as writers
+from megatron_epp.mcore.training import loggers as loggers
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import Plan
 from megatron_epp.plan.serialize import save
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.service.replica_balance import imbalance
-from megatron_epp.report.facts import copies_us, host_peak_bytes, hosted_bytes, offload_share, recompute_share
+from megatron_epp.report.facts import copies_us, host_peak_bytes, kv_offload_bytes, offload_share, recompute_share
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.trace import save_trace
 from megatron_epp.runtime.autograd.saved import SavedTensors
@@ -77,7 +77,7 @@ class IterationReport:
         args = session.args
         if not forward_only:
             session.iteration += 1
-        due = writers.is_due(args, session.iteration)
+        due = loggers.is_due(args, session.iteration)
         collects = (args.epp_report_dir is not None or (due and batch.plan is not None)) and not forward_only
         now_s = time.perf_counter()
         return IterationReport(session, batch, session.iteration, forward_only, collects, now_s, session.plan_wait_us)
@@ -174,17 +174,17 @@ class IterationReport:
         args = self.session.args
         if self.iteration % args.log_interval == 0:
             self._log_memory()
-            writers.log(line)
+            loggers.log(line)
             self._log_spread()
         if self.iteration % args.tensorboard_log_interval == 0:
-            writers.write(line)
+            loggers.write(line)
 
     def _log_memory(self) -> None:
         """Log the parts of the planned peaks, once per run, before the first iteration's line."""
         session, plan = self.session, self.batch.plan
         if plan is not None and session.costs is not None and not session.memory_is_told:
             session.memory_is_told = True
-            writers.log_memory(account_of(plan, session.costs), self.iteration)
+            loggers.log_memory(account_of(plan, session.costs), self.iteration)
 
     def _log_spread(self) -> None:
         """Log a hint if another division of layers among stages would reduce waiting, once, after `_BATCHES` iterations.
@@ -200,7 +200,7 @@ class IterationReport:
         if len(session.batches_seen) == _BATCHES:
             lengths = list(chain.from_iterable(session.batches_seen))
             if hint := spread.advice(session.costs, plan.placement, lengths, layout_words):
-                writers.log_hint(hint)
+                loggers.log_hint(hint)
 
     def _write(self, line: dict[str, Any], measured: Measured | None) -> None:
         args = self.session.args
@@ -230,7 +230,7 @@ def _planned_line(plan: Plan, measured: Measured) -> dict[str, Any]:
         "recompute_us": sum(map(sum, plan.recompute_us)),
         "copies_us": copies_us(plan),
         "offload_share": offload_share(plan),
-        "hosted_bytes": hosted_bytes(plan),
+        "kv_offload_bytes": kv_offload_bytes(plan),
         "planned_host_peak_bytes": host_peak_bytes(plan),
         "padding_share": 1 - plan.num_tokens / padded,
     }

@@ -28,7 +28,7 @@ from megatron_epp.mcore.training.communicators import groups_in_use, link_option
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlans
-from megatron_epp.planner.service.replica_balance import Teams, teams_of
+from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
 from megatron_epp.runtime.links.groups import Groups, from_each, from_first
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.offload.host import HostMemory
@@ -47,11 +47,11 @@ _LONGEST = 8
 class Session:
     """One process's share of an elastic training run.
 
-    Replicas (one per data-parallel rank) that share experts form a team; without expert parallelism every replica is a team of
-    its own. One rank of every team plans for all ranks of the team, in the background. It plans the team's shares of the global
-    batch, which every planning rank divides on its own from the same lengths, costs and caps. The session is created before the
-    data iterators, whose plans wait until `attach` has learned the model's costs. Every rank of the job must create its session
-    at the same point.
+    Replicas (one per data-parallel rank) that share experts form a group; without expert parallelism every replica is a group
+    of its own. One rank of every group plans for all ranks of the group, in the background. It plans the group's shares of the
+    global batch, which every planning rank divides on its own from the same lengths, costs and caps. The session is created
+    before the data iterators, whose plans wait until `attach` has learned the model's costs. Every rank of the job must create
+    its session at the same point.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -61,10 +61,12 @@ class Session:
         self.rank = mpu.get_pipeline_model_parallel_rank()
         self.placement = placement_of(args)
         self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        self.teams, self._team_ranks = _teams()
-        self.team = next(number for number, team in enumerate(self.teams) if self.replica in team)
-        self.plans = dist.get_rank() == self._team_ranks[self.team][0]
-        """True if this rank plans, which is the first rank of its team."""
+        self.lockstep_groups, self._lockstep_ranks = _lockstep_groups()
+        self.lockstep_group = next(
+            number for number, lockstep_group in enumerate(self.lockstep_groups) if self.replica in lockstep_group
+        )
+        self.plans = dist.get_rank() == self._lockstep_ranks[self.lockstep_group][0]
+        """True if this rank plans, which is the first rank of its group."""
         self.stages: dict[int, MegatronStage] = {}
         """This rank's stages by their number in the pipeline; empty before `attach`."""
         self.links: Links | None = None
@@ -108,12 +110,12 @@ class Session:
         both_ways = self.placement.num_chunks > 1
         groups = Groups(time_limit(self.args), mpu.create_group)
         options = link_options(self.args, len(pipeline), both_ways)
-        self.links = Links.create(pipeline, self._team_ranks[self.team], groups, both_ways, options)
-        self._planning_ranks = groups.of(tuple(ranks[0] for ranks in self._team_ranks), backend="gloo")
+        self.links = Links.create(pipeline, self._lockstep_ranks[self.lockstep_group], groups, both_ways, options)
+        self._planning_ranks = groups.of(tuple(ranks[0] for ranks in self._lockstep_ranks), backend="gloo")
         if self.args.epp_schedule == "elastic":
             _, _, device = next(iter(self.stages.values())).message(1)
             with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
-                self.links.meet(device)
+                self.links.connect(device)
                 reduce_once(groups_in_use(self.args), device)
             offloads = self.args.epp_offload == "on"
             host_cap = host_cap_bytes(self.args) if offloads else UNLIMITED_BYTES
@@ -143,7 +145,7 @@ class Session:
             tell_lowered(self.args, least)
         host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
         self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
-        self._planner = BackgroundPlanner(costs, options_of(self.args), self.team, self.teams)
+        self._planner = BackgroundPlanner(costs, options_of(self.args), self.lockstep_group, self.lockstep_groups)
         self._can_plan.set()
 
     def _note_learning(self, step: str) -> None:
@@ -165,9 +167,9 @@ class Session:
         def make(lengths: tuple[int, ...]) -> PackedPlans:
             return self._plan(lengths, forward_only)
 
-        place = self.teams[self.team].index(self.replica)
+        member = self.lockstep_groups[self.lockstep_group].index(self.replica)
         return PlanSource(
-            make if self.plans else None, self._exchange, place, self._agree, lambda plan: prepare(plan, self.rank)
+            make if self.plans else None, self._exchange, member, self._agree, lambda plan: prepare(plan, self.rank)
         )
 
     def close(self) -> None:
@@ -189,7 +191,7 @@ class Session:
         return from_first(items, self.links.control)
 
     def _agree(self, checksum: int | None) -> None:
-        if not self.plans or len(self.teams) == 1:
+        if not self.plans or len(self.lockstep_groups) == 1:
             return
         assert self._planning_ranks is not None
         checksums = from_each(checksum, self._planning_ranks)
@@ -227,14 +229,16 @@ def options_of(args: argparse.Namespace) -> Options:
     return options_from(args, training=True)
 
 
-def _teams() -> tuple[Teams, list[list[int]]]:
-    """Return the replicas and the global ranks of each team (replicas that share experts). Every rank must call this."""
+def _lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:
+    """Return the replicas and the global ranks of each group (replicas that share experts). Every rank must call this."""
     mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     replica_of = [replica for replica, _ in everyone]
-    teams = teams_of({replica_of[rank] for rank in sharing} for _, sharing in everyone)
-    return teams, [[rank for rank, replica in enumerate(replica_of) if replica in team] for team in teams]
+    lockstep_groups = lockstep_groups_of({replica_of[rank] for rank in sharing} for _, sharing in everyone)
+    return lockstep_groups, [
+        [rank for rank, replica in enumerate(replica_of) if replica in lockstep_group] for lockstep_group in lockstep_groups
+    ]
 
 
 def _summary(lengths: tuple[int, ...]) -> str:

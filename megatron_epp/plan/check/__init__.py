@@ -8,7 +8,7 @@ from megatron_epp.plan.check.actions import check_links, check_order, check_pres
 from megatron_epp.plan.check.launches import Rows, check_launches
 from megatron_epp.plan.check.memory import check_memory
 from megatron_epp.plan.check.predicted import check_predicted
-from megatron_epp.plan.check.tables import check_hosted, check_tables, check_tokens
+from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
 from megatron_epp.plan.check.violation import Violation, report
 from megatron_epp.plan.graph import build_graph
 from megatron_epp.plan.lowering import issue_order
@@ -59,7 +59,7 @@ def examine(plan: Plan) -> Examined:
         return Examined(faults)
     if faults := [*check_tokens(plan), *check_presence(plan)]:
         return Examined(faults)
-    if faults := list(check_hosted(plan)):
+    if faults := list(check_kv_offload(plan)):
         return Examined(faults)
     graph = build_graph(plan)
     played = play(graph)

@@ -28,7 +28,7 @@ _Event = tuple[Op, int, int, int]
 """Key of an event shared by several rows: operation, site, chunk, and its replica, or -1 if all replicas take part."""
 
 
-class Place(NamedTuple):
+class BlockedAt(NamedTuple):
     """A launch of lowered rows."""
 
     replica: int
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     position: int
 
 
-def blocked(replicas: Sequence[Rows], lockstep: bool = False) -> list[Place]:
+def blocked(replicas: Sequence[Rows], lockstep: bool = False) -> list[BlockedAt]:
     """Find launches that wait for each other; an empty list if all rows run to their ends.
 
     Args:
@@ -65,7 +65,7 @@ def blocked(replicas: Sequence[Rows], lockstep: bool = False) -> list[Place]:
             seen = [index]
             break
         index = following
-    return [Place(*ranks[at], stuck[at][1]) for at in seen[seen.index(index) :]]
+    return [BlockedAt(*ranks[at], stuck[at][1]) for at in seen[seen.index(index) :]]
 
 
 def check_launches(replicas: Sequence[Rows], lockstep: bool = False) -> Iterator[Violation]:

@@ -19,7 +19,7 @@ from megatron_epp.plan.operations import operation
 from megatron_epp.plan.plan import Plan
 
 
-def check_matched(plans: Sequence[Plan]) -> list[Violation]:
+def check_lockstep(plans: Sequence[Plan]) -> list[Violation]:
     """Find every violation of lockstep between the first plan and the others; an empty list if all can run together.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.chunk import slice_neighbours
-from megatron_epp.plan.kv_offload import host_levels
+from megatron_epp.plan.kv_offload import host_memory
 from megatron_epp.plan.operations import Role, Track, of_stages, operation, operations
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline
@@ -47,9 +47,9 @@ def _above_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
 
 def _above_host_cap(timeline: Timeline, rank: int) -> Iterator[Violation]:
     caps = timeline.plan.host_cap_bytes
-    for time_us, size in host_levels(timeline, rank) if caps else ():
+    for time_us, size in host_memory(timeline, rank) if caps else ():
         if size > caps[rank]:
-            reason = f"{size} bytes at the host at {time_us:.1f} us, {size - caps[rank]} above the cap of {caps[rank]}"
+            reason = f"{size} bytes in host memory at {time_us:.1f} us, {size - caps[rank]} above the cap of {caps[rank]}"
             yield Violation(rank, None, None, reason)
             return
 

@@ -45,7 +45,7 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
         if not chunk.segments:
             yield _fault(f"chunk {c} is empty")
         slices = []
-        for place, (sequence, start, end) in enumerate(chunk.segments):
+        for position, (sequence, start, end) in enumerate(chunk.segments):
             if not 0 <= sequence < len(plan.lengths):
                 yield _fault(f"chunk {c} holds sequence {sequence}; there are {len(plan.lengths)}")
                 continue
@@ -55,7 +55,7 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
                 continue
             held[sequence].append((start, end, c))
             if start > 0 or end < length:
-                slices.append(place)
+                slices.append(position)
             if end < length and end % plan.token_multiple:
                 yield _fault(
                     f"chunk {c} ends a slice of sequence {sequence} at token {end}, which is no multiple of "
@@ -64,16 +64,16 @@ def check_tokens(plan: Plan) -> Iterator[Violation]:
         if len(slices) > 1:
             yield _fault(f"chunk {c} holds {len(slices)} slices of longer sequences; at most one can run in a chunk")
         elif slices and slices[0] > 0:
-            yield _fault(f"chunk {c} has its slice at place {slices[0]}; a slice comes first in its chunk")
+            yield _fault(f"chunk {c} has its slice at position {slices[0]}; a slice comes first in its chunk")
     for sequence, parts in enumerate(held):
         yield from _coverage(sequence, plan.lengths[sequence], sorted(parts))
 
 
-def check_hosted(plan: Plan) -> Iterator[Violation]:
+def check_kv_offload(plan: Plan) -> Iterator[Violation]:
     """Yield violations unless KV offload is of sliced sequences, at most once per stage and sequence."""
     slices, seen = slices_of(plan), set()
-    for stage, sequence, *sizes in plan.hosted:
-        name = f"keys and values of sequence {sequence} at the host of stage {stage}"
+    for stage, sequence, *sizes in plan.kv_offload:
+        name = f"keys and values of sequence {sequence} in host memory of stage {stage}"
         if not 0 <= stage < plan.num_stages:
             yield _fault(f"{name}: there are {plan.num_stages} stages")
         elif sequence not in slices:
@@ -139,9 +139,9 @@ def _sizes(plan: Plan) -> Iterator[str]:
         ("cap_bytes", plan.cap_bytes, "rank"),
         ("host_cap_bytes", plan.host_cap_bytes, "rank"),
     ):
-        for place, value in enumerate(row):
+        for position, value in enumerate(row):
             if value < 0:
-                yield f"{name} of {unit} {place} is {value}; it is at least 0"
+                yield f"{name} of {unit} {position} is {value}; it is at least 0"
 
 
 def _ranges(plan: Plan) -> Iterator[str]:

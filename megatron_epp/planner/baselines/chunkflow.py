@@ -9,7 +9,7 @@ from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_recompute_only
 from megatron_epp.planner.baselines.rows import chunk_sizes, first_fit, split
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.orders.warm_up import elastic_1f1b, slice_groups
 from megatron_epp.planner.problem import Options, Problem
 
@@ -61,7 +61,7 @@ def budgets(most: int) -> list[int]:
     return sorted({min(1 << power, most) for power in range(MOST_CHUNKS.bit_length())}, reverse=True)
 
 
-def recompute_all_but_last(chunks: Sequence[Chunk], num_layers: Sequence[int], retain: int) -> Layers:
+def recompute_all_but_last(chunks: Sequence[Chunk], num_layers: Sequence[int], retain: int) -> RecomputeSteps:
     """Return recomputed layers ``[stage][chunk]``: all of a stage's for the chunks that are not retained.
 
     Args:

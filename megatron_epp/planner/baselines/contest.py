@@ -9,10 +9,10 @@ from dataclasses import replace
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, PlanError, Remedy
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import Layers, makespan_us
+from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order
-from megatron_epp.planner.problem import Options, Problem, require_straight
+from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank
 from megatron_epp.planner.search.trials import infeasible
 from megatron_epp.planner.tables import Tables, tabulate
 
@@ -25,7 +25,7 @@ class Contest:
 
     def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
         """Raise `PlanError` if the placement is not one stage per rank in order, the only one that the baselines support."""
-        require_straight(problem, options)
+        require_one_stage_per_rank(problem, options)
         self.problem, self.costs, self.options = problem, costs, options
         self.best: Decisions | None = None
         self.best_us = math.inf
@@ -36,22 +36,22 @@ class Contest:
 
     def enter(self, made: Decisions, tables: Tables) -> bool:
         """Judge a candidate. True if it fits the caps, whether or not it is the fastest."""
-        if not self.fits(made.order, tables, made.layers):
+        if not self.fits(made.order, tables, made.recompute_steps):
             return False
-        took_us = makespan_us(made.order, tables, made.layers)
+        took_us = makespan_us(made.order, tables, made.recompute_steps)
         if took_us < self.best_us:
             self.best, self.best_us = made, took_us
         return True
 
-    def fits(self, order: Order, tables: Tables, layers: Layers) -> bool:
+    def fits(self, order: Order, tables: Tables, recompute_steps: RecomputeSteps) -> bool:
         """Return True if every rank stays under its cap; otherwise record the largest peak for the error message.
 
         Args:
             order: the actions of every rank.
             tables: times and sizes of the chunks.
-            layers: recomputed layers ``[stage][chunk]``.
+            recompute_steps: recomputed layers ``[stage][chunk]``.
         """
-        peaks = peaks_bytes(order, tables, layers)
+        peaks = peaks_bytes(order, tables, recompute_steps)
         if all(peak <= cap for peak, cap in zip(peaks, self.problem.cap_bytes, strict=True)):
             return True
         self.would_do(max(peaks))
@@ -77,8 +77,8 @@ class Contest:
         fixed = 0 if problem.forward_only else self.options.recompute
         counts = range(max(tables.num_layers) + 1) if fixed == "auto" else (fixed,)
         for count in counts:
-            layers = uniform_layers(tables, count)
-            if self.enter(Decisions(chunks, order, layers, token_multiple=token_multiple), tables):
+            recompute_steps = uniform_layers(tables, count)
+            if self.enter(Decisions(chunks, order, recompute_steps, token_multiple=token_multiple), tables):
                 return True
         return False
 
@@ -89,7 +89,7 @@ class Contest:
         raise infeasible(self.problem, self.needed_bytes, planner=self.options.planner)
 
 
-def uniform_layers(tables: Tables, count: int) -> Layers:
+def uniform_layers(tables: Tables, count: int) -> RecomputeSteps:
     """Return the same number of recomputed layers for every chunk, or all layers where a stage has fewer."""
     return [[min(count, most)] * len(tables.message_us) for most in tables.num_layers]
 

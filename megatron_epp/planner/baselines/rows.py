@@ -40,13 +40,13 @@ def first_fit(items: Iterable[tuple[int, int]], room: int, bins: Sequence[int] =
     held: list[list[int]] = [[] for _ in bins]
     left = [room - tokens for tokens in bins]
     for what, tokens in items:
-        place = next((place for place, free in enumerate(left) if tokens <= free), None)
-        if place is None:
-            place = len(held)
+        at = next((at for at, free in enumerate(left) if tokens <= free), None)
+        if at is None:
+            at = len(held)
             held.append([])
             left.append(room)
-        held[place].append(what)
-        left[place] -= tokens
+        held[at].append(what)
+        left[at] -= tokens
     return held
 
 

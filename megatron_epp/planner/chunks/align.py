@@ -73,11 +73,11 @@ def _side_by_side(units: list[list[Unit]]) -> tuple[tuple[Chunk, ...], ...]:
 def _cut_longest(units: list[Unit], chunker: Chunker) -> bool:
     """Make one chunk more out of the chunk that takes longest among those that can be cut; False when none can."""
     multiple = chunker.problem.token_multiple
-    places = [(unit, at) for unit, chunks in enumerate(units) for at in range(len(chunks))]
-    can = [(unit, at) for unit, at in places if len(units[unit][at].segments) > 1 or _middle(units[unit][at], multiple)]
+    positions = [(unit, at) for unit, chunks in enumerate(units) for at in range(len(chunks))]
+    can = [(unit, at) for unit, at in positions if len(units[unit][at].segments) > 1 or _middle(units[unit][at], multiple)]
     if not can:
         return False
-    unit, at = max(can, key=lambda place: (_time_us(units[place[0]][place[1]], chunker), -place[0], -place[1]))
+    unit, at = max(can, key=lambda position: (_time_us(units[position[0]][position[1]], chunker), -position[0], -position[1]))
     chunks = units[unit]
     first, *rest = chunks[at].segments
     if len(chunks) > 1 and rest:  # a tail lets go of what rides with it

@@ -1,4 +1,4 @@
-"""From lengths to chunks: slices of equal time, short sequences packed (InfiniPipe, section III-B)."""
+"""Chunking: slices of equal time, short sequences packed (InfiniPipe, section III-B)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Chunker:
         return Grain(slices, longest_us / slices if slices > 1 or not chunks else max(longest_us, self.total_us / chunks))
 
     def evener(self, grain: Grain) -> Chunker:
-        """The same with a token cap of twice the mean tokens of the slices of the longest sequence.
+        """Return the chunker with a token cap of twice the mean tokens of the slices of the longest sequence.
 
         Slices of equal time are uneven in tokens, and so in the memory of their passes: the first of a very long sequence are
         many times as long.

@@ -21,7 +21,7 @@ SIZES = (
     "activation",
     "saved",
     "forward_alloc",
-    "backward_net",
+    "backward_residual",
     "weight_bytes",
 )
 """Columns of `Tables` that the account is made of."""
@@ -50,9 +50,15 @@ class Memory:
     """
 
     def __init__(
-        self, model: Model, tables: Tables, caps: Sequence[int], orders: Orders, layers: list[list[Linear]], spare: float
+        self,
+        model: Model,
+        tables: Tables,
+        caps: Sequence[int],
+        orders: Orders,
+        recompute_steps: list[list[Linear]],
+        spare: float,
     ) -> None:
-        self.model, self.tables, self.orders, self.layers = model, tables, orders, layers
+        self.model, self.tables, self.orders, self.recompute_steps = model, tables, orders, recompute_steps
         self.room = 1.0 - spare
         self.static = [size / cap for size, cap in zip(tables.static, caps, strict=True)]
         self.sizes: dict[str, Times] = {
@@ -60,8 +66,8 @@ class Memory:
         }
         self.size = orders.size
         self.ends = {
-            apart: [[[size / cap for size in tables.at_ends(s, c, apart)] for c in orders.size] for s, cap in enumerate(caps)]
-            for apart in (False, True)
+            split: [[[size / cap for size in tables.at_ends(s, c, split)] for c in orders.size] for s, cap in enumerate(caps)]
+            for split in (False, True)
         }
         self._recomputed: dict[tuple[int, int, Item], Linear] = {}
 
@@ -75,7 +81,7 @@ class Memory:
         """
         done = self.orders.before[s][(Op.B, c), item]
         if (s, c, item) not in self._recomputed:
-            self._recomputed[s, c, item] = self.product(self.layers[s][c], done, self.tables.num_layers[s])
+            self._recomputed[s, c, item] = self.product(self.recompute_steps[s][c], done, self.tables.num_layers[s])
         return self._recomputed[s, c, item]
 
     def product(self, number: Linear, literal: Linear, most: float) -> Linear:
@@ -138,13 +144,13 @@ class Memory:
 
     def _plain(self, s: int, moment: Moment) -> Linear:
         """Live bytes at a moment without any recompute, as a share of the cap."""
-        kept, opened, net, stays = (
-            self.sizes[name][s] for name in ("activation", "forward_alloc", "backward_net", "weight_bytes")
+        kept, opened, residual, stays = (
+            self.sizes[name][s] for name in ("activation", "forward_alloc", "backward_residual", "weight_bytes")
         )
         parts = [Linear(self.static[s])]
         for c in self.size:
             parts.append((kept[c] + opened[c]) * moment.forward[c])
-            parts.append((net[c] - kept[c]) * moment.backward[c])
+            parts.append((residual[c] - kept[c]) * moment.backward[c])
             if moment.weight[c] is not moment.backward[c]:
                 parts.append(stays[c] * (moment.backward[c] - moment.weight[c]))
         return total(parts)
@@ -153,36 +159,38 @@ class Memory:
         """Yield the bytes that recompute saves on each chunk that is alive, as shares of the cap."""
         most = float(self.tables.num_layers[s])
         for c in self.size:
-            begun, ended, layers = moment.forward[c], moment.backward[c], self.layers[s][c]
+            begun, ended, recompute_steps = moment.forward[c], moment.backward[c], self.recompute_steps[s][c]
             saved = self.sizes["saved"][s][c]
             if begun.never or ended.always or not saved:
                 continue
             if begun.always and ended.never:
-                yield saved * layers
+                yield saved * recompute_steps
                 continue
             relief = self.model.variable(0.0, most)
-            self.model.at_most(relief - layers)
+            self.model.at_most(relief - recompute_steps)
             self.model.at_most(relief - most * (begun - ended))
             yield saved * relief
 
     def kept(self, s: int, c: int) -> Linear:
         """Bytes that a chunk keeps from forward to backward, as a share of the cap."""
-        return self.sizes["activation"][s][c] - self.sizes["saved"][s][c] * self.layers[s][c]
+        return self.sizes["activation"][s][c] - self.sizes["saved"][s][c] * self.recompute_steps[s][c]
 
     def needs(self, s: int, c: int) -> Iterator[Linear]:
-        """Yield the bytes that a backward may need above those live at its start; the most counts (`kernels.memory.risen`)."""
+        """Yield the bytes that a backward may need above those live at its start; the most counts
+        (`kernels.memory.backward_peak`).
+        """
         size = {name: rows[s][c] for name, rows in self.sizes.items()}
         split = self.orders.split[s][c]
         stays = size["weight_bytes"] * split
         most, made = self.tables.num_layers[s], NEVER
         if most and size["saved"] > 0.0:
-            everything = self.layers[s][c]
+            everything = self.recompute_steps[s][c]
             if most > 1:
                 everything = self.model.variable(0.0, 1.0)
-                self.model.at_most(self.layers[s][c] - everything, most - 1)
+                self.model.at_most(self.recompute_steps[s][c] - everything, most - 1)
             made = size["saved"] * everything
-        (first, last), (first_apart, last_apart) = (self.ends[apart][s][c] for apart in (False, True))
+        (first, last), (first_split, last_split) = (self.ends[split][s][c] for split in (False, True))
         yield NEVER
-        yield made + first + (first_apart - first) * split
-        yield last + (last_apart - last) * split - self.kept(s, c)
-        yield stays - self.kept(s, c) + size["backward_net"]
+        yield made + first + (first_split - first) * split
+        yield last + (last_split - last) * split - self.kept(s, c)
+        yield stays - self.kept(s, c) + size["backward_residual"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import permutations
 
 from megatron_epp.plan import Chunk, Op
-from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.exact.memory import Memory
 from megatron_epp.planner.exact.milp import NEVER, Linear, Model, total
 from megatron_epp.planner.exact.orders import Item, Orders, Windows
@@ -22,7 +22,7 @@ class OracleModel:
 
     Attributes:
         orders: the literals of precedence.
-        layers: recomputed layers ``[stage][chunk]``.
+        recompute_steps: recomputed layers ``[stage][chunk]``.
         start, took: of every action, by stage and item.
         makespan: the objective.
         memory: live bytes.
@@ -59,7 +59,7 @@ class OracleModel:
         self._chains()
         self._turns()
         self._ends()
-        self.memory = Memory(self.model, tables, caps, self.orders, self.layers, spare)
+        self.memory = Memory(self.model, tables, caps, self.orders, self.recompute_steps, spare)
         self._loads()
         self.memory.hold()
 
@@ -67,7 +67,7 @@ class OracleModel:
         """Starts and durations. A whole backward takes what its weight gradient would take on its own."""
         w, variable = self.windows, self.model.variable
         most = self.tables.num_layers
-        self.layers = [[variable(0.0, most[s], integer=True) for _ in self.size] for s in self.stages]
+        self.recompute_steps = [[variable(0.0, most[s], integer=True) for _ in self.size] for s in self.stages]
         self.start: list[dict[Item, Linear]] = []
         self.took: list[dict[Item, Linear]] = []
         for s in self.stages:
@@ -78,7 +78,7 @@ class OracleModel:
                 if op is Op.F:
                     took[op, c] = Linear(w.forward[s][c])
                 elif op is Op.B:
-                    took[op, c] = w.backward[s][c] + w.layer[s][c] * self.layers[s][c] + w.weight[s][c] - split_off
+                    took[op, c] = w.backward[s][c] + w.layer[s][c] * self.recompute_steps[s][c] + w.weight[s][c] - split_off
                 else:
                     took[op, c] = split_off
                 start[op, c] = variable(w.head(s, (op, c)), 1.0 - w.tail(s, (op, c)) - w.least(s, (op, c)))
@@ -152,11 +152,11 @@ class OracleModel:
             if op is Op.B and item[0] is Op.B:
                 done = self.memory.recomputed(s, c, item)
                 earlier.append(w.layer[s][c] * done)
-                later.append(w.layer[s][c] * (self.layers[s][c] - done))
+                later.append(w.layer[s][c] * (self.recompute_steps[s][c] - done))
         return total(earlier), total(later)
 
     def _loads_with_weights(self, s: int, item: Item, earlier: Linear, later: Linear, head: Linear) -> None:
-        """The same with weight gradients, whether of their own or part of their backwards."""
+        """Constrain the loads with weight gradients, whether these are actions of their own or part of their backwards."""
         before, weight = self.orders.before[s], self.windows.weight[s]
         own = [c for op, c in self.orders.items[s] if op is Op.W and c != item[1]]
         ahead = total(weight[c] * before[(Op.W, c), item] for c in own)
@@ -181,6 +181,6 @@ class OracleModel:
         model.at_most(total(found), 1.0)
         return found
 
-    def recompute(self, values: Sequence[float]) -> Layers:
+    def recompute(self, values: Sequence[float]) -> RecomputeSteps:
         """The recomputed layers of a solution, ``[stage][chunk]``."""
-        return [[round(count.value(values)) for count in row] for row in self.layers]
+        return [[round(count.value(values)) for count in row] for row in self.recompute_steps]

@@ -211,8 +211,8 @@ class Orders:
         t = self.tables
         times = [row[c] for row in (*t.forward_us, *t.backward_us, *t.layer_us, *t.weight_us, *t.hops)]
         kept = [row[c] for row in (*t.activation, *t.saved, *t.weight_bytes)]
-        kept += [size for s in range(len(self.items)) for apart in (False, True) for size in t.at_ends(s, c, apart)]
-        more = [row[c] for row in (*t.forward_alloc, *t.forward_free, *t.backward_net)]
+        kept += [size for s in range(len(self.items)) for split in (False, True) for size in t.at_ends(s, c, split)]
+        more = [row[c] for row in (*t.forward_alloc, *t.forward_free, *t.backward_residual)]
         return *times, *kept, *more
 
     def order(self, values: Sequence[float]) -> Order:
@@ -221,8 +221,8 @@ class Orders:
 
     def _actions(self, s: int, values: Sequence[float]) -> Iterator[Action]:
         items = [(op, c) for op, c in self.items[s] if op is not Op.W or self.split[s][c].holds(values)]
-        place = {b: sum(self.before[s][a, b].holds(values) for a in items if a != b) for b in items}
-        return (Action(op, s, c) for op, c in sorted(items, key=lambda item: place[item]))
+        rank_in_order = {b: sum(self.before[s][a, b].holds(values) for a in items if a != b) for b in items}
+        return (Action(op, s, c) for op, c in sorted(items, key=lambda item: rank_in_order[item]))
 
 
 def _enter(table: Pairs, a: Item, b: Item, literal: Linear) -> None:

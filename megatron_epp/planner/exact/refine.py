@@ -61,12 +61,12 @@ def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float
         PlanError: recompute is fixed, or scipy is not installed.
     """
     start = greedy(problem, costs, options)
-    if problem.forward_only or not problem.is_straight or len(start.chunks) > MOST_CHUNKS:
+    if problem.forward_only or not problem.has_one_stage_per_rank or len(start.chunks) > MOST_CHUNKS:
         return start
     plain = start  # the oracle knows whole layers only, and no copies
-    if start.levels != WHOLE or start.copies or start.hosted:
+    if start.modes != WHOLE or start.copies or start.kv_offload:
         try:
-            plain = for_table(start.chunks, problem, costs, replace(options, recompute_levels="whole", offload=False))
+            plain = for_table(start.chunks, problem, costs, replace(options, recompute_modes="whole", offload=False))
         except InfeasibleError:
             return start
     found = oracle(start.chunks, problem, costs, options, start=plain, time_limit_s=time_limit_s).decisions or plain

@@ -40,11 +40,11 @@ class Columns(NamedTuple):
 
     Attributes:
         num_items: items of the kind of action that has most sites; for all but added kinds, stages times chunks.
-        num_rungs: steps of the longest recompute frontier. The columns `layer_us`, `saved` and `price` have a place per step of
-            each item, item by item.
+        num_frontier_steps: steps of the longest recompute frontier. The columns `layer_us`, `saved` and `price` have an entry
+            per step of each item, item by item.
         price: time of recompute per byte it saves; infinite where it saves none.
         dear_us: of the dearest step.
-        layers: of the item's stage.
+        num_layers: of the item's stage.
         most: most recompute steps of the item.
         need_starts, needs, need_us: for each node, the nodes on other sites that it waits for, and the time of the transfer. A
             node is a kind and an item, numbered kind by kind. Needs on its own site follow from a legal order.
@@ -53,7 +53,7 @@ class Columns(NamedTuple):
 
     num_stages: int
     num_chunks: int
-    num_rungs: int
+    num_frontier_steps: int
     num_items: int
     rank_of: Integers
     static: Integers
@@ -64,7 +64,7 @@ class Columns(NamedTuple):
     hops: Floats
     price: Floats
     dear_us: Floats
-    layers: Integers
+    num_layers: Integers
     most: Integers
     activation: Integers
     saved: Integers
@@ -72,13 +72,13 @@ class Columns(NamedTuple):
     forward_alloc: Integers
     forward_free: Integers
     head: Integers
-    passed: Integers
-    surge: Integers
-    throughout: Integers
-    net: Integers
+    release_per_layer: Integers
+    layer_peak: Integers
+    constant: Integers
+    residual: Integers
     weight_bytes: Integers
     weight_layer: Integers
-    weight_surge: Integers
+    split_layer_peak: Integers
     need_starts: Integers
     needs: Integers
     need_us: Floats

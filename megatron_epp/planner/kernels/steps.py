@@ -17,12 +17,12 @@ class Choice(NamedTuple):
 
     Attributes:
         actions: of every rank (`Codes.actions`).
-        layers: recompute steps by item.
+        recompute_steps: recompute steps by item.
         limit: most recompute steps by item, where that fits.
     """
 
     actions: Integers
-    layers: Integers
+    recompute_steps: Integers
     limit: Integers
 
 
@@ -34,7 +34,7 @@ class Facts(NamedTuple):
         columns: times and sizes by item.
         group_of: the sequence of each chunk.
         caps: bytes of every rank.
-        caps_at: the same by place among the actions.
+        caps_at: the same by position among the actions.
         dear: the items of every rank, dearest recompute first, rank by rank.
         dear_starts: where each rank's items start; all zero where recompute is not to be trimmed.
         no_split: zeros by item.
@@ -121,8 +121,8 @@ def search(
 def copy_choice(source: Choice, target: Choice) -> None:
     for at in range(len(source.actions)):
         target.actions[at] = source.actions[at]
-    for item in range(len(source.layers)):
-        target.layers[item] = source.layers[item]
+    for item in range(len(source.recompute_steps)):
+        target.recompute_steps[item] = source.recompute_steps[item]
         target.limit[item] = source.limit[item]
 
 
@@ -168,11 +168,11 @@ def move(actions: Integers, rank: int, facts: Facts, far: int, numbers: Integers
         return False
     at = begin + below(numbers, stop - begin - 1)
     moved = False
-    for place in range(at, min(at + far, stop - 1)):
-        one, two = actions[place], actions[place + 1]
+    for position in range(at, min(at + far, stop - 1)):
+        one, two = actions[position], actions[position + 1]
         if not may_swap(one, two, facts):
             break
-        actions[place], actions[place + 1] = two, one
+        actions[position], actions[position + 1] = two, one
         moved = True
     return moved
 
@@ -258,14 +258,14 @@ def judge(trial: Choice, facts: Facts, first: int, stop: int, room: Room, spare:
     for rank in range(first, stop):
         cap, static = facts.caps[rank], columns.static[rank]
         a, b = starts[rank], starts[rank + 1]
-        fits = sweep(trial.actions, a, b, columns, trial.limit, facts.caps_at, static, trial.layers, spare.leaves)
+        fits = sweep(trial.actions, a, b, columns, trial.limit, facts.caps_at, static, trial.recompute_steps, spare.leaves)
         if not fits and not sweep(
-            trial.actions, a, b, columns, columns.most, facts.caps_at, static, trial.layers, spare.leaves
+            trial.actions, a, b, columns, columns.most, facts.caps_at, static, trial.recompute_steps, spare.leaves
         ):
             return NEVER
         dear = facts.dear[facts.dear_starts[rank] : facts.dear_starts[rank + 1]]
         if len(dear) > 0:
-            trim(trial.actions, a, b, columns, trial.layers, cap, static, dear)
-    durations(columns, trial.layers, facts.no_split, spare.took_us)
+            trim(trial.actions, a, b, columns, trial.recompute_steps, cap, static, dear)
+    durations(columns, trial.recompute_steps, facts.no_split, spare.took_us)
     took_us = play(trial.actions, starts, columns, spare.took_us, facts.copies, room)
     return took_us if took_us >= 0 else NEVER

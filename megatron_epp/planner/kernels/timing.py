@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_epp.planner.kernels.climb import climbed
 from megatron_epp.planner.kernels.columns import BACKWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns
 from megatron_epp.planner.kernels.compiled import Floats, Integers, compiled
+from megatron_epp.planner.kernels.frontier_sums import frontier_sum
 
 STUCK = -1.0
 """Returned when the order deadlocks."""
@@ -27,7 +27,7 @@ class Copies(NamedTuple):
 
     Attributes:
         items, is_load, time_us, starts: of each copy, rank by rank.
-        after: the place among the codes' actions whose end each waits for, or -1.
+        after: the index among the codes' actions whose end each waits for, or -1.
         load_of: index of the load of each item among all copies, or -1.
         links: of each rank, the link that it shares or has.
         start_us, end_us, at, clock_us: where `play` writes.
@@ -183,18 +183,20 @@ def take_turn(copies: Copies, room: Room) -> int:
 
 
 @compiled
-def durations(columns: Columns, layers: Integers, split: Integers, out: Floats) -> None:
+def durations(columns: Columns, recompute_steps: Integers, split: Integers, out: Floats) -> None:
     """Compute the times of backwards with recompute, without the weight gradients that `split` marks.
 
     Args:
         columns: times by item.
-        layers: recompute steps by item.
+        recompute_steps: recompute steps by item.
         split: by item, nonzero if its weight gradient is an action of its own.
         out: time of every action by node; those of backwards are written, the others are left alone.
     """
     items = columns.num_items
-    for item in range(len(layers)):
-        again_us = climbed(columns.layer_us, item * columns.num_rungs, columns.layers[item], layers[item])
+    for item in range(len(recompute_steps)):
+        again_us = frontier_sum(
+            columns.layer_us, item * columns.num_frontier_steps, columns.num_layers[item], recompute_steps[item]
+        )
         time_us = columns.backward_us[item] + again_us
         if split[item]:
             time_us -= columns.weight_us[item]

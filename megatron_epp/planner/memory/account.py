@@ -63,10 +63,10 @@ class _Stage:
 
     def __init__(self, plan: Plan, costs: Costs, stage: int, work: ChunkWork) -> None:
         self.plan, self.num_layers, self.recompute = plan, plan.num_layers[stage], plan.recompute[stage]
-        slices, there = (chunk.slice_of(plan.lengths) for chunk in plan.chunks), plan.hosted_by(stage)
-        hosted = np.array([part is not None and part.sequence in there for part in slices], dtype=np.bool_)
-        self.streamed = _streamed(costs, stage, work, hosted)
-        work = without_caches(work, hosted)
+        slices, there = (chunk.slice_of(plan.lengths) for chunk in plan.chunks), plan.kv_offload_on(stage)
+        kv_offload = np.array([part is not None and part.sequence in there for part in slices], dtype=np.bool_)
+        self.streamed = _streamed(costs, stage, work, kv_offload)
+        work = without_caches(work, kv_offload)
         cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
         self.opened, self.closed = (cache * work.first).tolist(), (cache * work.last).tolist()
         self.gone, self.comes = (gradient * work.first).tolist(), (gradient * work.last).tolist()
@@ -74,7 +74,7 @@ class _Stage:
         self.stays: list[int] = costs.weight_bytes(stage, work).tolist()
         self.of_layer: list[int] = costs.layer_weight_bytes(stage, work).tolist()
         used = {"", *(name for r in set(self.recompute) for name, _ in r.by_mode())}
-        self.layers = {level: _layers(costs, stage, work, level) for level in used}
+        self.recompute_steps = {mode: _layers(costs, stage, work, mode) for mode in used}
         steps = {step.action: step for step in plan.ranks[plan.placement[stage]]}
         self.split = {action.chunk for action in steps if action.op is Op.W and action.stage == stage}
         again = [step for action, step in steps.items() if action.op is Op.R and action.stage == stage]
@@ -93,7 +93,7 @@ class _Stage:
         op, _, c = step.action
         if op is Op.F:
             gives = {item.CACHE: self.closed[c], **self.kept[c]} if self.plan.forward_only else {}
-            passing = {item.HOSTED: self.streamed[c][0]}
+            passing = {item.KV_OFFLOAD: self.streamed[c][0]}
             return {**self.kept[c], item.CACHE: self.opened[c]} | passing, gives | passing
         if op is Op.B:
             return self._backward(step, c)
@@ -105,29 +105,31 @@ class _Stage:
         return ({}, moved) if op is Op.O else (moved, {})
 
     def _backward(self, step: AnyStep, c: int) -> tuple[Items, Items]:
-        apart = c in self.split
-        takes = self._risen(c, step.alloc_bytes, apart)
+        split = c in self.split
+        takes = self._backward_peak(c, step.alloc_bytes, split)
         left = Counter({item.CACHE: -self.opened[c], item.CACHE_GRADIENT: self.comes[c] - self.gone[c]})
         left.subtract(self.kept[c])
-        left[item.WEIGHT_INPUTS] += self.stays[c] if apart else 0
+        left[item.WEIGHT_INPUTS] += self.stays[c] if split else 0
         gives = Counter(takes)
         gives.subtract(left)
         gives[item.RECOMPUTED] += self.ahead.get(c, 0)
         return takes, gives
 
-    def _risen(self, c: int, risen: int, apart: bool) -> dict[str, int]:
-        """Compute by item the peak of a backward above the bytes live when it starts (see `planner.kernels.memory.risen`)."""
-        of_layer = self.of_layer[c] if apart else 0
+    def _backward_peak(self, c: int, backward_peak: int, split: bool) -> dict[str, int]:
+        """Compute by item the peak of a backward above the bytes live when it starts (see
+        `planner.kernels.memory.backward_peak`).
+        """
+        of_layer = self.of_layer[c] if split else 0
         live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0)})
-        live[item.WEIGHT_INPUTS] = self.stays[c] - self.num_layers * of_layer if apart else 0
-        live[item.HOSTED] = throughout = self.streamed[c][1]
-        found, most = Counter({item.HEAD: 0, item.HOSTED: throughout}), throughout
+        live[item.WEIGHT_INPUTS] = self.stays[c] - self.num_layers * of_layer if split else 0
+        live[item.KV_OFFLOAD] = constant = self.streamed[c][1]
+        found, most = Counter({item.HEAD: 0, item.KV_OFFLOAD: constant}), constant
         for number in reversed(range(self.num_layers)):
-            level = self.recompute[c].level(number)
-            layer, own = self.layers[level][c], item.LEVEL_ITEMS.get(level, item.LAYERS)
-            there, of_weights = Counter(live), layer.apart - layer.peak if apart else 0
-            there[item.RECOMPUTED if level else own] += layer.peak - layer.kept - layer.gradient - layer.prefix
-            there[item.PREFIX_GRADIENT] += layer.prefix
+            mode = self.recompute[c].mode(number)
+            layer, own = self.recompute_steps[mode][c], item.RECOMPUTE_MODE_ITEMS.get(mode, item.LAYERS)
+            there, of_weights = Counter(live), layer.split - layer.peak if split else 0
+            there[item.RECOMPUTED if mode else own] += layer.peak - layer.kept - layer.gradient - layer.prefix
+            there[item.TRANSIENT_KV_GRADIENT] += layer.prefix
             there[item.CACHE_GRADIENT] += layer.gradient
             there[item.WEIGHT_INPUTS] += of_weights
             if there.total() > most:
@@ -136,9 +138,9 @@ class _Stage:
             live[item.WEIGHT_INPUTS] += of_layer
             live[item.CACHE] -= self.opened[c] // self.num_layers
             live[item.CACHE_GRADIENT] -= (self.gone[c] - self.comes[c]) // self.num_layers
-        if risen > most + self.num_layers + 1 and live.total() > most:  # all of it is there only in the end
+        if backward_peak > most + self.num_layers + 1 and live.total() > most:  # all of it is there only in the end
             found = live
-        return _filled(dict(found), risen, item.RECOMPUTED if self.recompute[c].num_layers else item.LAYERS)
+        return _filled(dict(found), backward_peak, item.RECOMPUTED if self.recompute[c].num_layers else item.LAYERS)
 
 
 class _Layer(NamedTuple):
@@ -149,34 +151,38 @@ class _Layer(NamedTuple):
         peak: the most while the backward runs.
         gradient: of the peak, the gradient of its keys and values as it is added up.
         prefix: of the peak, the same gradient as it is made.
-        apart: the most where the backward keeps the inputs of a split weight gradient.
+        split: the most where the backward keeps the inputs of a split weight gradient.
     """
 
     kept: int
     peak: int
     gradient: int
     prefix: int
-    apart: int
+    split: int
 
 
-def _layers(costs: Costs, stage: int, work: ChunkWork, level: str) -> list[_Layer]:
-    """List, for every chunk, the bytes of a layer that recomputes at a level."""
-    apart = costs.layer_peak_bytes(stage, work, level, apart=True).num_bytes
-    columns = costs.layer_bytes(stage, work, level), *costs.layer_peak_bytes(stage, work, level), apart
+def _layers(costs: Costs, stage: int, work: ChunkWork, mode: str) -> list[_Layer]:
+    """List, for every chunk, the bytes of a layer that recomputes at a mode."""
+    split = costs.layer_peak_bytes(stage, work, mode, split=True).num_bytes
+    columns = costs.layer_bytes(stage, work, mode), *costs.layer_peak_bytes(stage, work, mode), split
     return [_Layer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def _streamed(costs: Costs, stage: int, work: ChunkWork, hosted: BoolColumn) -> list[tuple[int, int]]:
-    """List the device bytes of each chunk's forward and backward for keys and values that are at the host (KV offload)."""
-    if not hosted.any():
-        return [(0, 0)] * len(hosted)
-    sizes = costs.hosting(stage, work)
-    return list(zip((sizes.forward_bytes * hosted).tolist(), (sizes.backward_bytes * hosted).tolist(), strict=True))
+def _streamed(costs: Costs, stage: int, work: ChunkWork, kv_offload: BoolColumn) -> list[tuple[int, int]]:
+    """List the device bytes of each chunk's forward and backward for keys and values that are in host memory (KV offload)."""
+    if not kv_offload.any():
+        return [(0, 0)] * len(kv_offload)
+    sizes = costs.kv_offload_costs(stage, work)
+    return list(zip((sizes.forward_bytes * kv_offload).tolist(), (sizes.backward_bytes * kv_offload).tolist(), strict=True))
 
 
 def _busiest(items: Mapping[str, int], recompute: Recompute) -> str:
     """Name of the item of layers that absorbs rounding."""
-    return item.LAYERS if not recompute.num_layers else max(item.LEVEL_ITEMS.values(), key=lambda name: items.get(name, 0))
+    return (
+        item.LAYERS
+        if not recompute.num_layers
+        else max(item.RECOMPUTE_MODE_ITEMS.values(), key=lambda name: items.get(name, 0))
+    )
 
 
 def _filled(items: dict[str, int], num_bytes: int, name: str) -> dict[str, int]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Action, Op
-from megatron_epp.planner.evaluate import Layers, Played, moved_of
+from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_of
 from megatron_epp.planner.memory.gaps import Busy, Link, earliest, latest
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
@@ -27,19 +27,19 @@ class Chosen(NamedTuple):
     """A copy, when it is to start, and the compute action it waits for.
 
     Attributes:
-        place: in the rank's list, of the last action that must have ended: of copies that start together, those that wait for
-            less come first, for a backward that waits for a load may take no time.
+        position: in the rank's list, of the last action that must have ended: of copies that start together, those that wait
+            for less come first, for a backward that waits for a load may take no time.
     """
 
     start_us: float
-    place: int
+    position: int
     action: Action
     after: Action | None
     share: float
 
 
 def choose(
-    order: Order, tables: Tables, excess: Sequence[Integers], layers: Layers, played: Played
+    order: Order, tables: Tables, excess: Sequence[Integers], recompute_steps: RecomputeSteps, played: Played
 ) -> Iterator[list[tuple[int, Chooser]]]:
     """Copies against the times of an order.
 
@@ -50,7 +50,7 @@ def choose(
         order: of all actions.
         tables: of the chunks.
         excess: bytes of every rank above what it aims at, while each of its actions runs.
-        layers, played: the recompute and the times that follow.
+        recompute_steps, played: the recompute and the times that follow.
 
     Yields:
         link by link, its ranks and what they have chosen.
@@ -58,7 +58,9 @@ def choose(
     shared = len(set(tables.host_links)) < len(order)
     for number in dict.fromkeys(tables.host_links):
         ranks, link = [rank for rank, other in enumerate(tables.host_links) if other == number], Link()
-        choosers = [Chooser(order[rank], tables, layers, excess[rank], played.of(rank), link, shared) for rank in ranks]
+        choosers = [
+            Chooser(order[rank], tables, recompute_steps, excess[rank], played.of(rank), link, shared) for rank in ranks
+        ]
         walks = [chooser.walk() for chooser in choosers]
         turns = [(time_us, at) for at, walk in enumerate(walks) for time_us in islice(walk, 1)]
         heapq.heapify(turns)
@@ -67,7 +69,7 @@ def choose(
             for time_us in islice(walks[at], 1):
                 heapq.heappush(turns, (time_us, at))
         for chooser in choosers:
-            chooser.chosen.sort(key=lambda copy: (copy.start_us, copy.place, copy.action.op is Op.L))
+            chooser.chosen.sort(key=lambda copy: (copy.start_us, copy.position, copy.action.op is Op.L))
         yield list(zip(ranks, choosers, strict=True))
 
 
@@ -76,21 +78,21 @@ class Chooser:
 
     Attributes:
         chosen: what it has chosen.
-        excess: bytes above the aim, by place in the rank's list; less with every copy.
-        away: bytes that are then away, by place in the rank's list.
+        excess: bytes above the aim, by position in the rank's list; less with every copy.
+        away: bytes that are then away, by position in the rank's list.
     """
 
     def __init__(
         self,
         actions: tuple[Action, ...],
         tables: Tables,
-        layers: Layers,
+        recompute_steps: RecomputeSteps,
         excess: Integers,
         times: tuple[Floats, Floats],
         link: Link,
         shared: bool,
     ) -> None:
-        self.actions, self.tables, self.layers = actions, tables, layers
+        self.actions, self.tables, self.recompute_steps = actions, tables, recompute_steps
         self.start, self.end = times
         self.chosen: list[Chosen] = []
         self.away: Integers = np.zeros(len(actions), dtype=np.int64)
@@ -118,7 +120,7 @@ class Chooser:
     def _copy(self, forward: Action, entered: int, position: int) -> None:
         _, stage, c = forward
         tables, leaves = self.tables, self.leaves[stage, c]
-        kept, least = tables.kept_bytes(stage, c, self.layers[stage][c]), tables.layer_input[stage][c]
+        kept, least = tables.kept_bytes(stage, c, self.recompute_steps[stage][c]), tables.layer_input[stage][c]
         allowed = int(kept * tables.offloadable_share)
         if leaves <= position or allowed < max(1, min(kept, least)):  # no copy moves less than the input of a layer
             return

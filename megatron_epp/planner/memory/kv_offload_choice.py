@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk
-from megatron_epp.plan.kv_offload import hosted_changes, slices_in
+from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in
 from megatron_epp.planner.kernels.columns import encode
-from megatron_epp.planner.memory.kv_offload import Pairs, hosted_entries, with_hosted
+from megatron_epp.planner.memory.kv_offload import Pairs, kv_offload_entries, with_kv_offload
 from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Problem
@@ -21,7 +21,7 @@ def choices(
     chunks: Sequence[Chunk],
     problem: Problem,
     costs: Costs,
-    levels: Sequence[str],
+    modes: Sequence[str],
     in_order: bool = False,
 ) -> tuple[Pairs, Pairs]:
     """Choose stages and sequences for KV offload; none where no rank lacks memory or none of its sequences is cut.
@@ -29,7 +29,7 @@ def choices(
     Args:
         order: of all actions.
         tables: without KV offload.
-        chunks, problem, costs, levels, in_order: the arguments from which `tables` were made.
+        chunks, problem, costs, modes, in_order: the arguments from which `tables` were made.
 
     Returns:
         two choices: on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and in
@@ -47,26 +47,26 @@ def choices(
         if needed | more == needed:
             break
         needed |= more
-        now = with_hosted(tables, chunks, problem, costs, levels, needed, in_order=in_order)
+        now = with_kv_offload(tables, chunks, problem, costs, modes, needed, in_order=in_order)
         above = [rank for rank, peak in enumerate(least_peaks(codes, now)) if peak > caps[rank]]
         count *= 2
     return needed, needed.union(*(sizes[rank] for rank, peak in enumerate(recomputing) if peak > caps[rank]))
 
 
-def at_host(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:
-    """Compute the most bytes that every rank has at the host by KV offload.
+def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:
+    """Compute the most bytes that every rank has in host memory by KV offload.
 
     Args:
         order: the actions of every rank.
         chunks: the chunk table.
         problem: the batch.
         costs: time and memory of every stage.
-        pairs: stages and sequences whose keys and values are at the host.
+        pairs: stages and sequences whose keys and values are in host memory.
     """
-    entries = hosted_entries(chunks, problem, costs, pairs)
+    entries = kv_offload_entries(chunks, problem, costs, pairs)
     comes: dict[Action, int] = {}
     goes: dict[Action, int] = {}
-    for action, at_end, size in hosted_changes(entries, slices_in(chunks, problem.lengths), problem.forward_only):
+    for action, at_end, size in kv_offload_changes(entries, slices_in(chunks, problem.lengths), problem.forward_only):
         changes = goes if at_end else comes
         changes[action] = changes.get(action, 0) + size
     peaks = []

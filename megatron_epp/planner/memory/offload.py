@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan import Action, Op
-from megatron_epp.plan.copy_positions import CopyTimes, places
+from megatron_epp.plan.copy_positions import CopyTimes, copy_positions
 from megatron_epp.plan.kv_offload import in_units
-from megatron_epp.planner.evaluate import Layers, Played, moved_bytes, play
+from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_bytes, play
 from megatron_epp.planner.kernels.columns import Codes, encode
 from megatron_epp.planner.memory.copy_slots import choose
-from megatron_epp.planner.memory.lockstep_recompute import fit_alike
-from megatron_epp.planner.memory.recompute import by_stage, fit_beside, held_bytes, least_peaks, levels, peaks_bytes
+from megatron_epp.planner.memory.lockstep_recompute import fit_lockstep
+from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies, held_bytes, least_peaks, peaks_bytes, step_bytes
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
@@ -37,19 +37,19 @@ class Offload:
     """Copies overlapped with an order.
 
     Attributes:
-        layers: recompute ``[stage][chunk]``.
+        recompute_steps: recompute ``[stage][chunk]``.
         shares: of the kept bytes that are copied away, ``[stage][chunk]``.
         copies: the offloads and loads of every rank, in order.
     """
 
-    layers: Layers
+    recompute_steps: RecomputeSteps
     shares: tuple[tuple[float, ...], ...]
     copies: CopyOrder
 
     def moved(self, tables: Tables, action: Action) -> int:
         """Bytes that a copy moves."""
         _, stage, c = action
-        return moved_bytes(tables, self.layers, stage, c, self.shares[stage][c])
+        return moved_bytes(tables, self.recompute_steps, stage, c, self.shares[stage][c])
 
     def most_away(self, tables: Tables) -> list[int]:
         """Most bytes that each rank has away at one time."""
@@ -68,7 +68,7 @@ class Copied(NamedTuple):
     Attributes:
         makespan_us: makespan with the copies.
         made: the offload of every replica.
-        short_bytes: bytes that a rank lacks at the host; 0 where there is room.
+        short_bytes: bytes that a rank lacks in host memory; 0 where there is room.
     """
 
     makespan_us: float
@@ -90,7 +90,7 @@ def fit_offload(
 
     Args:
         order: the order of all replicas.
-        tables: of every replica; their times are the same (`replicas.in_step`).
+        tables: of every replica; their times are the same (`replicas.slowest_times`).
         caps: bytes of the ranks.
         host_room: bytes that each rank may have away at one time, ``[replica][rank]``.
 
@@ -109,9 +109,9 @@ def fit_offload(
             [max(low, cap + max(0, int(share * (high - cap)))) for cap, low, high in zip(caps, *bound, strict=True)]
             for bound in bounds
         ]
-        layers = fit_alike(codes, tables, eased, Options()).layers
-        assert layers is not None  # no cap is below the least peak
-        found = _fit_copies(order, codes, tables, caps, layers, None if best is None else best.makespan_us, host_room)
+        recompute_steps = fit_lockstep(codes, tables, eased, Options()).recompute_steps
+        assert recompute_steps is not None  # no cap is below the least peak
+        found = _fit_copies(order, codes, tables, caps, recompute_steps, None if best is None else best.makespan_us, host_room)
         if found is not None and found.short_bytes:
             lacking = found if lacking is None or found.short_bytes < lacking.short_bytes else lacking
         elif found is not None and (best is None or found.makespan_us < best.makespan_us):
@@ -147,7 +147,7 @@ def _fit_copies(
     codes: Codes,
     tables: Sequence[Tables],
     caps: tuple[int, ...],
-    layers: Layers,
+    recompute_steps: RecomputeSteps,
     limit_us: float | None,
     host_room: Sequence[Sequence[int]],
 ) -> Copied | None:
@@ -156,26 +156,26 @@ def _fit_copies(
     Each round aims below the cap by as much as the last came out above it. None where no copies are chosen, the caps are not
     met after `ROUNDS`, or the start is slower than `limit_us` by `SLOWER`.
     """
-    played = play(codes, tables[0], layers)
+    played = play(codes, tables[0], recompute_steps)
     if limit_us is not None and played.makespan_us >= limit_us * SLOWER:
         return None
     aims = [list(caps) for _ in tables]
-    held = [held_bytes(codes, own, layers) for own in tables]
+    held = [held_bytes(codes, own, recompute_steps) for own in tables]
     for _ in range(ROUNDS):
         chosen = []
         for own, live, aim in zip(tables, held, aims, strict=True):
-            if (one := _chosen(order, codes, own, live, aim, layers, played)) is None:
+            if (one := _chosen(order, codes, own, live, aim, recompute_steps, played)) is None:
                 return None
             chosen.append(one)
         if not any(any(one.copies) for one in chosen):
             return None
-        again = _together(layers, [one.layers for one in chosen])
-        made = tuple(replace(one, layers=again) for one in chosen)
+        again = _together(recompute_steps, [one.recompute_steps for one in chosen])
+        made = tuple(replace(one, recompute_steps=again) for one in chosen)
         after = [play(codes, own, again, timed(one, own)) for own, one in zip(tables, made, strict=True)]
         if any(one.start_us != after[0].start_us for one in after):
             return None
         above = [
-            [peak - cap for peak, cap in zip(peaks_beside(codes, own, one, times), caps, strict=True)]
+            [peak - cap for peak, cap in zip(peaks_with_copies(codes, own, one, times), caps, strict=True)]
             for own, one, times in zip(tables, made, after, strict=True)
         ]
         if max(map(max, above)) <= 0:
@@ -187,7 +187,13 @@ def _fit_copies(
 
 
 def _chosen(
-    order: Order, codes: Codes, tables: Tables, held: Sequence[Integers], aims: list[int], layers: Layers, played: Played
+    order: Order,
+    codes: Codes,
+    tables: Tables,
+    held: Sequence[Integers],
+    aims: list[int],
+    recompute_steps: RecomputeSteps,
+    played: Played,
 ) -> Offload | None:
     """Choose the copies of one replica and the recompute that remains; None as soon as a rank is above its aim with both."""
     shares = [[0.0] * len(tables.message_us) for _ in tables.rank_of]
@@ -195,23 +201,23 @@ def _chosen(
     fitted = [[0] * len(tables.message_us) for _ in tables.rank_of]
     copies: list[tuple[tuple[Action, Action | None], ...]] = [()] * len(order)
     excess = [live - aim for live, aim in zip(held, aims, strict=True)]
-    for choosers in choose(order, tables, excess, layers, played):
+    for choosers in choose(order, tables, excess, recompute_steps, played):
         for rank, chooser in choosers:
             for (_, stage, c), share in ((copy.action, copy.share) for copy in chooser.chosen):
-                shares[stage][c], most[stage][c] = share, layers[stage][c]
+                shares[stage][c], most[stage][c] = share, recompute_steps[stage][c]
             copies[rank] = tuple((copy.action, copy.after) for copy in chooser.chosen)
-            if not fit_beside(codes, tables, rank, (aims[rank] + chooser.away).tolist(), most, fitted):
+            if not fit_with_copies(codes, tables, rank, (aims[rank] + chooser.away).tolist(), most, fitted):
                 return None
     return Offload(fitted, tuple(map(tuple, shares)), tuple(copies))
 
 
-def _together(layers: Layers, fitted: Sequence[Layers]) -> Layers:
+def _together(recompute_steps: RecomputeSteps, fitted: Sequence[RecomputeSteps]) -> RecomputeSteps:
     """Combine the recompute of all replicas ``[stage][chunk]``: the maximum.
 
     With several replicas it is no less than what the times were planned with: then none of their loads comes late because an
     action ends sooner.
     """
-    return fitted[0] if len(fitted) == 1 else np.max([layers, *fitted], axis=0).tolist()
+    return fitted[0] if len(fitted) == 1 else np.max([recompute_steps, *fitted], axis=0).tolist()
 
 
 def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Action | None]]]:
@@ -219,7 +225,7 @@ def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Actio
     return [[(action, tables.host_us(made.moved(tables, action)), after) for action, after in row] for row in made.copies]
 
 
-def peaks_beside(order: Order | Codes, tables: Tables, made: Offload, played: Played) -> list[int]:
+def peaks_with_copies(order: Order | Codes, tables: Tables, made: Offload, played: Played) -> list[int]:
     """Compute the most bytes that each rank holds at a time, equal to what `simulate` says of the plan.
 
     Args:
@@ -229,7 +235,9 @@ def peaks_beside(order: Order | Codes, tables: Tables, made: Offload, played: Pl
         played: times of the order with these copies.
     """
     found = []
-    for rank, (static, takes, gives) in enumerate(zip(tables.static, *levels(order, tables, made.layers), strict=True)):
+    for rank, (static, takes, gives) in enumerate(
+        zip(tables.static, *step_bytes(order, tables, made.recompute_steps), strict=True)
+    ):
         at, more = _changes(tables, made, played, rank)
         when = np.concatenate((3 * at, np.repeat(3 * np.arange(len(takes)), 2) + np.tile((1, 2), len(takes))))
         delta = np.concatenate((more, np.ravel(np.column_stack((takes, np.negative(gives))))))
@@ -238,7 +246,7 @@ def peaks_beside(order: Order | Codes, tables: Tables, made: Offload, played: Pl
 
 
 def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]:
-    """Compute the bytes that each rank has away at the host while each of its actions runs, ``[rank][position]``.
+    """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``.
 
     Args:
         tables: sizes of the chunks.
@@ -260,5 +268,5 @@ def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[
     actions = [action for action, _ in made.copies[rank]]
     ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))
     sizes = [made.moved(tables, action) * (1 if action.op is Op.L else -1) for action in actions]
-    at = [place.changes for place in places(starts, ends, ran)]
+    at = [position.changes for position in copy_positions(starts, ends, ran)]
     return np.array(at, dtype=np.int64), np.array(sizes, dtype=np.int64)

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import memory as inner
 from megatron_epp.planner.kernels.columns import Codes, Columns, encode_known
 from megatron_epp.planner.kernels.compiled import Integers, integers, numbers
@@ -26,14 +26,14 @@ from megatron_epp.planner.tables import Tables
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Recompute that keeps every rank under its cap; or, where `layers` is None, the smallest cap that would suffice.
+    """Recompute that keeps every rank under its cap; or, where `recompute_steps` is None, the smallest cap that would suffice.
 
     Attributes:
-        layers: recomputed layers ``[stage][chunk]``, or None where nothing fits.
+        recompute_steps: recomputed layers ``[stage][chunk]``, or None where nothing fits.
         needed_bytes: the least peak of the rank that needs most. Zero where it fits.
     """
 
-    layers: Layers | None
+    recompute_steps: RecomputeSteps | None
     needed_bytes: int = 0
 
 
@@ -46,25 +46,29 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
     items = columns.num_stages * columns.num_chunks
     if options.recompute != "auto" or not tables.backward_us:
         fixed = options.recompute if options.recompute != "auto" and tables.backward_us else 0
-        layers = [[min(fixed, count)] * columns.num_chunks for count in tables.num_layers]
-        peaks = peaks_bytes(codes, tables, layers)
-        return Fit(layers) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
+        recompute_steps = [[min(fixed, count)] * columns.num_chunks for count in tables.num_layers]
+        peaks = peaks_bytes(codes, tables, recompute_steps)
+        return (
+            Fit(recompute_steps) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
+        )
     column, leaves, allowed = integers([0] * items), integers([0] * items), integers(caps_at(codes, caps))
     if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves):
         return Fit(None, max(least_peaks(codes, tables)))
     return Fit(by_stage(column, columns.num_chunks))
 
 
-def fit_beside(codes: Codes, tables: Tables, rank: int, caps: Sequence[int], limit: Layers, layers: Layers) -> bool:
+def fit_with_copies(
+    codes: Codes, tables: Tables, rank: int, caps: Sequence[int], limit: RecomputeSteps, recompute_steps: RecomputeSteps
+) -> bool:
     """Fit the recompute of a rank whose cap differs from action to action, because some bytes are away.
 
     Args:
         codes: the order of all ranks.
         tables: times and sizes of the chunks.
         rank: the rank.
-        caps: bytes, by place among the rank's actions.
+        caps: bytes, by position among the rank's actions.
         limit: most recompute steps of each stage and chunk.
-        layers: the result, for the rank's stages.
+        recompute_steps: the result, for the rank's stages.
 
     Returns:
         True if any recompute fits.
@@ -77,54 +81,56 @@ def fit_beside(codes: Codes, tables: Tables, rank: int, caps: Sequence[int], lim
         return False
     found = by_stage(column, columns.num_chunks)
     for stage in tables.stages_of[rank]:
-        layers[stage] = found[stage]
+        recompute_steps[stage] = found[stage]
     return True
 
 
 def caps_at(codes: Codes, caps: Sequence[int]) -> list[int]:
-    """Every rank's cap, by place among the codes' actions."""
+    """Every rank's cap, by position among the codes' actions."""
     return [cap for rank, cap in enumerate(caps) for _ in range(codes.starts[rank], codes.starts[rank + 1])]
 
 
-def peaks_bytes(order: Order | Codes, tables: Tables, layers: Layers) -> list[int]:
+def peaks_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> list[int]:
     """Most bytes live at one time on every rank."""
-    return _peaks(order, tables, integers(chain.from_iterable(layers)))
+    return _peaks(order, tables, integers(chain.from_iterable(recompute_steps)))
 
 
 def least_peaks(order: Order | Codes, tables: Tables) -> list[int]:
     """Compute the least peak of each rank that recompute can reach: that of all layers of all chunks.
 
     More recompute never raises the peak of an action, neither its own chunk's nor another's; but for a norm's output, which a
-    layer has while its own backward runs only where it recomputes more than its MLP (`Level.full_bytes_per_token`).
+    layer has while its own backward runs only where it recomputes more than its MLP (`ModeCosts.full_bytes_per_token`).
     """
     return _peaks(order, tables, tables.columns.most)
 
 
-def levels(order: Order | Codes, tables: Tables, layers: Layers) -> tuple[list[list[int]], list[list[int]]]:
+def step_bytes(
+    order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps
+) -> tuple[list[list[int]], list[list[int]]]:
     """Compute the bytes that every action allocates when it starts and frees when it ends, ``[rank][position]``.
 
     Args:
         order: the actions of every rank.
         tables: sizes of the chunks.
-        layers: recompute ``[stage][chunk]``.
+        recompute_steps: recompute ``[stage][chunk]``.
     """
     codes, columns = _coded(order, tables)
     count, split = len(codes.actions), integers([0] * columns.num_items)
     takes, gives = integers([0] * count), integers([0] * count)
     mark_split(codes.actions, split)
-    inner.levels(codes.actions, columns, integers(chain.from_iterable(layers)), split, takes, gives)
+    inner.step_bytes(codes.actions, columns, integers(chain.from_iterable(recompute_steps)), split, takes, gives)
     rows = [slice(codes.starts[rank], codes.starts[rank + 1]) for rank in range(codes.num_ranks)]
     taken, given = numbers(takes), numbers(gives)
     return [taken[row] for row in rows], [given[row] for row in rows]
 
 
-def held_bytes(order: Order | Codes, tables: Tables, layers: Layers) -> list[NDArray[np.int64]]:
+def held_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> list[NDArray[np.int64]]:
     """Bytes live while each action runs, ``[rank][position]``."""
-    rows = zip(tables.static, *levels(order, tables, layers), strict=True)
+    rows = zip(tables.static, *step_bytes(order, tables, recompute_steps), strict=True)
     return [static + np.cumsum(takes) - np.cumsum([0, *gives])[:-1] for static, takes, gives in rows]
 
 
-def by_stage(column: Integers, num_chunks: int) -> Layers:
+def by_stage(column: Integers, num_chunks: int) -> RecomputeSteps:
     entries = numbers(column)
     return [entries[at : at + num_chunks] for at in range(0, len(entries), num_chunks)]
 
@@ -141,9 +147,9 @@ def _coded(order: Order | Codes, tables: Tables) -> tuple[Codes, Columns]:
     return codes, tables.columns_with(kinds)
 
 
-def _peaks(order: Order | Codes, tables: Tables, layers: Integers) -> list[int]:
+def _peaks(order: Order | Codes, tables: Tables, recompute_steps: Integers) -> list[int]:
     codes, columns = _coded(order, tables)
     return [
-        int(peak(codes.actions, codes.starts[rank], codes.starts[rank + 1], columns, layers, static))
+        int(peak(codes.actions, codes.starts[rank], codes.starts[rank + 1], columns, recompute_steps, static))
         for rank, static in enumerate(tables.static)
     ]

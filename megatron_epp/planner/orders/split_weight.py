@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_epp.plan import Action, Op, PlanError
-from megatron_epp.planner.evaluate import Layers, backward_times, play
-from megatron_epp.planner.kernels.memory import risen
-from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_beside, timed
-from megatron_epp.planner.memory.recompute import held_bytes, levels
+from megatron_epp.planner.evaluate import RecomputeSteps, backward_times, play
+from megatron_epp.planner.kernels.memory import backward_peak
+from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
+from megatron_epp.planner.memory.recompute import held_bytes, step_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
@@ -20,7 +20,7 @@ ROUNDS = 8
 
 
 def split_weights(
-    order: Order, tables: Tables, layers: Layers, caps: Sequence[int], away: Sequence[Sequence[int]] = ()
+    order: Order, tables: Tables, recompute_steps: RecomputeSteps, caps: Sequence[int], away: Sequence[Sequence[int]] = ()
 ) -> Order:
     """Split the weight gradients off the backwards of an order.
 
@@ -29,19 +29,19 @@ def split_weights(
     before; where even a single one would, the backward stays whole, as does one without anything to delay (`_puts_off`).
 
     Args:
-        order: forwards and whole backwards that fit the caps with `layers`.
+        order: forwards and whole backwards that fit the caps with `recompute_steps`.
         tables: times and sizes of the chunks.
-        layers: recompute ``[stage][chunk]``.
+        recompute_steps: recompute ``[stage][chunk]``.
         caps: bytes of the ranks.
         away: bytes that copies have taken away while each action runs, ``[rank][position]``; empty where there are none.
 
     Raises:
         PlanError: the order deadlocks.
     """
-    return _Filler(order, tables, layers, _room(order, tables, layers, caps, away)).run()
+    return _Filler(order, tables, recompute_steps, _room(order, tables, recompute_steps, caps, away)).run()
 
 
-def weights_apart(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], enough_us: float = 0.0) -> Order:
+def with_split_weights(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...], enough_us: float = 0.0) -> Order:
     """Split weight gradients off where that is faster; return the faster order.
 
     They wait as the caps let them, and where that takes longer than `enough_us`, within the peaks of whole backwards: then they
@@ -57,12 +57,16 @@ def weights_apart(order: Order, tables: Tables, made: Offload, caps: tuple[int, 
     copies = timed(made, tables)
 
     def time_us(tried: Order) -> float:
-        return play(tried, tables, made.layers, copies).makespan_us
+        return play(tried, tables, made.recompute_steps, copies).makespan_us
 
     best, best_us = order, time_us(order)
     own = tuple(map(min, caps, peaks(order, tables, made)))
     for aims in dict.fromkeys((caps, own)):
-        split = split_beside(order, tables, made, aims) if made.copies else split_weights(order, tables, made.layers, aims)
+        split = (
+            split_with_copies(order, tables, made, aims)
+            if made.copies
+            else split_weights(order, tables, made.recompute_steps, aims)
+        )
         if split is not None and (took_us := time_us(split)) < best_us:
             best, best_us = split, took_us
         if best_us <= enough_us:
@@ -70,7 +74,7 @@ def weights_apart(order: Order, tables: Tables, made: Offload, caps: tuple[int, 
     return best
 
 
-def split_beside(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Order | None:
+def split_with_copies(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Order | None:
     """Split weight gradients off an order that is overlapped with copies.
 
     The copies start at the ends of the same actions, as soon as their links are free. With the bytes that waiting gradients
@@ -86,19 +90,19 @@ def split_beside(order: Order, tables: Tables, made: Offload, caps: tuple[int, .
     Returns:
         the order, or None if a rank is above its cap after all rounds.
     """
-    before = play(order, tables, made.layers, copies := timed(made, tables))
+    before = play(order, tables, made.recompute_steps, copies := timed(made, tables))
     away, aims = away_bytes(tables, made, before), list(caps)
     for again in range(ROUNDS):
-        split = split_weights(order, tables, made.layers, aims, away)
-        after = play(split, tables, made.layers, copies)
-        above = [peak - cap for peak, cap in zip(peaks_beside(split, tables, made, after), caps, strict=True)]
+        split = split_weights(order, tables, made.recompute_steps, aims, away)
+        after = play(split, tables, made.recompute_steps, copies)
+        above = [peak - cap for peak, cap in zip(peaks_with_copies(split, tables, made, after), caps, strict=True)]
         if max(above) <= 0:
             return split
         aims = [aim - max(0, over << again) for aim, over in zip(aims, above, strict=True)]
     return None
 
 
-def fits_beside(order: Order, tables: Tables, made: Offload, caps: Sequence[int]) -> bool:
+def fits_with_copies(order: Order, tables: Tables, made: Offload, caps: Sequence[int]) -> bool:
     """Return True if every rank stays under its cap, with the copies that the order is overlapped with.
 
     Args:
@@ -119,16 +123,16 @@ def peaks(order: Order, tables: Tables, made: Offload) -> list[int]:
         made: recompute and copies.
     """
     if made.copies:
-        return peaks_beside(order, tables, made, play(order, tables, made.layers, timed(made, tables)))
-    return [int(held.max()) for held in held_bytes(order, tables, made.layers)]
+        return peaks_with_copies(order, tables, made, play(order, tables, made.recompute_steps, timed(made, tables)))
+    return [int(held.max()) for held in held_bytes(order, tables, made.recompute_steps)]
 
 
 def _room(
-    order: Order, tables: Tables, layers: Layers, caps: Sequence[int], away: Sequence[Sequence[int]]
+    order: Order, tables: Tables, recompute_steps: RecomputeSteps, caps: Sequence[int], away: Sequence[Sequence[int]]
 ) -> list[list[tuple[int, int]]]:
     """Compute for each action the free bytes and the extra bytes of its backward with a split weight gradient."""
     found = []
-    held, sizes = held_bytes(order, tables, layers), levels(order, tables, layers)
+    held, sizes = held_bytes(order, tables, recompute_steps), step_bytes(order, tables, recompute_steps)
     for rank, (actions, takes, gives) in enumerate(zip(order, *sizes, strict=True)):
         left = caps[rank] - held[rank] + np.array(away[rank] if away else 0)
         row = []
@@ -136,7 +140,7 @@ def _room(
             extra = 0
             if op is Op.B:
                 item = stage * tables.columns.num_chunks + c
-                rise = int(risen(tables.columns, item, layers[stage][c], True))
+                rise = int(backward_peak(tables.columns, item, recompute_steps[stage][c], True))
                 extra = max(0, rise - taken, tables.weight_bytes[stage][c] - given)
             row.append((free, extra))
         found.append(row)
@@ -155,9 +159,11 @@ def _puts_off(tables: Tables, stage: int, c: int) -> bool:
 class _Filler:
     """Plays an order and puts weight gradients in as it goes."""
 
-    def __init__(self, order: Order, tables: Tables, layers: Layers, room: list[list[tuple[int, int]]]) -> None:
+    def __init__(
+        self, order: Order, tables: Tables, recompute_steps: RecomputeSteps, room: list[list[tuple[int, int]]]
+    ) -> None:
         self.order, self.tables, self.room = order, tables, room
-        self.whole = backward_times(tables, layers)
+        self.whole = backward_times(tables, recompute_steps)
         self.split = [
             [whole - weight for whole, weight in zip(*rows, strict=True)]
             for rows in zip(self.whole, tables.weight_us, strict=True)
@@ -212,9 +218,9 @@ class _Filler:
         if stage + 1 < len(self.forward_in):
             self.forward_in[stage + 1][c] = self.clock[rank] + self.tables.hops[stage][c]
 
-    def _backward(self, rank: int, stage: int, c: int, apart: bool) -> None:
-        self.clock[rank] += (self.split if apart else self.whole)[stage][c]
-        if apart:
+    def _backward(self, rank: int, stage: int, c: int, split: bool) -> None:
+        self.clock[rank] += (self.split if split else self.whole)[stage][c]
+        if split:
             self.waiting[rank].append(Action(Op.W, stage, c))
             self.waiting_bytes[rank] += self.tables.weight_bytes[stage][c]
         if stage:

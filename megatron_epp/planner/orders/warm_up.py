@@ -102,21 +102,21 @@ class WarmUp:
     """1F1B with an elastic warm-up window: one stage per rank, each rank some backwards ahead of the next.
 
     Before its k-th backward the last rank has run the forwards of the sequence that the backward belongs to and no more
-    (`late`), or as many as there are backwards behind it plus that sequence's slices (`elastic_1f1b` does so). A rank r above
-    the last runs before its k-th backward what the last rank runs before its backward ``k + lead * r``. So all ranks run their
-    forwards in the same runs, and none starves another.
+    (`minimal`), or as many as there are backwards behind it plus that sequence's slices (`elastic_1f1b` does so). A rank r
+    above the last runs before its k-th backward what the last rank runs before its backward ``k + lead * r``. So all ranks run
+    their forwards in the same runs, and none starves another.
 
-    With `late` the least is alive: while the backwards of a long sequence run, no forwards come in between but those that the
-    ranks below need next. A lead of 1 is 1F1B, without any slack: there every difference between two chunks is waited for
+    With `minimal` the least is alive: while the backwards of a long sequence run, no forwards come in between but those that
+    the ranks below need next. A lead of 1 is 1F1B, without any slack: there every difference between two chunks is waited for
     on all ranks. With a lead of 2 a rank has as many chunks waiting for the next as it has ranks below it.
 
     Attributes:
         lead: backwards by which a rank is ahead of the next; at least 1 but where memory is short.
-        late: no forwards ahead of need.
+        minimal: no forwards ahead of need.
     """
 
     lead: float
-    late: bool = False
+    minimal: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
         num_stages = problem.num_stages
@@ -143,7 +143,7 @@ class WarmUp:
 
     def _ahead(self, groups: Sequence[range]) -> list[int]:
         """Forwards that the last rank has run before each of its backwards."""
-        if self.late:
+        if self.minimal:
             return [group.stop for group in groups for _ in group]
         windows = [len(group) for group in groups for _ in group]
         return list(accumulate((done + window for done, window in enumerate(windows)), max))

@@ -1,4 +1,4 @@
-"""About how long a plan will take, for a small part of the time that planning takes."""
+"""Estimate of a plan's makespan, in a small part of the time that planning takes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _few(problem: Problem, costs: Costs, options: Options) -> Trials:
     for table in tables:
         trials.better(table, rules.first)
     fits_whole = max(problem.lengths) <= chunkers.each[0].token_cap
-    if problem.is_straight and options.slices is None and len(problem.lengths) <= FEW and fits_whole:
+    if problem.has_one_stage_per_rank and options.slices is None and len(problem.lengths) <= FEW and fits_whole:
         trials.better(Aligned((plainly(problem.lengths)[0],)), (ELASTIC_1F1B, *FIRST))
     for table in tables if trials.best is None else ():
         trials.better(table, rules.least)

@@ -12,8 +12,8 @@ from megatron_epp.plan import Chunk, Op
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us, play, split_off
 from megatron_epp.planner.kernels.columns import encode
-from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_beside, timed
-from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_beside, fit_recompute, held_bytes
+from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
+from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes
 from megatron_epp.planner.mistakes import refuse_order
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem, validate
@@ -41,7 +41,7 @@ def fitted(
         chunks: the chunk table.
         problem: the batch, the placement and the memory caps.
         costs: time and memory of every stage.
-        options: `recompute`, `recompute_levels` and `offload` are respected; the order is not changed.
+        options: `recompute`, `recompute_modes` and `offload` are respected; the order is not changed.
 
     Returns:
         The chunks and the order with recompute and copies.
@@ -53,22 +53,22 @@ def fitted(
     """
     validate(problem, costs, options)
     planner = "fitted" if options.planner == "greedy" else options.planner
-    made = Decisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.levels(costs))
+    made = Decisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs))
     refuse_order(made, problem, costs, planner)
     tables = made.tables(problem, costs)
     whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
     fit = _fit(order, whole, tables, problem.cap_bytes, options)
-    best_us = math.inf if fit.layers is None else makespan_us(order, tables, fit.layers)
+    best_us = math.inf if fit.recompute_steps is None else makespan_us(order, tables, fit.recompute_steps)
     copied = None
     if options.offload and options.recompute == "auto" and not problem.forward_only and math.isfinite(costs.host_us(1)):
         copied = _copied(order, whole, tables, problem)
     if copied is not None and not copied.short_bytes and copied.makespan_us < best_us:
         (one,) = copied.made
-        return Decisions(made.chunks, order, one.layers, made.levels, copies=one.copies, offload=one.shares)
-    if fit.layers is None:
+        return Decisions(made.chunks, order, one.recompute_steps, made.modes, copies=one.copies, offload=one.shares)
+    if fit.recompute_steps is None:
         least_host = problem.host_cap_bytes + copied.short_bytes if copied is not None else 0
         raise infeasible(problem, fit.needed_bytes, least_host, planner)
-    return Decisions(made.chunks, order, fit.layers, made.levels)
+    return Decisions(made.chunks, order, fit.recompute_steps, made.modes)
 
 
 def _fit(order: Order, whole: Order, tables: Tables, caps: Sequence[int], options: Options) -> Fit:
@@ -88,24 +88,24 @@ def _fit(order: Order, whole: Order, tables: Tables, caps: Sequence[int], option
         return fit_recompute(order, tables, caps, options)
     most = by_stage(tables.columns.most, tables.columns.num_chunks)
     is_fixed = options.recompute != "auto"
-    layers = [[min(int(options.recompute), top) if is_fixed else 0 for top in row] for row in most]
+    recompute_steps = [[min(int(options.recompute), top) if is_fixed else 0 for top in row] for row in most]
     codes = encode(whole, tables.columns.num_chunks)
     at = [[position for position, action in enumerate(row) if action.op is not Op.W] for row in order]
     more = [np.zeros(len(row), dtype=np.int64) for row in whole]
     for left in reversed(range(ROUNDS)):
-        held = held_bytes(order, tables, layers)
+        held = held_bytes(order, tables, recompute_steps)
         above = [rank for rank, cap in enumerate(caps) if held[rank].max(initial=0) > cap]
         if not above or is_fixed:
             break
-        without = held_bytes(whole, tables, layers)
+        without = held_bytes(whole, tables, recompute_steps)
         for rank in above:
             more[rank] = np.maximum(more[rank], held[rank][at[rank]] - without[rank])
             allowed = (caps[rank] - more[rank]).tolist()
-            if not left or not fit_beside(codes, tables, rank, allowed, most, layers):
+            if not left or not fit_with_copies(codes, tables, rank, allowed, most, recompute_steps):
                 for stage in tables.stages_of[rank]:
-                    layers[stage] = most[stage]
-    peaks = [int(row.max(initial=0)) for row in held_bytes(order, tables, layers)]
-    return Fit(layers) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
+                    recompute_steps[stage] = most[stage]
+    peaks = [int(row.max(initial=0)) for row in held_bytes(order, tables, recompute_steps)]
+    return Fit(recompute_steps) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
 
 
 def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
@@ -120,7 +120,7 @@ def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Cop
         problem: the memory caps.
 
     Returns:
-        The faster of both; what lacks room at the host only if none has any.
+        The faster of both; what lacks room in host memory only if none has any.
     """
     caps = problem.cap_bytes
     none = [[0] * tables.columns.num_chunks] * tables.columns.num_stages
@@ -146,8 +146,8 @@ def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, 
         if found is None or found.short_bytes:
             return found
         (made,) = found.made
-        played = play(order, tables, made.layers, timed(made, tables))
-        peaks = peaks_beside(order, tables, made, played)
+        played = play(order, tables, made.recompute_steps, timed(made, tables))
+        peaks = peaks_with_copies(order, tables, made, played)
         above = [peak - cap for peak, cap in zip(peaks, problem.cap_bytes, strict=True)]
         if max(above) <= 0:
             return found._replace(makespan_us=played.makespan_us)

@@ -22,7 +22,7 @@ CHUNKS_PER_STAGE = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Grains the search may try: total work cut into that many chunks per stage. Coarser leaves bubbles, finer costs overhead."""
 MIDDLING = 12
 """Chunks per rank at which the search begins."""
-HOSTED_PER_STAGE = (3, 6, 12, 24, 48)
+KV_OFFLOAD_PER_STAGE = (3, 6, 12, 24, 48)
 """Chunks per rank that are tried with KV offload."""
 FEW = 64
 """Largest number of sequences for which a table of whole sequences is tried in all warm-up windows."""
@@ -58,7 +58,7 @@ def _search_shape(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
         if not trials.problem.forward_only:
             _search_copies(trials, chunkers)
         elif trials.best is None:
-            _search_hosted(trials, chunkers)
+            _search_kv_offload(trials, chunkers)
         found += [] if trials.best is None or trials.best in found else [trials.best]
     return found
 
@@ -106,7 +106,7 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
         trials.better(tables[count], rules.least)
         if trials.best is not None and trials.best.table == tables[count]:
             trials.better(tables[count], rules.second)
-    if max(problem.lengths) <= chunkers.each[0].token_cap and len(problem.lengths) <= FEW and problem.is_straight:
+    if max(problem.lengths) <= chunkers.each[0].token_cap and len(problem.lengths) <= FEW and problem.has_one_stage_per_rank:
         longest_first = plainly(problem.lengths)[0]
         trials.better(Aligned((longest_first,)), (ELASTIC_1F1B, *FIRST, *SECOND))
         for whole in permutations(longest_first) if len(problem.lengths) <= HANDFUL else ():
@@ -211,27 +211,29 @@ def _search_copies(trials: Trials, chunkers: Chunkers) -> None:
         for table in dict.fromkeys([*tables, *([] if best is None else [best.table])]):
             trials.better_with_copies(table, (free.best.rule, *rules.first))
     if free.best_us < WORTH * trials.best_us:
-        _search_hosted(trials, chunkers)
-    is_far = free.best_us < FAR * trials.best_us and (trials.best is None or not any(made.hosted for made in trials.best.made))
+        _search_kv_offload(trials, chunkers)
+    is_far = free.best_us < FAR * trials.best_us and (
+        trials.best is None or not any(made.kv_offload for made in trials.best.made)
+    )
     if is_far and not is_lockstep:
         finest = chunkers.table(chunks=min(MOST_CHUNKS, trials.problem.num_ranks * CHUNKS_PER_STAGE[-1]))
         for table in dict.fromkeys([*tables, _present(finest)]):
             trials.better_with_copies(table, rules.frugal)
 
 
-def _search_hosted(trials: Trials, chunkers: Chunkers) -> None:
+def _search_kv_offload(trials: Trials, chunkers: Chunkers) -> None:
     """Try KV offload with slices of several lengths: short ones compute too little to hide the transfer of keys and values."""
     options, ranks = trials.replicas.options, trials.problem.num_ranks
-    if not options.hosting:
+    if not options.kv_offload:
         return
     tables: Iterable[Aligned | None]
     if options.slices is None:
-        tables = [chunkers.table(chunks=ranks * share, even=True) for share in HOSTED_PER_STAGE]
+        tables = [chunkers.table(chunks=ranks * share, even=True) for share in KV_OFFLOAD_PER_STAGE]
     else:
         tables = [chunkers.table(slices=options.slices, even=True)]
     for rule in (trials.rules.first[0], trials.rules.least[0]):
         for table in dict.fromkeys(tables):
-            trials.better_hosted(table, rule)
+            trials.better_with_kv_offload(table, rule)
         if trials.best is not None:
             break
 

@@ -17,9 +17,9 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.offload import timed
 from megatron_epp.planner.mistakes import refuse_table
-from megatron_epp.planner.orders.split_weight import weights_apart
+from megatron_epp.planner.orders.split_weight import with_split_weights
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule, elastic_1f1b
-from megatron_epp.planner.problem import Options, Problem, require_straight, require_whole, validate
+from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole, validate
 from megatron_epp.planner.search.grains import search, search_orders
 from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B
@@ -75,7 +75,7 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
     trials = Trials(replicas)
     found = search(trials, warm)
     token_cap = Chunker.of(problem, costs, options.chunk_tokens).token_cap
-    if options.slices is None and max(problem.lengths) <= token_cap and problem.is_straight:
+    if options.slices is None and max(problem.lengths) <= token_cap and problem.has_one_stage_per_rank:
         plain = Trials(replicas)
         plain.best_us = trials.best_us
         for whole in plainly(problem.lengths):
@@ -107,11 +107,11 @@ def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
         costs: time and memory of every stage.
     """
     tables = made.tables(problem, costs)
-    return play(made.order, tables, made.layers, timed(made.beside, tables)).makespan_us
+    return play(made.order, tables, made.recompute_steps, timed(made.as_offload, tables)).makespan_us
 
 
 def finished(found: Candidates, problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Local search; then weight gradients split off where that is asked for, the costs tell them apart and it is faster.
+    """Local search; then weight gradients split off where that is asked for, the costs time them separately and it is faster.
 
     The search knows whole backwards only, and the order that is fastest with these need not be so with weight gradients of
     their own. So those of the first decisions, and of the candidates near them, are split off too.
@@ -132,7 +132,7 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
         enough_us = lower_bound_us(tables, one.chunks, problem, options) * (1 + CLOSE)
         if best_us <= enough_us:
             continue
-        split = replace(one, order=weights_apart(one.order, tables, one.beside, problem.cap_bytes, enough_us))
+        split = replace(one, order=with_split_weights(one.order, tables, one.as_offload, problem.cap_bytes, enough_us))
         if (took_us := predicted_us(split, problem, costs)) < best_us:
             best, best_us = split, took_us
     return best
@@ -175,7 +175,7 @@ def baseline(schedule: Schedule) -> Planner:
     """
 
     def planner(problem: Problem, costs: Costs, options: Options) -> Decisions:
-        require_straight(problem, options)
+        require_one_stage_per_rank(problem, options)
         require_whole(problem, options, round_up(max(problem.lengths), problem.token_multiple))
         trials = Trials(Replicas((problem,), costs, options))
         trials.better(Aligned((whole_sequences(problem.lengths),)), (OneStagePerRank(schedule),))

@@ -42,14 +42,14 @@ class Reach:
 
     Attributes:
         alone: tokens of the longest sequence, with nothing else in the batch; None without a cap.
-        beside: the same, with all of the batch but its longest sequence; None without a cap.
+        with_rest: the same, with all of the batch but its longest sequence; None without a cap.
         batch: sequences of lengths as in the batch; None without a cap.
         cap: bytes of a rank with which the batch fits.
         cap_plan: that plan.
     """
 
     alone: Limit | None
-    beside: Limit | None
+    with_rest: Limit | None
     batch: Limit | None
     cap: Limit
     cap_plan: Plan

@@ -61,17 +61,19 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options)
     steps = steps_of(options, problem.num_stages, len(made.chunks))
     if not steps or made.copies or problem.forward_only or options.recompute != "auto":
         return made
-    if made.hosted and not is_unlimited(problem.host_cap_bytes):  # steps know nothing of what another order has at the host
+    if made.kv_offload and not is_unlimited(
+        problem.host_cap_bytes
+    ):  # steps know nothing of what another order has in host memory
         return made
     _say_if_slow()
     bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=False))
     columns = tables.columns
     codes = encode(made.order, columns.num_chunks)
-    start_us = makespan_us(codes, tables, made.layers)
-    layers = list(chain.from_iterable(made.layers))
-    now, best, trial = (Choice(integers(codes.actions), integers(layers), integers(columns.most)) for _ in range(3))
+    start_us = makespan_us(codes, tables, made.recompute_steps)
+    recompute_steps = list(chain.from_iterable(made.recompute_steps))
+    now, best, trial = (Choice(integers(codes.actions), integers(recompute_steps), integers(columns.most)) for _ in range(3))
     facts = _facts(made, tables, problem, codes)
-    items = len(layers)
+    items = len(recompute_steps)
     spare = Spare(
         numbers=integers([options.seed]),
         leaves=integers([0] * items),
@@ -82,7 +84,7 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options)
     limit_us = bound_us * (1 + 1e-9)
     search(now, best, trial, facts, room_for(codes, columns), spare, steps, period, start_us, limit_us, ALLOWANCE * start_us)
     order = decode(Codes(best.actions, codes.starts), columns.num_chunks)
-    return replace(made, order=order, layers=by_stage(best.layers, columns.num_chunks))
+    return replace(made, order=order, recompute_steps=by_stage(best.recompute_steps, columns.num_chunks))
 
 
 @cache

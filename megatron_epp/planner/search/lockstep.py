@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, Plan, PlanError, Remedy
-from megatron_epp.plan.check.lockstep import check_matched
+from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.messages import planned_with_room
-from megatron_epp.planner.orders.split_weight import fits_beside, weights_apart
+from megatron_epp.planner.orders.split_weight import fits_with_copies, with_split_weights
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
 from megatron_epp.planner.search.grains import search
@@ -20,7 +20,7 @@ from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Candidate, Trials
 
 
-def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
+def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -> tuple[Plan, ...]:
     """Plan one iteration of replicas that share experts. Equal arguments give equal plans, in every process.
 
     Args:
@@ -29,7 +29,7 @@ def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) ->
         options: the settings of the user. The planner must be "greedy", without a budget.
 
     Returns:
-        A plan for each, sound by itself, that `check_matched` finds nothing wrong with. The time of an action is that of the
+        A plan for each, sound by itself, that `check_lockstep` finds nothing wrong with. The time of an action is that of the
         slowest replica.
 
     Raises:
@@ -49,7 +49,7 @@ def plan_matched(problems: Sequence[Problem], costs: Costs, options: Options) ->
         return tuple(_plans(Replicas(tuple(room), costs, options)))
 
     plans = planned_with_room(problems[0], planned)
-    if faults := check_matched(plans):
+    if faults := check_lockstep(plans):
         raise PlanError("plans of replicas that share experts do not match: " + "; ".join(map(str, faults[:3])))
     return plans
 
@@ -63,7 +63,7 @@ def _require_equal(problems: Sequence[Problem]) -> None:
             first, own = getattr(problems[0], name), getattr(problem, name)
             if own != first:
                 raise PlanError(
-                    f"replicas that share experts run in step and differ in nothing but their lengths: {name} of replica "
+                    f"replicas that share experts run in lockstep and differ in nothing but their lengths: {name} of replica "
                     f"{replica} is {own}, that of replica 0 is {first}; give all the same"
                 )
 
@@ -84,21 +84,21 @@ def _plans(replicas: Replicas) -> Iterator[Plan]:
     best = trials.result()
     order = _split(best, replicas) if splits(replicas.problems[0], costs, options) else best.made[0].order
     for problem, made, tables in zip(replicas.problems, best.made, best.tables, strict=True):
-        made = replace(made, order=order, levels=WHOLE)  # all else is in the tables
+        made = replace(made, order=order, modes=WHOLE)  # all else is in the tables
         yield build_plan(problem, costs, options, made, tables)
 
 
 def _split(best: Candidate, replicas: Replicas) -> Order:
     """Split weight gradients off the order, equally for all replicas.
 
-    Exchanges then come at the same times everywhere, so that all replicas issue receives in the same places among them. A
+    Exchanges then come at the same times everywhere, so that all replicas issue receives at the same positions among them. A
     replica's own split is a candidate where it fits all.
     """
-    whole, layers = best.made[0].order, best.made[0].layers
+    whole, recompute_steps = best.made[0].order, best.made[0].recompute_steps
     every = [
-        (tables, made.beside, problem.cap_bytes)
+        (tables, made.as_offload, problem.cap_bytes)
         for tables, made, problem in zip(best.tables, best.made, replicas.problems, strict=True)
     ]
-    orders = dict.fromkeys(weights_apart(whole, *one) for one in every)
-    fitting = [order for order in orders if all(fits_beside(order, *one) for one in every)]
-    return min([whole, *fitting], key=lambda order: play(order, best.tables[0], layers).makespan_us)
+    orders = dict.fromkeys(with_split_weights(whole, *one) for one in every)
+    fitting = [order for order in orders if all(fits_with_copies(order, *one) for one in every)]
+    return min([whole, *fitting], key=lambda order: play(order, best.tables[0], recompute_steps).makespan_us)

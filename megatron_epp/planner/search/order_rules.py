@@ -10,20 +10,20 @@ from megatron_epp.planner.problem import Problem
 
 ELASTIC_1F1B = OneStagePerRank(elastic_1f1b)
 
-FIRST: tuple[OrderRule, ...] = (WarmUp(lead=2, late=True), WarmUp(lead=2))
+FIRST: tuple[OrderRule, ...] = (WarmUp(lead=2, minimal=True), WarmUp(lead=2))
 """Rules that every grain is tried with."""
 SECOND: tuple[OrderRule, ...] = (
-    WarmUp(lead=1.5, late=True),
-    WarmUp(lead=1, late=True),
+    WarmUp(lead=1.5, minimal=True),
+    WarmUp(lead=1, minimal=True),
     WarmUp(lead=1.5),
     WarmUp(lead=1),
     ELASTIC_1F1B,
 )
 """Further rules for the best grain: less alive, less slack."""
-HALF = WarmUp(lead=0.5, late=True)
-LEAST: tuple[OrderRule, ...] = (WarmUp(lead=0, late=True),)
+HALF = WarmUp(lead=0.5, minimal=True)
+LEAST: tuple[OrderRule, ...] = (WarmUp(lead=0, minimal=True),)
 """Rule of last resort, when no other fits: one sequence is alive at a time, and no order of a table keeps less."""
-LISTED: tuple[OrderRule, ...] = (ListScheduling(2), ListScheduling(1.5), ListScheduling(1), ListScheduling(3))
+LIST_SCHEDULES: tuple[OrderRule, ...] = (ListScheduling(2), ListScheduling(1.5), ListScheduling(1), ListScheduling(3))
 """Rules for any other placement than one stage per rank in order, the first for every grain."""
 LEAST_LISTED: tuple[OrderRule, ...] = (ListScheduling(0),)
 
@@ -46,9 +46,9 @@ class OrderRules:
 
 
 STRAIGHT = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST))
-ANY_PLACEMENT = OrderRules(LISTED[:1], LISTED[1:], LEAST_LISTED, LISTED[1:])
+ANY_PLACEMENT = OrderRules(LIST_SCHEDULES[:1], LIST_SCHEDULES[1:], LEAST_LISTED, LIST_SCHEDULES[1:])
 
 
 def rules_for(problem: Problem) -> OrderRules:
     """Return the rules for the problem's placement."""
-    return STRAIGHT if problem.is_straight else ANY_PLACEMENT
+    return STRAIGHT if problem.has_one_stage_per_rank else ANY_PLACEMENT

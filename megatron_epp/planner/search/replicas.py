@@ -18,16 +18,16 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.kernels.columns import Codes
-from megatron_epp.planner.memory.kv_offload import Pairs, with_hosted
-from megatron_epp.planner.memory.kv_offload_choice import at_host, choices
-from megatron_epp.planner.memory.lockstep_recompute import fit_alike
+from megatron_epp.planner.memory.kv_offload import Pairs, with_kv_offload
+from megatron_epp.planner.memory.kv_offload_choice import choices, kv_offload_host_bytes
+from megatron_epp.planner.memory.lockstep_recompute import fit_lockstep
 from megatron_epp.planner.memory.recompute import Fit
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import WHOLE, Options, Problem
 from megatron_epp.planner.tables import Tables, tabulate
 
-LOCKSTEP_LEVELS = ("selective", "full")
-"""Levels of recompute in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
+LOCKSTEP_MODES = ("selective", "full")
+"""recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
 _TIMES = ("forward_us", "backward_us", "weight_us", "hops")
 
 
@@ -50,16 +50,16 @@ class Replicas:
         return len(self.problems) > 1
 
     @property
-    def levels(self) -> tuple[str, ...]:
-        """Names of the recompute levels that plans may use."""
-        known = self.options.levels(self.costs)
+    def modes(self) -> tuple[str, ...]:
+        """Names of the recompute modes that plans may use."""
+        known = self.options.modes(self.costs)
         if not self.is_lockstep:
             return known
-        return LOCKSTEP_LEVELS if set(LOCKSTEP_LEVELS) <= set(known) else WHOLE
+        return LOCKSTEP_MODES if set(LOCKSTEP_MODES) <= set(known) else WHOLE
 
     @property
     def without_caps(self) -> Replicas:
-        """The same replicas with unlimited memory."""
+        """Return the replicas with unlimited memory."""
         unlimited = (UNLIMITED_BYTES,) * self.problems[0].num_ranks
         return replace(self, problems=tuple(replace(problem, cap_bytes=unlimited) for problem in self.problems))
 
@@ -71,7 +71,7 @@ class Replicas:
     def tables(self, table: Aligned) -> tuple[Tables, ...]:
         """Tabulate a chunk table of every replica; all have the times of the slowest."""
         every = zip(table.chunks, self.problems, strict=True)
-        return in_step([tabulate(*each, self.costs, self.levels, self.is_lockstep) for each in every])
+        return slowest_times([tabulate(*each, self.costs, self.modes, self.is_lockstep) for each in every])
 
     def choices(self, order: Order, tables: Sequence[Tables], table: Aligned) -> Iterator[tuple[Pairs, ...]]:
         """List what may be offloaded of keys and values in every replica: what it takes to fit, and what avoids recompute.
@@ -82,10 +82,10 @@ class Replicas:
             table: the chunk table.
         """
         every = zip(tables, table.chunks, self.problems, strict=True)
-        found = [choices(order, *each, self.costs, self.levels, self.is_lockstep) for each in every]
+        found = [choices(order, *each, self.costs, self.modes, self.is_lockstep) for each in every]
         return iter(dict.fromkeys(zip(*found, strict=True)))
 
-    def hosted(
+    def kv_offload(
         self, tables: Sequence[Tables], table: Aligned, pairs: tuple[Pairs, ...], sharing: float = 1.0
     ) -> tuple[Tables, ...]:
         """Tabulate with KV offload.
@@ -93,36 +93,36 @@ class Replicas:
         Args:
             tables: without it.
             table: the chunk table.
-            pairs: stages and sequences of every replica whose keys and values are at the host.
+            pairs: stages and sequences of every replica whose keys and values are in host memory.
             sharing: factor by which the link is slower for each of its uses.
         """
         every = zip(tables, table.chunks, self.problems, pairs, strict=True)
-        return in_step(
+        return slowest_times(
             [
-                with_hosted(own, chunks, problem, self.costs, self.levels, mine, sharing, self.is_lockstep)
+                with_kv_offload(own, chunks, problem, self.costs, self.modes, mine, sharing, self.is_lockstep)
                 for own, chunks, problem, mine in every
             ]
         )
 
     def host_room(self, order: Order, table: Aligned, pairs: tuple[Pairs, ...]) -> list[list[int]]:
-        """Compute the bytes left at the host besides KV offload, ``[replica][rank]``; below zero where there are too few.
+        """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few.
 
         Args:
             order: of all actions.
             table: the chunk table.
-            pairs: stages and sequences of every replica whose keys and values are at the host.
+            pairs: stages and sequences of every replica whose keys and values are in host memory.
         """
         if not any(pairs):
             return [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
         every = zip(table.chunks, self.problems, pairs, strict=True)
         return [
-            [problem.host_cap_bytes - size for size in at_host(order, chunks, problem, self.costs, mine)]
+            [problem.host_cap_bytes - size for size in kv_offload_host_bytes(order, chunks, problem, self.costs, mine)]
             for chunks, problem, mine in every
         ]
 
     def fit(self, codes: Codes, tables: Sequence[Tables]) -> Fit:
         """Fit the recompute of all replicas under their caps."""
-        return fit_alike(codes, tables, [problem.cap_bytes for problem in self.problems], self.options)
+        return fit_lockstep(codes, tables, [problem.cap_bytes for problem in self.problems], self.options)
 
     def bound_us(self, tables: Sequence[Tables], table: Aligned) -> float:
         """Compute a makespan, in microseconds, that no plan of a chunk table beats."""
@@ -164,21 +164,24 @@ class Chunkers:
         return align(tables, self.each)
 
 
-def in_step(tables: Sequence[Tables]) -> tuple[Tables, ...]:
+def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     """Return every replica's tables with the times of the slowest at each stage and chunk."""
     if len(tables) == 1:
         return tuple(tables)
     common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in _TIMES}
     message_us = np.max([own.message_us for own in tables], axis=0).tolist()
     again_us = [
-        np.max([rung.layer_us for rung in rungs], axis=0).tolist() for rungs in zip(*(own.rungs for own in tables), strict=True)
+        np.max([frontier_step.layer_us for frontier_step in frontier], axis=0).tolist()
+        for frontier in zip(*(own.frontier for own in tables), strict=True)
     ]
     return tuple(
         replace(
             own,
             **common,
             message_us=message_us,
-            rungs=tuple(replace(rung, layer_us=time_us) for rung, time_us in zip(own.rungs, again_us, strict=True)),
+            frontier=tuple(
+                replace(frontier_step, layer_us=time_us) for frontier_step, time_us in zip(own.frontier, again_us, strict=True)
+            ),
         )
         for own in tables
     )

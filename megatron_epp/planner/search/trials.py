@@ -62,9 +62,9 @@ class Candidate:
         (made,) = self.made
         return made
 
-    def hosting(self, pairs: tuple[Pairs, ...], tables: tuple[Tables, ...]) -> Candidate:
-        """Return the candidate with the keys and values of `pairs` at the host, as tabulated."""
-        made = tuple(replace(one, hosted=mine) for one, mine in zip(self.made, pairs, strict=True))
+    def kv_offload(self, pairs: tuple[Pairs, ...], tables: tuple[Tables, ...]) -> Candidate:
+        """Return the candidate with the keys and values of `pairs` in host memory, as tabulated."""
+        made = tuple(replace(one, kv_offload=mine) for one, mine in zip(self.made, pairs, strict=True))
         return replace(self, made=made, tables=tables)
 
     def decided(self, makespan_us: float, offloads: Sequence[Offload]) -> Candidate:
@@ -75,7 +75,9 @@ class Candidate:
             offloads: of every replica; without copies these are the recompute alone.
         """
         every = zip(self.made, offloads, strict=True)
-        made = tuple(replace(one, layers=own.layers, copies=own.copies, offload=own.shares) for one, own in every)
+        made = tuple(
+            replace(one, recompute_steps=own.recompute_steps, copies=own.copies, offload=own.shares) for one, own in every
+        )
         return replace(self, made=made, makespan_us=makespan_us)
 
 
@@ -89,7 +91,7 @@ class Trials:
         best_us: its makespan, or a makespan to beat.
         near: the fastest without copies, the best among them, fastest first.
         least_cap: smallest cap, in bytes, that would have let a candidate through; 0 where memory was never the obstacle.
-        least_host: the same for the memory at the host.
+        least_host: the same for the memory in host memory.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -144,7 +146,7 @@ class Trials:
                 found |= self._copied(self._ordered(table, tables, rule))
         return found
 
-    def better_hosted(self, table: Aligned | None, rule: OrderRule) -> bool:
+    def better_with_kv_offload(self, table: Aligned | None, rule: OrderRule) -> bool:
         """Try a table with KV offload, alone and combined with offload of activations; True if it is faster than all before.
 
         While nothing fits, it is tried without KV offload too, for it is a table of its own.
@@ -159,7 +161,8 @@ class Trials:
             if short > 0 and self.best is not None:
                 continue
             alone, shared = (
-                plain.hosting(pairs, self.replicas.hosted(plain.tables, table, pairs, sharing)) for sharing in (1.0, SHARING)
+                plain.kv_offload(pairs, self.replicas.kv_offload(plain.tables, table, pairs, sharing))
+                for sharing in (1.0, SHARING)
             )
             if busiest_us(alone.tables[0]) >= self.best_us:
                 continue
@@ -174,23 +177,23 @@ class Trials:
 
     def _ordered(self, table: Aligned, tables: tuple[Tables, ...], rule: OrderRule) -> Candidate:
         order = rule.order(table.skeleton, tables[0], self.problem)
-        made = tuple(Decisions(chunks, order, [], self.replicas.levels) for chunks in table.chunks)
+        made = tuple(Decisions(chunks, order, [], self.replicas.modes) for chunks in table.chunks)
         return Candidate(table, rule, made, tables)
 
     def _recomputed(self, tried: Candidate, counts: bool = True) -> Candidate | None:
         """Fit recompute to the caps; where none does, the cap that would do counts unless the host has no room for it."""
         codes = encode(tried.order, len(tried.table.chunks[0]))
         fit = self.replicas.fit(codes, tried.tables)
-        if fit.layers is not None:
-            offloads = [Offload(fit.layers, (), ())] * len(tried.made)
-            return tried.decided(makespan_us(codes, tried.tables[0], fit.layers), offloads)
+        if fit.recompute_steps is not None:
+            offloads = [Offload(fit.recompute_steps, (), ())] * len(tried.made)
+            return tried.decided(makespan_us(codes, tried.tables[0], fit.recompute_steps), offloads)
         if counts:
             self.least_cap = int(min(self.least_cap or math.inf, fit.needed_bytes))
         return None
 
     def _copied(self, tried: Candidate) -> bool:
         """Try offload of activations besides the candidate's KV offload, as tabulated; True if it is the fastest."""
-        room = self.replicas.host_room(tried.order, tried.table, tuple(one.hosted for one in tried.made))
+        room = self.replicas.host_room(tried.order, tried.table, tuple(one.kv_offload for one in tried.made))
         found = fit_offload(tried.order, tried.tables, self.problem.cap_bytes, room)
         if found is not None and found.short_bytes:
             self._needs_host(found.short_bytes)
@@ -228,21 +231,21 @@ def infeasible(problem: Problem, least_cap: int, least_host: int = 0, planner: s
     Args:
         problem: the batch.
         least_cap: bytes of each rank that would suffice.
-        least_host: bytes of each rank at the host that would suffice, with the caps as they are; 0 where none would.
+        least_host: bytes of each rank in host memory that would suffice, with the caps as they are; 0 where none would.
         planner: name of the planner, for the message.
     """
-    remedies, beside = [Remedy("raise", "cap_bytes", least_cap)], ""
+    remedies, alternative = [Remedy("raise", "cap_bytes", least_cap)], ""
     if least_host:
         remedies.append(Remedy("raise", "host_cap_bytes", least_host))
         in_gib = format_gib(least_host)
-        beside = f", or {least_host} bytes ({in_gib} GiB) at the host, where it may have {problem.host_cap_bytes}"
+        alternative = f", or {least_host} bytes ({in_gib} GiB) in host memory, where it may have {problem.host_cap_bytes}"
     if planner == "greedy":
         whose, instead = "", (Remedy("lower", "chunk_tokens"), Remedy("lower", "context"))
     else:
         whose, instead = f" of {planner!r}", (Remedy("lower", "context"), Remedy("set", "planner", "greedy"))
     return InfeasibleError(
         f"no plan{whose} fits a memory cap of {min(problem.cap_bytes)} bytes per rank: the least that would do is "
-        f"{least_cap} bytes ({format_gib(least_cap)} GiB){beside}.\n",
+        f"{least_cap} bytes ({format_gib(least_cap)} GiB){alternative}.\n",
         *remedies,
         *instead,
         least_cap_bytes=least_cap,

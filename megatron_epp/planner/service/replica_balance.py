@@ -23,16 +23,16 @@ from megatron_epp.planner.problem import Problem
 Share = tuple[int, ...]
 """Positions in the global batch, ascending."""
 
-Teams = tuple[tuple[int, ...], ...]
-"""Replicas whose plans are made together, for they share experts; each replica is in one team."""
+LockstepGroups = tuple[tuple[int, ...], ...]
+"""Replicas whose plans are made together, for they share experts; each replica is in one group."""
 
 Makespan = Callable[[tuple[tuple[int, ...], ...]], float]
-"""Microseconds that a team takes, from the lengths of each of its replicas."""
+"""Microseconds that a group takes, from the lengths of each of its replicas."""
 
 ENOUGH = 0.005
 """Imbalance at which no further exchange is tried; set by hand, as are the next two (`scripts/bench_balance.py` shows them)."""
 TRIES = 16
-"""Exchanges tried at most, each of which takes the makespans of two teams."""
+"""Exchanges tried at most, each of which takes the makespans of two groups."""
 ROUNDS = 4
 """Exchanges judged by work alone, per sequence."""
 
@@ -43,7 +43,7 @@ class Division:
 
     Attributes:
         shares: of every replica; each position of the batch is in one of them.
-        makespan_us: of every replica; those of a team take equally long.
+        makespan_us: of every replica; those of a group take equally long.
     """
 
     shares: tuple[Share, ...]
@@ -65,24 +65,26 @@ def imbalance(makespans_us: Sequence[float]) -> float:
     return max(makespans_us) / mean_us - 1 if mean_us else 0.0
 
 
-def divide(problem: Problem, costs: Costs, teams: Teams, makespan_us: Makespan, tries: int = TRIES) -> Division:
+def divide(
+    problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, makespan_us: Makespan, tries: int = TRIES
+) -> Division:
     """Divide the sequences of a global batch over replicas. Equal arguments give equal divisions, in every process.
 
     A sequence is never cut between replicas, so one that takes longer than a fair share bounds the balance from below: its
-    replica then has nothing else. In a team each chunk waits for the others' chunks, so long sequences go to the same team.
+    replica then has nothing else. In a group each chunk waits for the others' chunks, so long sequences go to the same group.
 
     Args:
         problem: with the lengths of the whole batch.
         costs: of the pipeline of every replica.
-        teams: of the replicas, each of which gets at least one sequence.
-        makespan_us: plans the shares of a team, or estimates how long that takes.
+        lockstep_groups: of the replicas, each of which gets at least one sequence.
+        makespan_us: plans the shares of a group, or estimates how long that takes.
         tries: exchanges judged by it, at most.
 
     Raises:
         PlanError: there are fewer sequences than replicas.
         InfeasibleError: a share fits no memory cap, as `makespan_us` says it.
     """
-    lengths, replicas = problem.lengths, sum(map(len, teams))
+    lengths, replicas = problem.lengths, sum(map(len, lockstep_groups))
     if len(lengths) < replicas:
         remedy = Remedy("raise", "global_batch_size", replicas)
         raise PlanError(f"{len(lengths)} sequences cannot be shared by {replicas} replicas", remedy)
@@ -91,38 +93,38 @@ def divide(problem: Problem, costs: Costs, teams: Teams, makespan_us: Makespan, 
     alone = tuple((replica,) for replica in range(replicas))
     by_work = _Exchange(alone, work_us, lambda share: sum(work_us[at] for at in share[0]))
     shares = by_work.run(shares, ROUNDS * len(lengths), 0.0)[0]
-    if len(teams) < replicas:
+    if len(lockstep_groups) < replicas:
         shares.sort(key=lambda share: (-max(work_us[at] for at in share), share))
 
-    def lengths_of(team: tuple[Share, ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(lengths[at] for at in sorted(share)) for share in team)
+    def lengths_of(lockstep_group: tuple[Share, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(lengths[at] for at in sorted(share)) for share in lockstep_group)
 
-    def planned_us(team: tuple[Share, ...]) -> float:
+    def planned_us(lockstep_group: tuple[Share, ...]) -> float:
         try:
-            return makespan_us(lengths_of(team))
+            return makespan_us(lengths_of(lockstep_group))
         except InfeasibleError:
             return math.inf
 
-    shares, times_us = _Exchange(teams, work_us, planned_us).run(shares, tries, ENOUGH)
+    shares, times_us = _Exchange(lockstep_groups, work_us, planned_us).run(shares, tries, ENOUGH)
     of_replica: dict[int, float] = {}
-    for team, time_us in zip(teams, times_us, strict=True):
+    for lockstep_group, time_us in zip(lockstep_groups, times_us, strict=True):
         if math.isinf(time_us):
-            makespan_us(lengths_of(tuple(shares[replica] for replica in team)))  # says why
-        of_replica |= dict.fromkeys(team, time_us)
+            makespan_us(lengths_of(tuple(shares[replica] for replica in lockstep_group)))  # says why
+        of_replica |= dict.fromkeys(lockstep_group, time_us)
     return Division(tuple(tuple(sorted(share)) for share in shares), tuple(of_replica[r] for r in range(replicas)))
 
 
-def teams_of(sharing: Iterable[set[int]]) -> Teams:
-    """The teams of all replicas.
+def lockstep_groups_of(sharing: Iterable[set[int]]) -> LockstepGroups:
+    """The groups of all replicas.
 
     Args:
         sharing: sets of replicas that share something; each replica is in one at least.
     """
-    team_of: dict[int, set[int]] = {}
+    lockstep_group_of: dict[int, set[int]] = {}
     for replicas in sharing:
-        together = replicas.union(*(team_of.get(replica, {replica}) for replica in replicas))
-        team_of |= dict.fromkeys(together, together)
-    return tuple(sorted({tuple(sorted(team)) for team in team_of.values()}))
+        together = replicas.union(*(lockstep_group_of.get(replica, {replica}) for replica in replicas))
+        lockstep_group_of |= dict.fromkeys(together, together)
+    return tuple(sorted({tuple(sorted(lockstep_group)) for lockstep_group in lockstep_group_of.values()}))
 
 
 def by_count(count: int, replica: int, replicas: int) -> Share:
@@ -155,15 +157,15 @@ def sequence_work(problem: Problem, costs: Costs) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """Moves sequences, or swaps two, between the slowest team and another, as long as the slower of both gets faster.
+    """Moves sequences, or swaps two, between the slowest group and another, as long as the slower of both gets faster.
 
     Attributes:
-        teams: of the replicas.
+        lockstep_groups: of the replicas.
         work_us: of every sequence.
-        time_us: of the shares of a team.
+        time_us: of the shares of a group.
     """
 
-    teams: Teams
+    lockstep_groups: LockstepGroups
     work_us: Sequence[float]
     time_us: Callable[[tuple[Share, ...]], float]
 
@@ -173,17 +175,17 @@ class _Exchange:
         Args:
             shares: of the replicas, at the start.
             tries: most exchanges that are tried.
-            enough: imbalance of the teams' times at which to stop.
+            enough: imbalance of the groups' times at which to stop.
 
         Returns:
-            the shares of the replicas and the time of each team.
+            the shares of the replicas and the time of each group.
         """
-        times_us = [self._team_us(shares, team) for team in self.teams]
+        times_us = [self._group_us(shares, lockstep_group) for lockstep_group in self.lockstep_groups]
         while tries > 0 and (math.isinf(max(times_us)) or max(times_us) > (1 + enough) * sum(times_us) / len(times_us)):
-            slow = max(range(len(times_us)), key=lambda team: (times_us[team], -team))
+            slow = max(range(len(times_us)), key=lambda lockstep_group: (times_us[lockstep_group], -lockstep_group))
             for fast, changed in self._candidates(shares, times_us, slow):
                 tries -= 1
-                after_us = [self._team_us(changed, self.teams[team]) for team in (slow, fast)]
+                after_us = [self._group_us(changed, self.lockstep_groups[lockstep_group]) for lockstep_group in (slow, fast)]
                 if max(after_us) < times_us[slow]:
                     shares = changed
                     times_us[slow], times_us[fast] = after_us
@@ -194,17 +196,19 @@ class _Exchange:
                 break
         return shares, times_us
 
-    def _team_us(self, shares: list[Share], team: tuple[int, ...]) -> float:
-        return self.time_us(tuple(shares[replica] for replica in team))
+    def _group_us(self, shares: list[Share], lockstep_group: tuple[int, ...]) -> float:
+        return self.time_us(tuple(shares[replica] for replica in lockstep_group))
 
     def _candidates(self, shares: list[Share], times_us: Sequence[float], slow: int) -> Iterator[tuple[int, list[Share]]]:
-        """Exchanges worth a try, with the fastest team first: that team, and the shares after it."""
-        giver, giver_us = max(((r, self._work(shares[r])) for r in self.teams[slow]), key=lambda each: (each[1], -each[0]))
-        for fast in sorted(range(len(times_us)), key=lambda team: (times_us[team], team)):
+        """Exchanges worth a try, with the fastest group first: that group, and the shares after it."""
+        giver, giver_us = max(
+            ((r, self._work(shares[r])) for r in self.lockstep_groups[slow]), key=lambda each: (each[1], -each[0])
+        )
+        for fast in sorted(range(len(times_us)), key=lambda lockstep_group: (times_us[lockstep_group], lockstep_group)):
             gap = times_us[slow] - times_us[fast]
             if fast == slow or gap <= 0:
                 continue
-            taker = min(self.teams[fast], key=lambda r: (self._work(shares[r]), r))
+            taker = min(self.lockstep_groups[fast], key=lambda r: (self._work(shares[r]), r))
             share = gap / (2 * times_us[slow]) if math.isfinite(gap) else 0.5
             moved = _closest(shares[giver], shares[taker], self.work_us, share * giver_us)
             if moved is None:

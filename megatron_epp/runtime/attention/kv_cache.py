@@ -149,27 +149,27 @@ class KVRelay:
 
     Attributes:
         fp32_gradients: of which sequences gradients of cached tensors add up in fp32, one of `kv_sums.CHOICES`.
-        hosted: the offloaded KV caches, which are in host memory between uses; None if there are none.
+        offloaded: the offloaded KV caches, which are in host memory between uses; None if there are none.
     """
 
     fp32_gradients: str = "auto"
-    hosted: HostStore | None = None
+    offloaded: HostStore | None = None
     _device: DeviceStore = field(default_factory=DeviceStore)
     _pieces: dict[tuple[int, Piece], _Progress] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all caches and accumulators on the device now."""
-        return self._device.num_bytes + (0 if self.hosted is None else self.hosted.num_bytes)
+        return self._device.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
 
-    def begin(self, hosted: Collection[int] = (), host: HostMemory | None = None) -> None:
+    def begin(self, offloaded: Collection[int] = (), host: HostMemory | None = None) -> None:
         """Start an iteration.
 
         Args:
-            hosted: sequences whose KV caches are offloaded to host memory between uses.
+            offloaded: sequences whose KV caches are offloaded to host memory between uses.
             host: the host memory that holds them.
         """
-        self.hosted = HostStore(host, hosted) if host is not None and hosted else None
+        self.offloaded = HostStore(host, offloaded) if host is not None and offloaded else None
 
     def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
         """Return the context manager in which an action runs.
@@ -179,9 +179,9 @@ class KVRelay:
             backward: the action is a backward.
             num_whole: number of layers, from the stage's first, whose attention is recomputed in it.
         """
-        if view is None or self.hosted is None or view.sequence not in self.hosted.sequences:
+        if view is None or self.offloaded is None or view.sequence not in self.offloaded.sequences:
             return nullcontext()
-        return self.hosted.running(view, backward, num_whole, self._is_wide(view))
+        return self.offloaded.running(view, backward, num_whole, self._is_wide(view))
 
     def parts(self, view: SliceView, heads: int) -> int:
         """Return the number of groups of heads that attention of a slice processes one after the other."""
@@ -292,7 +292,7 @@ class KVRelay:
             raise RelayError(f"caches of (layer, sequence) {left} were never freed")
 
     def _store(self, view: SliceView) -> Store:
-        return self.hosted if self.hosted is not None and view.sequence in self.hosted.sequences else self._device
+        return self.offloaded if self.offloaded is not None and view.sequence in self.offloaded.sequences else self._device
 
     def _is_wide(self, view: SliceView) -> bool:
         return in_fp32(self.fp32_gradients, view.num_slices)

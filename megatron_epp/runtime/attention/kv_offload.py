@@ -236,15 +236,15 @@ class HostStore:
             return self._host.mark()
         return self._copy(now.buffers[number], held.rows[use.piece], 0, use.num_rows, out=False)
 
-    def _copy(self, buffers: Tensors, at_host: int, start: int, stop: int, out: bool) -> Any:
+    def _copy(self, buffers: Tensors, host_offset: int, start: int, stop: int, out: bool) -> Any:
         """Begin to copy rows of buffers from or to their offset in the region; returns the stream position after the copy."""
         region = self._held[self._running.view.sequence].region
         with self._host.copying():
             for buffer in buffers:
-                first = at_host + start * buffer[0].nbytes
+                first = host_offset + start * buffer[0].nbytes
                 for device, host in region.pairs(first, buffer[start:stop].reshape(-1).view(torch.uint8)):
                     (host if out else device).copy_(device if out else host, non_blocking=True)
-                at_host += buffer.nbytes
+                host_offset += buffer.nbytes
             return self._host.mark()
 
     def _reserve(self, view: SliceView, buffers: Tensors) -> int:

@@ -133,7 +133,7 @@ class Links:
             control=groups.of(control, backend="gloo"),
         )
 
-    def meet(self, device: torch.device) -> None:
+    def connect(self, device: torch.device) -> None:
         """Send a tiny message every way that messages will go. All ranks of the pipeline must call this at the same point.
 
         On NCCL the first message between two ranks on a communicator keeps both waiting for each other. Inside a plan, where

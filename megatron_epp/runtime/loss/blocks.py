@@ -150,8 +150,8 @@ def _blocks(num_tokens: int, most: int) -> list[slice]:
 def _entries(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Return every label's index among this rank's vocabulary entries (clamped), and True if it is one of them."""
     entries = len(weight)
-    place = labels if head.group is None else labels - dist.get_rank(head.group) * entries
-    return place.clamp(0, entries - 1), (place >= 0) & (place < entries)
+    local_labels = labels if head.group is None else labels - dist.get_rank(head.group) * entries
+    return local_labels.clamp(0, entries - 1), (local_labels >= 0) & (local_labels < entries)
 
 
 def _less(logits: Tensor, column: Tensor) -> Tensor:

@@ -100,8 +100,8 @@ class Offload:
             memory = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._host.device)
             self._saved.bring_back(storage, memory.untyped_storage())
         with self._host.copying(), timed:
-            for on_device, at_host in moved.pairs():
-                on_device.copy_(at_host, non_blocking=True)
+            for on_device, on_host in moved.pairs():
+                on_device.copy_(on_host, non_blocking=True)
             moved.mark = self._host.mark()
         moved.region.give_back()
         self.host_bytes -= _size(moved.parts)

@@ -251,8 +251,8 @@ def _limits(groups: Path, membership: Path) -> Iterator[tuple[int, str]]:
             root, name = groups / "memory", "memory.limit_in_bytes"
         else:
             continue
-        place = root / path.lstrip("/")
-        for folder in (place, *place.parents):  # in a container a path may be the host's, of which only the root is there
+        cgroup = root / path.lstrip("/")
+        for folder in (cgroup, *cgroup.parents):  # in a container a path may be the host's, of which only the root is there
             if not folder.is_relative_to(root):
                 break
             if (limit := _read(folder / name)) is not None:

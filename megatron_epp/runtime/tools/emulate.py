@@ -193,10 +193,10 @@ def _run(plan: Plan, rank: int, scale: float, locks: Locks) -> tuple[Events, flo
     stages = {stage: WaitingStage(stage, shared, times_us) for stage, on in enumerate(plan.placement) if on == rank}
     if plan.copies and plan.copies[rank]:
         shared.offload = WaitingOffload(plan, rank, locks, scale, shared.record)
-    unstreamed = replace(plan, hosted=())  # what it takes to stream caches is in the steps' times
+    unstreamed = replace(plan, kv_offload=())  # what it takes to stream caches is in the steps' times
     prepare(unstreamed, rank)
     if links is not None:
-        _meet(plan, rank, links)
+        _first_messages(plan, rank, links)
     start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
     dist.all_reduce(start, op=dist.ReduceOp.MAX)
     executor = Executor(unstreamed, rank, stages, links, offload=shared.offload)
@@ -206,7 +206,7 @@ def _run(plan: Plan, rank: int, scale: float, locks: Locks) -> tuple[Events, flo
     return sorted(shared.events, key=itemgetter(1, 2)), shared.late_s
 
 
-def _meet(plan: Plan, rank: int, links: Links) -> None:
+def _first_messages(plan: Plan, rank: int, links: Links) -> None:
     """Send one message in each direction on every link the plan uses, so that links are connected before the emulation."""
     used = {
         (plan.placement[sent.source.stage], plan.placement[sent.target.stage], operation(sent.target.op).role is Role.CLOSES)

@@ -61,15 +61,15 @@ def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[
     """
     bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32)
     points: Points = {}
-    for kind, measurer, places in (
+    for kind, measurer, argument_rows in (
         ("linear", bench.linear, [(n,) for n in grid.tokens]),
         ("attention", bench.attention, [(n, prefix) for n in grid.tokens for prefix in grid.prefixes]),
         ("loss", bench.loss, [(n,) for n in grid.tokens]),
         ("embedding", bench.embedding, [(n,) for n in grid.tokens]),
     ):
         note(kind)
-        for place in places:
-            for name, point in measurer(*place):
+        for arguments in argument_rows:
+            for name, point in measurer(*arguments):
                 points.setdefault(f"{kind} {name}", []).append(point)
     note("host copy")
     return points | {"host copy": time_host_copies(device, grid.copy_bytes)}

@@ -61,11 +61,11 @@ def row(kind: str, replicas: int, batch: int) -> dict[str, Any]:
     problem = replace(case.problem, lengths=lengths)
 
     @cache
-    def makespan_us(team: tuple[tuple[int, ...], ...]) -> float:
-        return plan(replace(problem, lengths=team[0]), case.costs).predicted.makespan_us
+    def makespan_us(lockstep_group: tuple[tuple[int, ...], ...]) -> float:
+        return plan(replace(problem, lengths=lockstep_group[0]), case.costs).predicted.makespan_us
 
-    def about_us(team: tuple[tuple[int, ...], ...]) -> float:
-        return estimate_us(replace(problem, lengths=team[0]), case.costs, Options())
+    def about_us(lockstep_group: tuple[tuple[int, ...], ...]) -> float:
+        return estimate_us(replace(problem, lengths=lockstep_group[0]), case.costs, Options())
 
     def planned(shares: Iterable[tuple[int, ...]]) -> Division:
         return Division((), tuple(makespan_us((tuple(lengths[at] for at in share),)) for share in shares))

@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare(plan: Plan, measured: Measured) -> Comparison:
-    """Lay a run beside its plan.
+    """Compare a run with its plan.
 
     Raises:
         PlanError: the measurement lacks an action of the plan.

@@ -1,4 +1,4 @@
-"""Measures this package on one GPU, through its own training: speed, memory and numbers, each beside Megatron's own.
+"""Measures this package on one GPU, through its own training: speed, memory and numbers, each compared with Megatron's own.
 
 Parts (`--parts`):
 
@@ -6,7 +6,7 @@ parity      losses and gradients in bf16, sliced: no further from Megatron's in 
 slices      a long sequence in slices against the same unsliced, same kernel and recompute: tokens per second
 long        a sequence that does not fit unsliced; what the unsliced run says is reported as it is
 peaks       planned against measured peak of device memory, without a cap and under one that asks for recompute
-copies      activations offloaded: how much of the copies lies beside compute, and what the iteration takes longer
+copies      activations offloaded: how much of the copies is overlapped with compute, and what the iteration takes longer
 
 Us and the baseline are measured in the same call. `--reduced` runs all of it tiny, on a CPU too, to show that the script works:
 its figures say nothing. `--profile FILE` measures the model's parts too, and writes a cost profile, for `configs/profiles/`.
@@ -39,7 +39,7 @@ GOALS = {"speed": 0.95, "peak": 0.05, "parity": 2.0, "loss_floor": 1e-4, "norm_f
 """Least ratio of tokens per second; most relative error of a peak; most times as far from fp32 as Megatron's own bf16 is, and
 how far is near enough anyway, of the loss and of the gradients' norm, which Megatron logs with three decimals."""
 _CAP_SHARE = 0.6
-"""Of what an iteration without recompute holds beside weights and optimizer."""
+"""Of what an iteration without recompute holds besides weights and optimizer."""
 
 Part = dict[str, Any]
 
@@ -67,8 +67,8 @@ class Bench:
         theirs = self.launches.run("stock in bf16", stock, lengths)
         ours = self.launches.run("sliced in bf16", self.mixed(lengths), lengths)
         rows = {
-            "loss": _apart(exact.losses, theirs.losses, ours.losses, GOALS["loss_floor"]),
-            "norm of the gradients": _apart(exact.grad_norms, theirs.grad_norms, ours.grad_norms, GOALS["norm_floor"]),
+            "loss": _relative_error(exact.losses, theirs.losses, ours.losses, GOALS["loss_floor"]),
+            "norm of the gradients": _relative_error(exact.grad_norms, theirs.grad_norms, ours.grad_norms, GOALS["norm_floor"]),
         }
         met = all(row["ours"] <= row["allowed"] for row in rows.values())
         return {"iterations": len(exact.losses), "rows": rows, "met": met}
@@ -133,7 +133,7 @@ def hidden_copies(iterations: Sequence[Measured]) -> Part:
     return {"copies_us": copying, "hidden_share": beside / copying if copying else None}
 
 
-def _apart(exact: list[float], theirs: list[float], ours: list[float], floor: float) -> Part:
+def _relative_error(exact: list[float], theirs: list[float], ours: list[float], floor: float) -> Part:
     """How far Megatron's bf16 and ours are from fp32, at most over the iterations, relatively."""
     far = [max(abs(x / wanted - 1) for x, wanted in zip(column, exact, strict=True)) for column in (theirs, ours)]
     return {"theirs": far[0], "ours": far[1], "allowed": max(GOALS["parity"] * far[0], floor)}

@@ -63,7 +63,7 @@ def _copies(part: Part, goals: dict[str, float]) -> str:
     rows = [
         ["share of activations that leave the device", f"{part['offload_share']:.1%}"],
         ["all copies (ms)", f"{part['copies_us'] / 1e3:.1f}"],
-        ["of them beside compute", "-" if share is None else f"{share:.1%}"],
+        ["of them overlapped with compute", "-" if share is None else f"{share:.1%}"],
         ["time of an iteration over that without cap and copies", f"{part['times_as_long']:.3f}"],
     ]
     return table(["", ""], rows)

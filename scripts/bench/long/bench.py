@@ -1,8 +1,8 @@
-"""Measures what keys and values at the host are worth, on paper: makespans of one long sequence, and the longest that fits.
+"""Measures what KV offload is worth, on paper: makespans of one long sequence, and the longest that fits.
 
 One sequence alone, cut into slices, on a pipeline of one rank per stage. Everything is planned, nothing is trained; costs are
 analytic, and makespans are the simulator's. Every context is planned with recompute alone, with offload of activations, and
-with keys and values at the host as well. Writes report.json and report.md.
+with KV offload as well. Writes report.json and report.md.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ GIB, K = 1 << 30, 1 << 10
 CLUSTER, REPLICAS = "h100x8", 8
 VARIANTS = {
     "recompute": Options(),
-    "offload": Options(offload=True, hosting=False),
-    "offload, keys and values at the host": Options(offload=True),
+    "offload": Options(offload=True, kv_offload=False),
+    "offload, KV offload": Options(offload=True),
 }
 
 
@@ -62,7 +62,7 @@ def figures(a: argparse.Namespace, tokens: int, name: str) -> dict[str, Any] | N
         "makespan_s": made.predicted.makespan_us / 1e6,
         "above_bound": made.predicted.makespan_us / made.predicted.lower_bound_us - 1,
         "chunks": len(made.chunks),
-        "hosted_stages": len(made.hosted),
+        "kv_offload_stages": len(made.kv_offload),
         "copies": sum(map(len, made.copies)),
         "host_gib": max(host_peak_bytes(made)) / GIB,
         "planning_s": took_s,
@@ -89,7 +89,7 @@ def markdown(report: dict[str, Any]) -> str:
     rows = [[f"{context}K", *(cell(row[name]) for name in names)] for context, row in report["rows"].items()]
     if report["longest"]:
         rows.append(["longest", *(f"{report['longest'][name] // K}K" for name in names)])
-    return f"# {report['title']}\n\nMakespan, and most at the host of a rank.\n\n{table(['context', *names], rows)}\n"
+    return f"# {report['title']}\n\nMakespan, and most in host memory of a rank.\n\n{table(['context', *names], rows)}\n"
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--longest", action="store_true", help="look for the longest sequence too")
     parser.add_argument("-o", "--output", type=Path, default=FOLDER, help="folder for report.json and report.md")
     a = parser.parse_args()
-    title = f"{a.model} on {a.stages} stages of {a.cap_gb} GB, {a.host_gb} GB at the host"
+    title = f"{a.model} on {a.stages} stages of {a.cap_gb} GB, {a.host_gb} GB in host memory"
     rows = {str(context): {name: figures(a, context * K, name) for name in VARIANTS} for context in a.contexts}
     report = {"title": title, "rows": rows, "longest": {name: longest(a, name) for name in VARIANTS} if a.longest else {}}
     a.output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Measures what levels of recompute and offload are worth: makespans, efficiency and context under caps that bind.
+"""Measures what recompute modes and offload are worth: makespans, efficiency and context under caps that bind.
 
 The batches, models and pipelines are those of `bench/planner`. Every batch gets caps between the smallest that recompute of
 whole layers fits and the peak without recompute: at 2, 10 and 30 % of the way. Everything is planned, nothing is trained; all
@@ -47,9 +47,9 @@ FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_memory"
 GIB = 1 << 30
 BASE = "whole layers"
 VARIANTS = {
-    BASE: Variant(Options(recompute_levels="whole")),
+    BASE: Variant(Options(recompute_modes="whole")),
     "levels": Variant(Options()),
-    "whole layers, offload": Variant(Options(recompute_levels="whole", offload=True)),
+    "whole layers, offload": Variant(Options(recompute_modes="whole", offload=True)),
     "levels, offload": Variant(Options(offload=True)),
 }
 SHARING = {
@@ -159,7 +159,7 @@ def markdown(report: dict[str, Any]) -> str:
                 f"{found['longer_context'][name]:.2f}",
             ]
         )
-    lines = [f"# Memory levers, planned\n\n{len(report['rows'])} cases, {report['minutes']:.1f} minutes."]
+    lines = [f"# Memory features, planned\n\n{len(report['rows'])} cases, {report['minutes']:.1f} minutes."]
     lines.append(
         "How much faster than with recompute of whole layers alone (geometric mean), in brackets the median efficiency and the "
         "busiest rank's, under caps between the smallest that whole-layer recompute fits and none; and how much longer a "

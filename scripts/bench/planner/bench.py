@@ -28,7 +28,7 @@ from megatron_epp.planner import Options, Problem, plan
 from scripts.bench.planner.fixed import FIXED
 from scripts.bench.planner.report import markdown
 from scripts.bench.planner.runs import BATCHES, RunCase, run_row
-from scripts.bench.planner.small import LEVERS, small
+from scripts.bench.planner.small import FEATURES, small
 from scripts.bench.planner.suite import OURS, RIVALS, Case, all_cases, row, sampled_cases
 
 FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_planner"
@@ -71,10 +71,10 @@ def large(cases: list[Case], planners: tuple[str, ...], jobs: int) -> dict[str, 
         {"cases": len(rows), "planned": len(planned)}
         | gaps_of(planned)
         | {
-            "all_levers": gaps_of([r["all_levers"] for r in planned])
-            | {"over_default": geometric_mean([r["makespan_us"] / r["all_levers"]["makespan_us"] for r in planned])},
+            "all_features": gaps_of([r["all_features"] for r in planned])
+            | {"over_default": geometric_mean([r["makespan_us"] / r["all_features"]["makespan_us"] for r in planned])},
             "against": {name: against(rows, name) for name in planners},
-            "against_all_levers": {name: against(rows, name, all_levers=True) for name in planners},
+            "against_all_features": {name: against(rows, name, all_features=True) for name in planners},
             "rows": rows,
         }
     )
@@ -101,21 +101,21 @@ def runs(cases: list[RunCase], jobs: int) -> dict[str, Any]:
         "batches": BATCHES,
         "planned": sum("makespan_us" in r for r in rows),
         "against": {name: against(rows, name) for name in FIXED},
-        "against_all_levers": {name: against(rows, name, all_levers=True) for name in FIXED},
+        "against_all_features": {name: against(rows, name, all_features=True) for name in FIXED},
         "rows": rows,
     }
 
 
-def against(rows: list[dict[str, Any]], name: str, all_levers: bool = False) -> dict[str, Any]:
-    """Geometric mean of their makespan over ours (with all levers), where both have a plan; and over our plan's lower bound,
+def against(rows: list[dict[str, Any]], name: str, all_features: bool = False) -> dict[str, Any]:
+    """Geometric mean of their makespan over ours (with all features), where both have a plan; and over our plan's lower bound,
     which is the most that any order and recompute of our chunks could win.
     """
     both = [
-        (r["rivals"][name]["makespan_us"] / (r["all_levers"] if all_levers else r)["makespan_us"], r)
+        (r["rivals"][name]["makespan_us"] / (r["all_features"] if all_features else r)["makespan_us"], r)
         for r in rows
         if "makespan_us" in r and r["rivals"][name]["makespan_us"] is not None
     ]
-    gaps = [(ratio, (r["all_levers"] if all_levers else r).get("gap")) for ratio, r in both]
+    gaps = [(ratio, (r["all_features"] if all_features else r).get("gap")) for ratio, r in both]
     tight = [ratio for ratio, r in both if r["recompute_share"] > 0]
     return {
         "both_have_a_plan": len(both),
@@ -158,7 +158,7 @@ def main() -> None:
     size.add_argument("--full", action="store_true", help="all 540 cases of the suite and 200 against the oracle")
     parser.add_argument("--parts", default="speed,small,large,runs", help="what to measure (default: all)")
     parser.add_argument("--rivals", default=",".join(RIVALS), help=f"of part large (default: {','.join(RIVALS)})")
-    parser.add_argument("--levers", default="plain", help=f"of part small, from {','.join(LEVERS)} (default: plain)")
+    parser.add_argument("--features", default="plain", help=f"of part small, from {','.join(FEATURES)} (default: plain)")
     parser.add_argument("--cases", type=int, help="of part small (default: 40; 200 with --full)")
     parser.add_argument("--limit-s", type=float, help="of part small, for the oracle, each case (default: 3; 60 with --full)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1); speed is always measured alone")
@@ -171,7 +171,7 @@ def main() -> None:
     limits = a.cases or count, a.limit_s or limit_s, most
     measured: dict[str, Callable[[], Any]] = {
         "speed": lambda: speed(0 if a.reduced else 3, [(64, 4), (128, 4)] if a.reduced else sizes),
-        "small": lambda: small(*limits, a.levers.split(","), a.jobs, a.output / "small.json"),
+        "small": lambda: small(*limits, a.features.split(","), a.jobs, a.output / "small.json"),
         "runs": lambda: runs([RunCase(*astuple(case)) for case in suite(a)], a.jobs),
         "large": lambda: large(suite(a), tuple(a.rivals.split(",")), a.jobs),
     }

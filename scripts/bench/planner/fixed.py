@@ -20,7 +20,7 @@ from megatron_epp.planner.baselines.seq1f1b import fixed_size_chunks, seq1f1b_or
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import Layers, makespan_us
+from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order, elastic_1f1b, slice_groups
 from megatron_epp.planner.problem import Options, Problem
@@ -44,7 +44,7 @@ class Setting:
     recompute: int | None = None
     retain: int | None = None
 
-    def layers(self, chunks: Sequence[Chunk], tables: Tables) -> Layers:
+    def layers(self, chunks: Sequence[Chunk], tables: Tables) -> RecomputeSteps:
         """Recomputed layers ``[stage][chunk]``."""
         if self.retain is not None:
             return recompute_all_but_last(chunks, tables.num_layers, self.retain)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 WORTH_EXPLAINING = 0.05
-LEVERS = """\"All levers\": weight gradients as actions of their own, and offload to the host (`--split-weight --offload`)."""
+FEATURES = """\"All features\": weight gradients as actions of their own, and offload to the host (`--split-weight --offload`).
+"""
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -15,7 +16,7 @@ def markdown(report: dict[str, Any]) -> str:
     if "small" in report:
         parts.append(_small(report["small"]))
     if "large" in report or "runs" in report:
-        parts.append(LEVERS)
+        parts.append(FEATURES)
     if "large" in report:
         parts.append(_against(report["large"]))
         parts.append(_large(report["large"]))
@@ -59,7 +60,7 @@ def _small(found: dict[str, Any]) -> str:
     header = ["may decide", "cases", "proven", "mean gap", "worst", "not proven", "mean gap to the bound", "worst"]
     header += ["all: at most", "no plan where the oracle has one", "no plan at all", "open"]
     rows = []
-    for name, r in found["levers"].items():
+    for name, r in found["features"].items():
         row = [name, str(r["cases"])]
         for part in (r["proven"], r["not_proven"]):
             row += [str(part["cases"]), _percent(part["mean_gap"]), _percent(part["worst_gap"])]
@@ -67,7 +68,7 @@ def _small(found: dict[str, Any]) -> str:
         counts = (r["infeasible_for_the_planner_alone"], r["infeasible_for_both"], r["undecided"])
         rows.append([*row, *map(str, counts)])
     text = f"{SMALL.format(**found)}\n\n{table(header, rows)}"
-    refuted = sum(r["contradicted"] for r in found["levers"].values())
+    refuted = sum(r["contradicted"] for r in found["features"].values())
     return text + (f"\n\nThe planner is better than a proof in {refuted} cases: the solver erred." if refuted else "")
 
 
@@ -89,13 +90,13 @@ def _against(found: dict[str, Any]) -> str:
 
 
 def _runs(found: dict[str, Any]) -> str:
-    header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "all levers: faster by"]
+    header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "all features: faster by"]
     names = list(found["against"])
     rows = []
     for r in found["rows"]:
         ours_us = r.get("makespan_us")
-        levers = "no plan" if ours_us is None else _percent(ours_us / r["all_levers"]["makespan_us"] - 1)
-        rows.append([*_case(r), levers, *(_fixed(r["rivals"][name], ours_us) for name in names)])
+        features = "no plan" if ours_us is None else _percent(ours_us / r["all_features"]["makespan_us"] - 1)
+        rows.append([*_case(r), features, *(_fixed(r["rivals"][name], ours_us) for name in names)])
     settings = table([*header, *names], rows)
     return f"{FIXED.format(**found)}\n\n{_ratios(found)}\n\nTheir time over ours, and the setting:\n\n{settings}"
 
@@ -111,7 +112,7 @@ def _fixed(rival: dict[str, Any], ours_us: float | None) -> str:
 def _ratios(found: dict[str, Any]) -> str:
     rows = []
     for name, r in found["against"].items():
-        more = found["against_all_levers"][name]
+        more = found["against_all_features"][name]
         rows.append(
             [
                 name,
@@ -134,9 +135,11 @@ def _ratios(found: dict[str, Any]) -> str:
         "where memory binds",
         "their makespan / our bound",
         "range",
-        "with all levers",
+        "with all features",
     ]
-    text = table([*header, "cases", "only we fit", "only they fit", "ties (0.5 %)", "they win", "they win (all levers)"], rows)
+    text = table(
+        [*header, "cases", "only we fit", "only they fit", "ties (0.5 %)", "they win", "they win (all features)"], rows
+    )
     for name, r in found["against"].items():
         for what, cases in (("ties with", r["ties"]), ("loses to", r["they_win"])):
             if cases:
@@ -151,23 +154,23 @@ def _case(r: dict[str, Any]) -> list[str]:
 
 def _large(found: dict[str, Any]) -> str:
     header = ["lengths", "context", "stages", "model", "TP x CP", "cap (GB)", "tokens", "chunks", "gap", "recompute", "idle"]
-    header += ["planning (ms)", "all levers: faster by", "gap", "uses", "planning (ms)", "why the gap"]
+    header += ["planning (ms)", "all features: faster by", "gap", "uses", "planning (ms)", "why the gap"]
     rows = []
     for r in found["rows"]:
         if "gap" not in r:
             rows.append([*_case(r), "", "no plan", *[""] * 7, "the cap is below the least that any plan takes"])
             continue
         figures = [str(r["chunks"]), _percent(r["gap"]), _percent(r["recompute_share"]), _percent(r["idle_share"])]
-        more = r["all_levers"]
+        more = r["all_features"]
         uses = ", ".join(word for word, used in (("W", more["splits_weight"]), ("offload", more["offloads"])) if used)
-        levers = [_percent(r["makespan_us"] / more["makespan_us"] - 1), _percent(more["gap"]), uses or "none"]
+        features = [_percent(r["makespan_us"] / more["makespan_us"] - 1), _percent(more["gap"]), uses or "none"]
         times = [f"{one['planning_ms']:.0f}" for one in (r, more)]
-        rows.append([*_case(r), *figures, times[0], *levers, times[1], _explained(r)])
+        rows.append([*_case(r), *figures, times[0], *features, times[1], _explained(r)])
     return f"{_gaps(found)}\n\n{table(header, rows)}"
 
 
 def _gaps(found: dict[str, Any]) -> str:
-    more = found["all_levers"]
+    more = found["all_features"]
 
     def spread(gaps: dict[str, Any]) -> str:
         within = _percent(gaps["share_within_5_percent"])
@@ -176,7 +179,7 @@ def _gaps(found: dict[str, Any]) -> str:
     faster = _percent((more["over_default"] or 1.0) - 1)
     return (
         f"## Gap to the lower bound\n\n{found['planned']} of {found['cases']} cases have a plan. Gap: {spread(found)}. With "
-        f"all levers: {spread(more)}, and {faster} faster plans (geometric mean). The bound is that of the chosen chunks. "
+        f"all features: {spread(more)}, and {faster} faster plans (geometric mean). The bound is that of the chosen chunks. "
         "Recompute and idle are shares of the makespan on the busiest rank; idle includes fill and drain. A stage has the "
         "fewest ranks (TP x CP) that leave room under its cap."
     )

@@ -14,7 +14,7 @@ from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.assemble import build_plan
 from scripts.bench.planner.fixed import FIXED, fixed_run
-from scripts.bench.planner.suite import ALL_LEVERS, DRAWS, OURS, SEQUENCES, Case, facts, where_the_time_goes
+from scripts.bench.planner.suite import ALL_FEATURES, DRAWS, OURS, SEQUENCES, Case, facts, where_the_time_goes
 
 BATCHES = 4
 LONGEST = {"wikipedia": sequence_lengths.WIKIPEDIA[-1][1], "equal": 8192}
@@ -46,8 +46,8 @@ class RunCase(Case):
 def run_row(case: RunCase) -> dict[str, Any]:
     """All figures of one run: total makespans over its batches."""
     found = facts(case) | {"longest": case.longest, "batches": BATCHES, "tokens": sum(sum(p.lengths) for p in case.batches)}
-    for name, levers in (("", {}), ("all_levers", ALL_LEVERS)):
-        made, planning_ms = _ours(case, levers)
+    for name, features in (("", {}), ("all_features", ALL_FEATURES)):
+        made, planning_ms = _ours(case, features)
         if made is None:
             return found | {"refused": True, "rivals": {rival: {"makespan_us": None} for rival in FIXED}}
         total = {"makespan_us": sum(one.predicted.makespan_us for one in made), "planning_ms": planning_ms}
@@ -60,8 +60,8 @@ def run_row(case: RunCase) -> dict[str, Any]:
     return found
 
 
-def _ours(case: RunCase, levers: dict[str, bool]) -> tuple[list[Plan] | None, float]:
-    options = Options(planner=OURS, context=case.context, **levers)
+def _ours(case: RunCase, features: dict[str, bool]) -> tuple[list[Plan] | None, float]:
+    options = Options(planner=OURS, context=case.context, **features)
     start_s = time.process_time()
     try:
         made = [plan(problem, case.costs, options) for problem in case.batches]

@@ -29,7 +29,7 @@ from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
 from megatron_epp.planner.tables import tabulate
 
-LEVERS: dict[str, dict[str, bool]] = {
+FEATURES: dict[str, dict[str, bool]] = {
     "plain": {},
     "weights": {"split_weight": True},
 }
@@ -46,7 +46,7 @@ class SmallCase:
     """One batch, under a cap between a third and all of what its chunks keep without recompute."""
 
     number: int
-    levers: str
+    features: str
     problem: Problem
     costs: PipelineCosts
     slices: int
@@ -54,15 +54,15 @@ class SmallCase:
 
     @property
     def options(self) -> Options:
-        return Options(slices=self.slices, recompute_levels="whole", **LEVERS[self.levers])  # which is what the oracle knows
+        return Options(slices=self.slices, recompute_modes="whole", **FEATURES[self.features])  # which is what the oracle knows
 
     def key(self, chunks: tuple[Chunk, ...]) -> str:
         """Of all that the oracle's answer depends on."""
-        text = f"{self.levers} {self.problem} {self.costs.to_json()} {chunks}"
+        text = f"{self.features} {self.problem} {self.costs.to_json()} {chunks}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def small_cases(levers: str, most: int, seed: int = 0) -> Iterator[SmallCase]:
+def small_cases(features: str, most: int, seed: int = 0) -> Iterator[SmallCase]:
     """Random cases, one after another, the same every time; most: chunks times stages."""
     draw = random.Random(seed)
     number = 0
@@ -88,7 +88,7 @@ def small_cases(levers: str, most: int, seed: int = 0) -> Iterator[SmallCase]:
         peaks = peaks_bytes(elastic_1f1b(chunks, stages, False), tables, [[0] * len(chunks)] * stages)
         static = max(tables.static)
         cap = static + int((max(peaks) - static) * tightness)
-        yield SmallCase(number, levers, replace(free, cap_bytes=(cap,) * stages), costs, slices, chunks)
+        yield SmallCase(number, features, replace(free, cap_bytes=(cap,) * stages), costs, slices, chunks)
         number += 1
 
 
@@ -101,7 +101,7 @@ def judge(case: SmallCase, limit_s: float, known: dict[str, Row]) -> Row:
     except InfeasibleError:
         made = None
     chunks = case.chunks if made is None else made.chunks
-    facts = {"number": case.number, "levers": case.levers, "stages": case.problem.num_stages, "chunks": len(chunks)}
+    facts = {"number": case.number, "features": case.features, "stages": case.problem.num_stages, "chunks": len(chunks)}
     key = case.key(chunks)
     ours_us = None if made is None else made.predicted.makespan_us
     row = known.get(key)
@@ -131,8 +131,8 @@ def _asked(case: SmallCase, chunks: tuple[Chunk, ...], made: Plan | None, limit_
     return empty | {"best_us": best_us, "bound_us": found.bound_us, "settled": found.optimal}
 
 
-def small(count: int, limit_s: float, most: int, levers: Iterable[str], jobs: int, store: Path) -> Row:
-    """The figures of so many cases with each of the levers.
+def small(count: int, limit_s: float, most: int, features: Iterable[str], jobs: int, store: Path) -> Row:
+    """The figures of so many cases with each of the features.
 
     Args:
         limit_s: for the oracle, each case, on the clock.
@@ -140,8 +140,8 @@ def small(count: int, limit_s: float, most: int, levers: Iterable[str], jobs: in
         store: JSON of what is known of single cases; read first, written after each case.
     """
     known: dict[str, Row] = json.loads(store.read_text()) if store.exists() else {}
-    found: Row = {"time_limit_s": limit_s, "most_chunks_times_stages": most, "levers": {}}
-    for name in levers:
+    found: Row = {"time_limit_s": limit_s, "most_chunks_times_stages": most, "features": {}}
+    for name in features:
         cases = list(islice(small_cases(name, most), count))
         rows: list[Row] = []
         try:
@@ -152,7 +152,7 @@ def small(count: int, limit_s: float, most: int, levers: Iterable[str], jobs: in
                 _say(row, len(rows), count)
         except PlanError as error:  # no solver
             return {"skipped": str(error)}
-        found["levers"][name] = figures(rows)
+        found["features"][name] = figures(rows)
     return found
 
 
@@ -203,5 +203,5 @@ def _say(row: Row, done: int, count: int) -> None:
     ours_us, bound_us = row["ours_us"], row["bound_us"]
     gap = "no plan" if ours_us is None else f"gap {ours_us / (row['best_us'] if row['settled'] else bound_us) - 1:.2%}"
     proof = "proven" if row["settled"] else "to the bound"
-    case = f"small, {row['levers']}: {done} of {count}, {row['chunks']} chunks on {row['stages']} stages"
+    case = f"small, {row['features']}: {done} of {count}, {row['chunks']} chunks on {row['stages']} stages"
     print(f"{case}: {gap}, {proof}, {row['cpu_s']:.1f} s of processor", file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ MOST_CONTEXT_PARALLEL = 16
 STATIC_SHARE, LEAST_SHARE = 0.5, 0.8
 """Of the cap: what weights and optimizer may take, and what a plan that recomputes everything may take."""
 OURS = "greedy"
-ALL_LEVERS = {"split_weight": True, "offload": True}
+ALL_FEATURES = {"split_weight": True, "offload": True}
 """Options of the planner that are off by default: weight gradients of their own, and copies to the host."""
 RIVALS = ("infinipipe", "seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
 
@@ -45,7 +45,7 @@ def equal(count: int, seed: int) -> np.ndarray:
 
 
 def whale(count: int, seed: int) -> np.ndarray:
-    """One of a million tokens beside tiny ones."""
+    """One of a million tokens and tiny ones."""
     lengths = np.random.RandomState(seed).randint(20, 400, count)
     lengths[0] = 1 << 20
     return lengths
@@ -95,7 +95,7 @@ class Case:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model on the fewest ranks per stage that leave room, as whoever pays for them would choose: tensor-parallel ranks
+        """The model on the fewest ranks per stage that leave room, as their buyer would choose: tensor-parallel ranks
         (up to 8) for weights and optimizer, then context-parallel ones for the longest sequence. Of that, keys, values, their
         gradient, the layers' inputs and the logits stay whatever recomputes. The ranks must share the heads evenly.
         """
@@ -163,12 +163,12 @@ def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
     """All figures of one case."""
     found = facts(case)
     ours, found["planning_ms"] = case.plan(OURS)
-    more, more_ms = case.plan(OURS, **ALL_LEVERS)
+    more, more_ms = case.plan(OURS, **ALL_FEATURES)
     if ours is None or more is None:
         found["refused"] = True
     else:
         found |= figures(ours) | where_the_time_goes(ours, case.costs, {})
-        found["all_levers"] = figures(more) | where_the_time_goes(more, case.costs, ALL_LEVERS) | {"planning_ms": more_ms}
+        found["all_features"] = figures(more) | where_the_time_goes(more, case.costs, ALL_FEATURES) | {"planning_ms": more_ms}
     found["rivals"] = {}
     for name in planners:
         theirs, planning_ms = case.plan(name)
@@ -194,7 +194,7 @@ def facts(case: Case) -> dict[str, Any]:
 
 
 def figures(made: Plan) -> dict[str, Any]:
-    """A plan's size, makespan and gap, and the levers it uses."""
+    """A plan's size, makespan and gap, and the features it uses."""
     predicted = made.predicted
     return {
         "chunks": len(made.chunks),
@@ -205,7 +205,7 @@ def figures(made: Plan) -> dict[str, Any]:
     }
 
 
-def where_the_time_goes(made: Plan, costs: PipelineCosts, levers: dict[str, bool]) -> dict[str, Any]:
+def where_the_time_goes(made: Plan, costs: PipelineCosts, features: dict[str, bool]) -> dict[str, Any]:
     """Shares of the busiest rank's makespan; and of what lies above the bound, what is recompute and what is waiting."""
     asked = Problem(made.lengths, made.placement, made.cap_bytes, made.token_multiple)
     tables = tabulate(made.chunks, asked, costs)
@@ -213,7 +213,7 @@ def where_the_time_goes(made: Plan, costs: PipelineCosts, levers: dict[str, bool
     busy = [sum(step.time_us for step in steps) for steps in made.ranks]
     rank = max(range(len(busy)), key=busy.__getitem__)
     makespan_us, bound_us = made.predicted.makespan_us, made.predicted.lower_bound_us
-    forced_us = bound_us - lower_bound_us(tables, options=Options(**levers))
+    forced_us = bound_us - lower_bound_us(tables, options=Options(**features))
     above_us = makespan_us - bound_us
     recompute_us = min(above_us, max(0.0, again[rank] - forced_us))
     peak = max(p / cap for p, cap in zip(made.predicted.peak_bytes, made.cap_bytes, strict=True))

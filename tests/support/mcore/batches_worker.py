@@ -96,7 +96,7 @@ def of_batches(executor, batches):
                     stage.begin(batch.chunk)
                 with saved:
                     executor(plan, self.rank, self.stages, self.links, None, None, offload, host=session.host).run()
-                caches = [stage.relay.hosted for stage in self.stages.values() if stage.relay.hosted is not None]
+                caches = [stage.relay.offloaded for stage in self.stages.values() if stage.relay.offloaded is not None]
                 planned = plan.predicted.peak_bytes[self.rank] - plan.static_bytes[self.rank]
                 lines.append(
                     {
@@ -125,7 +125,7 @@ def plans(args, costs, session, batches):
     """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
     from megatron_epp import planner
     from megatron_epp.mcore.training.session import options_of, problem_of
-    from megatron_epp.plan import LEVELS, InfeasibleError
+    from megatron_epp.plan import RECOMPUTE_MODES, InfeasibleError
     from megatron_epp.plan.kv_offload import slices_in
     from megatron_epp.planner import UNLIMITED_BYTES
     from megatron_epp.planner.assemble import build_plan
@@ -143,24 +143,35 @@ def plans(args, costs, session, batches):
         free = build_plan(problem, costs, options, made)
         yield "free", free
 
-        def chosen(levels, some, problem=problem, options=options, made=made):
+        def chosen(modes, some, problem=problem, options=options, made=made):
             """Recompute of all layers at one level, or of some at several; with copies, or with some keys and values away."""
-            rungs = tabulate(made.chunks, problem, costs, levels).rungs
-            layers = [
+            frontier = tabulate(made.chunks, problem, costs, modes).frontier
+            recompute_steps = [
                 [
-                    draw.randint(0, count * sum(rung.level[stage][c] >= 0 for rung in rungs)) if some else count
+                    draw.randint(0, count * sum(frontier_step.mode[stage][c] >= 0 for frontier_step in frontier))
+                    if some
+                    else count
                     for c in range(len(made.chunks))
                 ]
                 for stage, count in enumerate(costs.num_layers)
             ]
             copies = with_copies(made.order, costs.offloadable_share, draw) if draw.random() < 0.5 else {}
-            pairs = [(stage, sequence) for stage in range(len(layers)) for sequence in slices_in(made.chunks, problem.lengths)]
-            hosted = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if not copies else [])
-            return build_plan(problem, costs, options, replace(made, levels=levels, layers=layers, hosted=hosted, **copies))
+            pairs = [
+                (stage, sequence)
+                for stage in range(len(recompute_steps))
+                for sequence in slices_in(made.chunks, problem.lengths)
+            ]
+            kv_offload = frozenset(draw.sample(pairs, draw.randint(0, len(pairs))) if not copies else [])
+            return build_plan(
+                problem,
+                costs,
+                options,
+                replace(made, modes=modes, recompute_steps=recompute_steps, kv_offload=kv_offload, **copies),
+            )
 
-        for level in LEVELS:
-            yield f"all {level}", chosen((level,), False)
-        yield "some", chosen(tuple(draw.sample(LEVELS, draw.randint(1, 3))), True)
+        for mode in RECOMPUTE_MODES:
+            yield f"all {mode}", chosen((mode,), False)
+        yield "some", chosen(tuple(draw.sample(RECOMPUTE_MODES, draw.randint(1, 3))), True)
         part = draw.uniform(0.35, 0.9)
         caps = tuple(base + int(part * (peak - base)) for base, peak in zip(static, free.predicted.peak_bytes, strict=True))
         with contextlib.suppress(InfeasibleError):

@@ -17,7 +17,7 @@ class Cut:
         flags: that ask for it.
         slices: of the longest document of every batch, where it has that many tokens.
         has: a kind of chunk that the first or the last plan must have, since their gradients are compared: ``whole`` (a
-            document), ``packed`` (several), ``split`` (a slice) or ``hybrid`` (a slice beside whole documents).
+            document), ``packed`` (several), ``split`` (a slice) or ``hybrid`` (a slice next to whole documents).
         recompute: shares of a stage's layers, ``none``, ``some`` or ``all``, that recompute somewhere in the plans.
         splits: weight gradients are apart from their backwards.
     """

@@ -1,4 +1,4 @@
-"""Runs a batch of some trainings without recompute, with every level, with offload, and with keys and values at the host, all
+"""Runs a batch of some trainings without recompute, with every level, with offload, and with KV offload, all
 from the same weights and random states.
 
 python -m tests.support.mcore.recompute_modes_worker FOLDER
@@ -15,10 +15,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_epp.plan import Copy, Hosted, Op, Recompute
+from megatron_epp.plan import Copy, KVOffload, Op, Recompute
 from megatron_epp.plan.kv_offload import slices_of
 
-LEVELS = {
+RECOMPUTE_MODES = {
     "whole": Recompute(full=8),
     "linear": Recompute(selective=8),
     "mlp": Recompute(mlp=8),
@@ -33,12 +33,12 @@ OFFLOADS = {
     "0.6 of each away": (Recompute(1, 1, 1), 0.6),
 }
 """By name: recompute, and the share of what every chunk then keeps that is copied away."""
-HOSTED = {
+KV_OFFLOAD = {
     "hosted": (Recompute(), 0.0),
     "hosted, each": (Recompute(1, 1, 1), 0.0),
     "hosted, 0.6 of whole away": (Recompute(full=8), 0.6),
 }
-"""As above, with keys and values of slices at the host; where the share is 0, nothing is copied."""
+"""As above, with keys and values of slices in host memory; where the share is 0, nothing is copied."""
 LOCAL = "--epp-slices 3"
 HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec tests.support.mcore.local_hybrid stack_spec"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
@@ -119,7 +119,7 @@ def by_levels(executor):
             with SavedTensors(parameters, lambda: sum(relay.num_bytes for relay in relays)) as saved:
                 offload = Offload(saved, host)
                 self.again(variant, offload, host).run()
-            caches = [relay.hosted for relay in relays if relay.hosted is not None]
+            caches = [relay.offloaded for relay in relays if relay.offloaded is not None]
             assert saved.live_bytes == offload.host_bytes == sum(each.host_bytes for each in caches) == 0
             gradients = {name: p.main_grad.clone() for model in models for name, p in model.named_parameters()}
             away = offload.host_peak_bytes + sum(each.host_peak_bytes for each in caches)
@@ -165,11 +165,11 @@ def counted_calls():
 
 def variants_of(plan):
     """The plan without recompute, and with all else, by name."""
-    variants = {name: with_levels(plan, recompute) for name, recompute in ({"": Recompute()} | LEVELS).items()}
+    variants = {name: with_levels(plan, recompute) for name, recompute in ({"": Recompute()} | RECOMPUTE_MODES).items()}
     variants |= {name: with_copies(with_levels(plan, again), share) for name, (again, share) in OFFLOADS.items()}
-    for name, (again, share) in HOSTED.items():
+    for name, (again, share) in KV_OFFLOAD.items():
         variant = with_levels(plan, again)
-        variants[name] = with_hosted(with_copies(variant, share) if share else variant)
+        variants[name] = with_kv_offload(with_copies(variant, share) if share else variant)
     return variants
 
 
@@ -199,10 +199,10 @@ def with_copies(plan, share):
     return replace(plan, copies=tuple(copies), offload_share=((share,) * len(plan.chunks),) * plan.num_stages)
 
 
-def with_hosted(plan):
-    """The plan with keys and values of all slices at the host."""
+def with_kv_offload(plan):
+    """The plan with keys and values of all slices in host memory."""
     pairs = ((stage, sequence) for stage in range(plan.num_stages) for sequence in slices_of(plan))
-    return replace(plan, hosted=tuple(Hosted(*pair, 0, 0) for pair in pairs))
+    return replace(plan, kv_offload=tuple(KVOffload(*pair, 0, 0) for pair in pairs))
 
 
 if __name__ == "__main__":

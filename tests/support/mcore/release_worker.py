@@ -36,8 +36,8 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     code = parity.main(["--cases", str(folder / "cases.json"), "--iterations", "2", "--json"])
     options_worker.main(folder, ("hybrid stock", "hybrid elastic"))
-    from tests.support.mcore import recompute_modes_worker as levels_worker
+    from tests.support.mcore import recompute_modes_worker as recompute_modes_worker
 
     (place := folder / "levels").mkdir()
-    levels_worker.main(place, ["dropout"])
+    recompute_modes_worker.main(place, ["dropout"])
     sys.exit(code)

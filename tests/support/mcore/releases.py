@@ -1,4 +1,4 @@
-"""Releases of megatron-core beside the one the tests run with."""
+"""Releases of megatron-core next to the one the tests run with."""
 
 import sys
 from pathlib import Path

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from megatron_epp.plan import Action, Op, check, check_matched, lower, to_grid, to_json
+from megatron_epp.plan import Action, Op, check, check_lockstep, lower, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked
 from tests.support.plan.launch_plans import random_plans
 from tests.support.plan.queue_machine import makespan_us, stuck_together
@@ -42,11 +42,11 @@ def judge(seed: int) -> Judgement:
         found.kinds["several stages a rank"] += plan.num_stages > plan.num_ranks
         found.kinds["weight gradients split"] += any(step.action.op is Op.W for row in plan.ranks for step in row)
         found.kinds["copies"] += any(plan.copies)
-        found.kinds["keys and values at the host"] += bool(plan.hosted)
+        found.kinds["KV offload"] += bool(plan.kv_offload)
         found.kinds["forward only"] += plan.forward_only
         found.kinds["in lockstep"] += lockstep
         found.faults += map(str, check(plan))
-    found.faults += map(str, check_matched(plans))
+    found.faults += map(str, check_lockstep(plans))
     found.faults += [f"blocked: {place}" for place in blocked(rows, lockstep)]
     texts = [(to_json(plan), to_grid(row)) for plan, row in zip(plans, rows, strict=True)]
     for queues, waits in MACHINES if plans else ():

@@ -11,7 +11,7 @@ from megatron_epp.cost.library import load_costs
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem, plan
-from megatron_epp.planner.search.lockstep import plan_matched
+from megatron_epp.planner.search.lockstep import plan_lockstep
 
 LAYERS = 32
 
@@ -67,5 +67,5 @@ def costs_of_uneven(ranks: int) -> PipelineCosts:
 
 def _planned(problems: list[Problem], costs: PipelineCosts, options: Options) -> tuple[Plan, ...]:
     if len(problems) > 1:
-        return plan_matched(problems, costs, replace(options, planner="greedy"))
+        return plan_lockstep(problems, costs, replace(options, planner="greedy"))
     return (plan(problems[0], costs, options),)

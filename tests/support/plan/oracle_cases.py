@@ -90,7 +90,7 @@ def best_by_force(chunks: tuple[Chunk, ...], tables: Tables, caps: list[int]) ->
     return found
 
 
-def with_levers(costs: PipelineCosts, seed: int) -> PipelineCosts:
+def with_features(costs: PipelineCosts, seed: int) -> PipelineCosts:
     """The same with weight gradients that can be split off and a link to the host; in megabytes, so that one is little."""
     draw = random.Random(seed)
     sizes = [name for name in StageCosts.__dataclass_fields__ if "bytes" in name]
@@ -112,10 +112,10 @@ class Changes:
 
     def of(self, made: Decisions) -> Decisions:
         self.order = [list(row) for row in made.order]
-        self.layers = [list(row) for row in made.layers]
+        self.recompute_steps = [list(row) for row in made.recompute_steps]
         for _ in range(self.draw.choice((1, 1, 2, 3))):
             self.draw.choice(self.kinds)(self.draw.randrange(len(self.order)), self.draw.randrange(len(made.chunks)))
-        return replace(made, order=tuple(map(tuple, self.order)), layers=self.layers)
+        return replace(made, order=tuple(map(tuple, self.order)), recompute_steps=self.recompute_steps)
 
     def _swap(self, rank: int, _: int) -> None:
         row = self.order[rank]
@@ -123,13 +123,13 @@ class Changes:
         row[at], row[at + 1] = row[at + 1], row[at]
 
     def _swap_everywhere(self, _: int, chunk: int) -> None:
-        op, other = self.draw.choice((Op.F, Op.B)), self.draw.randrange(len(self.layers[0]))
+        op, other = self.draw.choice((Op.F, Op.B)), self.draw.randrange(len(self.recompute_steps[0]))
         trade = {chunk: other, other: chunk}
         for row in self.order:
             row[:] = [a._replace(chunk=trade[a.chunk]) if a.op is op and a.chunk in trade else a for a in row]
 
     def _recompute(self, rank: int, chunk: int) -> None:
-        self.layers[rank][chunk] ^= 1
+        self.recompute_steps[rank][chunk] ^= 1
 
     def _weight(self, rank: int, chunk: int) -> None:
         row, weight = self.order[rank], Action(Op.W, rank, chunk)

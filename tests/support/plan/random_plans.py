@@ -47,7 +47,7 @@ def sound_plans(draw: st.DrawFn, crossed: bool = False, min_time: int = 0, share
 
 
 def _random_chunks(rng: random.Random) -> tuple[Chunk, ...]:
-    """Long sequences cut into slices, some with a short sequence beside; then short ones alone."""
+    """Long sequences cut into slices, some with a short sequence next to; then short ones alone."""
     chunks: list[list[Segment]] = []
     sequence = 0
     for _ in range(rng.randint(0, 2)):

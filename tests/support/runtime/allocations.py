@@ -33,7 +33,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def peak_bytes_of(run):
-    """Most bytes that `run` had at one time beside what was there before it."""
+    """Most bytes that `run` had at one time next to what was there before it."""
     with _Allocations() as allocations:
         run()
     return allocations.peak

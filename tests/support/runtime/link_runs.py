@@ -97,7 +97,7 @@ def meet(rank, links, several_stages):
 
     dist.send, dist.recv = noted_send, noted_receive
     try:
-        made.meet(torch.device("cpu"))
+        made.connect(torch.device("cpu"))
     finally:
         dist.send, dist.recv = send, receive
     return seen, both_ways(rank, made)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
-from megatron_epp.plan import Chunk, Copy, Hosted, Messages, Op, Plan, Prediction, Recompute, Segment, Step, check, from_grid
+from megatron_epp.plan import Chunk, Copy, KVOffload, Messages, Op, Plan, Prediction, Recompute, Segment, Step, check, from_grid
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 
@@ -48,7 +48,7 @@ def by_hand(rows, chunks, placement=None, recompute_layers=0, num_layers=2, forw
 
 
 SLICED_THEN_WHOLE = ([(0, 0, 9)], [(0, 9, 14), (1, 0, 3)], [(2, 0, 6)])
-"""Two slices, the second with a short sequence beside it, and a sequence of its own."""
+"""Two slices, the second with a short sequence next to it, and a sequence of its own."""
 
 
 def offloading(plan, share):
@@ -62,10 +62,10 @@ def offloading(plan, share):
     return plan
 
 
-def hosting(plan, stages=None):
-    """The plan with keys and values of all slices at the host, of all stages or some."""
+def offloading_kv(plan, stages=None):
+    """The plan with keys and values of all slices in host memory, of all stages or some."""
     stages = range(plan.num_stages) if stages is None else stages
-    plan = replace(plan, hosted=tuple(Hosted(stage, sequence, 0, 0) for stage in stages for sequence in slices_of(plan)))
+    plan = replace(plan, kv_offload=tuple(KVOffload(stage, sequence, 0, 0) for stage in stages for sequence in slices_of(plan)))
     assert check(plan) == []
     return plan
 

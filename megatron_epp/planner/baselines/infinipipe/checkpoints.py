@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_epp.plan import Op
-from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.exact.milp import Model, total
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order
@@ -23,7 +23,7 @@ MARGINS = (0.0, 1.0)
 
 def diagonal_checkpoints(
     order: Order, tables: Tables, caps: tuple[int, ...], limit: float = math.inf
-) -> tuple[int, Layers] | None:
+) -> tuple[int, RecomputeSteps] | None:
     """Recomputed layers that are the same along each diagonal, as few in all as the caps allow.
 
     A layer recomputed in the k-th backward of a stage delays every other stage equally, so the backwards that wait for it, one
@@ -56,11 +56,12 @@ def diagonal_checkpoints(
         counts = _solve(order, tables, caps, diagonal, most, margin, limit)
         if counts is None:
             return None
-        layers = [
-            [counts[place[c]] if c in place else 0 for c in range(len(row))] for place, row in zip(diagonal, none, strict=True)
+        recompute_steps = [
+            [counts[diagonal_of[c]] if c in diagonal_of else 0 for c in range(len(row))]
+            for diagonal_of, row in zip(diagonal, none, strict=True)
         ]
-        if _fit(order, tables, layers, caps):
-            return sum(counts), layers
+        if _fit(order, tables, recompute_steps, caps):
+            return sum(counts), recompute_steps
     return None
 
 
@@ -75,14 +76,14 @@ def _solve(
 ) -> list[int] | None:
     model = Model()
     count = [model.variable(0, bound, integer=True, cost=1.0) for bound in most]
-    for p, place in enumerate(diagonal):
-        for level, others, c in _levels(order, tables, p):
+    for p, diagonal_of in enumerate(diagonal):
+        for level, others, c in _live_bytes(order, tables, p):
             room = (caps[p] - level) / UNIT_BYTES - margin
-            saved, own = tables.saved[p][c] / UNIT_BYTES, count[place[c]]
+            saved, own = tables.saved[p][c] / UNIT_BYTES, count[diagonal_of[c]]
             kept = tables.activation[p][c] / UNIT_BYTES
-            at_first, at_last = tables.at_ends(p, c, apart=False)
-            first, last = kept + at_first / UNIT_BYTES, max(at_last, tables.backward_net[p][c]) / UNIT_BYTES
-            relief = total(count[place[u]] * (tables.saved[p][u] / UNIT_BYTES) for u in others)
+            at_first, at_last = tables.at_ends(p, c, split=False)
+            first, last = kept + at_first / UNIT_BYTES, max(at_last, tables.backward_residual[p][c]) / UNIT_BYTES
+            relief = total(count[diagonal_of[u]] * (tables.saved[p][u] / UNIT_BYTES) for u in others)
             if last > room:
                 model.at_most(last - relief, room)
             if kept > room:
@@ -100,7 +101,7 @@ def _solve(
     return [round(one.value(solved.values)) for one in count]
 
 
-def _levels(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, list[int], int]]:
+def _live_bytes(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, list[int], int]]:
     """Yield, for every backward of a stage, the live bytes without recompute, its chunk excluded; the chunks alive; its chunk.
 
     Between backwards bytes only rise, and a backward starts with what is live, so no forward is above the backward after it.
@@ -116,8 +117,8 @@ def _levels(order: Order, tables: Tables, p: int) -> Iterator[tuple[int, list[in
             live -= activation[c]
             del alive[c]
             yield live, list(alive), c
-            live += tables.backward_net[p][c]
+            live += tables.backward_residual[p][c]
 
 
-def _fit(order: Order, tables: Tables, layers: Layers, caps: tuple[int, ...]) -> bool:
-    return all(peak <= cap for peak, cap in zip(peaks_bytes(order, tables, layers), caps, strict=True))
+def _fit(order: Order, tables: Tables, recompute_steps: RecomputeSteps, caps: tuple[int, ...]) -> bool:
+    return all(peak <= cap for peak, cap in zip(peaks_bytes(order, tables, recompute_steps), caps, strict=True))

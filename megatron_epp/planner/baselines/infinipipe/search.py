@@ -15,7 +15,7 @@ from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import Layers
+from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
@@ -75,10 +75,11 @@ def _enter(contest: Contest, chunks: tuple[Chunk, ...]) -> None:
     if pipelines is None:
         return
     order = tuple(tuple(action for made in pipelines for action in made.order[rank]) for rank in range(problem.num_stages))
-    layers = [
-        [sum(counts) for counts in zip(*rows, strict=True)] for rows in zip(*(made.layers for made in pipelines), strict=True)
+    recompute_steps = [
+        [sum(counts) for counts in zip(*rows, strict=True)]
+        for rows in zip(*(made.recompute_steps for made in pipelines), strict=True)
     ]
-    contest.enter(Decisions(chunks, order, layers), tables)
+    contest.enter(Decisions(chunks, order, recompute_steps), tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,12 @@ class Pipeline:
 
     Attributes:
         order: of every rank.
-        layers: recomputed, ``[stage][chunk]`` of the whole table; zero for the chunks of other pipelines.
+        recompute_steps: recomputed, ``[stage][chunk]`` of the whole table; zero for the chunks of other pipelines.
         cost_us: start-up and recompute, as the paper estimates them (Equation 13).
     """
 
     order: Order
-    layers: Layers
+    recompute_steps: RecomputeSteps
     cost_us: float
 
 
@@ -157,7 +158,10 @@ class Grouping:
         least = []
         for count in counts:
             order = self._order([count])
-            rows = ([[layers] * len(self.tables.message_us) for layers in most] for most in ((0,) * len(order), self._full()))
+            rows = (
+                [[recompute_steps] * len(self.tables.message_us) for recompute_steps in most]
+                for most in ((0,) * len(order), self._full())
+            )
             least.append(min(max(peaks_bytes(order, self.tables, row)) for row in rows))
         self.contest.would_do(max(least))
 

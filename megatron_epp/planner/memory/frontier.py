@@ -1,7 +1,7 @@
-"""Recompute frontier: for a stage and chunk, the levels worth using, each saving more bytes at a higher price than the last.
+"""Recompute frontier: for a stage and chunk, the modes worth using, each saving more bytes at a higher price than the last.
 
-A recompute step takes one layer from one level to the next. All layers of the stage take the first step before any takes the
-second, so a single number says what all of them do: the steps taken, of which each level has as many as the stage has layers.
+A recompute step takes one layer from one mode to the next. All layers of the stage take the first step before any takes the
+second, so a single number says what all of them do: the steps taken, of which each mode has as many as the stage has layers.
 """
 
 from __future__ import annotations
@@ -20,52 +20,57 @@ ABSENT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class FrontierStep:
     """One step of every chunk's recompute frontier, as columns over the chunks.
 
     Attributes:
-        level: position in `MODES` of the level it leads to; `ABSENT` where the frontier is shorter.
+        mode: position in `MODES` of the mode it leads to; `ABSENT` where the frontier is shorter.
         saved: bytes that a layer saves by this step.
         layer_us: microseconds that it adds to the backward.
         fuller: growth of the layer's peak bytes while its backward runs; below zero where the peak shrinks.
     """
 
-    level: IntColumn
+    mode: IntColumn
     saved: IntColumn
     layer_us: TimeColumn
     fuller: IntColumn
 
 
-def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_order: bool = False) -> list[Rung]:
-    """Compute the recompute frontier of every chunk on one stage: after each level, the one of least price per byte saved.
+def recompute_frontier(
+    stage: int, work: ChunkWork, costs: Costs, modes: Sequence[str], in_order: bool = False
+) -> list[FrontierStep]:
+    """Compute the recompute frontier of every chunk on one stage: after each mode, the one of least price per byte saved.
 
-    With one level there is one step, whatever it costs. On a stage without layers no step saves anything.
+    With one mode there is one step, whatever it costs. On a stage without layers no step saves anything.
 
     Args:
         stage: the stage.
         work: of the chunks.
         costs: time and memory of every stage.
-        levels: names of `Recompute` to choose from.
-        in_order: the levels one after the other as given, the same for all chunks; each must save more than the one before.
+        modes: names of `Recompute` to choose from.
+        in_order: the modes one after the other as given, the same for all chunks; each must save more than the one before.
     """
     layers = costs.num_layers[stage]
     kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
     plain = costs.layer_peak_bytes(stage, work).num_bytes
     saved, took_us, fuller = [], [], []
-    for name in levels:
+    for name in modes:
         one = Recompute(**{name: 1})
         gives = np.minimum(kept - costs.activation_bytes(stage, work, one), kept // layers) if layers else 0 * kept
         saved.append(np.maximum(gives, 0))
         took_us.append(costs.recompute_us(stage, work, one))
         fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain)
     names = list(MODES)
-    places = np.array([names.index(mode_of(name).name) for name in levels])
-    if len(levels) == 1 or in_order:
+    mode_indices = np.array([names.index(mode_of(name).name) for name in modes])
+    if len(modes) == 1 or in_order:
         columns = (np.diff(rows, axis=0, prepend=0 * rows[0][None]) for rows in (saved, took_us, fuller))
-        return [Rung(np.full(len(kept), place), *rung) for place, *rung in zip(places, *columns, strict=True)]
+        return [
+            FrontierStep(np.full(len(kept), mode_index), *frontier_step)
+            for mode_index, *frontier_step in zip(mode_indices, *columns, strict=True)
+        ]
     at_saved, at_us, at_fuller = 0 * kept, np.zeros(len(kept)), 0 * kept
-    rungs = []
-    for _ in levels:
+    frontier = []
+    for _ in modes:
         more, longer_us = np.array(saved) - at_saved, np.array(took_us) - at_us
         price = np.where(more > 0, longer_us / np.maximum(more, 1), np.inf)
         chosen = price.argmin(axis=0)
@@ -74,31 +79,31 @@ def ladder(stage: int, work: ChunkWork, costs: Costs, levels: Sequence[str], in_
             break
         found = (more, longer_us, np.array(fuller) - at_fuller)
         step, step_us, step_fuller = (np.where(there, np.take_along_axis(rows, chosen[None], 0)[0], 0) for rows in found)
-        rungs.append(Rung(np.where(there, places[chosen], ABSENT), step, step_us, step_fuller))
+        frontier.append(FrontierStep(np.where(there, mode_indices[chosen], ABSENT), step, step_us, step_fuller))
         at_saved, at_us, at_fuller = at_saved + step, at_us + step_us, at_fuller + step_fuller
-    return rungs or [Rung(np.full(len(kept), ABSENT), at_saved, at_us, at_fuller)]
+    return frontier or [FrontierStep(np.full(len(kept), ABSENT), at_saved, at_us, at_fuller)]
 
 
-def recompute_of(levels: Sequence[int], num_layers: int, taken: int) -> Recompute:
-    """Return the layers per level after a number of recompute steps.
+def recompute_of(modes: Sequence[int], num_layers: int, num_steps: int) -> Recompute:
+    """Return the layers per mode after a number of recompute steps.
 
     Args:
-        levels: of the frontier, as in `Rung.level`.
+        modes: of the frontier, as in `FrontierStep.mode`.
         num_layers: layers of the stage.
-        taken: recompute steps.
+        num_steps: recompute steps.
     """
     counts = dict.fromkeys(MODES, 0)
-    if taken and num_layers:
+    if num_steps and num_layers:
         names = list(MODES)
-        complete, rest = divmod(taken, num_layers)
+        complete, rest = divmod(num_steps, num_layers)
         if rest:
-            counts[names[levels[complete]]] = rest
+            counts[names[modes[complete]]] = rest
         if complete:
-            counts[names[levels[complete - 1]]] += num_layers - rest
+            counts[names[modes[complete - 1]]] += num_layers - rest
     return Recompute(**counts)
 
 
-def taken_by(recompute: Recompute, levels: Sequence[int]) -> int:
+def num_steps_of(recompute: Recompute, modes: Sequence[int]) -> int:
     """Return the number of recompute steps: the inverse of `recompute_of`."""
     names = list(MODES)
-    return sum(count * (levels.index(names.index(name)) + 1) for name, count in recompute.by_mode())
+    return sum(count * (modes.index(names.index(name)) + 1) for name, count in recompute.by_mode())

@@ -29,7 +29,7 @@ def heads_at_once(kv_heads: int, head_bytes: int, queries_per_key: int) -> int:
     return max(1, min(kv_heads, MOST_BYTES // (head_bytes * (made + 1))))
 
 
-def fresh_bytes(
+def transient_kv_gradient_bytes(
     keys: npt.NDArray[np.int64], kv_heads: int, head_bytes_per_key: float, queries_per_key: int
 ) -> npt.NDArray[np.float64]:
     """Bytes held at one time by the newly made gradients of a number of keys and values. Non-decreasing in `keys`.
