@@ -51,7 +51,7 @@ def to_json(plan: Plan) -> str:
 
 
 def from_json(text: str) -> Plan:
-    """Read what `to_json` wrote, in version 3 or 2. Fields this version does not know are ignored, but count towards the digest.
+    """Read what `to_json` wrote, in version 3 or 2. Unknown fields are ignored, but count towards the digest.
 
     Raises:
         PlanError: not JSON, another schema or version, a field that is missing or malformed, or a digest that does not match.
