@@ -24,14 +24,14 @@ def on_gpu(monkeypatch):
 
 
 def test_on_a_cpu_the_costs_stay_as_they_are_but_for_a_share_that_was_given():
-    assert costs_of_runs._beside(Namespace(epp_fragmentation_share=None), COSTS) == COSTS
-    given = costs_of_runs._beside(Namespace(epp_fragmentation_share=0.1), COSTS)
+    assert costs_of_runs._with_device_memory(Namespace(epp_fragmentation_share=None), COSTS) == COSTS
+    given = costs_of_runs._with_device_memory(Namespace(epp_fragmentation_share=0.1), COSTS)
     assert given.fragmentation_share == 0.1
     assert given.stages == COSTS.stages
 
 
 def test_on_a_gpu_passes_and_messages_take_room(on_gpu):
-    found = costs_of_runs._beside(Namespace(epp_fragmentation_share=None), COSTS)
+    found = costs_of_runs._with_device_memory(Namespace(epp_fragmentation_share=None), COSTS)
     assert found.fragmentation_share == FRAGMENTATION_SHARE
     assert found.message_bytes_per_token == COSTS.hidden_bytes_per_token
     assert [stage.working_bytes_per_token for stage in found.stages] == [s.layer_bytes_per_token for s in COSTS.stages]
