@@ -24,7 +24,8 @@ from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.fitted import fitted
 from megatron_epp.planner.search.greedy import PLANNERS as OUR_PLANNERS
 from megatron_epp.planner.search.greedy import Planner, for_table, greedy
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
 
 __all__ = [
     "PLANNERS",

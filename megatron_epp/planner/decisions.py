@@ -11,7 +11,8 @@ from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offlo
 from megatron_epp.planner.memory.offload import Offload
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import WHOLE, Problem
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
 
 
 @dataclass(frozen=True, slots=True)

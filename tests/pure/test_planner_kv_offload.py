@@ -28,7 +28,7 @@ from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Trials
-from megatron_epp.planner.tables import tabulate
+from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.text import summary
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 

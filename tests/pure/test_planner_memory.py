@@ -16,7 +16,7 @@ from megatron_epp.planner import Options, plan
 from megatron_epp.planner.kernels.memory import backward_peak
 from megatron_epp.planner.memory.recompute import fit_recompute, least_peaks, peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.tables import tabulate
+from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import GIB, named_cap_bytes, pipeline, problem, web_lengths
 
 WHALE = (65536, 20000, *web_lengths(30, seed=5, longest=4000))

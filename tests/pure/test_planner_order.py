@@ -9,7 +9,7 @@ from megatron_epp.plan import Action, Chunk, Op, PlanError, Segment
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.evaluate import makespan_us
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.tables import tabulate
+from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import problem
 
 UNEQUAL = (4, 4, 3, 2, 1, 1, 1, 1)

@@ -24,7 +24,7 @@ from megatron_epp.planner.search.greedy import greedy, predicted_us
 from megatron_epp.planner.search.order_rules import FIRST
 from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Trials
-from megatron_epp.planner.tables import tabulate
+from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import GIB, pipeline, problem, web_lengths
 
 WEB = web_lengths(200, seed=3)

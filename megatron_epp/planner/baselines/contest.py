@@ -14,7 +14,8 @@ from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank
 from megatron_epp.planner.search.trials import infeasible
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
 
 MOST_CHUNKS = 1024
 """No baseline tries a chunk table that is longer."""

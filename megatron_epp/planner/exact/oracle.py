@@ -16,7 +16,8 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.milp import Solution
 from megatron_epp.planner.exact.model import OracleModel
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
 
 Judge = Callable[[Decisions | None], float]
 """Makespan of decisions in microseconds; infinite where they are unsound or there are none."""

@@ -20,7 +20,7 @@ from megatron_epp.plan.operations import operation, operations
 from megatron_epp.plan.plan import AnyStep
 from megatron_epp.plan.simulate import Timeline
 from megatron_epp.planner.memory.kv_offload import without_caches
-from megatron_epp.planner.tables import static_items
+from megatron_epp.planner.tabulate import static_items
 
 
 def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Account:

@@ -14,7 +14,8 @@ from megatron_epp.cost.work import BoolColumn
 from megatron_epp.plan import Chunk, KVOffload
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.planner.problem import Problem
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
 
 Pairs = frozenset[tuple[int, int]]
 """Stages and sequences whose keys and values are in host memory."""

@@ -24,7 +24,8 @@ from megatron_epp.planner.memory.lockstep_recompute import fit_lockstep
 from megatron_epp.planner.memory.recompute import Fit
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import WHOLE, Options, Problem
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
 
 LOCKSTEP_MODES = ("selective", "full")
 """recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""

@@ -24,7 +24,8 @@ from megatron_epp.planner.evaluate import RecomputeSteps, makespan_us
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import Order, elastic_1f1b, slice_groups
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.tables import Tables, tabulate
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
 
 FIXED = ("seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
 """Planners that a run fixes a setting for. Those that plan every batch are not among them."""

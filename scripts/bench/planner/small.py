@@ -27,7 +27,7 @@ from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.exact.oracle import Proven, oracle
 from megatron_epp.planner.memory.recompute import peaks_bytes
 from megatron_epp.planner.orders.warm_up import elastic_1f1b
-from megatron_epp.planner.tables import tabulate
+from megatron_epp.planner.tabulate import tabulate
 
 FEATURES: dict[str, dict[str, bool]] = {
     "plain": {},
