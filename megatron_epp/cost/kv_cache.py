@@ -18,8 +18,7 @@ import numpy as np
 from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import ChunkWork, IntColumn, TimeColumn
 from megatron_epp.plan.kv_offload import head_parts
-from megatron_epp.plan.size_class import size_classes
-from megatron_epp.plan.transient_kv_gradients import all_at_once, transient_kv_gradient_bytes
+from megatron_epp.plan.sizing import all_at_once, size_classes, transient_kv_gradient_bytes
 
 
 @dataclass(frozen=True, slots=True)

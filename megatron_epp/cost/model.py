@@ -20,7 +20,7 @@ from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import NO_TIME, ChunkWork, IntColumn, LayerPeak, Line, ModeCosts, TimeColumn
 from megatron_epp.plan import NO_RECOMPUTE, EppError, Recompute
 from megatron_epp.plan.recompute import MODES, mode_of
-from megatron_epp.plan.size_class import size_classes
+from megatron_epp.plan.sizing import size_classes
 
 _FORM = Form("cost profile", "megatron-epp/costs", 1)
 

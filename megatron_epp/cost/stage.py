@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_epp.cost.memory import NO_STATIC, Static
 from megatron_epp.cost.work import NO_TIME, ChunkWork, Line, ModeCosts, TimeColumn
-from megatron_epp.plan.kv_sums import MOST_ROUNDED
 from megatron_epp.plan.recompute import FULL, MODES, mode_of
+from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,8 @@ class StageCosts(LayerCosts):
         head_bytes_per_token: the part of these that backward frees before it reaches the layers: logits, loss.
         kv_bytes_per_token: K and V of one layer.
         kv_gradient_bytes_per_token: their gradient while it is accumulated; None if it takes as much as K and V.
-        many_kv_gradient_bytes_per_token: the same for sequences with more slices than `kv_sums.MOST_ROUNDED`; None if it is
-            the same size.
+        many_kv_gradient_bytes_per_token: the same for sequences with more slices than `sizing.MOST_ROUNDED_SLICES`; None if
+            it is the same size.
         kv_heads: heads of keys and values that a rank has inside attention.
         queries_per_key: query heads that share one of them.
         extra_weight_bytes_per_token: `weight_bytes_per_token` of the stage's extras.
@@ -125,7 +125,7 @@ class StageCosts(LayerCosts):
         """Bytes per token of the gradient of one layer's keys and values while it is accumulated, for each chunk's sequence."""
         few = self.kv_bytes_per_token if self.kv_gradient_bytes_per_token is None else self.kv_gradient_bytes_per_token
         many = few if self.many_kv_gradient_bytes_per_token is None else self.many_kv_gradient_bytes_per_token
-        return np.where(work.num_slices > MOST_ROUNDED, many, few)
+        return np.where(work.num_slices > MOST_ROUNDED_SLICES, many, few)
 
     def peaks_per_token(self, mode: str, split: bool) -> tuple[float, float]:
         """Bytes per token of one layer when its backward begins, and when its attention has made the gradient of K and V.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_epp.plan.kv_offload import head_parts
-from megatron_epp.plan.size_class import size_class
+from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention import kernels
 from megatron_epp.runtime.attention.layout import KEYS_AND_VALUES, KVLayout
 from tests.cpu.test_runtime_kv_offload import CASES, hosts, run

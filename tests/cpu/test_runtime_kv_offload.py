@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_epp.plan.kv_offload import head_parts
-from megatron_epp.plan.size_class import size_class
+from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.kv_offload import LookAhead
 from megatron_epp.runtime.attention.slice_view import RelayError
 from megatron_epp.runtime.executor import Executor, RunError

@@ -8,9 +8,9 @@ import pytest
 from megatron_epp.cost import H100, analytic_profile, on_device, work_of
 from megatron_epp.cost.kv_cache import prefix_bytes
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.plan import Chunk, Segment, transient_kv_gradients
+from megatron_epp.plan import Chunk, Segment
 from megatron_epp.plan.kv_offload import head_parts
-from megatron_epp.plan.transient_kv_gradients import MOST_BYTES, heads_at_once, transient_kv_gradient_bytes
+from megatron_epp.plan.sizing import MOST_TRANSIENT_BYTES, heads_at_once, transient_kv_gradient_bytes
 from megatron_epp.planner.memory.kv_offload import without_caches
 
 MILLION, SLICE = 1 << 20, 1 << 16
@@ -26,8 +26,10 @@ def test_a_million_tokens_of_an_8b_model_make_five_gibibytes_at_a_time_and_not_f
     bounded = prefix_bytes(LLAMA.stages[0], WORK)
     assert bounded[0] == 0
     one_head = 10 * KEY // 8 * MILLION  # as it is, for each of four query heads in fp32, and its keys and values copied
-    assert bounded.max() == bounded[-1] == one_head - MOST_BYTES, "what the chunk's own tokens take counts with its gradients"
-    monkeypatch.setattr(transient_kv_gradients, "MOST_BYTES", 1 << 40)
+    assert bounded.max() == bounded[-1] == one_head - MOST_TRANSIENT_BYTES, (
+        "what the chunk's own tokens take counts with its gradients"
+    )
+    monkeypatch.setattr(sizing, "MOST_TRANSIENT_BYTES", 1 << 40)
     unbounded = prefix_bytes(LLAMA.stages[0], WORK)
     own = 9 * KEY * SLICE
     assert unbounded[-2] == 9 * KEY * (MILLION - SLICE) - own
@@ -90,4 +92,4 @@ def test_plans_count_what_runs_make_and_never_less_behind_a_longer_prefix(kv_hea
         count = heads_at_once(kv_heads, number * head, sharing)
         copied = count < kv_heads  # by kernels that see no strides
         assert count * number * head * (times + copied) <= planned
-        assert planned <= max(MOST_BYTES, number * head * (times + copied))
+        assert planned <= max(MOST_TRANSIENT_BYTES, number * head * (times + copied))

@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.plan.size_class import STEPS, size_class, size_classes
+from megatron_epp.plan.sizing import SIZES_PER_OCTAVE, size_class, size_classes
 
 COUNTS = st.integers(0, 1 << 30)
 
 
 @given(COUNTS)
 def test_a_buffer_holds_what_it_is_for_and_at_most_an_eighth_more(count):
-    assert count <= size_class(count) <= count * (1 + 1 / STEPS)
+    assert count <= size_class(count) <= count * (1 + 1 / SIZES_PER_OCTAVE)
 
 
 @given(COUNTS, COUNTS)
@@ -26,7 +26,7 @@ def test_a_size_that_there_is_stays_as_it_is(count):
 
 def test_sizes_are_few():
     counts = np.arange(1024, 1 << 20)
-    assert len(set(size_classes(counts).tolist())) == 10 * STEPS + 1
+    assert len(set(size_classes(counts).tolist())) == 10 * SIZES_PER_OCTAVE + 1
 
 
 @given(st.lists(COUNTS, min_size=1))

@@ -26,7 +26,7 @@ from megatron_epp.mcore.arguments.flag import (
     planner,
 )
 from megatron_epp.plan.errors import Names
-from megatron_epp.plan.kv_sums import CHOICES, MOST_ROUNDED
+from megatron_epp.plan.sizing import FP32_CHOICES, MOST_ROUNDED_SLICES
 from megatron_epp.planner import PLANNERS
 
 PLANNER_NAMES = f"{', '.join(sorted(PLANNERS))}, or module:function"
@@ -205,9 +205,9 @@ _RUNNING = (
         "",
         str,
         "Add up the gradients of a sliced sequence's keys and values in fp32: on (or no value), off, or auto, which does "
-        f"so where it has more than {MOST_ROUNDED} slices. In bf16 and fp16 every slice rounds the sum otherwise. Takes twice "
-        "the memory for them (default: auto).",
-        choices=CHOICES,
+        f"so where it has more than {MOST_ROUNDED_SLICES} slices. In bf16 and fp16 every slice rounds the sum otherwise. Takes "
+        "twice the memory for them (default: auto).",
+        choices=FP32_CHOICES,
         default=AUTO,
         alone="on",
     ),

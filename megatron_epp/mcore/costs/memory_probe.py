@@ -14,9 +14,8 @@ from megatron_epp.cost import Line, ModeCosts, StageCosts
 from megatron_epp.mcore.costs.probe import backward, by_place, forward, layers_of
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
-from megatron_epp.plan.kv_sums import MOST_ROUNDED
 from megatron_epp.plan.recompute import MODES
-from megatron_epp.plan.size_class import size_class
+from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, size_class
 from megatron_epp.runtime.attention.slice_view import SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.autograd.weights import WeightGradients
@@ -73,7 +72,7 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         peak_above_entry = _held(stage, _with("", 1, full=layers - 1), keep_weights=True).peak_above_entry
         costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + peak_above_entry)
     kv, gradient, left = _of_slices(stage)
-    _, wider, _ = _of_slices(stage, num_slices=MOST_ROUNDED + 1)
+    _, wider, _ = _of_slices(stage, num_slices=MOST_ROUNDED_SLICES + 1)
     costs = replace(
         costs,
         kv_bytes_per_token=kv,

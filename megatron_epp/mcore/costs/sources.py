@@ -24,8 +24,8 @@ from megatron_epp.mcore.costs.memory_probe import measure_bytes, measure_offload
 from megatron_epp.mcore.costs.probe import Link, measure_host_link, measure_link
 from megatron_epp.mcore.costs.timing import measure_times
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
-from megatron_epp.plan.kv_sums import MOST_ROUNDED, in_fp32
 from megatron_epp.plan.placement import num_boundaries
+from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
 from megatron_epp.runtime.links.links import Links
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,10 @@ def _sums(args: argparse.Namespace, costs: StageCosts) -> dict[str, Any]:
     """Return the bytes per token of a layer's key and value gradients, for sequences with few and with many slices."""
     kept = costs.kv_bytes_per_token
     wide = kept * torch.float32.itemsize / model_shape(args).bytes_per_value
-    few, many = (wide if in_fp32(args.epp_fp32_kv_gradients, count) else kept for count in (MOST_ROUNDED, MOST_ROUNDED + 1))
+    few, many = (
+        wide if sums_in_fp32(args.epp_fp32_kv_gradients, count) else kept
+        for count in (MOST_ROUNDED_SLICES, MOST_ROUNDED_SLICES + 1)
+    )
     return {"kv_gradient_bytes_per_token": few, "many_kv_gradient_bytes_per_token": many}
 
 

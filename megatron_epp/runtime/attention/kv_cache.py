@@ -18,8 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_epp.plan.kv_sums import in_fp32
-from megatron_epp.plan.size_class import size_class
+from megatron_epp.plan.sizing import size_class, sums_in_fp32
 from megatron_epp.runtime.attention.kv_offload import HostStore
 from megatron_epp.runtime.attention.layout import Piece, Tensors
 from megatron_epp.runtime.attention.slice_view import RelayError, SliceView
@@ -148,7 +147,7 @@ class KVRelay:
     """KV caches of one stage for one iteration.
 
     Attributes:
-        fp32_gradients: of which sequences gradients of cached tensors add up in fp32, one of `kv_sums.CHOICES`.
+        fp32_gradients: of which sequences gradients of cached tensors add up in fp32, one of `sizing.FP32_CHOICES`.
         offloaded: the offloaded KV caches, which are in host memory between uses; None if there are none.
     """
 
@@ -295,7 +294,7 @@ class KVRelay:
         return self.offloaded if self.offloaded is not None and view.sequence in self.offloaded.sequences else self._device
 
     def _is_wide(self, view: SliceView) -> bool:
-        return in_fp32(self.fp32_gradients, view.num_slices)
+        return sums_in_fp32(self.fp32_gradients, view.num_slices)
 
     def _progress(self, layer: int, view: SliceView, part: int) -> _Progress:
         progress = self._pieces.get((view.sequence, Piece(layer, part)))

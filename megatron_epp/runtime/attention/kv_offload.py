@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_epp.plan.kv_offload import head_parts
-from megatron_epp.plan.size_class import size_class
+from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.layout import Piece, Tensors
 from megatron_epp.runtime.attention.slice_view import SliceView
 from megatron_epp.runtime.offload.host import HostMemory, Region

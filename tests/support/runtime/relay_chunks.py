@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_epp.plan.size_class import size_class
+from megatron_epp.plan.sizing import size_class
 from megatron_epp.runtime.attention.context_parallel import NOT_SHARED, HeadExchange
 from megatron_epp.runtime.attention.core import chunk_attention
 from megatron_epp.runtime.attention.kv_cache import KVRelay

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_epp.plan.transient_kv_gradients import heads_at_once
+from megatron_epp.plan.sizing import heads_at_once
 from megatron_epp.runtime.attention.layout import Tensors
 from megatron_epp.runtime.attention.segments import SegmentTable
 

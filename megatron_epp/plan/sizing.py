@@ -1,0 +1,100 @@
+"""Sizes that plans and runs compute alike: size classes of KV buffers, transient dK/dV, and the precision of sums of dK/dV.
+
+**Size classes.** Lengths change with every batch. If each buffer were as long as its sequence, the gaps that an iteration
+leaves would not fit the next one's buffers, and an allocator that splits memory into blocks would end up with many unusable
+ones. So buffers of slightly different length take the same memory.
+
+**Transient dK/dV.** Attention's backward makes the gradients of a slice's keys and values, which cover its whole prefix, before
+they are accumulated. If query heads share key heads, kernels first make them for every query head (FlashAttention does; and so
+does cuDNN, according to its frontend's source, in buffers of fp32 size). Heads do not mix inside attention, so if all of that
+would be large, the backward runs by groups of key heads, each with its queries.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+SIZES_PER_OCTAVE = 8
+"""Number of sizes between a power of two and the next, so that at most an eighth of a buffer is unused."""
+
+
+def size_class(count: int) -> int:
+    """Tokens of the buffer for a number of tokens: the next size class."""
+    return int(size_classes(np.asarray(count, dtype=np.int64)))
+
+
+def size_classes(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Vectorized `size_class`."""
+    _, digits = np.frexp(counts)
+    step = np.left_shift(np.int64(1), np.maximum(digits.astype(np.int64) - SIZES_PER_OCTAVE.bit_length(), 0))
+    return -(-counts // step) * step
+
+
+MOST_TRANSIENT_BYTES = 1 << 30
+"""Largest size of transient dK/dV at one time, unless those of a single key head are larger."""
+
+
+def heads_at_once(kv_heads: int, head_bytes: int, queries_per_key: int) -> int:
+    """Number of key heads whose backward runs at once.
+
+    Args:
+        kv_heads: number of key heads.
+        head_bytes: bytes of keys and values of one head.
+        queries_per_key: query heads that share it.
+    """
+    made = _times_made(queries_per_key)
+    if kv_heads * head_bytes * made <= MOST_TRANSIENT_BYTES:
+        return kv_heads
+    return max(1, min(kv_heads, MOST_TRANSIENT_BYTES // (head_bytes * (made + 1))))
+
+
+def transient_kv_gradient_bytes(
+    keys: npt.NDArray[np.int64], kv_heads: int, head_bytes_per_key: float, queries_per_key: int
+) -> npt.NDArray[np.float64]:
+    """Bytes held at one time by the newly made gradients of a number of keys and values. Non-decreasing in `keys`.
+
+    Args:
+        keys: number of keys that a chunk's queries attend to.
+        kv_heads, queries_per_key: as for `heads_at_once`.
+        head_bytes_per_key: bytes of a key and a value of one head.
+    """
+    made = _times_made(queries_per_key)
+    one = np.maximum(MOST_TRANSIENT_BYTES, keys * (head_bytes_per_key * (made + 1)))
+    whole = keys * (kv_heads * head_bytes_per_key * made)
+    return np.where(all_at_once(keys, kv_heads, head_bytes_per_key, queries_per_key), whole, one)
+
+
+def all_at_once(
+    keys: npt.NDArray[np.int64], kv_heads: int, head_bytes_per_key: float, queries_per_key: int
+) -> npt.NDArray[np.bool_]:
+    """True where `heads_at_once` returns all heads."""
+    return (keys * (kv_heads * head_bytes_per_key * _times_made(queries_per_key)) <= MOST_TRANSIENT_BYTES) | (kv_heads == 1)
+
+
+def _times_made(queries_per_key: int) -> int:
+    """Memory of the gradients in multiples of their half-precision size: once as they are, and in fp32 for every query head
+    that shares them. A group of heads takes one more, because some kernels only take addresses and need copies of its keys
+    and values.
+    """
+    return 1 + (2 * queries_per_key if queries_per_key > 1 else 0)
+
+
+FP32_CHOICES = ("auto", "on", "off")
+"""Choices for sums in fp32: for sequences with many slices, always, or never."""
+
+MOST_ROUNDED_SLICES = 8
+"""Largest number of slices for which `auto` keeps sums in the run's precision. A sum in bf16 rounds once for every slice. With
+8 random slices the error of keys' gradients is 1.3 times that of sums in fp32, which have attention's own rounding only; with
+128 it is 2.3 times that, and it grows further.
+"""
+
+
+def sums_in_fp32(choice: str, num_slices: int) -> bool:
+    """True if a sequence's sums are in fp32, independent of the precision of the added gradients.
+
+    Args:
+        choice: one of `FP32_CHOICES`.
+        num_slices: of the sequence.
+    """
+    return choice == "on" or (choice == "auto" and num_slices > MOST_ROUNDED_SLICES)
