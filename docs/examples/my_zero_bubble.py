@@ -13,8 +13,8 @@ def zero_bubble(problem: Problem, costs: Costs, options: Options) -> Decisions:
     chunker = Chunker.of(problem, costs, options.chunk_tokens)
     chunks = chunker.table(chunker.grain(slices=options.slices, chunks=2 * problem.num_ranks))  # sliced and packed by time
     order = elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
-    apart = tuple(tuple(with_weights(row, waiting=rank)) for rank, row in enumerate(order))
-    return fitted(apart, chunks, problem, costs, options)
+    split = tuple(tuple(with_weights(row, waiting=rank)) for rank, row in enumerate(order))
+    return fitted(split, chunks, problem, costs, options)
 
 
 def with_weights(row: Sequence[Action], waiting: int) -> Iterator[Action]:

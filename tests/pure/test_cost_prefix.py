@@ -8,7 +8,7 @@ import pytest
 from megatron_epp.cost import H100, analytic_profile, on_device, work_of
 from megatron_epp.cost.kv_cache import prefix_bytes
 from megatron_epp.cost.library import load_flags, shape_of
-from megatron_epp.plan import Chunk, Segment
+from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import MOST_TRANSIENT_BYTES, heads_at_once, transient_kv_gradient_bytes
 from megatron_epp.planner.memory.kv_offload import without_caches

@@ -124,13 +124,13 @@ class Bench:
 
 def hidden_copies(iterations: Sequence[Measured]) -> Part:
     """Of the copies the time, all together, and the share of it in which their rank computed too."""
-    copying = beside = 0.0
+    copying = hidden_us = 0.0
     for events in (events for measured in iterations for events in measured.ranks):
         compute = [e for e in events if e.action.op in (Op.F, Op.B, Op.W)]
         for copy in (e for e in events if e.action.op in (Op.O, Op.L)):
             copying += copy.took_us
-            beside += sum(max(0.0, min(copy.end_us, e.end_us) - max(copy.start_us, e.start_us)) for e in compute)
-    return {"copies_us": copying, "hidden_share": beside / copying if copying else None}
+            hidden_us += sum(max(0.0, min(copy.end_us, e.end_us) - max(copy.start_us, e.start_us)) for e in compute)
+    return {"copies_us": copying, "hidden_share": hidden_us / copying if copying else None}
 
 
 def _relative_error(exact: list[float], theirs: list[float], ours: list[float], floor: float) -> Part:

@@ -194,9 +194,9 @@ def _gaps(gaps: list[float]) -> Row:
 
 def _write(store: Path, known: dict[str, Row]) -> None:
     store.parent.mkdir(parents=True, exist_ok=True)
-    beside = store.with_suffix(".part")
-    beside.write_text(json.dumps(known, indent=0) + "\n")
-    beside.replace(store)
+    part = store.with_suffix(".part")
+    part.write_text(json.dumps(known, indent=0) + "\n")
+    part.replace(store)
 
 
 def _say(row: Row, done: int, count: int) -> None:
