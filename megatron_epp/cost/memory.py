@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from megatron_epp.plan.recompute import MODES
 
 LAYERS = "layers that keep everything"
-RECOMPUTE_MODE_ITEMS = {name: f"layers that recompute ({mode.text})" for name, mode in MODES.items()}
+RECOMPUTE_MODE_ITEMS = {name: f"layers that recompute ({mode.name})" for name, mode in MODES.items()}
 INPUTS = "stage inputs, embeddings"
 HEAD = "logits and loss"
 CACHE = "keys and values of slices"

@@ -15,16 +15,14 @@ class RecomputeMode:
     """Parts of a layer that run again in its backward; what they would save is not kept, what the others save is.
 
     Attributes:
-        name: of the mode.
+        name: of the mode, also in text of plans and in reports.
         column: position of its count in a `Recompute`, and so in plans; a new mode takes the next.
-        text: word for it in plans as text, and in reports.
         runs_again: the parts.
         aliases: other names that are understood.
     """
 
     name: str
     column: int
-    text: str
     runs_again: frozenset[str]
     aliases: tuple[str, ...] = ()
 
@@ -45,18 +43,16 @@ MODES = {
         RecomputeMode(
             name="full",
             column=0,
-            text="whole",
             runs_again=frozenset({NORMS, PROJECTIONS, CORE_ATTENTION, MLP}),  # keeps the layer's input
             aliases=("whole",),
         ),
         RecomputeMode(
             name="selective",
             column=1,
-            text="linear",
             runs_again=frozenset({NORMS, PROJECTIONS, MLP}),  # keeps the input, and core attention's output and log-sum-exp
             aliases=("linear",),
         ),
-        RecomputeMode(name="mlp", column=2, text="mlp", runs_again=frozenset({NORMS, MLP})),
+        RecomputeMode(name="mlp", column=2, runs_again=frozenset({NORMS, MLP})),
     )
 }
 """Recompute modes by name, most recompute first, and those that repeat core attention before all others. A stage's first layers
@@ -137,8 +133,8 @@ class Recompute(tuple[int, ...]):
         return ""
 
     def __str__(self) -> str:
-        """Format as ``3 whole + 1 linear``, or ``none``."""
-        return " + ".join(f"{count} {MODES[name].text}" for name, count in self.by_mode()) or "none"
+        """Format as ``3 full + 1 selective``, or ``none``."""
+        return " + ".join(f"{count} {name}" for name, count in self.by_mode()) or "none"
 
 
 NO_RECOMPUTE = Recompute()

@@ -10,7 +10,7 @@ from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.kv_offload import SHARING, Pairs, with_kv_offload
 from megatron_epp.planner.memory.offload import Offload
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
-from megatron_epp.planner.problem import WHOLE, Problem
+from megatron_epp.planner.problem import FULL_ONLY, Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
@@ -33,7 +33,7 @@ class Decisions:
     chunks: tuple[Chunk, ...]
     order: Order
     recompute_steps: RecomputeSteps
-    modes: tuple[str, ...] = WHOLE
+    modes: tuple[str, ...] = FULL_ONLY
     token_multiple: int | None = None
     copies: CopyOrder = ()
     offload: tuple[tuple[float, ...], ...] = ()

@@ -7,9 +7,10 @@ from typing import Literal
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, PlanError, Remedy
+from megatron_epp.plan.recompute import FULL
 from megatron_epp.planner.amounts import check_amounts
 
-WHOLE = ("whole",)
+FULL_ONLY = (FULL,)
 """The recompute mode that all costs know and all planners use."""
 
 
@@ -59,7 +60,7 @@ class Options:
         context: tokens of a row of the planners that pad or pack to a fixed length; None for the longest sequence.
         recompute: "auto" recomputes as much as the memory caps ask for; a number recomputes that many layers of every stage.
         recompute_modes: "all" chooses among the modes of `Recompute` that the costs know, where `recompute` is "auto";
-            "whole" leaves it at whole layers.
+            "full" leaves it at whole layers.
         planner: a name in `PLANNERS`, or ``module:function``.
         split_weight: run weight gradients as actions of their own (W) where the costs time them separately.
         offload: copy activations to the host and back where the costs have a link, and keep keys and values of slices there (KV
@@ -75,7 +76,7 @@ class Options:
     slices: int | None = None
     context: int | None = None
     recompute: Literal["auto"] | int = "auto"
-    recompute_modes: Literal["all", "whole"] = "all"
+    recompute_modes: Literal["all", "full"] = "all"
     planner: str = "greedy"
     split_weight: bool = False
     offload: bool = False
@@ -86,7 +87,7 @@ class Options:
 
     def modes(self, costs: Costs) -> tuple[str, ...]:
         """Names of `Recompute` that a plan may use."""
-        return costs.recompute_modes if self.recompute == "auto" and self.recompute_modes == "all" else WHOLE
+        return costs.recompute_modes if self.recompute == "auto" and self.recompute_modes == "all" else FULL_ONLY
 
 
 def require_one_stage_per_rank(problem: Problem, options: Options) -> None:

@@ -14,7 +14,7 @@ from megatron_epp.plan import NO_RECOMPUTE, Chunk
 from megatron_epp.plan.operations import Track, operations
 from megatron_epp.planner.memory.frontier import ABSENT, FrontierStep, recompute_frontier
 from megatron_epp.planner.memory.messages import message_room
-from megatron_epp.planner.problem import WHOLE, Problem
+from megatron_epp.planner.problem import FULL_ONLY, Problem
 from megatron_epp.planner.tables import FrontierRows, Sizes, Tables, Times
 
 
@@ -22,7 +22,7 @@ def tabulate(
     chunks: Sequence[Chunk],
     problem: Problem,
     costs: Costs,
-    modes: Sequence[str] = WHOLE,
+    modes: Sequence[str] = FULL_ONLY,
     in_order: bool = False,
     work: ChunkWork | None = None,
 ) -> Tables:
@@ -149,7 +149,7 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
         residual = comes - goes
     return {
         "activation": kept,
-        "layer_input": costs.layer_bytes(stage, work, "whole"),
+        "layer_input": costs.layer_bytes(stage, work, "full"),
         "forward_alloc": forward_alloc,
         "forward_free": forward_free,
         "backward_head": head,

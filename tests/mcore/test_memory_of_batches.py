@@ -59,7 +59,7 @@ def test_the_host_has_what_was_planned_to_three_in_a_hundred(runs, name):
 @pytest.mark.parametrize("name", RUNS)
 def test_the_plans_had_every_level_alone_and_beside_others_and_copies(runs, batches, name):
     seen = {again for lines in runs[name] for line in lines for again in line["recompute"]}
-    assert any({f"{layers} {mode.text}" for mode in MODES.values()} <= seen for layers in (2, 4))
+    assert any({f"{layers} {mode.name}" for mode in MODES.values()} <= seen for layers in (2, 4))
     assert any("+" in again for again in seen)
     assert {0, 1} <= {line["hosted"] for lines in runs[name] for line in lines}
     assert len({line["share"] for lines in runs[name] for line in lines}) > batches

@@ -19,7 +19,7 @@ GIVEN = [
     ("slices", "3", "slices", 3),
     ("recompute", "2", "recompute", 2),
     ("recompute", "auto", "recompute", "auto"),
-    ("recompute-modes", "full", "recompute_modes", "whole"),
+    ("recompute-modes", "full", "recompute_modes", "full"),
     ("offload", "on", "offload", True),
     ("offload", "off", "offload", False),
     ("plan-budget-ms", "70", "budget_ms", 70),
@@ -69,7 +69,7 @@ def test_a_row_is_all_that_a_new_setting_needs(monkeypatch):
 
 
 def test_old_names_and_values_work_with_a_warning(caplog, capsys):
-    whole = Options(recompute_modes="whole")
+    whole = Options(recompute_modes="full")
     assert training("--epp-recompute-levels", "whole") == whole
     assert caplog.messages == [
         "'whole' of --epp-recompute-modes is now 'full'; the old name goes with the next release",

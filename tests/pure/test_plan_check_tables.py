@@ -74,11 +74,11 @@ WRONG_TABLES = [
     ({"token_multiple": 0}, "token_multiple is 0"),
     (
         {"recompute": ((NO_RECOMPUTE,) * 2, (NO_RECOMPUTE, Recompute(2, 2, 1)))},
-        "stage 1 recomputes 2 whole + 2 linear + 1 mlp layers of chunk 1; it has 4",
+        "stage 1 recomputes 2 full + 2 selective + 1 mlp layers of chunk 1; it has 4",
     ),
     (
         {"recompute": ((Recompute(-1), NO_RECOMPUTE), (NO_RECOMPUTE,) * 2)},
-        "stage 0 recomputes -1 whole layers of chunk 0; it has 4",
+        "stage 0 recomputes -1 full layers of chunk 0; it has 4",
     ),
     ({"offload_share": ((0.0, 1.5), (0.0, 0.0))}, "stage 0 offloads a share of 1.5 of chunk 1"),
     ({"offload_share": ((0.0, float("nan")), (0.0, 0.0))}, "stage 0 offloads a share of nan of chunk 1"),

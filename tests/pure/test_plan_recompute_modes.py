@@ -25,7 +25,7 @@ def test_counts_are_given_by_column_or_by_name_and_read_by_any_name():
     assert (counts.full, counts.whole, counts.selective, counts.linear, counts.mlp) == (4, 4, 0, 0, 1)
     assert (counts.num_layers, counts.attention_layers) == (5, 4)
     assert [counts.mode(layer) for layer in range(6)] == ["full"] * 4 + ["mlp", ""]
-    assert (str(counts), str(NO_RECOMPUTE), json.dumps(counts)) == ("4 whole + 1 mlp", "none", "[4, 0, 1]")
+    assert (str(counts), str(NO_RECOMPUTE), json.dumps(counts)) == ("4 full + 1 mlp", "none", "[4, 0, 1]")
     assert all(
         type(same) is Recompute and same == counts for same in (copy.deepcopy(counts), pickle.loads(pickle.dumps(counts)))
     )

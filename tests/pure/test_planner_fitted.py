@@ -57,7 +57,7 @@ CHUNKS = cut(BATCH)
 ZERO_BUBBLE = with_weights(elastic_1f1b(CHUNKS, 3, False), [3])
 
 
-def capped(share: float, order: Order = ZERO_BUBBLE, modes: tuple[str, ...] = ("whole",)) -> Problem:
+def capped(share: float, order: Order = ZERO_BUBBLE, modes: tuple[str, ...] = ("full",)) -> Problem:
     """A cap between the peaks of an order with all recomputed and with nothing."""
     none = [[0] * len(CHUNKS)] * 3
     most = [[4] * len(CHUNKS)] * 3
@@ -83,8 +83,8 @@ def test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_nam
     draw = random.Random(seed)
     rule = WarmUp(lead=draw.choice([1, 1.5, 2]), late=draw.random() < 0.5)
     chunks = cut(BATCH, draw.choice([4, 9, 20]))
-    modes = draw.choice([("whole",), COSTS.recompute_modes])
-    options = Options(recompute_modes="whole" if modes == ("whole",) else "all")
+    modes = draw.choice([("full",), COSTS.recompute_modes])
+    options = Options(recompute_modes="full" if modes == ("full",) else "all")
     tables = tabulate(chunks, BATCH, COSTS, modes)
     order = with_weights(rule.order(chunks, tables, BATCH), [draw.randrange(6) for _ in range(5)])
     with pytest.raises(InfeasibleError) as refused:

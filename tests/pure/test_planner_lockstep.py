@@ -276,7 +276,7 @@ def test_other_recompute_is_found(matched):
     rows = [list(row) for row in matched[1].recompute]
     rows[1][0] = Recompute(2)
     (fault,) = check_lockstep([matched[0], replace(matched[1], recompute=tuple(map(tuple, rows)))])
-    assert str(fault) == "rank 1: stage 1 recomputes 2 whole layers of chunk 0 on replica 1, none on replica 0"
+    assert str(fault) == "rank 1: stage 1 recomputes 2 full layers of chunk 0 on replica 1, none on replica 0"
 
 
 def test_a_recompute_of_its_own_is_an_exchange_too(matched):
@@ -321,7 +321,7 @@ def test_copies_are_never_planned_with_the_sizes_of_another_candidates_kv_offloa
         (895, 5908, 22_646, 149, 1915, 8815, 1577, 40_000, 14_521),
     ]
     asked = [Problem(lengths, (0, 1, 2), (cap,) * 3, token_multiple=4) for lengths in batches]
-    options = Options(chunk_tokens=4096, recompute_modes="whole", offload=True, seed=2)
+    options = Options(chunk_tokens=4096, recompute_modes="full", offload=True, seed=2)
     plans = plan_lockstep(asked, costs, options)
     assert any(made.copies for made in plans)
     for made, problem in zip(plans, asked, strict=True):

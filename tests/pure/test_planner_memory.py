@@ -116,7 +116,7 @@ def test_what_saves_most_bytes_per_time_is_recomputed_first():
     """Slices of equal time: the first has the most tokens and the fewest pairs."""
     free = plan(problem((65536,), 1), pipeline(1), Options(slices=4))
     cap = free.predicted.peak_bytes[0] - GIB
-    (row,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0, recompute_modes="whole")).recompute
+    (row,) = plan(problem((65536,), 1, cap), pipeline(1), Options(slices=4, budget_ms=0, recompute_modes="full")).recompute
     recompute_steps = [again.full for again in row]
     assert recompute_steps[0] > 0
     assert recompute_steps[1:] == [0, 0, 0]

@@ -86,7 +86,7 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (lambda made: replace(made, order=(made.order[0], made.order[1][1:])), "1F0: missing"),
         (with_(recompute_steps=[[0, 0, 5, 0], [0] * 4]), "stage 0 recomputes 5 layers of chunk 2; it has 4"),
         (
-            with_(recompute_steps=[[9] * 4, [0] * 4], modes=("whole", "linear")),
+            with_(recompute_steps=[[9] * 4, [0] * 4], modes=("full", "selective")),
             r"recomputes 9 steps of its recompute frontier of chunk 0; it has \d",
         ),
         (with_(recompute_steps=[[0, -1, 0, 0], [0] * 4]), "stage 0 recomputes -1 layers of chunk 1"),
@@ -99,7 +99,7 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_(recompute_steps=[[0] * 4]), "recompute_steps has 1 rows"),
         (with_(recompute_steps=[[0] * 3, [0] * 4]), r"recompute_steps has 2 rows of \[3, 4\] entries"),
         (with_(modes=()), "recompute modes"),
-        (with_(modes=("whole", "half")), "half.*; the costs know full"),
+        (with_(modes=("full", "half")), "half.*; the costs know full"),
         (with_(token_multiple=0), "token_multiple is 0"),
         (with_(token_multiple="8"), "token_multiple is 8; it is a whole number"),
         (with_(token_multiple=float("nan")), "token_multiple is nan"),

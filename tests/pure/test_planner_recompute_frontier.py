@@ -71,7 +71,7 @@ def test_attention_is_not_run_again_where_that_would_cost_most():
     """One long sequence under a cap: with all levels little is recomputed whole, and the plan is faster."""
     free = plan(problem((65536,), 2), pipeline(2), Options(slices=8))
     given = problem((65536,), 2, (max(free.predicted.peak_bytes) + max(free.static_bytes)) // 2)
-    every, whole = (plan(given, pipeline(2), Options(slices=8, recompute_modes=modes)) for modes in ("all", "whole"))
+    every, whole = (plan(given, pipeline(2), Options(slices=8, recompute_modes=modes)) for modes in ("all", "full"))
     counts = [sum(again.full for row in made.recompute for again in row) for made in (every, whole)]
     assert counts[0] < counts[1] / 4
     assert sum(again.selective + again.mlp for row in every.recompute for again in row) > 0

@@ -15,7 +15,7 @@ from tests.support.plan.report_plans import measured_run, predicted, sliced_plan
 SMALL = """\
 6 sequences of 500 to 2,000 tokens, 4,500 in all, in 4 chunks (1 split, 1 hybrid, 2 batched)
 makespan 19.54 ms (33.6% above the lower bound), bubble 25.2%, recompute 7.7%, peak 4.42 MiB of 16.00 MiB
-recompute takes 2.25 ms of all ranks' time: 8 whole of 32 layer passes
+recompute takes 2.25 ms of all ranks' time: 8 full of 32 layer passes
 
 chunk  kind     tokens  segments
     0  split     1,000  0[0:1000]

@@ -142,7 +142,6 @@ _MEMORY = (
         "(default: all).",
         choices=("all", "full"),
         default="all",
-        field=lambda value: {"full": "whole"}.get(value, value),
         old_names=("--epp-recompute-levels", "--recompute-levels"),
         old_values={"whole": "full"},
     ),

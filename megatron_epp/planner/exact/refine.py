@@ -16,7 +16,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.exact.oracle import oracle
 from megatron_epp.planner.memory.messages import planned_with_room
-from megatron_epp.planner.problem import WHOLE, Options, Problem, validate
+from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
 from megatron_epp.planner.search.greedy import for_table, greedy, predicted_us
 from megatron_epp.planner.search.recent import Recent, canonical, relabelled
 from megatron_epp.planner.service.worker import Worker
@@ -64,9 +64,9 @@ def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float
     if problem.forward_only or not problem.has_one_stage_per_rank or len(start.chunks) > MOST_CHUNKS:
         return start
     plain = start  # the oracle knows whole layers only, and no copies
-    if start.modes != WHOLE or start.copies or start.kv_offload:
+    if start.modes != FULL_ONLY or start.copies or start.kv_offload:
         try:
-            plain = for_table(start.chunks, problem, costs, replace(options, recompute_modes="whole", offload=False))
+            plain = for_table(start.chunks, problem, costs, replace(options, recompute_modes="full", offload=False))
         except InfeasibleError:
             return start
     found = oracle(start.chunks, problem, costs, options, start=plain, time_limit_s=time_limit_s).decisions or plain

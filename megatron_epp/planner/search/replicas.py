@@ -23,7 +23,7 @@ from megatron_epp.planner.memory.kv_offload_choice import choices, kv_offload_ho
 from megatron_epp.planner.memory.lockstep_recompute import fit_lockstep
 from megatron_epp.planner.memory.recompute import Fit
 from megatron_epp.planner.orders.warm_up import Order
-from megatron_epp.planner.problem import WHOLE, Options, Problem
+from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
 
@@ -56,7 +56,7 @@ class Replicas:
         known = self.options.modes(self.costs)
         if not self.is_lockstep:
             return known
-        return LOCKSTEP_MODES if set(LOCKSTEP_MODES) <= set(known) else WHOLE
+        return LOCKSTEP_MODES if set(LOCKSTEP_MODES) <= set(known) else FULL_ONLY
 
     @property
     def without_caps(self) -> Replicas:

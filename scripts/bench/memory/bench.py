@@ -47,9 +47,9 @@ FOLDER = Path(__file__).resolve().parents[3] / "runs" / "bench_memory"
 GIB = 1 << 30
 BASE = "whole layers"
 VARIANTS = {
-    BASE: Variant(Options(recompute_modes="whole")),
+    BASE: Variant(Options(recompute_modes="full")),
     "levels": Variant(Options()),
-    "whole layers, offload": Variant(Options(recompute_modes="whole", offload=True)),
+    "whole layers, offload": Variant(Options(recompute_modes="full", offload=True)),
     "levels, offload": Variant(Options(offload=True)),
 }
 SHARING = {

@@ -54,7 +54,7 @@ class SmallCase:
 
     @property
     def options(self) -> Options:
-        return Options(slices=self.slices, recompute_modes="whole", **FEATURES[self.features])  # which is what the oracle knows
+        return Options(slices=self.slices, recompute_modes="full", **FEATURES[self.features])  # which is what the oracle knows
 
     def key(self, chunks: tuple[Chunk, ...]) -> str:
         """Of all that the oracle's answer depends on."""
