@@ -69,15 +69,13 @@ def test_modes_of_files_that_are_newer_are_left_out():
     assert PipelineCosts.from_json(json.dumps(body)) == analytic_costs(SHAPE, H100, [8])
 
 
-ROW = """        RecomputeMode(
-            name="attention", column=3, text="attention", runs_again=frozenset({NORMS, PROJECTIONS, CORE_ATTENTION})
-        ),
+ROW = """        RecomputeMode(name="attention", column=3, runs_again=frozenset({NORMS, PROJECTIONS, CORE_ATTENTION})),
 """
-COSTS = """            "attention": Level(attention_forward, hidden + shape.mlp_bytes_per_token + 2 * hidden),
+COSTS = """            "attention": ModeCosts(attention_forward, hidden + shape.mlp_bytes_per_token + 2 * hidden),
 """
 ADDED = {  # file, line before which it is added, and what
     "plan/recompute.py": ('        RecomputeMode(\n            name="selective",\n', ROW),
-    "cost/analytic.py": ('            "mlp": Level(', COSTS),
+    "cost/analytic.py": ('            "mlp": ModeCosts(', COSTS),
 }
 USE = """
 import sys
@@ -89,7 +87,7 @@ from megatron_epp.report.memory import peak_table
 
 shape = ModelShape(num_layers=8, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, vocab_size=1000)
 costs = analytic_costs(shape, H100, [4, 4], state_bytes_per_parameter=0.0)
-assert costs.recompute_levels == ("full", "attention", "selective", "mlp")
+assert costs.recompute_modes == ("full", "attention", "selective", "mlp")
 given = (9000, 3000, 500), (0, 1)
 free = plan(Problem(*given, (1 << 60,) * 2), costs, Options(slices=4))
 made = plan(Problem(*given, (int(0.7 * max(free.predicted.peak_bytes)),) * 2), costs, Options(slices=4))

@@ -72,7 +72,7 @@ def test_an_order_with_weight_gradients_fits_by_the_obvious_call():
         build_plan(asked, COSTS, Options(), without)
     made = fitted(ZERO_BUBBLE, CHUNKS, asked, COSTS)
     assert made.order == ZERO_BUBBLE
-    assert any(map(any, made.layers))
+    assert any(map(any, made.recompute_steps))
     written = build_plan(asked, COSTS, Options(), made)
     assert check(written) == []
     assert max(written.predicted.peak_bytes) <= asked.cap_bytes[0]
@@ -81,7 +81,7 @@ def test_an_order_with_weight_gradients_fits_by_the_obvious_call():
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_names_that_cap(seed: int):
     draw = random.Random(seed)
-    rule = WarmUp(lead=draw.choice([1, 1.5, 2]), late=draw.random() < 0.5)
+    rule = WarmUp(lead=draw.choice([1, 1.5, 2]), minimal=draw.random() < 0.5)
     chunks = cut(BATCH, draw.choice([4, 9, 20]))
     modes = draw.choice([("full",), COSTS.recompute_modes])
     options = Options(recompute_modes="full" if modes == ("full",) else "all")
@@ -99,7 +99,7 @@ def test_whatever_waits_it_fits_as_soon_as_all_recomputed_fits_and_the_error_nam
 
 def test_with_nothing_to_fit_nothing_recomputes():
     made = fitted(ZERO_BUBBLE, CHUNKS, BATCH, COSTS, Options(offload=True))
-    assert not any(map(any, made.layers))
+    assert not any(map(any, made.recompute_steps))
     assert not made.copies
 
 
@@ -115,7 +115,7 @@ def test_of_whole_backwards_it_recomputes_what_the_planner_does():
 def test_a_fixed_recompute_is_kept_and_refused_where_it_does_not_fit():
     asked = capped(0.4)
     made = fitted(ZERO_BUBBLE, CHUNKS, replace(BATCH, cap_bytes=(UNLIMITED_BYTES,) * 3), COSTS, Options(recompute=1))
-    assert {count for row in made.layers for count in row} == {1}
+    assert {count for row in made.recompute_steps for count in row} == {1}
     with pytest.raises(InfeasibleError):
         fitted(ZERO_BUBBLE, CHUNKS, replace(asked, cap_bytes=capped(0.05).cap_bytes), COSTS, Options(recompute=1))
 
