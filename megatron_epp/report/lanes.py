@@ -26,7 +26,7 @@ _TEXT_POINTS = (8.0, 5.0)
 _MANY_SECONDS = 10
 """Seconds of an iteration from which its time axis is in seconds."""
 _ROOMY_PIXELS = 10
-"""Average width of a box, in pixels, above which white edges are distinguishable from bubbles and numbers are written."""
+"""Average width of a box, in pixels, above which white edges are distinguishable from bubbles."""
 
 
 def matplotlib_classes() -> tuple[Any, Any]:
@@ -66,7 +66,7 @@ def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], shades: Shades, lon
         fronts = [_front(box, recompute[box.action]) for box in compute if box.action in recompute]
         _bars(axis, fronts, [operation(Op.R).colour] * len(fronts), (top, lane), f"rank {rank} recompute", edge)
         covered = {front.action: front.end_us for front in fronts}
-        for box in compute if edge else ():
+        for box in compute:
             free = box._replace(start_us=covered.get(box.action, box.start_us))
             _number(axis, plan, free, shades.colour(box.action), top + lane / 2, pixels_per_us)
         if copies:
