@@ -80,7 +80,7 @@ CPU = Rates(
     host_bytes=4e9,
 )
 """One core of a server in fp32, and gloo: for tests and laptops. Fitted to times of a GPT of 64 channels, sliced and whole, as
-``--epp-costs measure`` takes them. The device is its own host: offloaded data is copied within the same memory.
+measured costs take them. The device is its own host: offloaded data is copied within the same memory.
 """
 
 

@@ -88,7 +88,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = read_text(path, MOST_YAML_BYTES)
     body = parse_yaml(text, str(path))
     if not isinstance(body, dict):
-        raise EppError(f"{path} holds no names with values")
+        raise EppError(f"{path} holds no `name: value` pairs")
     return {str(key): value for key, value in body.items()}
 
 
@@ -130,7 +130,7 @@ def load_cluster(name: str) -> Cluster:
     base, memory = entries.pop("rates", "h100"), entries.pop("device_memory_gb", None)
     node, sharing = entries.pop("devices_per_node", DEVICES_PER_NODE), entries.pop("host_sharing", None)
     if not isinstance(base, str) or base not in RATES:
-        raise EppError(f"{path}: rates {shown(base)}; give one of {', '.join(RATES)}")
+        raise EppError(f"{path}: `rates` is {shown(base)}; it must be one of {', '.join(RATES)}")
     sharing = RATES[base].host_sharing if sharing is None else sharing
     for key, value in (("devices_per_node", node), ("host_sharing", sharing)):
         if type(value) is not int or not 1 <= value <= MOST_SIZE:
@@ -138,7 +138,7 @@ def load_cluster(name: str) -> Cluster:
     known = {field.name for field in fields(Rates)} - {"name", "host_sharing"}
     if unknown := sorted(set(entries) - known):
         there = ", ".join(("device_memory_gb", "devices_per_node", "host_sharing", "rates", *sorted(known)))
-        raise EppError(f"{path}: unknown {', '.join(unknown)}; there are {there}")
+        raise EppError(f"{path}: unknown {', '.join(unknown)}; known are {there}")
     numbers = {key: _number(path, key, value, *_range(key)) for key, value in entries.items()}
     rates = replace(RATES[base], name=path.stem, host_sharing=sharing, **numbers)
     memory_gb = None if memory is None else _number(path, "device_memory_gb", memory, 0.0, MOST_GB)
@@ -189,7 +189,7 @@ def shape_of(flags: dict[str, Any]) -> ModelShape:
     groups = whole("num_query_groups", 1) if flags.get("group_query_attention") else None
     if flags.get("kv_channels") is None and hidden % heads:
         remedies = Remedy("change", "num_attention_heads"), Remedy("change", "hidden_size")
-        raise EppError(f"{heads} attention heads cannot share a width of {hidden} evenly", *remedies)
+        raise EppError(f"a hidden size of {hidden} is not a multiple of {heads} attention heads", *remedies)
     if groups is not None and heads % groups:
         remedies = Remedy("change", "num_attention_heads"), Remedy("change", "num_query_groups")
         raise EppError(f"{heads} attention heads cannot share {groups} key and value heads evenly", *remedies)

@@ -56,7 +56,7 @@ class Form(NamedTuple):
         try:
             body = parse_json(text, "the text")
             if not isinstance(body, dict):
-                raise EppError(f"{shown(body)} is no object with names")
+                raise EppError(f"{shown(body)} is not a JSON object")
             if (found := (body.get("schema"), body.get("version"))) != (self.schema, self.version):
                 what, version = map(shown, found)
                 raise EppError(f"schema {what} version {version}, where this reads {self.schema!r} {self.version}")
@@ -81,7 +81,7 @@ def build[T](kind: type[T], body: Any, where: str = "", *, ignore_unknown: bool 
             names the field.
     """
     if not isinstance(body, dict):
-        raise EppError(f"{where or 'the file'} is {shown(body)}, which is no object with names")
+        raise EppError(f"{where or 'the file'} is {shown(body)}, which is not a JSON object")
     body = getattr(kind, "upgraded", dict)(body)
     at, hints = f"{where}." if where else "", _hints(kind)  # type: ignore[arg-type]
     given = {name: value for name, value in body.items() if value is not None}
@@ -112,7 +112,7 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
         hint = get_args(hint)[0]
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
-            raise EppError(f"{where} is {shown(value)}, which is no list")
+            raise EppError(f"{where} is {shown(value)}, which is not a list")
         return tuple(build(get_args(hint)[0], entry, f"{where}[{position}]") for position, entry in enumerate(value))
     readers: dict[Any, Callable[[], Any]] = {
         float: lambda: number(value, 0.0, _MOST.get(name, MOST_NUMBER)),

@@ -146,8 +146,8 @@ def check_ids(prefix: str, ids: np.ndarray, vocab_size: int) -> None:
     """Raise `EppError` if an id is not in the vocabulary."""
     if len(ids) and ids.max() >= vocab_size:
         raise EppError(
-            f"{prefix} has token {int(ids.max()):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}: the tokens "
-            "are of another one",
+            f"{prefix} has token {int(ids.max()):,}, and this run's tokenizer has a vocabulary of {vocab_size:,}: "
+            "these are the tokens of another tokenizer",
             *(Remedy("change", setting) for setting in ("tokenizer_type", "tokenizer_model", "vocab_size")),
         )
 

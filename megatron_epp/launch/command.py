@@ -81,7 +81,7 @@ class Launch:
             raise SettingsError("launch.master_port is 0; nodes must agree on a port: set MASTER_PORT or launch.master_port")
         if not made.name or made.name[0] in "-." or set(made.name) & set("/\\"):
             raise SettingsError(
-                f"launch.name is {made.name!r}; it must be the name of a folder: no / or \\, no - or . in front"
+                f"launch.name is {made.name!r}; it must be the name of a folder, without / or \\, and not begin with - or ."
             )
         if not _ADDRESS.fullmatch(made.master_addr):
             raise SettingsError(f"launch.master_addr is {made.master_addr!r}; it must be the name or the address of a machine")

@@ -81,7 +81,7 @@ def _over_includes(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) 
         if key not in ("include", "cluster") and value is not None and not isinstance(value, dict):
             raise SettingsError(f"{path}: `{key}:` holds {shown(value)}; it must hold names with values")
     if not isinstance(body.get("cluster"), str | None):
-        raise SettingsError(f"{path}: `cluster:` holds {shown(body['cluster'])}; it must hold the name of one")
+        raise SettingsError(f"{path}: `cluster:` holds {shown(body['cluster'])}; it must hold the name of a cluster")
     include = body.pop("include", None) or []
     names = [include] if isinstance(include, str) else include
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -108,7 +108,7 @@ def _planner(name: str) -> Planner:
         what = f"{type(error).__name__}: {_one_line(error)}"
         raise PlanError(f"planner {name}: {what}; give module:function, the module where PYTHONPATH finds it") from error
     if not callable(planner):
-        raise PlanError(f"planner {name} is {shown(planner)}, which is no function")
+        raise PlanError(f"planner {name} is {shown(planner)}, which is not a function")
     return planner
 
 

@@ -189,7 +189,7 @@ def _of_types(planner: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise PlanError(
-            f"{cannot_run(planner)}a table of its decisions is not of the types that `Decisions` names: {error}"
+            f"{cannot_run(planner)}a field of its decisions does not have its type in `Decisions`: {error}"
         ) from error
 
 

@@ -130,7 +130,7 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
             f"({problem.num_ranks} caps)"
         )
     if len(costs.num_layers) != stages:
-        raise PlanError(f"{stages} stages need as many entries of costs; got costs for {len(costs.num_layers)} stages")
+        raise PlanError(f"the placement has {stages} stages, but the costs are of {len(costs.num_layers)}")
     if problem.token_multiple < 1:
         raise PlanError(f"token multiple {problem.token_multiple} must be at least 1")
     if options.slices is not None and options.slices < 1:

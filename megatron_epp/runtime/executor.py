@@ -108,7 +108,7 @@ class Executor:
         if plan.copies and plan.copies[rank] and self.offload is None:
             raise RunError("the plan offloads activations (O and L actions), which this run does not: add --epp-offload")
         if self.host is None and any(plan.placement[entry.stage] == rank for entry in plan.kv_offload):
-            raise RunError("the plan has keys and values in host memory, which this run has not: add --epp-offload")
+            raise RunError("the plan keeps keys and values in host memory, but this run has no KV offload: add --epp-offload")
         if missing := sorted({action.op for action in actions} - set(self._handlers)):
             raise RunError(f"this runtime has no handler for the plan's {', '.join(missing)} actions")
         placed = [stage for stage, where in enumerate(plan.placement) if where == rank]

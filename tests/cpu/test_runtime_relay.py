@@ -162,7 +162,7 @@ def test_forward_of_a_slice_whose_prefix_never_ran_is_refused():
     [
         ((0,), "backward at token 0 precedes the last slice's"),
         ((1,), "backward at token 4 precedes the last slice's"),
-        ((2, 0), "backward of tokens 0 to 4 is not the next; slices have run backward down to token 7"),
+        ((2, 0), "backward of tokens 0 to 4 is out of order; slices have run backward down to token 7"),
     ],
 )
 def test_backward_of_a_slice_before_a_later_one_is_refused(order, message):
@@ -186,7 +186,7 @@ def test_backward_of_a_slice_twice_is_refused():
         relay.take_gradient(7, view, (torch.zeros_like(keys), torch.zeros_like(keys)))
 
     backward(last)
-    with pytest.raises(RelayError, match="layer 7, sequence 3: backward of tokens 2 to 5 is not the next"):
+    with pytest.raises(RelayError, match="layer 7, sequence 3: backward of tokens 2 to 5 is out of order"):
         backward(last)
     backward(first)
     with pytest.raises(RelayError, match="backward of the slice at token 0 finds no cache"):

@@ -24,7 +24,7 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         (["--epp-recompute", "1", "--epp-planner", "milp"], "leave --epp-recompute at auto"),
         (["--epp-offload", "--epp-planner", "milp"], "--epp-offload is for --epp-planner greedy, not milp"),
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
-        (["--epp-host-memory-gb", "4"], "--epp-host-memory-gb is for --epp-offload"),
+        (["--epp-host-memory-gb", "4"], "--epp-host-memory-gb needs --epp-offload"),
         (["--epp-offload", "--epp-host-memory-gb", "0"], "--epp-host-memory-gb is 0.0; it must be positive"),
         (["--epp-plan-budget-ms", "2000", "--epp-wait-limit-seconds", "2"], "2000 is not below --epp-wait-limit-seconds 2"),
     ],

@@ -77,7 +77,7 @@ def test_there_and_back_needs_several_stages_on_a_rank():
     ("epp", "batch", "says"),
     [
         (("--epp-schedule", "stock", "--epp-placement", "v"), 48, "stock runs .* looped: leave out --epp-placement v"),
-        (("--epp-schedule", "packed"), 48, "packed has a number of microbatches of its own"),
+        (("--epp-schedule", "packed"), 48, "packed makes another number of microbatches of every batch"),
         (("--epp-schedule", "stock"), 24, "for each of 24 replicas .*make --global-batch-size 24 a multiple of 48"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_cluster_starts_from_known_rates_and_changes_some(tmp_path: Path):
         ("flops: 3", "unknown flops"),
         ("linear_flops: fast", "linear_flops is 'fast'"),
         ("linear_flops: -1", "must be a number from 1"),
-        ("- a list", "holds no names"),
+        ("- a list", "holds no `name: value` pairs"),
         ("a: [", "not YAML"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_misspelt_section_is_refused_with_the_nearest(write):
     ("text", "words"),
     [
         ("megatron: [1, 2", "is not YAML"),
-        ("just text", "holds no names with values"),
+        ("just text", "holds no `name: value` pairs"),
         ("megatron: 3", "must hold names with values"),
     ],
 )

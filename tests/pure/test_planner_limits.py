@@ -79,7 +79,7 @@ def test_where_nothing_fits_nothing_is_named():
 
 def test_without_a_cap_only_the_smallest_cap_is_asked_for():
     found = Limits(problem((2000, 300), 2), lambda _: COSTS, Options()).reach()
-    assert (found.alone, found.as_offload, found.batch) == (None, None, None)
+    assert (found.alone, found.with_rest, found.batch) == (None, None, None)
     assert found.cap.value is not None
 
 

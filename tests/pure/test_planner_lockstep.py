@@ -229,7 +229,7 @@ def test_replicas_that_differ_in_more_than_their_lengths_are_refused(change, wor
 
 
 def test_costs_of_another_pipeline_or_no_replicas_are_refused():
-    with pytest.raises(PlanError, match="2 stages need as many entries of costs"):
+    with pytest.raises(PlanError, match="the placement has 2 stages, but the costs are of"):
         plan_lockstep(problems(*ROUGH), analytic_costs(SHAPE, CPU, [2, 2, 4]), Options())
     with pytest.raises(PlanError, match="there are none"):
         plan_lockstep([], COSTS, Options())

@@ -92,8 +92,8 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_(recompute_steps=[[0, -1, 0, 0], [0] * 4]), "stage 0 recomputes -1 layers of chunk 1"),
         (with_(recompute_steps=[[0.5] * 4, [0] * 4]), "recompute_steps holds values of type float64"),
         (with_(recompute_steps=[[None] * 4, [0] * 4]), "recompute_steps holds values of type object"),
-        (with_(recompute_steps=3), "not of the types that `Decisions` names"),
-        (with_(recompute_steps=[[[1], 2, 3, 4], [0] * 4]), "not of the types that `Decisions` names"),
+        (with_(recompute_steps=3), "does not have its type in `Decisions`"),
+        (with_(recompute_steps=[[[1], 2, 3, 4], [0] * 4]), "does not have its type in `Decisions`"),
         (with_(recompute_steps=[]), r"recompute_steps has 0 rows of \[\] entries; expected 2 rows of 4"),
         (with_(recompute_steps=[[], []]), r"recompute_steps has 2 rows of \[0\] entries; expected 2 rows of 4"),
         (with_(recompute_steps=[[0] * 4]), "recompute_steps has 1 rows"),
@@ -103,8 +103,8 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_(token_multiple=0), "token_multiple is 0"),
         (with_(token_multiple="8"), "token_multiple is 8; it is a whole number"),
         (with_(token_multiple=float("nan")), "token_multiple is nan"),
-        (with_(order=None), "not of the types that `Decisions` names"),
-        (with_(order=(3, 4)), "not of the types that `Decisions` names"),
+        (with_(order=None), "does not have its type in `Decisions`"),
+        (with_(order=(3, 4)), "does not have its type in `Decisions`"),
         (with_(chunks=()), "tokens 0 to 900 of sequence 0 are in no chunk"),
         (with_chunk(Chunk(())), "chunk 3 is empty"),
         (with_chunk(Chunk((Segment(7, 0, 300),))), "chunk 3 holds sequence 7; there are 3"),
@@ -113,7 +113,7 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_chunk((2, 0, 300)), "is not a Chunk"),
         (with_chunk(Chunk((Segment(2, 0, None),))), "segments of something else than whole numbers"),
         (with_chunk(Chunk((Segment(2, 0.0, 300.0),))), "segments of something else than whole numbers"),
-        (with_(chunks=7), "not of the types that `Decisions` names"),
+        (with_(chunks=7), "does not have its type in `Decisions`"),
         (with_(copies=(COPY,), offload=SHARES), "copies has 1 rows for 2 ranks"),
         (with_(copies=(COPY, ()), offload=SHARES[:1]), r"offload has 1 rows of \[4\] entries; expected 2 rows of 4"),
         (with_(copies=(COPY, ())), "the offload share of chunk 0 at stage 0 is 0"),
@@ -123,10 +123,10 @@ SHARES = ((0.5, 0.0, 0.0, 0.0), (0.0,) * 4)
         (with_(copies=((COPY[0], (COPY[1][0], Action(Op.F, 0, 9))), ()), offload=SHARES), "is issued after 0F9"),
         (with_(kv_offload=frozenset({(0, 1)})), "the sequence is not cut into slices"),
         (with_(kv_offload=frozenset({(5, 0)})), "there are 2 stages"),
-        (with_(kv_offload=frozenset({3})), "not of the types that `Decisions` names"),
-        (with_(kv_offload=frozenset({("0", 0)})), "not of the types that `Decisions` names"),
-        (with_(copies=(COPY, ()), offload=(("a",) * 4, (0.0,) * 4)), "not of the types that `Decisions` names"),
-        (with_(copies=((3,), ()), offload=SHARES), "not of the types that `Decisions` names"),
+        (with_(kv_offload=frozenset({3})), "does not have its type in `Decisions`"),
+        (with_(kv_offload=frozenset({("0", 0)})), "does not have its type in `Decisions`"),
+        (with_(copies=(COPY, ()), offload=(("a",) * 4, (0.0,) * 4)), "does not have its type in `Decisions`"),
+        (with_(copies=((3,), ()), offload=SHARES), "does not have its type in `Decisions`"),
         (lambda made: made.order, "returned a tuple, not Decisions"),
         (lambda made: None, "returned a NoneType, not Decisions"),
     ],
@@ -212,7 +212,7 @@ def test_a_table_that_is_none_is_refused_before_it_is_ordered(chunks: tuple[Chun
 
 
 def test_costs_of_another_pipeline_are_refused_before_a_table_is_ordered():
-    with pytest.raises(PlanError, match="2 stages need as many entries of costs"):
+    with pytest.raises(PlanError, match="the placement has 2 stages, but the costs are of"):
         for_table(CHUNKS, BATCH, pipeline(3), Options())
 
 

@@ -15,7 +15,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.evaluate import play
-from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.kernels.columns import encode, encode_known
 from megatron_epp.planner.memory import offload
 from megatron_epp.planner.memory import recompute as memory
 from megatron_epp.planner.memory.offload import peaks_with_copies, timed
@@ -135,8 +135,9 @@ def test_what_the_search_plays_is_what_the_simulator_says(turns: int):
 
 def test_copies_are_fitted_to_orders_that_are_encoded_once_and_to_a_table_that_is_made_once(monkeypatch: pytest.MonkeyPatch):
     encoded, tabulated = [], []
-    for module in (evaluate, memory, offload):
-        monkeypatch.setattr(module, "encode", lambda order, chunks: encoded.append(order) or encode(order, chunks))
+    for module in (evaluate, memory):
+        monkeypatch.setattr(module, "encode_known", lambda order, chunks: encoded.append(order) or encode_known(order, chunks))
+    monkeypatch.setattr(offload, "encode", lambda order, chunks: encoded.append(order) or encode(order, chunks))
     monkeypatch.setattr(replicas, "tabulate", lambda chunks, *rest: tabulated.append(chunks) or tabulate(chunks, *rest))
     asked, costs = problem((60_000, 30_000, 20_000), 2, 16 * GIB), pipeline(2)
     chunks = plan(asked, costs, Options(slices=12)).chunks

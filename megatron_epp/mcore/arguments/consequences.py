@@ -102,7 +102,7 @@ def _check_context_parallel(args: argparse.Namespace) -> None:
 def _check_offload(args: argparse.Namespace) -> None:
     if args.epp_offload == "off":
         if args.epp_host_memory_gb is not None:
-            raise ArgumentError("--epp-host-memory-gb is for --epp-offload; leave it out, or add that")
+            raise ArgumentError("--epp-host-memory-gb needs --epp-offload: add that, or leave this out")
         return
     if args.epp_planner != "greedy":
         raise ArgumentError(f"--epp-offload is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")

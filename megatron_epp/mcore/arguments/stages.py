@@ -124,7 +124,7 @@ def _check_stock(args: argparse.Namespace) -> None:
         )
     if args.epp_schedule == "packed":
         raise ArgumentError(
-            f"{schedule} has a number of microbatches of its own in every batch, which Megatron's interleaved pipeline cannot "
+            f"{schedule} makes another number of microbatches of every batch, which Megatron's interleaved pipeline cannot "
             "run: leave out the flags that put several stages on a rank"
         )
     ranks = args.pipeline_model_parallel_size

@@ -161,7 +161,7 @@ def _serial_us(tables: Tables) -> float:
 def _known(problem: Problem, options: Options) -> None:
     if not problem.has_one_stage_per_rank or problem.forward_only:
         remedy = Remedy("set", "planner", "greedy")
-        raise PlanError("the oracle knows training with one stage on each rank, in order", remedy)
+        raise PlanError("the oracle plans only training with one stage on each rank, in order", remedy)
     if options.recompute != "auto":
         raise PlanError(
             f"the oracle chooses recompute itself; it cannot take {options.recompute} layers",

@@ -42,7 +42,7 @@ def plan_lockstep(problems: Sequence[Problem], costs: Costs, options: Options) -
     _require_equal(problems)
     if options.planner != "greedy" or options.budget_ms:
         remedy = Remedy("drop", "budget_ms") if options.planner == "greedy" else Remedy("set", "planner", "greedy")
-        raise PlanError("replicas that share experts are planned by the planner greedy, without a time budget", remedy)
+        raise PlanError("only the planner greedy, without a time budget, plans replicas that share experts", remedy)
 
     def planned(asked: Problem) -> tuple[Plan, ...]:
         room = [replace(problem, cap_bytes=asked.cap_bytes, message_bytes=asked.message_bytes) for problem in problems]

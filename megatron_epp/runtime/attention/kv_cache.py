@@ -240,7 +240,7 @@ class KVRelay:
             raise RelayError(f"{_where(layer, view)}: backward at token {view.start} precedes the last slice's")
         if taken_from is not None and taken_from != view.end:
             raise RelayError(
-                f"{_where(layer, view)}: backward of tokens {view.start} to {view.end} is not the next; "
+                f"{_where(layer, view)}: backward of tokens {view.start} to {view.end} is out of order; "
                 f"slices have run backward down to token {taken_from}"
             )
         store, piece, uncached = self._store(view), Piece(layer, part), tuple(uncached)
