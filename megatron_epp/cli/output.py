@@ -35,7 +35,7 @@ def tell(text: str) -> None:
 
 
 def tell_error(text: str) -> None:
-    """Print an error, its lines cut where they are far longer than anyone reads."""
+    """Print an error. Very long lines are truncated."""
     tell(f"{PROGRAM}: error: " + "\n".join(clip(line, _WIDEST) for line in text.split("\n")))
 
 

@@ -1,4 +1,4 @@
-"""The command that trains a small GPT twice, with Megatron's schedule and with elastic plans, and compares the two.
+"""The command that trains a small GPT with Megatron's schedule and with elastic plans, and compares the runs.
 
 The documents are the Python standard library's own source files, one document per file, as bytes: of very different lengths,
 and on every machine.

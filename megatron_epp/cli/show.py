@@ -110,7 +110,7 @@ def _text(made: Plan, measured: Measured | None, args: argparse.Namespace) -> st
 
 
 def _load(path: str) -> Plan:
-    """Load a plan whose tables, chunks and actions fit together; one with other violations is shown, with a word about them."""
+    """Load a plan. Refuse it if its tables, chunks and actions contradict each other; warn of any other violation."""
     made = load(path)
     for check_part in (check_tables, check_tokens, check_presence, check_kv_offload):
         if fault := next(check_part(made), None):

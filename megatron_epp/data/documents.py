@@ -91,7 +91,7 @@ def sequence_ends(path: str, lengths: NDArray[np.int32], boundaries: NDArray[np.
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Every sequence of some documents, in the order of the documents and within them of their tokens.
+    """All sequences of some documents, in the order of the documents and of their tokens.
 
     A document of n tokens has n - 1 positions (inputs ``[:-1]``, labels ``[1:]``); one of fewer than 2 tokens has none and
     makes no sequence. Sequence k of a document that is split has the inputs ``[k * limit, (k + 1) * limit)``, so its last label

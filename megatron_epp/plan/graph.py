@@ -133,12 +133,12 @@ class Transfer(NamedTuple):
 
     @property
     def target(self) -> Action:
-        """The needing action."""
+        """The action that needs the other."""
         return Action(*self.link.target, self.chunk)
 
     @property
     def carries(self) -> Message | Collective:
-        """The kind of transfer."""
+        """Message or collective that carries the dependency."""
         return self.link.carries
 
     @property

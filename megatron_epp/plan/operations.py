@@ -95,7 +95,7 @@ class Collective(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Name for people."""
+        """Name in texts and pictures."""
         return str(self.op)
 
 

@@ -229,7 +229,7 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
 
 
 def _is_known(made: Decisions, problem: Problem) -> bool:
-    """True if every chunk is of the batch, and every action of the pipeline and the chunks; some may be missing or doubled."""
+    """True if all chunks are of the batch and all actions of known stages and chunks; some may be missing or doubled."""
     lengths, stages, chunks = problem.lengths, problem.num_stages, len(made.chunks)
     ops = _EVALUATION if problem.forward_only else _with_costs()
     if not made.chunks or not all(chunk.segments for chunk in made.chunks):

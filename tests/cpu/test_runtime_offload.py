@@ -85,7 +85,7 @@ def test_the_device_holds_less_between_free_and_back_and_the_host_holds_it_from_
     assert forward.held_bytes == (kept, kept // 2)
     offload.free(OWNER)
     assert forward.held_bytes == (kept // 2, kept // 2)
-    with pytest.raises(EppError, match="never came back"):
+    with pytest.raises(EppError, match="never loaded"):
         offload.assert_empty()
     offload.back(OWNER)
     assert forward.held_bytes == (kept, 0)

@@ -160,8 +160,8 @@ def test_forward_of_a_slice_whose_prefix_never_ran_is_refused():
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ((0,), "backward at token 0 precedes the last slice's"),
-        ((1,), "backward at token 4 precedes the last slice's"),
+        ((0,), "backward at token 0 comes before that of the last"),
+        ((1,), "backward at token 4 comes before that of the last"),
         ((2, 0), "backward of tokens 0 to 4 is out of order; slices have run backward down to token 7"),
     ],
 )

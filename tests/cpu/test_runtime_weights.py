@@ -97,7 +97,7 @@ def test_what_is_kept_is_the_layers_inputs_and_the_gradients_of_their_outputs():
 def test_a_gradient_that_was_not_kept_cannot_be_computed():
     network = Network()
     network.backward(0)
-    with pytest.raises(EppError, match="weight gradient of chunk 0: its backward has kept none"):
+    with pytest.raises(EppError, match="the backward of chunk 0 has deferred no weight gradient"):
         network.gradients.run(0)
 
 

@@ -60,7 +60,7 @@ FILES = {
     "deep measurement": ("measured", DEEP, "nested deeper than 100"),
     "half a plan": ("show", json.dumps(SOUND["plan"])[:200], "is not JSON"),
     "half a profile": ("costs", json.dumps(SOUND["profile"])[:200], "is not JSON"),
-    "no object": ("costs", "[]", "no object with names"),
+    "no object": ("costs", "[]", "is not a JSON object"),
     "no text": ("costs", b"\xff\xfe", "codec"),
     "digits": ("check", f'{{"x": {"9" * 5000}}}', "is not JSON"),
     # numbers of plans

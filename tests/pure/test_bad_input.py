@@ -94,7 +94,7 @@ value = 5
         ("nothing", "returned None; a planner returns `Decisions`"),
         ("text", "returned 'a plan'; a planner returns `Decisions`"),
         ("two", "TypeError: two() takes 2 positional arguments but 3 were given"),
-        ("value", "is 5, which is no function"),
+        ("value", "is 5, which is not a function"),
         ("absent", "has no attribute 'absent'; give module:function"),
     ],
 )

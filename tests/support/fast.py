@@ -96,7 +96,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_cost_model.py": (),
     "pure/test_cost_prefix.py": (),
     "pure/test_cost_profile.py": (),
-    "pure/test_data_sequences.py": (),
+    "pure/test_data_documents.py": (),
     "pure/test_data_token_record.py": (),
     "pure/test_docs_plan.py": (),
     "pure/test_doctor.py": (),

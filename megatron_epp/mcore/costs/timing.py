@@ -206,7 +206,7 @@ def _end(stage: MegatronStage, one: _Alive) -> Times:
 
 
 def _time_weights(stage: MegatronStage, kept: list[DeferredGradient], clock: _Clock) -> tuple[float, float]:
-    """Compute the weight gradients; return the microseconds for the layers' and for all."""
+    """Time the weight gradients. Return the microseconds of those of the layers, and of all."""
     clock.note("weights")
     for name, part in zip(("layers' weights end", "weights end"), by_place(stage, kept), strict=True):
         while part:

@@ -32,7 +32,7 @@ def recompute_by_mode(layers: Iterable[torch.nn.Module]) -> None:
     """
     for mode in MODES.values():
         if PROJECTIONS in mode.runs_again and not {NORMS, MLP} <= mode.runs_again:
-            raise EppError(f"recompute mode {mode.name}: layers cannot run {', '.join(sorted(mode.runs_again))} again alone")
+            raise EppError(f"recompute mode {mode.name}: layers cannot run only {', '.join(sorted(mode.runs_again))} again")
     for number, layer in enumerate(layers):
         _Layer(number, layer)
 

@@ -64,7 +64,7 @@ class _Run:
         return tuple(map(tuple, self.made))
 
     def _take(self, rank: int, now: float) -> tuple[float, int] | None:
-        """Run what is ready on a rank that is free; when its result arrives and at which rank. None when nothing is ready."""
+        """Run a ready action on a free rank. Return when its result arrives and at which rank; None if no action is ready."""
         stages = self.tables.stages_of[rank]
         for stage in reversed(stages) if self.tables.backward_us else ():
             done = self.backwards[stage]

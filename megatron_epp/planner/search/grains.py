@@ -119,7 +119,7 @@ def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
 
 
 def _search_lockstep(trials: Trials, chunkers: Chunkers) -> list[Aligned]:
-    """Walk as for one replica, or try the grain that the user fixed.
+    """Search grains as for one replica, or try only the grain that the user fixed.
 
     When nothing fits then, these grains are tried with further rules, and then coarser ones, for a replica may have too few
     tokens for them.

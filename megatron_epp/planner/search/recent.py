@@ -34,7 +34,7 @@ class Recent[K, V]:
 
 
 class Warm:
-    """Warm start: grains that earlier batches chose, by shape; the search begins where batches of like shape ended.
+    """Warm start: grains that earlier batches chose, by shape; the search begins where batches of similar shape ended.
 
     A plan made with it depends on the batches planned with it before, and a run that is resumed starts without. So only what
     plans against a deadline uses it (`Anytime`), which does not repeat anyway.

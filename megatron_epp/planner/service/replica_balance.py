@@ -170,7 +170,7 @@ class _Exchange:
     time_us: Callable[[tuple[Share, ...]], float]
 
     def run(self, shares: list[Share], tries: int, enough: float) -> tuple[list[Share], list[float]]:
-        """Exchange until the imbalance is low enough or nothing helps.
+        """Exchange sequences between replicas until the imbalance is low enough or no exchange helps.
 
         Args:
             shares: of the replicas, at the start.

@@ -1,4 +1,4 @@
-"""Worker process: one callable, called there with the arguments that are sent, one call after the other."""
+"""Worker process that calls one function with the arguments sent to it, one call at a time."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(group: dist.ProcessGroup, for_heads: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Exchange every tensor in a collective of its own, all under way together."""
+    """Exchange every tensor in its own collective; all of them are in flight at the same time."""
     size = dist.get_world_size(group)
     parts = [_parts_by_heads(x, size) if for_heads else _parts_by_tokens(x, size) for x in tensors]
     received = [torch.empty_like(x) for x in parts]

@@ -237,7 +237,7 @@ class KVRelay:
         """
         taken_from = self._progress(layer, view, part).taken_from
         if taken_from is None and not view.is_tail:
-            raise RelayError(f"{_where(layer, view)}: backward at token {view.start} precedes the last slice's")
+            raise RelayError(f"{_where(layer, view)}: backward at token {view.start} comes before that of the last slice")
         if taken_from is not None and taken_from != view.end:
             raise RelayError(
                 f"{_where(layer, view)}: backward of tokens {view.start} to {view.end} is out of order; "

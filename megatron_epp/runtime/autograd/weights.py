@@ -59,7 +59,7 @@ class WeightGradients:
     def pop(self, chunk: int) -> list[DeferredGradient]:
         """Return the deferred gradients of a chunk, in the order of its backward. Raises `EppError` if that has not run."""
         if chunk not in self._deferred:
-            raise EppError(f"weight gradient of chunk {chunk}: its backward has kept none")
+            raise EppError(f"the backward of chunk {chunk} has deferred no weight gradient")
         return self._deferred.pop(chunk)
 
     def run(self, chunk: int) -> None:

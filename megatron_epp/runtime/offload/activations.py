@@ -116,7 +116,7 @@ class Offload:
     def assert_empty(self) -> None:
         """Raise `EppError` if offloaded parts are left in host memory."""
         if self._moved:
-            raise EppError(f"what was offloaded of (stage, chunk) {sorted(self._moved)} never came back")
+            raise EppError(f"activations of (stage, chunk) {sorted(self._moved)} were offloaded and never loaded")
 
 
 def choose(storages: Sequence[Storage], num_bytes: int) -> list[Part]:
