@@ -45,7 +45,7 @@ def check_amounts(lengths: Sequence[int], costs: Costs, token_multiple: int = 1)
             with np.errstate(over="raise", invalid="raise"):
                 times_us, sizes = sum(_times_us(stage, work, costs)), sum(_bytes(stage, work, costs))
         except (FloatingPointError, OverflowError) as error:
-            raise PlanError(f"the times or bytes {by}, are not finite numbers ({error}); {_CHECK}") from None
+            raise PlanError(f"the times or bytes {by}, are more than a plan can hold ({error}); {_CHECK}") from None
         if not times_us <= MOST_US:
             raise PlanError(f"the passes {by}, take {times_us:.3g} us; a plan holds at most {MOST_US:.3g} us: {_CHECK}")
         if sizes > MOST_BYTES:
