@@ -68,7 +68,14 @@ _PLANNING = (
         "machine, unlike with --steps (default: none)",
         metavar="MS",
     ),
-    Flag("steps", "", "--steps", WHOLE, "Of local search (default: 0).", default=0),
+    Flag(
+        "steps",
+        "",
+        "--steps",
+        WHOLE,
+        "Of local search (default: 20,000 for plans of up to 64 stages times chunks, none for larger ones).",
+        default=0,
+    ),
     Flag("seed", "", "--seed", SEED, "Of the planner's search (default: 0).", default=0, metavar="S"),
 )
 _BATCH = (
@@ -138,8 +145,8 @@ _MEMORY = (
         "--recompute-modes",
         str,
         "What a layer that recomputes runs again, with {recompute} auto. all: as the plan finds cheapest, all of the layer "
-        "(full), all but its core attention (selective), or its MLP or experts and norms (mlp); full: always all of it "
-        "(default: all).",
+        "(full), all but its core attention (selective; Megatron's granularity of that name runs core attention alone), or its MLP "
+        "or experts and norms (mlp); full: always all of it (default: all).",
         choices=("all", "full"),
         default="all",
         old_names=("--epp-recompute-levels", "--recompute-levels"),

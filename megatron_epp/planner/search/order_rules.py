@@ -45,10 +45,10 @@ class OrderRules:
     frugal: tuple[OrderRule, ...]
 
 
-STRAIGHT = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST))
+ONE_STAGE_PER_RANK = OrderRules(FIRST, (*SECOND, HALF), LEAST, (*SECOND, HALF, *LEAST))
 ANY_PLACEMENT = OrderRules(LIST_SCHEDULES[:1], LIST_SCHEDULES[1:], LEAST_LISTED, LIST_SCHEDULES[1:])
 
 
 def rules_for(problem: Problem) -> OrderRules:
     """Return the rules for the problem's placement."""
-    return STRAIGHT if problem.has_one_stage_per_rank else ANY_PLACEMENT
+    return ONE_STAGE_PER_RANK if problem.has_one_stage_per_rank else ANY_PLACEMENT
