@@ -145,8 +145,8 @@ _MEMORY = (
         "--recompute-modes",
         str,
         "What a layer that recomputes runs again, with {recompute} auto. all: as the plan finds cheapest, all of the layer "
-        "(full), all but its core attention (selective; Megatron's granularity of that name runs core attention alone), or its MLP "
-        "or experts and norms (mlp); full: always all of it (default: all).",
+        "(full), all but its core attention (selective; Megatron's granularity of that name runs core attention alone), or its "
+        "MLP or experts and norms (mlp); full: always all of it (default: all).",
         choices=("all", "full"),
         default="all",
         old_names=("--epp-recompute-levels", "--recompute-levels"),
