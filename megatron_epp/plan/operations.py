@@ -12,6 +12,7 @@ from enum import Enum, IntEnum
 from typing import Any, Literal, NamedTuple
 
 from megatron_epp.plan.action import Op
+from megatron_epp.plan.errors import PlanError
 
 
 class Track(Enum):
@@ -225,8 +226,16 @@ def unregister(op: Op) -> None:
 
 
 def operation(op: Op) -> Operation:
-    """Definition of a kind of action. Raises `KeyError` for a name without one."""
-    return _TABLE.operations[op]
+    """Definition of a kind of action. Raises `PlanError` for a name without one."""
+    try:
+        return _TABLE.operations[op]
+    except KeyError:
+        raise PlanError(f"operation {op} has no definition: `plan.operations.register` adds one") from None
+
+
+def is_defined(op: Op) -> bool:
+    """True for a kind of action that is in the table, and not just a name."""
+    return op in _TABLE.operations
 
 
 def operations(track: Track | None = None) -> tuple[Operation, ...]:

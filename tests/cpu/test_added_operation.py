@@ -149,6 +149,12 @@ def test_a_runtime_without_its_handler_refuses_the_plan(plan):
         Executor(plan, 0, {0: None}, links=object())
 
 
-def test_an_operation_that_is_not_in_the_table_is_no_action():
+def test_an_operation_that_is_not_in_the_table_is_reported():
     with pytest.raises(PlanError, match="is not an action"):
         Action.parse("2NN11")
+    with added.defined():
+        text = to_json(with_shards([1, 1, 1]))
+    plan = from_json(text)  # the name is known, its meaning is not
+    assert "operation N has no definition" in str(check(plan)[0])
+    with pytest.raises(PlanError, match="N has no definition"):
+        simulate(plan)

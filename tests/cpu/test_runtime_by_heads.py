@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_runtime_kv_offload import CASES, hosts, run
 
-from megatron_epp.plan import Chunk, Segment, transient_kv_gradients
+from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.runtime.attention.kernels import EXACT, base
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.attention.segments import SegmentTable
 from megatron_epp.runtime.attention.slice_view import SliceView
+from tests.cpu.test_runtime_kv_offload import CASES, hosts, run
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.relay_chunks import RECOMPUTE, ChunkedLayer
 
@@ -30,7 +30,7 @@ def layer_of(case, kv_heads, layers=2):
 def test_gradients_are_those_of_all_heads_at_once(monkeypatch, case, kv_heads, when, mode, fp32_gradients):
     together, apart = (layer_of(case, kv_heads) for _ in range(2))
     run(together, None, mode, fp32_gradients)
-    monkeypatch.setattr(transient_kv_gradients, "MOST_BYTES", 1)
+    monkeypatch.setattr(sizing, "MOST_TRANSIENT_BYTES", 1)
     seen = []
     heads_at_once = base.heads_at_once
     monkeypatch.setattr(base, "heads_at_once", lambda *sizes: seen.append(heads_at_once(*sizes)) or seen[-1])
@@ -47,7 +47,7 @@ def test_behind_a_long_prefix_there_is_what_one_key_head_takes_at_a_time(monkeyp
 
     def peak_bytes(most_bytes):
         """Without the sums, which stay."""
-        monkeypatch.setattr(transient_kv_gradients, "MOST_BYTES", most_bytes)
+        monkeypatch.setattr(sizing, "MOST_TRANSIENT_BYTES", most_bytes)
         relay = KVRelay(fp32_gradients)
         length = end if is_tail else end + 1
         cuts = [0, prefix, end] + ([] if is_tail else [length])

@@ -10,7 +10,6 @@ from math import ceil
 
 import numpy as np
 import pytest
-from test_planner_account import random_costs
 
 from megatron_epp.cost import Line, PipelineCosts, StageCosts, work_of
 from megatron_epp.cost import memory as item
@@ -22,7 +21,7 @@ from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.chunks.align import Aligned
 from megatron_epp.planner.memory.account import account_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries, with_kv_offload
-from megatron_epp.planner.problem import WHOLE
+from megatron_epp.planner.problem import FULL_ONLY
 from megatron_epp.planner.search.greedy import predicted_us
 from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B
@@ -30,6 +29,7 @@ from megatron_epp.planner.search.replicas import Replicas
 from megatron_epp.planner.search.trials import Trials
 from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.text import summary
+from tests.pure.test_planner_account import random_costs
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 ON = Options(offload=True)
@@ -133,7 +133,7 @@ def test_what_hosting_takes_is_worked_out_once_for_stages_that_are_alike(monkeyp
     assert sorted(asked_of) == sorted(set(costs.equal_stages))
     asked_of.clear()
     assert [(entry.stage, entry.sequence) for entry in entries] == sorted(every)
-    with_kv_offload(tabulate(chunks, asked, costs), chunks, asked, costs, WHOLE, every)
+    with_kv_offload(tabulate(chunks, asked, costs), chunks, asked, costs, FULL_ONLY, every)
     assert sorted(asked_of) == sorted(set(costs.equal_stages))
 
 

@@ -144,7 +144,7 @@ def test_the_plan_records_what_it_was_made_from():
         (Problem((5,), (1, 0), (1,) * 2), Options(planner="1f1b"), "one stage on each rank, in order"),
         (Problem((5,), (0, 2), (1,) * 2), Options(), "a stage on each of 2 ranks"),
         (Problem((5,), (0, 1), (1,)), Options(), "1 caps"),
-        (Problem((5,), (0, 1, 2), (1,) * 3), Options(), "costs for 2 stages"),
+        (Problem((5,), (0, 1, 2), (1,) * 3), Options(), "costs are of 2"),
         (Problem((), (0, 1), (1,) * 2), Options(), "at least one token"),
         (Problem((5, 0), (0, 1), (1,) * 2), Options(), "at least one token"),
         (Problem((5,), (0, 1), (1,) * 2, token_multiple=0), Options(), "token multiple 0"),

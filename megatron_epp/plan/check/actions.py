@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.graph import Graph
-from megatron_epp.plan.operations import Message, Presence, Role, Track, needs_of, of_stages, operation, operations
+from megatron_epp.plan.operations import (
+    Message,
+    Presence,
+    Role,
+    Track,
+    is_defined,
+    needs_of,
+    of_stages,
+    operation,
+    operations,
+)
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Playback
 
@@ -27,7 +37,8 @@ def check_presence(plan: Plan) -> Iterator[Violation]:
                         reason = f"doubled: already at rank {first_rank} position {first}"
                     if reason:
                         yield Violation(rank, position, action, reason, in_copies)
-                    if operation(action.op).track is (Track.COPY if in_copies else Track.COMPUTE):
+                    track = Track.COPY if in_copies else Track.COMPUTE
+                    if is_defined(action.op) and operation(action.op).track is track:
                         seen.setdefault(action, (rank, position))
     yield from _missing(plan, seen)
     yield from _offloads(plan, seen)
@@ -56,6 +67,8 @@ def _missing(plan: Plan, seen: Mapping[Action, tuple[int, int]]) -> Iterator[Vio
 def _foreign(plan: Plan, rank: int, action: Action, in_copies: bool) -> str:
     """Reason for which an action may not be in its list; empty if it may."""
     op, stage, chunk = action
+    if not is_defined(op):
+        return f"operation {op} has no definition"
     kind = operation(op)
     if kind.track is Track.LOWERED:
         return "a send, receive or release has no place in a plan: lowering adds them"
