@@ -40,6 +40,7 @@ def _held(plan: Plan, row: Sequence[Action]) -> Iterator[int]:
     """Yield the bytes held by messages at the start of a rank's row and after each increase."""
     sizes, last = plan.messages.num_bytes, plan.num_stages - 1
     makes, takes, sends, receives = _sides()
+    opens = {op for op in takes if operation(op).role is Role.OPENS}
     leaving: dict[tuple[int, Op], int] = {}
     held = 0
     yield held
@@ -47,7 +48,7 @@ def _held(plan: Plan, row: Sequence[Action]) -> Iterator[int]:
         size = sizes[chunk]
         if op in makes or op in takes:
             from_other = op in takes and 0 <= stage + takes[op] <= last
-            at_start = operation(op).role is Role.OPENS
+            at_start = op in opens
             held -= size if from_other and at_start else 0
             held += size if op in makes and 0 <= stage + makes[op] <= last else 0
             yield held
