@@ -148,7 +148,8 @@ def _be_rank(jobs: Connection, command: Sequence[str], env: Mapping[str, str], l
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # for those who follow the log
+        # One write per line, at once: ranks that share the log do not cut each other's lines, PYTHONUNBUFFERED or not.
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     os.environ |= env
     run: Callable[..., object] = runpy.run_path
     if command[0] == "-m":

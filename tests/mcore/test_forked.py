@@ -23,6 +23,14 @@ def test_every_rank_runs_the_program_and_what_all_say_is_in_one_log(tmp_path):
     assert sorted(finished.output.splitlines()) == ["0 of 2, ['--flag', '7']", "1 of 2, ['--flag', '7']"]
 
 
+def test_without_buffers_too_ranks_do_not_cut_each_others_lines(tmp_path):
+    forks, log = Forks({"PYTHONUNBUFFERED": "1"}), tmp_path / "log"
+    log.touch()
+    forks.run(2, [str(script(tmp_path, "for _ in range(3000): print('of rank', rank)"))], {}, log, 60)
+    forks.close()
+    assert set(log.read_text().splitlines()) == {"of rank 0", "of rank 1"}
+
+
 def test_the_first_rank_that_fails_ends_the_job_with_its_exit_code(tmp_path):
     finished = launch(2, script(tmp_path, "sys.exit(3) if rank else time.sleep(600)"))
     assert finished.returncode == 3

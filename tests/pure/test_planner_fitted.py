@@ -182,7 +182,7 @@ def test_a_new_rule_enters_the_search_with_one_entry_in_a_tuple(monkeypatch: pyt
             asked.append(len(chunks))
             return elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
 
-    first = (*order_rules.STRAIGHT.first, Backwards())
-    monkeypatch.setattr(order_rules, "STRAIGHT", replace(order_rules.STRAIGHT, first=first))
+    first = (*order_rules.ONE_STAGE_PER_RANK.first, Backwards())
+    monkeypatch.setattr(order_rules, "ONE_STAGE_PER_RANK", replace(order_rules.ONE_STAGE_PER_RANK, first=first))
     assert check(plan(BATCH, COSTS)) == []
     assert asked
