@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
-from megatron_epp.plan.operations import Message, Role, Track, needs_of, operation, operations
+from megatron_epp.plan.operations import Message, Role, Track, needs_of, operations
 from megatron_epp.plan.plan import Plan
 
 
@@ -24,7 +25,8 @@ def message_peaks(plan: Plan, rows: Sequence[Sequence[Action]]) -> tuple[int, ..
     """
     if not plan.messages.num_bytes:
         return (0,) * plan.num_ranks
-    return tuple(max(_held(plan, row)) for row in rows)
+    sides = _Sides.of_table()
+    return tuple(max(_held(plan, row, sides)) for row in rows)
 
 
 def check_messages(plan: Plan, rows: Sequence[Sequence[Action]]) -> Iterator[Violation]:
@@ -36,11 +38,41 @@ def check_messages(plan: Plan, rows: Sequence[Sequence[Action]]) -> Iterator[Vio
             yield Violation(rank, None, None, f"messages in flight take {peak} bytes; {size} are set aside for them")
 
 
-def _held(plan: Plan, row: Sequence[Action]) -> Iterator[int]:
+class _Sides(NamedTuple):
+    """Operations with messages, each with the offset from its site to that on the other side.
+
+    Attributes:
+        makes, takes: those whose result is a message, and those that need one.
+        opens: those of `takes` whose own bytes hold the message from their start on.
+        sends: those that send one.
+        receives: those that receive one.
+    """
+
+    makes: dict[Op, int]
+    takes: dict[Op, int]
+    opens: set[Op]
+    sends: dict[Op, int]
+    receives: set[Op]
+
+    @classmethod
+    def of_table(cls) -> _Sides:
+        """Read the table of operations."""
+        sides = cls({}, {}, set(), {}, set())
+        for kind in operations(Track.COMPUTE):
+            for need in needs_of(kind.op):
+                if isinstance(need.carries, Message) and isinstance(need.site, int):
+                    sides.makes[need.op], sides.takes[kind.op] = -need.site, need.site
+                    sides.sends[need.carries.send] = -need.site
+                    sides.receives.add(need.carries.receive)
+                    if kind.role is Role.OPENS:
+                        sides.opens.add(kind.op)
+        return sides
+
+
+def _held(plan: Plan, row: Sequence[Action], sides: _Sides) -> Iterator[int]:
     """Yield the bytes held by messages at the start of a rank's row and after each increase."""
     sizes, last = plan.messages.num_bytes, plan.num_stages - 1
-    makes, takes, sends, receives = _sides()
-    opens = {op for op in takes if operation(op).role is Role.OPENS}
+    makes, takes, opens, sends, receives = sides
     leaving: dict[tuple[int, Op], int] = {}
     held = 0
     yield held
@@ -48,11 +80,10 @@ def _held(plan: Plan, row: Sequence[Action]) -> Iterator[int]:
         size = sizes[chunk]
         if op in makes or op in takes:
             from_other = op in takes and 0 <= stage + takes[op] <= last
-            at_start = op in opens
-            held -= size if from_other and at_start else 0
+            held -= size if from_other and op in opens else 0
             held += size if op in makes and 0 <= stage + makes[op] <= last else 0
             yield held
-            held -= size if from_other and not at_start else 0
+            held -= size if from_other and op not in opens else 0
         elif op in receives:
             held += size
             yield held
@@ -60,14 +91,3 @@ def _held(plan: Plan, row: Sequence[Action]) -> Iterator[int]:
             link = plan.placement[stage + sends[op]], op
             held -= leaving.get(link, 0)
             leaving[link] = size
-
-
-def _sides() -> tuple[dict[Op, int], dict[Op, int], dict[Op, int], set[Op]]:
-    """Offsets to the other side of a message, for the operations that make, take and send one, and the receiving operations."""
-    makes, takes, sends, receives = {}, {}, {}, set()
-    for kind in operations(Track.COMPUTE):
-        for need in needs_of(kind.op):
-            if isinstance(need.carries, Message) and isinstance(need.site, int):
-                makes[need.op], takes[kind.op], sends[need.carries.send] = -need.site, need.site, -need.site
-                receives.add(need.carries.receive)
-    return makes, takes, sends, receives

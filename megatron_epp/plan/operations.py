@@ -7,7 +7,7 @@ code reads this table, most of it in the compiled form of `plan.graph` or of `pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, Literal, NamedTuple
 
@@ -127,19 +127,30 @@ class Before(NamedTuple):
     need: Need
 
 
+class Parties(Enum):
+    """Rows of launches that take part in a shared event."""
+
+    PAIR = "pair"
+    """The two sides of a message."""
+    RANKS = "ranks"
+    """Every rank of the pipeline."""
+    REPLICAS = "replicas"
+    """Every data-parallel replica that has the event."""
+
+
 class Side(NamedTuple):
     """A lowered action as one side of an event that several ranks share.
 
     Attributes:
         event: operation that names the event.
         site: offset of the site that names it; None if the event is one for all sites.
-        replicas: all data-parallel replicas take part.
+        parties: the rows that take part.
         by_chunk: there is one event per chunk.
     """
 
     event: Op
     site: int | None
-    replicas: bool = False
+    parties: Parties = Parties.PAIR
     by_chunk: bool = True
 
 
@@ -187,70 +198,61 @@ class Operation:
     rows: Callable[[Any, Sequence[int], Any], Any] | None = None
 
 
-@dataclass(slots=True)
-class _Table:
-    operations: dict[Op, Operation] = field(default_factory=dict)
-
-    def needs(self, op: Op) -> tuple[Need, ...]:
-        """List all relations of an operation, those stated by other operations included."""
-        others = (before.need for other in self.operations.values() for before in other.before if before.op is op)
-        return *self.operations[op].needs, *(need._replace(if_present=True) for need in others)
-
-
-_TABLE = _Table()
+_TABLE: dict[Op, Operation] = {}
 
 
 def register(operation: Operation) -> Operation:
     """Add a kind of action. Raises `ValueError` if there is another definition of its name, or it needs an unknown kind."""
-    present = _TABLE.operations.get(operation.op)
+    present = _TABLE.get(operation.op)
     if present is not None and present != operation:
         raise ValueError(f"operation {operation.op} is already defined")
-    known = {*_TABLE.operations, operation.op}
+    known = {*_TABLE, operation.op}
     for other in (*(need.op for need in operation.needs), *(before.op for before in operation.before)):
         if other not in known:
             raise ValueError(f"operation {operation.op} names {other}, which is not defined")
-    _TABLE.operations[operation.op] = operation
+    _TABLE[operation.op] = operation
     for carries in {need.carries for need in (*operation.needs, *(before.need for before in operation.before))}:
-        if isinstance(carries, Collective) and carries.op not in _TABLE.operations:
-            side = Side(carries.op, None)
+        if isinstance(carries, Collective) and carries.op not in _TABLE:
+            side = Side(carries.op, None, Parties.RANKS)
             register(Operation(op=carries.op, text=f"collective {carries.op}", track=Track.LOWERED, sites=of_ranks, side=side))
     return operation
 
 
 def unregister(op: Op) -> None:
     """Remove an added kind of action, for tests, with the collectives that it has added."""
-    removed = _TABLE.operations.pop(op)
+    removed = _TABLE.pop(op)
     for need in (*removed.needs, *(before.need for before in removed.before)):
         if isinstance(need.carries, Collective):
-            _TABLE.operations.pop(need.carries.op, None)
+            _TABLE.pop(need.carries.op, None)
 
 
 def operation(op: Op) -> Operation:
     """Definition of a kind of action. Raises `PlanError` for a name without one."""
     try:
-        return _TABLE.operations[op]
+        return _TABLE[op]
     except KeyError:
         raise PlanError(f"operation {op} has no definition: `plan.operations.register` adds one") from None
 
 
 def is_defined(op: Op) -> bool:
     """True for a kind of action that is in the table, and not just a name."""
-    return op in _TABLE.operations
+    return op in _TABLE
 
 
 def operations(track: Track | None = None) -> tuple[Operation, ...]:
     """All kinds of action, or those of one track, in the order of their registration."""
-    return tuple(each for each in _TABLE.operations.values() if track is None or each.track is track)
+    return tuple(each for each in _TABLE.values() if track is None or each.track is track)
 
 
 def is_compute(op: Op) -> bool:
     """True for an operation that stands in the compute list of a rank."""
-    return _TABLE.operations[op].track is Track.COMPUTE
+    return operation(op).track is Track.COMPUTE
 
 
 def needs_of(op: Op) -> tuple[Need, ...]:
-    """All relations of a kind of action to those that it waits for."""
-    return _TABLE.needs(op)
+    """All relations of a kind of action to those that it waits for, those stated by other kinds included."""
+    others = (before.need for other in _TABLE.values() for before in other.before if before.op is op)
+    return *operation(op).needs, *(need._replace(if_present=True) for need in others)
 
 
 ACTIVATION = Message("activation", Op.SEND_F, Op.RECV_F, "activation_us")
@@ -318,7 +320,7 @@ _DEFINED = (
         text="gradient reduction",
         track=Track.LOWERED,
         needs=_OWN_B,
-        side=Side(Op.REDUCE, 0, replicas=True, by_chunk=False),
+        side=Side(Op.REDUCE, 0, Parties.REPLICAS, by_chunk=False),
     ),
 )
-_TABLE.operations.update({each.op: each for each in _DEFINED})
+_TABLE.update({each.op: each for each in _DEFINED})

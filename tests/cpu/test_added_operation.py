@@ -7,7 +7,7 @@ import pytest
 
 from megatron_epp import planner
 from megatron_epp.cost import CPU, ModelShape, analytic_costs
-from megatron_epp.plan import Action, Op, PlanError, Step, check, from_json, lower, simulate, to_grid, to_json
+from megatron_epp.plan import Action, Copy, Op, PlanError, Step, check, from_json, lower, simulate, to_grid, to_json
 from megatron_epp.plan.check.launches import blocked
 from megatron_epp.planner import UNLIMITED_BYTES, Decisions, Options, Problem
 from megatron_epp.planner.assemble import build_plan
@@ -117,6 +117,27 @@ def test_crossed_collectives_are_found_by_the_proof_and_by_the_independent_machi
     rows[1][one], rows[1][two] = rows[1][two], rows[1][one]
     assert blocked([rows]) != []
     assert stuck(to_json(plan), to_grid(rows)) != []
+
+
+@pytest.mark.parametrize("op", [added.SPREAD, added.SUM])
+def test_a_collective_that_one_rank_never_launches_is_found_by_both(plan, op):
+    rows = [list(row) for row in lower(plan)]
+    rows[1].remove(next(action for action in rows[1] if action.op is op))
+    assert blocked([rows]) != []
+    assert stuck(to_json(plan), to_grid(rows)) != []
+
+
+def test_on_one_rank_a_collective_has_no_partner_to_wait_for():
+    with added.defined():
+        alone = with_shards([3])
+        assert check(alone) == []
+        assert stuck(to_json(alone), to_grid(lower(alone))) == []
+
+
+def test_a_copy_behind_an_operation_without_a_definition_is_reported(plan):
+    after = plan.ranks[0][0].action._replace(op=Op.define("NEVER_DEFINED"))
+    copies = ((Copy(Action(Op.O, 0, 0), 1.0, 0, 1, after),), (), ())
+    assert any("is issued after" in str(fault) for fault in check(replace(plan, copies=copies)))
 
 
 def test_pictures_and_traces_name_it(plan, tmp_path):

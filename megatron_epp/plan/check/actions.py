@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
@@ -12,6 +13,7 @@ from megatron_epp.plan.operations import (
     Presence,
     Role,
     Track,
+    is_compute,
     is_defined,
     needs_of,
     of_stages,
@@ -28,24 +30,27 @@ def check_presence(plan: Plan) -> Iterator[Violation]:
     """
     seen: dict[Action, tuple[int, int]] = {}
     for in_copies, table in plan.tables:
+        kinds: dict[Op, _Kind] = {}
         for rank, steps in enumerate(table):
             for position, step in enumerate(steps):
                 for action in step.actions:
-                    reason = _foreign(plan, rank, action, in_copies)
+                    kind = kinds.get(action.op)
+                    if kind is None:
+                        kind = kinds[action.op] = _Kind.of(plan, action.op, in_copies)
+                    reason = kind.foreign or kind.misplaced(plan, rank, action)
                     if not reason and action in seen:
                         first_rank, first = seen[action]
                         reason = f"doubled: already at rank {first_rank} position {first}"
                     if reason:
                         yield Violation(rank, position, action, reason, in_copies)
-                    track = Track.COPY if in_copies else Track.COMPUTE
-                    if is_defined(action.op) and operation(action.op).track is track:
+                    if kind.is_listed:
                         seen.setdefault(action, (rank, position))
     yield from _missing(plan, seen)
     yield from _offloads(plan, seen)
     for rank, copies in enumerate(plan.copies):
         for position, copy in enumerate(copies):
             after = copy.after
-            if after is not None and (operation(after.op).track is Track.COPY or seen.get(after, (-1, 0))[0] != rank):
+            if after is not None and (seen.get(after, (-1, 0))[0] != rank or not is_compute(after.op)):
                 reason = f"is issued after {copy.after}, which the compute list of its rank does not have"
                 yield Violation(rank, position, copy.action, reason, in_copies=True)
 
@@ -64,26 +69,46 @@ def _missing(plan: Plan, seen: Mapping[Action, tuple[int, int]]) -> Iterator[Vio
                     yield Violation(rank, None, action, f"missing: {site} {index} never runs {kind.op} of chunk {c}")
 
 
-def _foreign(plan: Plan, rank: int, action: Action, in_copies: bool) -> str:
-    """Reason for which an action may not be in its list; empty if it may."""
-    op, stage, chunk = action
-    if not is_defined(op):
-        return f"operation {op} has no definition"
-    kind = operation(op)
-    if kind.track is Track.LOWERED:
-        return "a send, receive or release has no place in a plan: lowering adds them"
-    if kind.track is not (Track.COPY if in_copies else Track.COMPUTE):
-        return f"{op} belongs into {'the compute list' if in_copies else 'the copies'} of its rank"
-    sites, site = kind.sites(plan.placement), "stage" if kind.sites is of_stages else "site"
-    if not 0 <= stage < len(sites):
-        return f"unknown {site} {stage}; there are {len(sites)}"
-    if not 0 <= chunk < len(plan.chunks):
-        return f"unknown chunk {chunk}; there are {len(plan.chunks)}"
-    if sites[stage] != rank:
-        return f"wrong rank: {site} {stage} is placed on rank {sites[stage]}"
-    if plan.forward_only and kind.presence is not Presence.ALWAYS:
-        return "a forward-only plan holds nothing but F"
-    return ""
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of action in a list of the plan.
+
+    Attributes:
+        foreign: reason for which it may not be in the list; empty if it may.
+        is_listed: it is of the list's track.
+        ranks: the rank of each of its sites.
+        site: word for a site.
+    """
+
+    foreign: str
+    is_listed: bool = False
+    ranks: Sequence[int] = ()
+    site: str = ""
+
+    @classmethod
+    def of(cls, plan: Plan, op: Op, in_copies: bool) -> _Kind:
+        """Look up a kind for the compute lists, or for the copies."""
+        if not is_defined(op):
+            return cls(f"operation {op} has no definition")
+        kind = operation(op)
+        if kind.track is Track.LOWERED:
+            return cls("a send, receive or release has no place in a plan: lowering adds them")
+        if kind.track is not (Track.COPY if in_copies else Track.COMPUTE):
+            return cls(f"{op} belongs into {'the compute list' if in_copies else 'the copies'} of its rank")
+        return cls("", True, kind.sites(plan.placement), "stage" if kind.sites is of_stages else "site")
+
+    def misplaced(self, plan: Plan, rank: int, action: Action) -> str:
+        """Reason for which an action may not be on a rank; empty if it may."""
+        op, index, chunk = action
+        if not 0 <= index < len(self.ranks):
+            return f"unknown {self.site} {index}; there are {len(self.ranks)}"
+        if not 0 <= chunk < len(plan.chunks):
+            return f"unknown chunk {chunk}; there are {len(plan.chunks)}"
+        if self.ranks[index] != rank:
+            return f"wrong rank: {self.site} {index} is placed on rank {self.ranks[index]}"
+        if plan.forward_only and operation(op).presence is not Presence.ALWAYS:
+            return "a forward-only plan holds nothing but F"
+        return ""
 
 
 def _offloads(plan: Plan, seen: dict[Action, tuple[int, int]]) -> Iterator[Violation]:

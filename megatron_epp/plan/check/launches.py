@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
-from megatron_epp.plan.operations import operations
+from megatron_epp.plan.operations import Parties, operations
 
 Rows = Sequence[Sequence[Action]]
 
@@ -49,8 +49,7 @@ def blocked(replicas: Sequence[Rows], lockstep: bool = False) -> list[BlockedAt]
     """
     ranks = [(replica, rank) for replica, rows in enumerate(replicas) for rank in range(len(rows))]
     rows = [_events(row, replica, lockstep) for replica, one in enumerate(replicas) for row in one]
-    parties = Counter(event for row in rows for event, _ in row)
-    parties.update({event: 1 for event, count in parties.items() if count == 1 and event[3] >= 0})  # waits forever
+    parties = _parties(rows, replicas)
     heads = _merge(rows, parties)
     stuck = {index: rows[index][at] for index, at in enumerate(heads) if at < len(rows[index])}
     if not stuck:
@@ -94,7 +93,21 @@ def _events(row: Sequence[Action], replica: int, lockstep: bool) -> list[tuple[_
             found.append(((op, site, chunk, -1), position))
         else:
             at = 0 if side.site is None else site + side.site
-            found.append(((side.event, at, chunk if side.by_chunk else 0, -1 if side.replicas else replica), position))
+            one = -1 if side.parties is Parties.REPLICAS else replica
+            found.append(((side.event, at, chunk if side.by_chunk else 0, one), position))
+    return found
+
+
+def _parties(rows: Sequence[Sequence[tuple[_Event, int]]], replicas: Sequence[Rows]) -> dict[_Event, int]:
+    """Number of rows that each event waits for, whether they have it or not."""
+    found = Counter(event for row in rows for event, _ in row)
+    sides = {kind.op: kind.side.parties for kind in operations() if kind.side is not None}
+    for event in found:
+        match sides.get(event[0]):
+            case Parties.PAIR:
+                found[event] = 2
+            case Parties.RANKS:
+                found[event] = len(replicas[event[3]])
     return found
 
 

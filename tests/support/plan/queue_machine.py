@@ -53,6 +53,7 @@ def launches(placement: Sequence[int], rank: int, row: Row, replica: int = 0, lo
     last: dict[object, int] = {}
     numbers: dict[tuple[int, str, int], int] = {}
     collected: dict[int, int] = {}
+    ranks = max(placement) + 1
 
     def launch(text: str, stream: object, waits: Sequence[int | None], event: object = None) -> int:
         made.append(Launch(text, stream, [w for w in (*waits, last.get(stream)) if w is not None], event))
@@ -72,7 +73,7 @@ def launches(placement: Sequence[int], rank: int, row: Row, replica: int = 0, lo
                 compute = launch(f"end of a send before {text}", "compute", [last[link]])
             numbers[stage, op, chunk] = launch(text, link, [compute], ("message", kind, to_stage, chunk, replica))
         elif "_" in op:  # a collective of all ranks, for which the chunk's next compute waits
-            collected[chunk] = launch(text, op, [compute, collected.get(chunk)], ("collective", op, chunk, replica))
+            collected[chunk] = launch(text, op, [compute, collected.get(chunk)], ("collective", op, chunk, replica, ranks))
         elif len(op) == 1 and op not in "OL":
             waits = [numbers.get((stage, f"RECV_{op}", chunk)), numbers.get((stage, "L", chunk)) if op == "B" else None]
             waits.append(collected.get(chunk))
@@ -151,7 +152,8 @@ class Machine:
 
     def _may_end(self, rank: int, number: int) -> bool:
         event = self.todo[rank][number].event
-        sides = 2 if isinstance(event, tuple) and event[0] == "message" else self.sides[event]
+        kind = event[0] if isinstance(event, tuple) else None
+        sides = 2 if kind == "message" else event[4] if kind == "collective" else self.sides[event]
         return event is None or self.there[event] == sides
 
     def _start(self, rank: int) -> None:
