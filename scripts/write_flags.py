@@ -85,7 +85,7 @@ def table(rows: Iterable[Row], titles: Row = TITLES) -> str:
 
 
 def allowed(values: Iterable[object]) -> str:
-    """What a flag may be; nothing where it may only be left out."""
+    """Values that a flag may take; empty where it may only be left out."""
     said = (value for value in values if value is not None and value is not False and value != [])
     return ", ".join(code(words(value)) for value in said)
 

@@ -53,11 +53,6 @@ class Op(str):
         """All operations, in the order of their definition."""
         return tuple(cls._known.values())
 
-    @property
-    def value(self) -> str:
-        """The name as a plain string."""
-        return str(self)
-
     def __repr__(self) -> str:
         return f"Op.{self}"
 

@@ -43,7 +43,7 @@ class Step(NamedTuple):
     @property
     def actions(self) -> tuple[Action, ...]:
         """The action and those that run with it."""
-        return (self.action, *self.also)
+        return (self.action, *self.also) if self.also else (self.action,)
 
 
 class Copy(NamedTuple):

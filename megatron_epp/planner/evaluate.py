@@ -125,14 +125,6 @@ def room_for(codes: Codes, columns: Columns) -> timing.Room:
     return timing.Room(times[0], times[1], integers([0] * ranks), *times[2:])
 
 
-def action_times(columns: Columns) -> Floats:
-    """Time of every action by node, of backwards without recompute and with their weight gradients."""
-    times: list[float] = []
-    for column in (columns.forward_us, columns.backward_us, columns.weight_us):
-        times += [*numbers(column), *[0.0] * (columns.num_items - len(column))]
-    return floats(times + numbers(columns.added_us))
-
-
 def copy_columns(
     copies: Copies, num_chunks: int, num_items: int, links: Sequence[int] = (), codes: Codes | None = None
 ) -> timing.Copies:
@@ -173,7 +165,7 @@ def _play(
     chunks = len(tables.message_us)
     codes, kinds = (order, KINDS) if isinstance(order, Codes) else encode_known(order, chunks)
     columns = tables.columns_with(kinds)
-    split, durations_us = integers([0] * columns.num_items), action_times(columns)
+    split, durations_us = integers([0] * columns.num_items), floats(columns.action_us)
     if tables.backward_us:
         timing.mark_split(codes.actions, split)
         timing.durations(columns, integers(chain.from_iterable(recompute_steps)), split, durations_us)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
+
+import numpy as np
 
 from megatron_epp.plan import Op, Recompute
 from megatron_epp.plan.operations import Collective, Message
 from megatron_epp.planner.kernels import frontier_sums
-from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, filled, need_columns
-from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers, plain
+from megatron_epp.planner.kernels.columns import ADDED, KINDS, Columns, Kinds, by_node, need_columns
+from megatron_epp.planner.kernels.compiled import Integers, Numbers, floats, integers, plain
 from megatron_epp.planner.memory.frontier import num_steps_of, recompute_of
 
 Times = list[list[float]]
@@ -231,47 +232,35 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
     chunks = len(tables.message_us)
     added = [tables.added[op] for op in kinds[ADDED:]]
     num_items = chunks * max([len(tables.rank_of), *(len(rows.time_us) for rows in added)])
-    need_starts, needs, need_us = need_columns(
-        kinds, tables.rank_of, num_items, chunks, lambda carries, site: tables.transfer_us(carries, site)
-    )
-    none: list[list[float]] = [[0.0] * chunks] * len(tables.rank_of)
+    need_starts, needs, need_us = need_columns(kinds, tables.rank_of, num_items, chunks, tables.transfer_us)
 
-    def column(rows: Sequence[Sequence[float]]) -> Floats:
-        return floats(chain.from_iterable(rows or none))
+    def sizes(rows: Sizes) -> Integers:
+        return integers(np.array(rows, dtype=np.int64).ravel())
 
-    def sizes(rows: Sequence[Sequence[int]]) -> Integers:
-        return integers(chain.from_iterable(rows))
+    def by_frontier_step(tables: Iterable[Sequence[Sequence[float]]]) -> Numbers:
+        return np.stack([np.array(table) for table in tables], axis=-1)  # [stage, chunk, step]
 
-    def by_frontier_step[T](rows: Sequence[Sequence[Sequence[T]]]) -> list[T]:
-        return [value for frontier_step in zip(*map(chain.from_iterable, rows), strict=True) for value in frontier_step]
-
-    layer_us = by_frontier_step([frontier_step.layer_us for frontier_step in tables.frontier])
-    saved = by_frontier_step([frontier_step.saved for frontier_step in tables.frontier])
-    heights = [
-        sum(mode >= 0 for mode in frontier)
-        for frontier in zip(*(chain.from_iterable(r.mode) for r in tables.frontier), strict=True)
-    ]
-    num_layers = [count for count in tables.num_layers for _ in range(chunks)]
-    frontier = len(tables.frontier)
+    layer_us = by_frontier_step(step.layer_us for step in tables.frontier)
+    saved = by_frontier_step(step.saved for step in tables.frontier)
+    heights = (by_frontier_step(step.mode for step in tables.frontier) >= 0).sum(axis=-1)
+    num_layers = np.repeat(np.array(tables.num_layers)[:, None], chunks, axis=1)
+    price = np.divide(layer_us, saved, out=np.full(saved.shape, np.inf), where=saved != 0)
+    times_us = [tables.forward_us, tables.backward_us, tables.weight_us, *(rows.time_us for rows in added)]
     return Columns(
         num_stages=len(tables.rank_of),
         num_chunks=chunks,
-        num_frontier_steps=frontier,
+        num_frontier_steps=len(tables.frontier),
         num_items=num_items,
         rank_of=integers(tables.rank_of),
         static=integers(tables.static),
-        forward_us=column(tables.forward_us),
-        backward_us=column(tables.backward_us),
-        layer_us=floats(layer_us),
-        weight_us=column(tables.weight_us),
-        hops=column([*tables.hops, [0.0] * chunks]),
-        price=floats(time / size if size else float("inf") for time, size in zip(layer_us, saved, strict=True)),
-        dear_us=floats(max(layer_us[at : at + frontier]) for at in range(0, len(layer_us), frontier)),
-        num_layers=integers(num_layers),
-        most=integers(count * height for count, height in zip(num_layers, heights, strict=True)),
+        layer_us=floats(layer_us.ravel()),
+        price=floats(price.ravel()),
+        dear_us=floats(layer_us.max(axis=-1).ravel()),
+        num_layers=integers(num_layers.ravel()),
+        most=integers((num_layers * heights).ravel()),
         activation=sizes(tables.activation),
-        saved=integers(saved),
-        fuller=integers(by_frontier_step([frontier_step.fuller for frontier_step in tables.frontier])),
+        saved=integers(saved.ravel()),
+        fuller=integers(by_frontier_step(step.fuller for step in tables.frontier).ravel()),
         forward_alloc=sizes(tables.forward_alloc),
         forward_free=sizes(tables.forward_free),
         head=sizes(tables.backward_head),
@@ -285,7 +274,7 @@ def columns_of(tables: Tables, kinds: Kinds) -> Columns:
         need_starts=need_starts,
         needs=needs,
         need_us=need_us,
-        added_us=floats(filled([rows.time_us for rows in added], num_items, 0.0)),
-        added_takes=integers(filled([rows.takes for rows in added], num_items, 0)),
-        added_gives=integers(filled([rows.gives for rows in added], num_items, 0)),
+        action_us=floats(by_node(times_us, num_items, np.float64)),
+        added_takes=integers(by_node([rows.takes for rows in added], num_items, np.int64)),
+        added_gives=integers(by_node([rows.gives for rows in added], num_items, np.int64)),
     )

@@ -1,4 +1,4 @@
-"""What is compared for parity: models, ways to share one out over processes, and rows that put every two choices together."""
+"""Cases of the parity comparison: models, parallel layouts, and rows that cover every pair of choices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLANS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """How processes share the work.
+    """Parallel layout of the processes.
 
     Attributes:
         tp: ranks that share the weights of every layer.
@@ -102,7 +102,7 @@ class Cell:
 
     @property
     def stock(self) -> Cell:
-        """What Megatron's own schedule runs for comparison. Its attention cannot share out tokens on a CPU, so there cp is 1.
+        """Layout that Megatron's own schedule runs for comparison. Its attention cannot divide tokens on a CPU, so cp is 1.
         It knows only the looped placement, so any other is compared with one stage per rank.
         """
         stages = {} if self.placement == "looped" else {"virtual": 1, "placement": "looped"}
@@ -133,7 +133,7 @@ class Case:
 
 
 def common_flags(iterations: int, context: int, batch: int, validates: bool) -> list[str]:
-    """What all runs of a comparison share. A document is one sequence, so that a batch of as many is all of them.
+    """Settings that all runs of a comparison share. A document is one sequence, so that a batch of as many is all of them.
 
     Adam divides a gradient by its own size, so where a gradient happens to be next to nothing, rounding decides the step. With
     the default epsilon of 1e-8, one weight of 4096, its first gradient 8e-9 (the median is 2e-3), carried 99 % of its tensor's
@@ -164,7 +164,7 @@ _TOGETHER = {
 }
 """Choices that must meet. The others have nothing to do with each other."""
 _START = 3
-"""What a row takes whatever its size, in processes; of 0 to 20 this is what covers all pairs with the fewest processes."""
+"""Fixed cost of a row, in processes; of 0 to 20 the value that covers all pairs with the fewest processes."""
 
 
 @dataclass(frozen=True)

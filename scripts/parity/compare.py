@@ -46,7 +46,7 @@ COLUMNS = ("losses", "validation", "gradients", "last_gradients", "parameters")
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases of a call share: the lengths of the documents, and how they are trained."""
+    """Lengths of the documents and settings of training, the same for all cases of a call."""
 
     lengths: tuple[int, ...]
     iterations: int
@@ -182,7 +182,7 @@ def _trainings(cases: dict[str, Case], setting: Setting, folder: Path) -> tuple[
 
 
 def within(figures: dict[str, Any]) -> bool:
-    """Whether a case ran and nothing is further apart than it may be."""
+    """True if a case ran and no difference exceeds its tolerance."""
     return "error" not in figures and all(value <= TOLERANCE for value in _row(figures).values())
 
 

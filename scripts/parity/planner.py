@@ -27,7 +27,7 @@ class _SharedWorker:
         self.call(make, *args)
 
     def call(self, *args: Any) -> Any:
-        """As `Worker.call`: the first makes."""
+        """Call the worker, as `Worker.call` does; the first call makes it."""
         worker, lock = _process()
         with lock:
             return worker.call(self._number, *args)
@@ -42,7 +42,7 @@ def _process() -> tuple[Worker, threading.Lock]:
 
 
 def _several() -> Callable[..., Any]:
-    """Of the process: whatever is made in it, by number."""
+    """Objects made in the process, by number."""
     made: dict[int, Callable[..., Any]] = {}
 
     def work(number: int, *args: Any) -> Any:

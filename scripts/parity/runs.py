@@ -25,7 +25,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Run:
-    """What one training run did on one rank.
+    """Record of one training run on one rank.
 
     Attributes:
         shard: tensor- and expert-parallel rank: two ranks with the same have the same part of a tensor of the same name.
@@ -179,7 +179,7 @@ def reduced_gradients(model: Sequence[Any]) -> Tensors:
 
 
 def compare(stock: Sequence[Run], elastic: Sequence[Run]) -> dict[str, Any]:
-    """How far a run with plans is from Megatron's own.
+    """Differences between a run with plans and Megatron's own.
 
     Args:
         stock: what its ranks saw.
@@ -236,7 +236,7 @@ def _furthest(tensors: list[tuple[str, Tensor, Tensor]]) -> dict[str, Any]:
 
 
 def contents(plan: Plan) -> dict[str, Any]:
-    """What a plan did with the documents: slices of the longest, kinds of chunks, shares of layers that recompute, padding, and
+    """Summary of a plan: slices of the longest, kinds of chunks, shares of layers that recompute, padding, and
     where its stages were.
     """
     longest = max(range(len(plan.lengths)), key=plan.lengths.__getitem__)

@@ -62,7 +62,7 @@ def reach(row, action):
     op, stage, chunk = action
     if op is Op.REDUCE:
         return max(i for i, a in enumerate(row) if a.stage == stage) + 1, len(row)
-    own = row.index(Action(Op(op.value[-1]), stage, chunk))
+    own = row.index(Action(Op(op[-1]), stage, chunk))
     return (own + 1, len(row)) if op in (Op.SEND_F, Op.SEND_B) else (0, own)
 
 

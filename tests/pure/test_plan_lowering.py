@@ -19,7 +19,7 @@ def link_of(plan, rank, action):
     step, other = (SENDS | RECEIVES)[action.op]
     peer = plan.placement[action.stage + step]
     ends = (rank, peer) if action.op in SENDS else (peer, rank)
-    return (*ends, action.op.value[-1]), Action(other, action.stage + step, action.chunk)
+    return (*ends, action.op[-1]), Action(other, action.stage + step, action.chunk)
 
 
 def text(rows):
@@ -89,7 +89,7 @@ def assert_well_lowered(plan):
         place = {action: i for i, action in enumerate(row)}
         assert len(place) == len(row)
         for action in row:
-            own = Action(Op(action.op.value[-1]), action.stage, action.chunk) if action.op in SENDS | RECEIVES else None
+            own = Action(Op(action.op[-1]), action.stage, action.chunk) if action.op in SENDS | RECEIVES else None
             if action.op in SENDS:
                 between = row[place[own] + 1 : place[action]]
                 assert all(other.op in SENDS | RECEIVES or other.op is Op.REDUCE for other in between)

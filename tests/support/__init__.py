@@ -1,4 +1,4 @@
-"""What several tests share: cases, stand-ins, and programs that tests start as processes of their own."""
+"""Helpers that several tests share: cases, stand-ins, and programs that tests start as processes of their own."""
 
 from pathlib import Path
 

@@ -64,7 +64,7 @@ class Cluster:
         self._stack.close()
 
     def run(self, *command: object, **env: str) -> str:
-        """What a SLURM command prints."""
+        """Output of a SLURM command."""
         done = subprocess.run(
             [*map(str, command)], env=self.env | env, capture_output=True, text=True, timeout=300, check=False
         )

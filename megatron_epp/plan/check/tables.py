@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_epp.plan.action import Op
+from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.check.violation import Violation
 from megatron_epp.plan.kv_offload import slices_of
 from megatron_epp.plan.plan import AnyStep, Plan
@@ -206,15 +206,14 @@ def _recompute_times(plan: Plan) -> Iterator[str]:
 
     Recompute may take no time: plans without costs have zero for every pass, and so have parts too short to measure.
     """
-    took_us: dict[tuple[int, int], float] = {}
-    for op in (Op.B, Op.R):
-        for steps in plan.ranks:
-            took_us |= {(a.stage, a.chunk): step.time_us for step in steps for a in step.actions if a.op is op}
+    took_us = {action: step.time_us for steps in plan.ranks for step in steps for action in step.actions}
     for stage, times in enumerate(plan.recompute_us):
         for c, time_us in enumerate(times):
-            most_us = took_us.get((stage, c), math.inf)
-            if time_us > 0 and time_us > most_us * (1 + NOISE):
-                yield f"stage {stage} recomputes chunk {c} in {time_us} us, a part of an action that takes {most_us} us"
+            if time_us > 0:
+                action = Action(Op.R, stage, c)
+                most_us = took_us.get(action, took_us.get(action._replace(op=Op.B), math.inf))
+                if time_us > most_us * (1 + NOISE):
+                    yield f"stage {stage} recomputes chunk {c} in {time_us} us, a part of an action that takes {most_us} us"
 
 
 def _step_fault(step: AnyStep) -> str:

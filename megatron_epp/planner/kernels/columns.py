@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -11,14 +11,14 @@ import numpy as np
 from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.plan.graph import resolve
 from megatron_epp.plan.operations import Collective, Message, Track, operation, operations
-from megatron_epp.planner.kernels.compiled import Floats, Integers, floats, integers
+from megatron_epp.planner.kernels.compiled import Floats, Integers, Numbers, floats, integers
 
 KIND_BITS = 3
 """Low bits of a code that hold the kind of an action."""
 KIND_MASK = (1 << KIND_BITS) - 1
 
 FORWARD, BACKWARD, WEIGHT = range(3)
-"""Kinds with columns of their own; those of `ADDED` and above have theirs in `Columns.added_takes` and so on."""
+"""Kinds whose bytes have columns of their own; those of `ADDED` and above have theirs in `Columns.added_takes` and so on."""
 ADDED = 3
 
 Kinds = tuple[Op, ...]
@@ -48,7 +48,8 @@ class Columns(NamedTuple):
         most: most recompute steps of the item.
         need_starts, needs, need_us: for each node, the nodes on other sites that it waits for, and the time of the transfer. A
             node is a kind and an item, numbered kind by kind. Needs on its own site follow from a legal order.
-        added_us, added_takes, added_gives: times and bytes of added operations, by node behind the three common kinds.
+        action_us: time of each node, of a backward without recompute and with its weight gradient.
+        added_takes, added_gives: bytes of added operations, by node behind the three common kinds.
     """
 
     num_stages: int
@@ -57,11 +58,7 @@ class Columns(NamedTuple):
     num_items: int
     rank_of: Integers
     static: Integers
-    forward_us: Floats
-    backward_us: Floats
     layer_us: Floats
-    weight_us: Floats
-    hops: Floats
     price: Floats
     dear_us: Floats
     num_layers: Integers
@@ -82,7 +79,7 @@ class Columns(NamedTuple):
     need_starts: Integers
     needs: Integers
     need_us: Floats
-    added_us: Floats
+    action_us: Floats
     added_takes: Integers
     added_gives: Integers
 
@@ -103,9 +100,13 @@ class Codes(NamedTuple):
         return len(self.starts) - 1
 
 
-def filled[T: (int, float)](tables: Sequence[Sequence[Sequence[T]]], num_items: int, zero: T) -> list[T]:
+def by_node(tables: Sequence[Sequence[Sequence[float]]], num_items: int, dtype: type) -> Numbers:
     """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries."""
-    return [value for table in tables for value in islice(chain(chain.from_iterable(table), repeat(zero)), num_items)]
+    found: Numbers = np.zeros((len(tables), num_items), dtype=dtype)
+    for row, table in zip(found, tables, strict=True):
+        values: Numbers = np.array(table, dtype=dtype).ravel()
+        row[: len(values)] = values
+    return found.ravel()
 
 
 def need_columns(
@@ -126,8 +127,7 @@ def need_columns(
     """
     number, chunks = {op: kind for kind, op in enumerate(kinds)}, np.arange(num_chunks)
     per_node = np.zeros(len(kinds) * num_items, dtype=np.int64)
-    needs: list[int] = []
-    times_us: list[float] = []
+    needs, times_us = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
     for kind, op in enumerate(kinds):
         sites = operation(op).sites
         for site in range(len(sites(rank_of))):
@@ -140,10 +140,11 @@ def need_columns(
             per_node[first : first + num_chunks] = len(related)
             if related:
                 nodes = [number[one.op] * num_items + one.site * num_chunks + chunks for one in related]
-                needs += np.stack(nodes, axis=1).ravel().tolist()
+                needs.append(np.stack(nodes, axis=1).ravel())
                 rows = [transfer_us(one.need.carries, min(site, one.site)) for one in related]
-                times_us += np.array(rows, dtype=np.float64).T.ravel().tolist()
-    return integers([0, *np.cumsum(per_node).tolist()]), integers(needs), floats(times_us)
+                times_us.append(np.array(rows).T.ravel())
+    starts = np.concatenate([[0], np.cumsum(per_node)])
+    return integers(starts), integers(np.concatenate(needs)), floats(np.concatenate(times_us))
 
 
 def code_of(action: Action, num_chunks: int, kinds: Kinds = KINDS) -> int:

@@ -22,6 +22,7 @@ Integers = MutableSequence[int]
 """A column of 64-bit integers: an array when compiled, a list when not, because plain Python indexes lists faster."""
 Floats = MutableSequence[float]
 """A column of floats, likewise."""
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 def is_compiled() -> bool:
@@ -41,16 +42,21 @@ def plain[F: Callable[..., Any]](function: F) -> F:
     return cast(F, getattr(function, "py_func", function))
 
 
-def integers(values: Iterable[int]) -> Integers:
-    return list(values) if _njit is None else cast(Integers, np.array(_listed(values), dtype=np.int64))
+def integers(values: Iterable[int] | Numbers) -> Integers:
+    return cast(Integers, _column(values, np.int64))
 
 
-def floats(values: Iterable[float]) -> Floats:
-    return list(values) if _njit is None else cast(Floats, np.array(_listed(values), dtype=np.float64))
+def floats(values: Iterable[float] | Numbers) -> Floats:
+    return cast(Floats, _column(values, np.float64))
 
 
-def _listed[N: (int, float)](values: Iterable[N]) -> list[N]:
-    return values if isinstance(values, list) else list(values)
+def _column(values: Any, dtype: type) -> object:
+    """Copy values into a column."""
+    if not isinstance(values, (list, np.ndarray)):
+        values = list(values)
+    if _njit is not None:
+        return np.array(values, dtype=dtype)
+    return values.tolist() if isinstance(values, np.ndarray) else list(values)
 
 
 def numbers[N: (int, float)](column: MutableSequence[N]) -> list[N]:

@@ -112,7 +112,7 @@ def advance(
 ) -> int:
     """Run a rank as far as it goes, and return the number of actions that it ran. Arguments as of `play`."""
     items, loads = columns.num_items, len(copies.load_of)
-    need_starts, ended_us = columns.need_starts, room.ended_us
+    need_starts, needs, need_us, ended_us = columns.need_starts, columns.needs, columns.need_us, room.ended_us
     now = room.clock_us[rank]
     begin = at = room.at[rank]
     stop = starts[rank + 1]
@@ -122,11 +122,11 @@ def advance(
         node = kind * items + item
         start, ready = now, True
         for edge in range(need_starts[node], need_starts[node + 1]):
-            ended = ended_us[columns.needs[edge]]
+            ended = ended_us[needs[edge]]
             if ended < 0.0:
                 ready = False
                 break
-            arrived = ended + columns.need_us[edge]
+            arrived = ended + need_us[edge]
             if arrived > start:
                 start = arrived
         if kind == BACKWARD and loads > 0 and copies.load_of[item] >= 0:
@@ -187,7 +187,7 @@ def durations(columns: Columns, recompute_steps: Integers, split: Integers, out:
     """Compute the times of backwards with recompute, without the weight gradients that `split` marks.
 
     Args:
-        columns: times by item.
+        columns: times by item and by node.
         recompute_steps: recompute steps by item.
         split: by item, nonzero if its weight gradient is an action of its own.
         out: time of every action by node; those of backwards are written, the others are left alone.
@@ -197,9 +197,9 @@ def durations(columns: Columns, recompute_steps: Integers, split: Integers, out:
         again_us = frontier_sum(
             columns.layer_us, item * columns.num_frontier_steps, columns.num_layers[item], recompute_steps[item]
         )
-        time_us = columns.backward_us[item] + again_us
+        time_us = columns.action_us[BACKWARD * items + item] + again_us
         if split[item]:
-            time_us -= columns.weight_us[item]
+            time_us -= columns.action_us[WEIGHT * items + item]
         out[BACKWARD * items + item] = time_us
 
 

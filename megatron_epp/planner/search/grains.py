@@ -1,6 +1,6 @@
 """Search over chunk tables: from coarse grains to fine ones, each in several orders, without copies and with them.
 
-The numbers here and in `trials` were set by hand; no paper has them. `scripts/bench_planner.py` shows what a change does.
+The numbers here and in `trials` were set by hand; no paper has them. `python -m scripts.bench.planner` measures a change.
 """
 
 from __future__ import annotations

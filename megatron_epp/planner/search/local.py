@@ -10,9 +10,9 @@ from itertools import accumulate, chain
 from megatron_epp.plan import is_unlimited
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import action_times, copy_columns, makespan_us, room_for
+from megatron_epp.planner.evaluate import copy_columns, makespan_us, room_for
 from megatron_epp.planner.kernels.columns import Codes, decode, encode
-from megatron_epp.planner.kernels.compiled import integers, is_compiled
+from megatron_epp.planner.kernels.compiled import floats, integers, is_compiled
 from megatron_epp.planner.kernels.steps import Choice, Facts, Spare, search
 from megatron_epp.planner.memory.recompute import by_stage, caps_at
 from megatron_epp.planner.orders.warm_up import slice_groups
@@ -78,7 +78,7 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options)
         numbers=integers([options.seed]),
         leaves=integers([0] * items),
         seen=integers([-1] * (2 * items)),
-        took_us=action_times(columns),
+        took_us=floats(columns.action_us),
     )
     period = max(1, steps // RESTARTS)
     limit_us = bound_us * (1 + 1e-9)

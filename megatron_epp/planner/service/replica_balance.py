@@ -30,7 +30,7 @@ Makespan = Callable[[tuple[tuple[int, ...], ...]], float]
 """Microseconds that a group takes, from the lengths of each of its replicas."""
 
 ENOUGH = 0.005
-"""Imbalance at which no further exchange is tried; set by hand, as are the next two (`scripts/bench_balance.py` shows them)."""
+"""Imbalance at which no further exchange is tried. Set by hand, as are the next two: see `python -m scripts.bench.balance`."""
 TRIES = 16
 """Exchanges tried at most, each of which takes the makespans of two groups."""
 ROUNDS = 4

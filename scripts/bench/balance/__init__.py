@@ -1,1 +1,1 @@
-"""How evenly replicas are loaded: `python -m scripts.bench.balance`."""
+"""Measurement of the balance between replicas: `python -m scripts.bench.balance`."""

@@ -1,4 +1,4 @@
-"""How evenly replicas are loaded when a global batch is shared out by predicted time, against sharing it out by count.
+"""Measurement of the balance between replicas: a global batch divided by predicted time, against division by count.
 
     python -m scripts.bench.balance                 all rows: lengths like Wikipedia's, code's and long chats', 2 to 8 replicas
     python -m scripts.bench.balance --reduced       a few rows
@@ -90,7 +90,7 @@ def row(kind: str, replicas: int, batch: int) -> dict[str, Any]:
 
 
 def least_imbalance(work_us: Sequence[float], replicas: int) -> float:
-    """Of work, in the best division of the longest sequences, with all others poured in like water."""
+    """Imbalance of work in the best division of the longest sequences, the others taken as divisible at will."""
     head, mean_us = sorted(work_us, reverse=True)[:HEAD], sum(work_us) / replicas
     best_us = sum(head)
 
@@ -111,7 +111,7 @@ def least_imbalance(work_us: Sequence[float], replicas: int) -> float:
 
 
 def missed(figures: dict[str, Any]) -> bool:
-    """Whether lengths allow a better balance than was found."""
+    """True if the lengths allow a better balance than was found."""
     return bool(figures["by_time"] > max(GOAL, figures["floor"] + GOAL))
 
 

@@ -45,7 +45,7 @@ def traces(folder: Path, iterations: int) -> list[tuple[Plan, Measured]]:
 
 
 def makespan_with(plan: Plan, costs: PipelineCosts) -> float:
-    """What the same plan would be predicted to take with other costs."""
+    """Predict the makespan of the same plan with other costs."""
     work = work_of(plan.chunks, plan.lengths, plan.token_multiple)
 
     def timed(step: Step) -> Step:

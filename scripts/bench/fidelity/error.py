@@ -1,4 +1,4 @@
-"""Where a run went off its plan: in the times of actions, in what lies between them, or in other programs on the machine."""
+"""Attribution of the difference between a run and its plan: times of actions, gaps between them, other programs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Comparison:
 
     @property
     def taken_us(self) -> float:
-        """What others took of the makespan inside actions."""
+        """Share of the makespan that other programs took inside actions."""
         return 0.0 if self.undisturbed_us is None else self.replayed_us - self.undisturbed_us
 
     @property
@@ -93,7 +93,7 @@ def _kinds(plan: Plan, events: dict[Action, Event], has_cpu: bool) -> dict[str, 
     for step in (step for steps in plan.ranks for step in steps):
         op, stage, chunk = step.action
         event = events[step.action]
-        kind = RECOMPUTING if op is Op.B and any(plan.recompute[stage][chunk]) else op.value
+        kind = RECOMPUTING if op is Op.B and any(plan.recompute[stage][chunk]) else str(op)
         old = found.get(kind, Took(0, 0.0, 0.0, 0.0 if has_cpu else None))
         cpu_us = None if old.cpu_us is None else old.cpu_us + (event.cpu_us or 0.0)
         found[kind] = Took(old.count + 1, old.planned_us + step.time_us, old.measured_us + event.took_us, cpu_us)

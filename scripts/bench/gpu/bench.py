@@ -39,14 +39,14 @@ GOALS = {"speed": 0.95, "peak": 0.05, "parity": 2.0, "loss_floor": 1e-4, "norm_f
 """Least ratio of tokens per second; most relative error of a peak; most times as far from fp32 as Megatron's own bf16 is, and
 how far is near enough anyway, of the loss and of the gradients' norm, which Megatron logs with three decimals."""
 _CAP_SHARE = 0.6
-"""Of what an iteration without recompute holds besides weights and optimizer."""
+"""Share of the bytes that an iteration without recompute holds besides weights and optimizer."""
 
 Part = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What the parts share."""
+    """State shared by the parts."""
 
     sizes: Sizes
     launches: Launches
@@ -123,7 +123,7 @@ class Bench:
 
 
 def hidden_copies(iterations: Sequence[Measured]) -> Part:
-    """Of the copies the time, all together, and the share of it in which their rank computed too."""
+    """Total time of the copies, and the share of it in which their rank computed too."""
     copying = hidden_us = 0.0
     for events in (events for measured in iterations for events in measured.ranks):
         compute = [e for e in events if e.action.op in (Op.F, Op.B, Op.W)]
@@ -134,7 +134,7 @@ def hidden_copies(iterations: Sequence[Measured]) -> Part:
 
 
 def _relative_error(exact: list[float], theirs: list[float], ours: list[float], floor: float) -> Part:
-    """How far Megatron's bf16 and ours are from fp32, at most over the iterations, relatively."""
+    """Largest relative differences of Megatron's bf16 and of ours from fp32 over the iterations."""
     far = [max(abs(x / wanted - 1) for x, wanted in zip(column, exact, strict=True)) for column in (theirs, ours)]
     return {"theirs": far[0], "ours": far[1], "allowed": max(GOALS["parity"] * far[0], floor)}
 

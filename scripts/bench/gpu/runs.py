@@ -1,4 +1,4 @@
-"""What `bench/gpu` runs: model and lengths at full size or reduced, and the launches of a part, each of them once."""
+"""Runs of `bench/gpu`: model and lengths at full size or reduced, and the launches of a part, each of them once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LAYER = {
     "num_query_groups": 8,
     "untie_embeddings_and_output_weights": True,
 }
-"""Of Llama 3 8B."""
+"""Layers of Llama 3 8B."""
 _SMALL_LAYER = {"hidden_size": 64, "num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
 _PLAIN = (
     "transformer_impl",
@@ -40,7 +40,7 @@ _PLAIN = (
     "no_bias_dropout_fusion",
     "no_rope_fusion",
 )
-"""Of the tiny GPT: kernels that need torch alone."""
+"""Kernels for the tiny GPT: those that need torch alone."""
 _GRAD_NORM = re.compile(r"grad norm: ([\d.]+)")
 _ITERATION = re.compile(r"iteration\s+(\d+)/")
 _OUT_OF_MEMORY = re.compile(r".*(?:out of memory|OutOfMemory).*", re.IGNORECASE)
@@ -48,7 +48,7 @@ _OUT_OF_MEMORY = re.compile(r".*(?:out of memory|OutOfMemory).*", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is run.
+    """Extent of the runs.
 
     Attributes:
         layers: of the model; of its long sequence's, `long_layers`.
@@ -120,7 +120,7 @@ class Launched:
 
     @property
     def grad_norms(self) -> list[float]:
-        """Of every iteration, as Megatron logs them."""
+        """Values of every iteration, as Megatron logs them."""
         return [float(text) for text in _GRAD_NORM.findall((self.folder / "train.log").read_text(encoding="utf-8"))]
 
     @property
@@ -136,7 +136,7 @@ class Launched:
 
     @property
     def activation_peak_bytes(self) -> int | None:
-        """What autograd kept, where it was counted."""
+        """Bytes that autograd kept, where they were counted."""
         peaks = [peak for line in self.run.lines for peak in line["peak_activation_bytes"] if peak is not None]
         return max(peaks, default=None)
 
@@ -203,13 +203,13 @@ class Launches:
 
 
 def _reached(log: Path) -> str:
-    """How far a run has got, by its log."""
+    """Progress of a run, read from its log."""
     found = _ITERATION.findall(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else []
     return f"{f'iteration {found[-1]}' if found else 'starting'} ({log})"
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that a figure may depend on; None for what is not there."""
+    """Versions of everything that a figure may depend on; None for packages that are not installed."""
     names = ("torch", "megatron-core", "transformer-engine", "flash-attn", "megatron-epp")
     found: dict[str, str | None] = {name: version_of(name) for name in names} | {"CUDA": torch.version.cuda}
     if torch.cuda.is_available():

@@ -32,7 +32,7 @@ from scripts.bench.planner.suite import Case, sampled_cases
 
 @dataclass(frozen=True)
 class Variant:
-    """What planners may use, and how ranks that share a link to the host do: "turns", "parts", or not at all."""
+    """Options of the planners, and the way in which ranks share a link to the host: "turns", "parts", or none."""
 
     options: Options
     links: str = ""

@@ -33,7 +33,7 @@ FIXED = ("seq1f1b", "chunkflow", "1f1b-packed", "1f1b-padded")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the launch flags fix.
+    """Settings fixed by the launch flags.
 
     Attributes:
         chunk_tokens: of a chunk; None for planners of whole sequences.

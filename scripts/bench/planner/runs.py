@@ -18,7 +18,7 @@ from scripts.bench.planner.suite import ALL_FEATURES, DRAWS, OURS, SEQUENCES, Ca
 
 BATCHES = 4
 LONGEST = {"wikipedia": sequence_lengths.WIKIPEDIA[-1][1], "equal": 8192}
-"""Of the whole corpus; the others have sequences beyond any context."""
+"""Longest length of the whole corpus; other corpora have sequences beyond any context."""
 
 
 class RunCase(Case):

@@ -33,7 +33,7 @@ FEATURES: dict[str, dict[str, bool]] = {
     "plain": {},
     "weights": {"split_weight": True},
 }
-"""What may be decided besides order and recompute."""
+"""Decisions besides order and recompute."""
 MOST_CHUNKS = 8
 SAME = 1e-5
 """Makespans closer than this, relative, are the same to the oracle."""
@@ -57,7 +57,7 @@ class SmallCase:
         return Options(slices=self.slices, recompute_modes="full", **FEATURES[self.features])  # which is what the oracle knows
 
     def key(self, chunks: tuple[Chunk, ...]) -> str:
-        """Of all that the oracle's answer depends on."""
+        """Digest of all inputs of the oracle."""
         text = f"{self.features} {self.problem} {self.costs.to_json()} {chunks}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

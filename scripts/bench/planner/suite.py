@@ -32,7 +32,7 @@ REPLICAS = 8
 """Data-parallel replicas that share the optimizer's state: 7.5 bytes per parameter."""
 MOST_CONTEXT_PARALLEL = 16
 STATIC_SHARE, LEAST_SHARE = 0.5, 0.8
-"""Of the cap: what weights and optimizer may take, and what a plan that recomputes everything may take."""
+"""Shares of the cap: for weights and optimizer, and for a plan that recomputes everything."""
 OURS = "greedy"
 ALL_FEATURES = {"split_weight": True, "offload": True}
 """Options of the planner that are off by default: weight gradients of their own, and copies to the host."""
@@ -77,7 +77,7 @@ class Case:
 
     @cached_property
     def other_lengths(self) -> tuple[int, ...]:
-        """Of other batches of the run, for what is settled before it starts."""
+        """Lengths of other batches of the run, for choices made before it starts."""
         return tuple(length for batch in range(1, OTHER_BATCHES + 1) for length in self._batch(self.seed + 10_000 * batch))
 
     def _batch(self, seed: int) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ def row(case: Case, planners: tuple[str, ...]) -> dict[str, Any]:
 
 
 def facts(case: Case) -> dict[str, Any]:
-    """What the case is."""
+    """Description of the case."""
     return {
         "lengths": case.lengths_like,
         "context": case.context,

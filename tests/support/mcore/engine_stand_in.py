@@ -20,7 +20,7 @@ from torch import nn
 
 
 class Store:
-    """What backwards put off, first in, first out."""
+    """Queue of deferred weight gradients, first in, first out."""
 
     def __init__(self, enabled):
         self.enabled, self.context = enabled, queue.Queue()
@@ -99,7 +99,7 @@ class StandInLinear(nn.Module):
 
 
 class StandInParallelLinear(StandInLinear):
-    """As Megatron's column- and row-parallel wrappers of such a layer, on one rank."""
+    """Stand-in for Megatron's column- and row-parallel wrappers of such a layer, on one rank."""
 
     fused = False
 

@@ -16,7 +16,7 @@ RECORDER = Path(__file__).with_name("recorded_training.py")
 
 
 def launch(num_processes: int, *command: object, env: dict[str, str] | None = None, timeout_s: float = 180) -> Finished:
-    """As `launch.launch`: run `command` (script or ``-m module``, then its arguments) as the ranks of a job.
+    """Run `command` (script or ``-m module``, then its arguments) as the ranks of a job.
 
     Raises AssertionError with the output when it takes longer than `timeout_s`; every process it started is gone then.
     """

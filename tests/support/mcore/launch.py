@@ -13,7 +13,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-"""Of every run: it sees no GPU."""
+"""Environment of every run: it sees no GPU."""
 
 # A GPT that trains in milliseconds. The padded vocabulary is 128 whatever the tensor-parallel size.
 TINY = shlex.split(
@@ -26,7 +26,7 @@ TINY = shlex.split(
 
 @dataclass(frozen=True)
 class Finished:
-    """What a launch left behind.
+    """Result of a launch.
 
     steps: {iteration: {"loss": ..., "grad_norm": ...}} as exact floats, from the rank that knows the loss.
     weights: a digest per rank of the parameters after the last step.

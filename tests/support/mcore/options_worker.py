@@ -89,7 +89,7 @@ def main(folder: Path, names: Collection[str] = ()) -> None:
 
 
 def figures(ranks, contents):
-    """Of a run: losses, weights, the norm of the last iteration's gradients, and what the plans were."""
+    """Record of a run: losses, weights, the norm of the last iteration's gradients, and what the plans were."""
     if isinstance(ranks, str):
         return {"error": ranks}
     plans = ranks[0].plans

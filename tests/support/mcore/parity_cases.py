@@ -1,4 +1,4 @@
-"""What the parity tests train for twenty iterations: ways to cut the same documents, and which of them on which model."""
+"""Runs of the parity tests, twenty iterations each: ways to cut the same documents, and the models to train."""
 
 from __future__ import annotations
 

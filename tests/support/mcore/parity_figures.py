@@ -12,7 +12,7 @@ Figures = dict[str, Any]
 
 
 def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
-    """What the script reports."""
+    """Figures that the script reports."""
     finished = launch(1, "-m", "scripts.parity", *flags, "--json", timeout_s=timeout_s)
     last = finished.output.splitlines()[-1]
     assert last.startswith("{"), finished.output[-5000:]

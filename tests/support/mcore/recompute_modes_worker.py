@@ -38,7 +38,7 @@ KV_OFFLOAD = {
     "hosted, each": (Recompute(1, 1, 1), 0.0),
     "hosted, 0.6 of whole away": (Recompute(full=8), 0.6),
 }
-"""As above, with keys and values of slices in host memory; where the share is 0, nothing is copied."""
+"""Decisions with KV offload of slices besides; where the share is 0, nothing is copied."""
 LOCAL = "--epp-slices 3"
 HYBRID = "--hybrid-layer-pattern *-*-|*-*- --spec tests.support.mcore.local_hybrid stack_spec"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "

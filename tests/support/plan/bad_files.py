@@ -54,7 +54,7 @@ def written(path: Path, content: str | bytes) -> str:
 
 
 def exit_code(argv: list[str]) -> int:
-    """Of a command, argparse's own included."""
+    """Exit code of a command, argparse's own included."""
     try:
         return main(argv)
     except SystemExit as end:

@@ -66,7 +66,7 @@ def late_receives(rows: Rows) -> list[list[Action]]:
     """Rows whose receives stand right before the actions that use them."""
     late = []
     for row in rows:
-        receives = {Action(Op(a.op.value[-1]), a.stage, a.chunk): a for a in row if a.op in (Op.RECV_F, Op.RECV_B)}
+        receives = {Action(Op(a.op[-1]), a.stage, a.chunk): a for a in row if a.op in (Op.RECV_F, Op.RECV_B)}
         others = [a for a in row if a.op not in (Op.RECV_F, Op.RECV_B)]
         late.append([each for a in others for each in ((receives[a], a) if a in receives else (a,))])
     return late

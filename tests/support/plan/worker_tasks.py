@@ -1,4 +1,4 @@
-"""What the tests of the worker run in its process."""
+"""Tasks that the tests of the worker run in its process."""
 
 import os
 import sys

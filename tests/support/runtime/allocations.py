@@ -1,4 +1,4 @@
-"""What torch allocates while something runs, counted on any device."""
+"""Counts of the bytes that torch allocates while a program runs, on any device."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""What a rank does in the tests of losses by blocks."""
+"""Programs of the ranks in the tests of losses by blocks."""
 
 import torch
 from torch.nn import functional
@@ -40,5 +40,5 @@ def _gradient(logits, labels):
 
 
 def exact_kernel(losses=_losses, gradient=_gradient):
-    """What Liger's kernel does, in fp32 and rounded once."""
+    """Compute the result of Liger's kernel in fp32, rounded once."""
     return LossKernel("played", losses, gradient, lambda case: "")

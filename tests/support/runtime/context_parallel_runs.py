@@ -1,4 +1,4 @@
-"""What each context-parallel rank does in the tests of exchanging tokens for heads."""
+"""Programs of the context-parallel ranks in the tests that exchange tokens for heads."""
 
 import torch
 import torch.distributed as dist

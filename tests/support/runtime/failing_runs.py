@@ -1,4 +1,4 @@
-"""What ranks run in the tests of failures: pipelines with a fault in one action."""
+"""Programs of the ranks in the tests of failures: pipelines with a fault in one action."""
 
 import threading
 

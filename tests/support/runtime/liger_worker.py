@@ -8,7 +8,7 @@ from megatron_epp.runtime.loss.kernels import LIGER, Case, errors
 from tests.support.runtime.block_loss_runs import losses_and_gradients, problem
 
 ENTRIES = (1000, 40000)
-"""Of which the kernel takes one block of columns, and two."""
+"""Vocabulary sizes for which the kernel takes one block of columns, and two."""
 
 
 def check_numbers():

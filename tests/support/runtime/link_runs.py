@@ -1,4 +1,4 @@
-"""What ranks run in the tests of links."""
+"""Programs of the ranks in the tests of links."""
 
 from datetime import timedelta
 from itertools import count
@@ -56,7 +56,7 @@ def groups(rank, links):
 
 
 def each_way(rank, links):
-    """Where activations travel both ways: which communicators are one, and what each rank hears from the other."""
+    """Send activations both ways; return which communicators are one, and the message that each rank gets from the other."""
     made = Links.create(links.ranks, links.ranks, Groups(), both_ways=True)
     groups = made.activations, made.activations_down, made.gradients, made.gradients_up
     for gradient in (False, True):
@@ -68,7 +68,7 @@ def each_way(rank, links):
 
 
 def made(rank, links, both_ways):
-    """What each group is made with, as ``(backend, options)``, and its time limit in seconds; options are counted."""
+    """Arguments that each group is made with, as ``(backend, options)``, and its time limit in seconds; options are counted."""
     numbers, made = count(), []
 
     def create(ranks, timeout, backend, pg_options):
@@ -82,7 +82,7 @@ def made(rank, links, both_ways):
 
 
 def meet(rank, links, several_stages):
-    """Who was told what at the start-up of a pipeline, as ``(kind, from, to)``, and that links work afterwards."""
+    """Messages at the start-up of a pipeline, as ``(kind, from, to)``, and that links work afterwards."""
     seen = []
     made = Links.create(links.ranks, links.ranks, Groups(), both_ways=several_stages)
     send, receive = dist.send, dist.recv

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of memory that runs out: a plan in which one action finds none."""
+"""Programs of the ranks in the tests of memory that runs out: a plan in which one action finds none."""
 
 import torch
 

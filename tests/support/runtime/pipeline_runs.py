@@ -1,4 +1,4 @@
-"""What the ranks of a test pipeline run: a plan on plain stages."""
+"""Programs of the ranks of a test pipeline: a plan on plain stages."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from tests.support.runtime.plain_stage import PlainStage, batch_of, build_part
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a run left in one stage."""
+    """State that a run left in one stage."""
 
     gradients: dict[str, np.ndarray | None]
     loss: float

@@ -48,7 +48,7 @@ class Ranks:
         return results
 
     def outcomes(self, function, *args):
-        """As `run`, but the traceback as a string in the place of the result of a rank that failed."""
+        """Run as `run` does, with the traceback in the place of the result of a rank that failed."""
         for pipe in self._pipes:
             pipe.send((function, args))
         for rank, pipe in enumerate(self._pipes):
@@ -58,7 +58,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank's process ended. exit_code: None when it had to be stopped."""
+    """End of a rank's process. exit_code: None when it had to be stopped."""
 
     exit_code: int | None
     stderr: str

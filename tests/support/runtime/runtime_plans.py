@@ -10,7 +10,7 @@ from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 
 
 def planned(lengths, num_layers, token_multiple=1, forward_only=False, placement=None, **options):
-    """What the planner makes of a batch for stages of `num_layers` layers, one on each rank if not placed otherwise."""
+    """Plan a batch for stages of `num_layers` layers, one on each rank if not placed otherwise."""
     shape = ModelShape(num_layers=sum(num_layers), hidden_size=16, ffn_hidden_size=32, num_attention_heads=4, vocab_size=32)
     placement = tuple(range(len(num_layers))) if placement is None else placement
     problem = Problem(tuple(lengths), placement, (UNLIMITED_BYTES,) * (max(placement) + 1), token_multiple, forward_only)

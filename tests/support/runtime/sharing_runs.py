@@ -1,4 +1,4 @@
-"""What ranks run in the tests of shared plans: each its own sampler, the first one plans for all."""
+"""Programs of the ranks in the tests of shared plans: each its own sampler, the first one plans for all."""
 
 import random
 import time
@@ -63,7 +63,7 @@ def packed(lengths):
 
 
 def made_here(rank, links, count):
-    """How many batches this rank planned."""
+    """Number of batches that this rank planned."""
     made = []
 
     def make(lengths):
@@ -106,5 +106,5 @@ def disagree(rank, links):
 
 
 def collect(rank, links):
-    """What every rank of the group has."""
+    """Gather a value from every rank of the group."""
     return from_each({"of": rank}, links.control)
