@@ -1,15 +1,16 @@
-"""Context of a chunk, passed to the stage that runs it."""
+"""What a rank runs: its lowered actions and chunk layouts, and the context of a chunk, passed to the stage that runs it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_epp.plan import NO_RECOMPUTE, Plan, Recompute, Segment
+from megatron_epp.plan import NO_RECOMPUTE, Action, Plan, Recompute, Segment
+from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.segments import SegmentTable
-from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
 
 
@@ -61,3 +62,26 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
         ChunkLayout(SegmentTable.build(chunk, plan.padded_tokens(c)), None if part is None else view(c, part))
         for c, (chunk, part) in enumerate(zip(plan.chunks, slices, strict=True))
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One rank's part of a plan.
+
+    Attributes:
+        actions: its actions in order, sends and receives included.
+        layouts: layouts of every chunk.
+    """
+
+    actions: tuple[Action, ...]
+    layouts: tuple[ChunkLayout, ...]
+
+
+@lru_cache(maxsize=16)
+def prepare(plan: Plan, rank: int) -> Program:
+    """Lower a plan and lay out its chunks.
+
+    The last 16 results are cached. Planning ahead calls this too, overlapped with the running iteration: for large plans it
+    takes tens of milliseconds, which the executor then saves.
+    """
+    return Program(lower(plan)[rank], chunk_layouts(plan))

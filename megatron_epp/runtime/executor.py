@@ -17,11 +17,10 @@ from torch import Tensor
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.text import to_grid
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
-from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.context import ChunkContext, prepare
 from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
-from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.stage import Mover, Stage
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark, no_mark
@@ -81,10 +80,10 @@ class Executor:
             Op.O: self._offload,
             Op.FREE: self._free,
             Op.L: self._load,
-            Op.SEND_F: self._send_activation,
-            Op.RECV_F: self._post_activation,
-            Op.SEND_B: self._send_gradient,
-            Op.RECV_B: self._post_gradient,
+            Op.SEND_F: self._send,
+            Op.SEND_B: self._send,
+            Op.RECV_F: self._post,
+            Op.RECV_B: self._post,
             Op.REDUCE: lambda action: self.stages[action.stage].reduce_gradients(),
             **{op: partial(handler, self) for op, handler in (handlers or {}).items()},
         }
@@ -223,24 +222,22 @@ class Executor:
     def _load(self, action: Action) -> None:
         self._mover.back((action.stage, action.chunk), self.recorder.action(action))
 
-    def _send_activation(self, action: Action) -> None:
-        _, stage, chunk = action
-        output = self._outputs[stage, chunk]
-        self._links.send(output, self.plan.placement[stage + 1], gradient=False)
-        self.stages[stage].release_output(output)
+    def _send(self, action: Action) -> None:
+        op, stage, chunk = action
+        is_gradient = op is Op.SEND_B
+        tensor = (self._grads if is_gradient else self._outputs)[stage, chunk]
+        self._links.send(tensor, self._peer(action), is_gradient)
+        if is_gradient:
+            del self._grads[stage, chunk]
+            return
+        self.stages[stage].release_output(tensor)
         if self.plan.forward_only:
             del self._outputs[stage, chunk]
 
-    def _send_gradient(self, action: Action) -> None:
-        _, stage, chunk = action
-        self._links.send(self._grads[stage, chunk], self.plan.placement[stage - 1], gradient=True)
-        del self._grads[stage, chunk]
-
-    def _post_activation(self, action: Action) -> None:
-        self._post(action, peer=self.plan.placement[action.stage - 1], gradient=False)
-
-    def _post_gradient(self, action: Action) -> None:
-        self._post(action, peer=self.plan.placement[action.stage + 1], gradient=True)
+    def _post(self, action: Action) -> None:
+        """Start a receive. Shape, dtype and device are those of messages of the action's stage and chunk."""
+        message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
+        self._arriving[action] = self._links.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
 
     # What they share.
 
@@ -254,13 +251,6 @@ class Executor:
         recompute = self.plan.recompute[stage][chunk]
         return ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, self.plan.forward_only)
 
-    def _post(self, action: Action, peer: int, gradient: bool) -> None:
-        self._arriving[action] = self._links.post_receive(*self._shape(action), peer=peer, gradient=gradient)
-
-    def _shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """Return shape, dtype and device of messages of an action's stage and chunk."""
-        return self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
-
     def _message(self, action: Action, receive: Op) -> Tensor:
         """Return the message an action receives, from another rank or from this one. It is kept until the action is done."""
         key = action._replace(op=receive)
@@ -273,6 +263,10 @@ class Executor:
             self._received[key] = self._arriving.pop(key).wait()
         self._progress.reach(here)
         return self._received[key]
+
+    def _peer(self, message: Action) -> int:
+        """Return the rank at the other end of a send or receive."""
+        return self.plan.placement[message.stage + (1 if message.op in (Op.SEND_F, Op.RECV_B) else -1)]
 
     def _is_local(self, stage: int) -> bool:
         return self.plan.placement[stage] == self.rank
@@ -301,8 +295,7 @@ class Executor:
             return "waiting for other ranks to take its messages"
         action = self._actions[point.position]
         if action.op in (Op.SEND_F, Op.SEND_B):
-            peer = self.plan.placement[action.stage + (1 if action.op is Op.SEND_F else -1)]
-            return f"waiting for rank {peer} to take the message before this one"
+            return f"waiting for rank {self._peer(action)} to take the message before this one"
         if not point.receiving:
             return "in compute or in a collective of its own"
         peer = action.stage + (-1 if action.op is Op.F else 1)

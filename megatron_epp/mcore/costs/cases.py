@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_epp.cost import causal_pairs
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.attention.layout import SliceView
 
 MULTIPLE = 64
 """Divisor of every token count; replaced by a multiple of it where the ranks that share tokens need that to divide them."""

@@ -14,13 +14,12 @@ from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
-from megatron_epp.runtime.attention.segments import SegmentTable
-from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
 from megatron_epp.runtime.autograd.weights import DeferredGradient
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.tools.timer import Timer, time_host_copies
+from megatron_epp.runtime.tools.profiling import Timer, time_host_copies
 
 _VOCABULARY = 32
 """Number of token ids that every model's vocabulary contains."""

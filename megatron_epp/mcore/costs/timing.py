@@ -21,10 +21,10 @@ from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.recompute import MODES
-from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.attention.layout import SliceView
 from megatron_epp.runtime.autograd.weights import DeferredGradient
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.tools.timer import Timer
+from megatron_epp.runtime.tools.profiling import Timer
 
 _REPEATS = 8
 _MODE_REPEATS = 3

@@ -20,7 +20,7 @@ from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.baselines.rows import pack_whole
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.layout import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
 
 

@@ -29,10 +29,10 @@ from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
+from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.links.groups import Groups, from_each, from_first
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ Forward of a slice writes its cached tensors (keys and values, see `layout`) aft
 all of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out
 its own part, which is complete because every later slice has run.
 
-`KVRelay` holds the order of these steps. Where the tensors are is up to a `Store`: in device memory, or with KV offload
+`KVRelay` holds the order of these steps. Where the tensors are is up to a store: in device memory, or with KV offload
 (`kv_offload`) in host memory.
 """
 
@@ -13,50 +13,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan.sizing import size_class, sums_in_fp32
 from megatron_epp.runtime.attention.kv_offload import HostStore
-from megatron_epp.runtime.attention.layout import Piece, Tensors
-from megatron_epp.runtime.attention.slice_view import RelayError, SliceView
+from megatron_epp.runtime.attention.layout import Piece, RelayError, SliceView, Tensors
 from megatron_epp.runtime.offload.host import HostMemory
-
-
-class Store(Protocol):
-    """Memory of KV caches, piece by piece: a piece is a layer, or a group of heads of a layer.
-
-    Attributes:
-        num_bytes: bytes on the device now.
-    """
-
-    num_bytes: int
-
-    def parts(self, heads: int) -> int:
-        """Return the number of groups of heads that attention processes one after the other."""
-
-    def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
-        """Make room for a piece of a sequence, whose tensors are like `like` except for the number of tokens."""
-
-    def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
-        """Return buffers on the device that have room for a chunk and hold the first `num_rows` tokens of a piece."""
-
-    def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
-        """Keep the rows ``[view.start, view.stop)`` that were written to the buffers."""
-
-    def expect_gradient(self, view: SliceView, piece: Piece) -> None:
-        """Start to fetch the accumulators of a piece, whose backward begins."""
-
-    def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
-        """Add gradients to the accumulators, which are fp32 if `wide`; return those of the chunk's own tokens, complete."""
-
-    def keep_gradient(self, view: SliceView, piece: Piece) -> None:
-        """Keep the accumulators, to which gradients of all heads were added, for the slices before this one."""
-
-    def free(self, view: SliceView, piece: Piece) -> None:
-        """Free a piece."""
 
 
 @dataclass(slots=True)
@@ -72,30 +36,40 @@ class _Resident:
 
 
 class DeviceStore:
-    """KV caches in device memory. Buffers are allocated once per sequence at its full length and never grow."""
+    """KV caches in device memory, piece by piece: a piece is a layer, or a group of heads of a layer.
+
+    Buffers are allocated once per sequence at its full length and never grow. `HostStore` has the same methods.
+
+    Attributes:
+        num_bytes: bytes on the device now.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._pieces: dict[tuple[int, Piece], _Resident] = {}
 
     def parts(self, heads: int) -> int:
+        """Return the number of groups of heads that attention processes one after the other."""
         return 1
 
     def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
+        """Make room for a piece of a sequence, whose tensors are like `like` except for the number of tokens."""
         num_rows = size_class(view.capacity)
         made = self._pieces[view.sequence, piece] = _Resident(tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like))
         self.num_bytes += made.num_bytes
 
     def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
+        """Return buffers on the device that have room for a chunk and hold the first `num_rows` tokens of a piece."""
         return self._pieces[view.sequence, piece].rows
 
     def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
-        """Do nothing: the buffers are the cache."""
+        """Keep the rows ``[view.start, view.stop)`` that were written to the buffers: these are the cache."""
 
     def expect_gradient(self, view: SliceView, piece: Piece) -> None:
-        """Do nothing: accumulators are on the device."""
+        """Start to fetch the accumulators of a piece, whose backward begins: they are on the device."""
 
     def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
+        """Add gradients to the accumulators, which are fp32 if `wide`; return those of the chunk's own tokens, complete."""
         found = self._pieces[view.sequence, piece]
         if found.gradients is None:
             pairs = zip(grads, found.rows, strict=True)
@@ -113,9 +87,10 @@ class DeviceStore:
         return tuple(own)
 
     def keep_gradient(self, view: SliceView, piece: Piece) -> None:
-        """Do nothing: accumulators stay where they are."""
+        """Keep the accumulators, to which gradients of all heads were added, for the slices before this one: they stay."""
 
     def free(self, view: SliceView, piece: Piece) -> None:
+        """Free a piece."""
         self.num_bytes -= self._pieces.pop((view.sequence, piece)).num_bytes
 
 
@@ -290,7 +265,7 @@ class KVRelay:
             left = sorted({(piece.layer, sequence) for sequence, piece in self._pieces})
             raise RelayError(f"caches of (layer, sequence) {left} were never freed")
 
-    def _store(self, view: SliceView) -> Store:
+    def _store(self, view: SliceView) -> DeviceStore | HostStore:
         return self.offloaded if self.offloaded is not None and view.sequence in self.offloaded.sequences else self._device
 
     def _is_wide(self, view: SliceView) -> bool:

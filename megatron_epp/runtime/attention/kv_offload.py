@@ -17,8 +17,7 @@ import torch
 
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
-from megatron_epp.runtime.attention.layout import Piece, Tensors
-from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.attention.layout import Piece, SliceView, Tensors
 from megatron_epp.runtime.offload.host import HostMemory, Region
 
 
@@ -105,7 +104,7 @@ class _Running:
 
 
 class HostStore:
-    """Offloaded KV caches of one stage in one iteration. Implements `kv_cache.Store`.
+    """Offloaded KV caches of one stage in one iteration. Has the methods of `kv_cache.DeviceStore`.
 
     Args:
         host: the host memory that holds them.

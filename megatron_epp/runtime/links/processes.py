@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_epp.cost.fit import Point
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.tools.timer import Timer
+from megatron_epp.runtime.tools.profiling import Timer
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
 """Context of the processes, which makes what they share."""

@@ -24,13 +24,12 @@ from torch import Tensor
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.saved import Owner
-from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.context import ChunkContext, prepare
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.groups import Groups
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
 from megatron_epp.runtime.offload.activations import Timed
-from megatron_epp.runtime.program import prepare
 
 Events = list[tuple[str, float, float]]
 Locks = Mapping[tuple[int, Op], Any]

@@ -22,8 +22,7 @@ from megatron_epp.runtime.attention.kernels.base import Case, Kernel, backward_b
 from megatron_epp.runtime.attention.kernels.exact import EXACT
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
-from megatron_epp.runtime.attention.layout import Tensors
-from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
 
 __all__ = ["EXACT", "FLASH_ATTN", "TORCH_FLASH", "TRANSFORMER_ENGINE", "PREFERENCES", "Case", "Kernel", "choose", "explain"]
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan.sizing import heads_at_once
-from megatron_epp.runtime.attention.layout import Tensors
-from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
 
 type Saved = tuple[Tensor, ...]
 """Tensors a forward saves for its backward in addition to q, k, v and output, the log-sum-exp first."""
