@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from megatron_epp.cost import Line, ModeCosts, StageCosts
-from megatron_epp.mcore.costs.probe import backward, by_place, forward, layers_of
+from megatron_epp.mcore.costs.probe import backward, by_place, forward, layers_of, watched
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.recompute import MODES
@@ -107,7 +105,8 @@ class Held(NamedTuple):
 
 def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
-    with meter, _LastLayer(stage, meter) as last:
+    last = _LastLayer(meter)
+    with meter, watched(layers_of(stage)[-1:], last.note):
         _, output, context = forward(stage, chunk, recompute=recompute)
         kept = meter.live_bytes
         backward(stage, output, context, keep_weights)
@@ -118,7 +117,7 @@ def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False
 
 
 class _LastLayer:
-    """Observer of a meter while the backward of a stage's last layer runs, which is the first layer in the backward.
+    """Bytes of a meter while the backward of a stage's last layer runs, which is the first layer in the backward.
 
     Attributes:
         runs: True while that backward runs.
@@ -126,35 +125,19 @@ class _LastLayer:
         peak_bytes: peak from then until the gradient of the layer's input has been computed.
     """
 
-    def __init__(self, stage: MegatronStage, meter: SavedTensors) -> None:
+    def __init__(self, meter: SavedTensors) -> None:
         self.runs = False
         self.begin_bytes = self.peak_bytes = 0
-        self._layers, self._meter = layers_of(stage), meter
-        self._hooks: list[RemovableHandle] = []
+        self._meter = meter
 
-    def __enter__(self) -> _LastLayer:
-        for layer in self._layers[-1:]:
-            self._hooks.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._hooks.append(layer.register_forward_hook(self._leave))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _enter(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        (args[0] if args else kwargs["hidden_states"]).register_hook(self._end)
-
-    def _leave(self, _: torch.nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        (output if isinstance(output, Tensor) else output[0]).register_hook(self._begin)
-
-    def _begin(self, _: Tensor) -> None:
-        self.runs = True
-        self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
-
-    def _end(self, _: Tensor) -> None:
-        self.runs = False
-        self.peak_bytes = self._meter.peak_bytes
+    def note(self, event: str) -> None:
+        """Follow the events of `watched`."""
+        if event == "gradient in":
+            self.runs = True
+            self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
+        elif event == "gradient out":
+            self.runs = False
+            self.peak_bytes = self._meter.peak_bytes
 
 
 def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2) -> tuple[float, float, float]:
@@ -181,7 +164,8 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
     cache_bytes = 0
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
-    with meter, _LastLayer(stage, meter) as last:
+    last = _LastLayer(meter)
+    with meter, watched(layers_of(stage)[-1:], last.note):
         for start in (0, tokens):
             view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
             chunk = Chunk((Segment(0, start, start + tokens),))

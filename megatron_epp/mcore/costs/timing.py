@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
-from megatron_epp.mcore.costs.cases import LONGEST_CONTEXT, MULTIPLE, Case, cases_of
-from megatron_epp.mcore.costs.probe import backward, by_place, forward
+from megatron_epp.mcore.costs.probe import LONGEST_CONTEXT, MULTIPLE, Case, backward, by_place, cases_of, forward, watched
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
@@ -111,27 +110,25 @@ def _limits(costs: StageCosts) -> tuple[int, int, int]:
     return _GPU_FACTOR, int(memory / 10 / per_token), _GPU_LONGEST_CONTEXT
 
 
-class _Clock:
-    """Recorder of the times of events, in microseconds; wall time where ranks share a layer and so wait for each other."""
-
-    def __init__(self, stage: MegatronStage) -> None:
-        config = stage.config
-        sharing = config.tensor_model_parallel_size * config.context_parallel_size * config.expert_model_parallel_size
-        self._timer = Timer(stage.message(1)[2], alone=sharing == 1)
-        self.times_us: dict[str, float] = {}
-
-    def note(self, name: str) -> None:
-        self.times_us[name] = self._timer.now_us()
+def _timer(stage: MegatronStage) -> Timer:
+    """Return the clock of a stage's device; wall time where ranks share a layer and so wait for each other."""
+    config = stage.config
+    sharing = config.tensor_model_parallel_size * config.context_parallel_size * config.expert_model_parallel_size
+    return Timer(stage.message(1)[2], alone=sharing == 1)
 
 
 @dataclass(slots=True)
 class _Alive:
-    """A case between its forward and its backward."""
+    """A case between its forward and its backward, with the times of events in microseconds."""
 
-    context: ChunkContext
-    clock: _Clock
-    hidden: Tensor | None
-    output: Tensor | None
+    timer: Timer
+    times_us: dict[str, float] = field(default_factory=dict)
+    context: ChunkContext | None = None
+    hidden: Tensor | None = None
+    output: Tensor | None = None
+
+    def note(self, event: str) -> None:
+        self.times_us[event] = self.timer.now_us()
 
 
 def _medians(
@@ -170,49 +167,45 @@ def _begin(stage: MegatronStage, number: int, case: Case, recompute: Recompute) 
     view = case.view(number)
     if view is not None:
         _fill(stage, view)
-    clock = _Clock(stage)
-    handles = _clock_layers(stage.decoder, clock.note)
-    try:
-        clock.note("forward")
-        hidden, output, context = forward(stage, case.chunk(number), view, recompute)
-        clock.note("forward end")
-    finally:
-        for handle in handles:
-            handle.remove()
-    return _Alive(context, clock, hidden, output)
+    one = _Alive(_timer(stage))
+    with watched([stage.decoder], one.note):
+        one.note("forward")
+        one.hidden, one.output, one.context = forward(stage, case.chunk(number), view, recompute)
+        one.note("forward end")
+    return one
 
 
 def _end(stage: MegatronStage, one: _Alive) -> Times:
     assert one.output is not None
-    one.clock.note("backward")
+    assert one.context is not None
+    one.note("backward")
     backward(stage, one.output, one.context, keep_weights=stage.weights is not None)
     one.hidden = one.output = None  # takes time too
-    one.clock.note("backward end")
-    layers_weight, weight = (0.0, 0.0) if stage.weights is None else _time_weights(stage, stage.weights.pop(0), one.clock)
+    one.note("backward end")
+    layers_weight, weight = (0.0, 0.0) if stage.weights is None else _time_weights(stage, stage.weights.pop(0), one)
     if one.context.view is not None:
         for layer in _layers(stage):
             stage.relay.release(layer, one.context.view)
-    clock = one.clock.times_us
-    block_start = clock.get("block gradient in", clock["backward"])
-    block_end = clock.get("block gradient out", clock["backward end"])
+    at_us = one.times_us
+    layers_us = at_us.get("gradient out", at_us["backward end"]) - at_us.get("gradient in", at_us["backward"])
     return Times(
-        forward=clock["forward end"] - clock["forward"],
-        backward=clock["backward end"] - clock["backward"] + weight,
-        layers_forward=clock["block out"] - clock["block in"],
-        layers_backward=block_end - block_start + layers_weight,
+        forward=at_us["forward end"] - at_us["forward"],
+        backward=at_us["backward end"] - at_us["backward"] + weight,
+        layers_forward=at_us["out"] - at_us["in"],
+        layers_backward=layers_us + layers_weight,
         weight=weight,
         layers_weight=layers_weight,
     )
 
 
-def _time_weights(stage: MegatronStage, kept: list[DeferredGradient], clock: _Clock) -> tuple[float, float]:
+def _time_weights(stage: MegatronStage, kept: list[DeferredGradient], one: _Alive) -> tuple[float, float]:
     """Time the weight gradients. Return the microseconds of those of the layers, and of all."""
-    clock.note("weights")
+    one.note("weights")
     for name, part in zip(("layers' weights end", "weights end"), by_place(stage, kept), strict=True):
         while part:
             part.pop(0).run()
-        clock.note(name)
-    times_us = clock.times_us
+        one.note(name)
+    times_us = one.times_us
     return times_us["layers' weights end"] - times_us["weights"], times_us["weights end"] - times_us["weights"]
 
 
@@ -233,23 +226,3 @@ def _fill(stage: MegatronStage, view: SliceView) -> None:
 def _layers(stage: MegatronStage) -> list[int]:
     """Return the numbers of the stage's layers in the relay."""
     return [part.layer_number for part in stage.decoder.modules() if isinstance(part, RelayAttention)]
-
-
-def _clock_layers(decoder: torch.nn.Module, note: Callable[[str], None]) -> list[torch.utils.hooks.RemovableHandle]:
-    """Add hooks that record when the block of layers is entered and left, in forward and backward."""
-
-    def entered(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        note("block in")
-        hidden = kwargs.get("hidden_states", args[0] if args else None)
-        hidden = hidden if isinstance(hidden, Tensor) else getattr(decoder, "input_tensor", None)
-        if isinstance(hidden, Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda _: note("block gradient out"))
-
-    def left(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Tensor) -> None:
-        note("block out")
-        output.register_hook(lambda _: note("block gradient in"))
-
-    return [
-        decoder.register_forward_pre_hook(entered, with_kwargs=True),
-        decoder.register_forward_hook(left, with_kwargs=True),
-    ]
