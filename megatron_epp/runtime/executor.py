@@ -8,7 +8,7 @@ chunk, `Links` carries tensors, and the plan says everything else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -17,13 +17,12 @@ from torch import Tensor
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.text import to_grid
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
-from megatron_epp.runtime.context import ChunkContext, prepare
+from megatron_epp.runtime.context import ChunkContext, Mover, Stage, prepare
 from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
-from megatron_epp.runtime.stage import Mover, Stage
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark, no_mark
+from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark
 
 Handler = Callable[["Executor", Action], None]
 """Runs one action of an operation. It has the executor's plan, rank, stages, links and recorder."""
@@ -78,8 +77,8 @@ class Executor:
             Op.B: self._backward,
             Op.W: self._weight,
             Op.O: self._offload,
-            Op.FREE: self._free,
-            Op.L: self._load,
+            Op.FREE: lambda action: self._mover.free((action.stage, action.chunk)),
+            Op.L: lambda action: self._mover.back((action.stage, action.chunk), self.recorder.action(action)),
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._post,
@@ -90,7 +89,7 @@ class Executor:
         program = prepare(plan, rank)
         self._refuse_what_cannot_run(program.actions)
         self._actions, self._layouts = program.actions, program.layouts
-        self._progress = Progress(no_mark if watchdog is None else device_mark)
+        self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         self._split = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
         self._last_gradient = {
             a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
@@ -128,8 +127,9 @@ class Executor:
             self.host.held_peak_bytes = self.host.held_bytes
         for number, stage in self.stages.items():
             stage.relay.begin(self.plan.kv_offload_on(number), self.host)
+        watched = nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
         try:
-            with torch.set_grad_enabled(not self.plan.forward_only), self._watch():
+            with torch.set_grad_enabled(not self.plan.forward_only), watched:
                 for position, action in enumerate(self._actions):
                     self._progress.reach(ProgressPoint(position))
                     self._perform(action)
@@ -216,12 +216,6 @@ class Executor:
         _, stage, chunk = action
         self._mover.out((stage, chunk), self.plan.offload_share[stage][chunk], self.recorder.action(action))
 
-    def _free(self, action: Action) -> None:
-        self._mover.free((action.stage, action.chunk))
-
-    def _load(self, action: Action) -> None:
-        self._mover.back((action.stage, action.chunk), self.recorder.action(action))
-
     def _send(self, action: Action) -> None:
         op, stage, chunk = action
         is_gradient = op is Op.SEND_B
@@ -280,9 +274,6 @@ class Executor:
     def _mover(self) -> Mover:
         assert self.offload is not None  # checked at the start
         return self.offload
-
-    def _watch(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
 
     def _overdue(self) -> str:
         assert self.watchdog is not None

@@ -19,7 +19,6 @@ from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
-from megatron_epp.runtime.autograd.weights import DeferredGradient
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links.links import Links
 from megatron_epp.runtime.tools.profiling import Timer, time_host_copies
@@ -193,7 +192,13 @@ def layers_of(stage: MegatronStage) -> torch.nn.ModuleList:
     return layers
 
 
-def by_place(stage: MegatronStage, kept: list[DeferredGradient]) -> tuple[list[DeferredGradient], list[DeferredGradient]]:
-    """Separate the weight gradients of the layers from the others."""
+def run_weights(stage: MegatronStage) -> Iterator[None]:
+    """Compute the deferred weight gradients of a chunk, and yield after those outside of the layers and after the others."""
+    assert stage.weights is not None  # they were kept
     inside = {id(weight) for weight in layers_of(stage).parameters()}
-    return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]
+    deferred = stage.weights.pop(0)
+    for of_layers in (False, True):
+        for one in deferred:
+            if (id(one.weight) in inside) is of_layers:
+                one.run()
+        yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
@@ -15,13 +15,12 @@ from torch import Tensor
 
 from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
-from megatron_epp.mcore.costs.probe import LONGEST_CONTEXT, MULTIPLE, Case, backward, by_place, cases_of, forward, watched
+from megatron_epp.mcore.costs.probe import LONGEST_CONTEXT, MULTIPLE, Case, backward, cases_of, forward, run_weights, watched
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.runtime.attention.layout import SliceView
-from megatron_epp.runtime.autograd.weights import DeferredGradient
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.tools.profiling import Timer
 
@@ -38,43 +37,37 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
     """Fit the stage's lines to times of whole, packed and sliced sequences; time outside the layers goes to the stage's extras.
 
     A kernel's time is not exactly linear in tokens and pairs, so the measured cases resemble real batches: slices at several
-    positions of a sequence of the context length. The recompute time of a mode is the time by which its backward takes longer;
-    a layer that recomputes in full runs its forward again.
-
-    Args:
-        stage: the stage to run.
-        costs: costs with the bytes per token.
-        context: tokens of the longest sequence (--seq-length).
+    positions of a sequence of the context length (in tokens). The recompute time of a mode is the time by which its backward
+    takes longer; a layer that recomputes in full runs its forward again. `costs` must have the bytes per token.
     """
     cases = cases_of(context, multiple_of(stage), *_limits(costs))
     times = _medians(stage, cases)
 
-    def fit(pick: Callable[[Times], float], pairs: bool) -> Line:
-        points = [Point(c.tokens, c.pairs, max(0.0, pick(t))) for c, t in zip(cases, times, strict=True)]
+    def fit(times_us: Iterable[float], pairs: bool) -> Line:
+        points = [Point(c.tokens, c.pairs, max(0.0, us)) for c, us in zip(cases, times_us, strict=True)]
         return fit_line(points, pairs).line
 
     layers = max(1, stage.num_layers)
 
     def again(mode: str) -> Line:
         found = _medians(stage, cases, Recompute(**{mode: stage.num_layers}), _MODE_REPEATS)
-        longer = [max(0.0, after.layers_backward - t.layers_backward) for after, t in zip(found, times, strict=True)]
-        points = [Point(c.tokens, c.pairs, us) for c, us in zip(cases, longer, strict=True)]
-        return fit_line(points, MODES[mode].repeats_attention).line.scaled(1 / layers)
+        longer = (after.layers_backward - t.layers_backward for after, t in zip(found, times, strict=True))
+        return fit(longer, MODES[mode].repeats_attention).scaled(1 / layers)
 
-    backward = fit(lambda t: t.layers_backward, True).scaled(1 / layers)
-    extra_backward = fit(lambda t: t.backward - t.layers_backward, False)
+    backward = fit((t.layers_backward for t in times), True).scaled(1 / layers)
+    extra_backward = fit((t.backward - t.layers_backward for t in times), False)
     if stage.weights is not None:
         costs = replace(
             costs,
-            weight=fit(lambda t: t.layers_weight, False).scaled(1 / layers).within(backward),
-            extra_weight=fit(lambda t: t.weight - t.layers_weight, False).within(extra_backward),
+            weight=fit((t.layers_weight for t in times), False).scaled(1 / layers).within(backward),
+            extra_weight=fit((t.weight - t.layers_weight for t in times), False).within(extra_backward),
         )
     return replace(
         costs,
-        forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
+        forward=fit((t.layers_forward for t in times), True).scaled(1 / layers),
         backward=backward,
         recompute={name: replace(known, again=again(name)) for name, known in costs.recompute.items()},
-        extra_forward=fit(lambda t: t.forward - t.layers_forward, False),
+        extra_forward=fit((t.forward - t.layers_forward for t in times), False),
         extra_backward=extra_backward,
     )
 
@@ -182,7 +175,9 @@ def _end(stage: MegatronStage, one: _Alive) -> Times:
     backward(stage, one.output, one.context, keep_weights=stage.weights is not None)
     one.hidden = one.output = None  # takes time too
     one.note("backward end")
-    layers_weight, weight = (0.0, 0.0) if stage.weights is None else _time_weights(stage, stage.weights.pop(0), one)
+    others_us, weights_us = (
+        (0.0, 0.0) if stage.weights is None else [one.timer.now_us() - one.times_us["backward end"] for _ in run_weights(stage)]
+    )
     if one.context.view is not None:
         for layer in _layers(stage):
             stage.relay.release(layer, one.context.view)
@@ -190,23 +185,12 @@ def _end(stage: MegatronStage, one: _Alive) -> Times:
     layers_us = at_us.get("gradient out", at_us["backward end"]) - at_us.get("gradient in", at_us["backward"])
     return Times(
         forward=at_us["forward end"] - at_us["forward"],
-        backward=at_us["backward end"] - at_us["backward"] + weight,
+        backward=at_us["backward end"] - at_us["backward"] + weights_us,
         layers_forward=at_us["out"] - at_us["in"],
-        layers_backward=layers_us + layers_weight,
-        weight=weight,
-        layers_weight=layers_weight,
+        layers_backward=layers_us + weights_us - others_us,
+        weight=weights_us,
+        layers_weight=weights_us - others_us,
     )
-
-
-def _time_weights(stage: MegatronStage, kept: list[DeferredGradient], one: _Alive) -> tuple[float, float]:
-    """Time the weight gradients. Return the microseconds of those of the layers, and of all."""
-    one.note("weights")
-    for name, part in zip(("layers' weights end", "weights end"), by_place(stage, kept), strict=True):
-        while part:
-            part.pop(0).run()
-        one.note(name)
-    times_us = one.times_us
-    return times_us["layers' weights end"] - times_us["weights"], times_us["weights end"] - times_us["weights"]
 
 
 def _fill(stage: MegatronStage, view: SliceView) -> None:

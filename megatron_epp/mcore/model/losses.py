@@ -39,11 +39,7 @@ def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tens
 def check_loss(loss: Tensor, whose: str) -> None:
     """Report a NaN or infinity to Megatron's rerun machine, which ends the run or retries as `--rerun-mode` says.
 
-    The host waits for the loss here.
-
-    Args:
-        loss: the loss to check.
-        whose: what the loss belongs to, for the message.
+    The host waits for the loss here. The message names what the loss belongs to, `whose`.
     """
     if get_args().check_for_nan_in_loss_and_grad:
         machine = get_rerun_state_machine()

@@ -48,11 +48,7 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
 
 
 def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the schedule function that `--epp-schedule` names.
-
-    Raises:
-        EppError: NVIDIA ModelOpt is enabled, whose losses no schedule of this package computes.
-    """
+    """Return the schedule function that `--epp-schedule` names. Raises `EppError` with NVIDIA ModelOpt, whose losses differ."""
     if getattr(args, "modelopt_enabled", False):  # by a flag of ModelOpt's, or by what is in the checkpoint
         raise EppError("--epp does not train with NVIDIA ModelOpt, which brings losses of its own: start without --epp")
     return forward_backward_elastic if args.epp_schedule == "elastic" else baseline_schedule(stock)
@@ -108,8 +104,8 @@ def forward_backward_elastic(
     with session.watchdog.watch(lambda: f"rank {session.rank} waits for gradient finalisation (--epp-wait-limit-seconds)"):
         loss, num_tokens = _hand_on(session)
         if not forward_only and config.finalize_model_grads_func is not None:
-            if pg_collection is None:
-                pg_collection = _process_groups(models[0])
+            pg_collection = pg_collection or get_attr_wrapped_model(models[0], "pg_collection")
+            pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
             # Data-parallel and embedding reductions, and the division by the number of tokens.
             config.finalize_model_grads_func(models, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     if config.timers is not None:
@@ -171,10 +167,6 @@ def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, ses
             f"{batch.global_size} in all"
         )
     return batch
-
-
-def _process_groups(model: torch.nn.Module) -> Any:
-    return get_attr_wrapped_model(model, "pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
 
 
 class Reduction:

@@ -26,12 +26,11 @@ from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, tell_lowered
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
 from megatron_epp.runtime.context import prepare
-from megatron_epp.runtime.links.groups import Groups, from_each, from_first
-from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.links import Groups, Links, from_each, from_first
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -145,7 +144,9 @@ class Session:
             tell_lowered(self.args, least)
         host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
         self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
-        self._planner = BackgroundPlanner(costs, options_of(self.args), self.lockstep_group, self.lockstep_groups)
+        self._planner = BackgroundPlanner(
+            costs, options_from(self.args, training=True), self.lockstep_group, self.lockstep_groups
+        )
         self._can_plan.set()
 
     def _note_learning(self, step: str) -> None:
@@ -224,16 +225,10 @@ def problem_of(
     )
 
 
-def options_of(args: argparse.Namespace) -> Options:
-    """Return the planner options that the `--epp-*` flags set."""
-    return options_from(args, training=True)
-
-
 def _lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:
     """Return the replicas and the global ranks of each group (replicas that share experts). Every rank must call this."""
     mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = from_each(mine)
     replica_of = [replica for replica, _ in everyone]
     lockstep_groups = lockstep_groups_of({replica_of[rank] for rank in sharing} for _, sharing in everyone)
     return lockstep_groups, [

@@ -92,15 +92,7 @@ def to_heads(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def to_tokens(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    """Return all heads of this rank's tokens: what `to_heads` does, undone.
-
-    Args:
-        group: the context-parallel ranks, n of them.
-        tensor: ``[tokens, heads / n, channels]``.
-
-    Returns:
-        ``[tokens / n, heads, channels]``.
-    """
+    """Return all heads of this rank's tokens, ``[tokens / n, heads, channels]``: what `to_heads` does, undone."""
     (out,) = _Exchange.apply(group, False, tensor)
     return out
 

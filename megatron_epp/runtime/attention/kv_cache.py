@@ -38,10 +38,7 @@ class _Resident:
 class DeviceStore:
     """KV caches in device memory, piece by piece: a piece is a layer, or a group of heads of a layer.
 
-    Buffers are allocated once per sequence at its full length and never grow. `HostStore` has the same methods.
-
-    Attributes:
-        num_bytes: bytes on the device now.
+    Buffers, of `num_bytes` now, are allocated once per sequence at its full length. `HostStore` has the same methods.
     """
 
     def __init__(self) -> None:
@@ -137,12 +134,7 @@ class KVRelay:
         return self._device.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
 
     def begin(self, offloaded: Collection[int] = (), host: HostMemory | None = None) -> None:
-        """Start an iteration.
-
-        Args:
-            offloaded: sequences whose KV caches are offloaded to host memory between uses.
-            host: the host memory that holds them.
-        """
+        """Start an iteration in which the KV caches of the `offloaded` sequences are in host memory between uses."""
         self.offloaded = HostStore(host, offloaded) if host is not None and offloaded else None
 
     def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
@@ -202,10 +194,8 @@ class KVRelay:
         Rows after the slice may be overwritten: later slices run their forwards later, and have run their backwards before.
 
         Args:
-            layer: number of the layer.
-            view: the chunk's slice.
+            layer, view, part: as for `append`.
             uncached: cached tensors of the chunk's tokens that are not in the cache; often none.
-            part: as for `append`.
 
         Raises:
             RelayError: a later slice has not run backward, or this one has.
@@ -230,19 +220,14 @@ class KVRelay:
     def take_gradient(
         self, layer: int, view: SliceView, grads: Sequence[Tensor], part: int = 0, heads: slice | None = None
     ) -> Tensors:
-        """Accumulate the gradient of all that a chunk attended to and return the part of the chunk's own tokens.
+        """Accumulate the gradient of all that a chunk attended to; return that of its own tokens, ``[tokens, heads, width]``.
 
         After the backward of the sequence's first slice its cache is freed.
 
         Args:
-            layer: number of the layer.
-            view: the chunk's slice.
+            layer, view, part: as for `append`.
             grads: ``[keys, heads, width]`` each; a tail's may become the accumulator, so the caller must not keep a reference.
-            part: as for `append`.
             heads: the heads of these gradients, if passed in groups, first to last; None if all are passed at once.
-
-        Returns:
-            ``[tokens, heads, width]`` each, complete.
         """
         progress, store, piece = self._progress(layer, view, part), self._store(view), Piece(layer, part)
         own = store.add_gradient(view, piece, tuple(grads), heads, self._is_wide(view))

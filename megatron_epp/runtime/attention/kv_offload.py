@@ -104,16 +104,11 @@ class _Running:
 
 
 class HostStore:
-    """Offloaded KV caches of one stage in one iteration. Has the methods of `kv_cache.DeviceStore`.
-
-    Args:
-        host: the host memory that holds them.
-        sequences: the sequences whose caches are offloaded.
+    """KV caches of the `sequences` of one stage that are offloaded in an iteration. Has the methods of `kv_cache.DeviceStore`.
 
     Attributes:
         num_bytes: bytes on the device now.
-        host_bytes: bytes in host memory now.
-        host_peak_bytes: largest `host_bytes` so far.
+        host_bytes, host_peak_bytes: bytes in host memory now, and the most so far.
     """
 
     def __init__(self, host: HostMemory, sequences: Collection[int]) -> None:
@@ -129,11 +124,7 @@ class HostStore:
     def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> Iterator[None]:
         """Run a forward or backward of a slice in the body: buffers are allocated and prefetching starts on entry.
 
-        Args:
-            view: the slice.
-            backward: the action is a backward.
-            num_whole: number of layers, from the stage's first, whose attention is recomputed in it.
-            wide: gradients add up in fp32.
+        The arguments are those of `KVRelay.running`; gradients add up in fp32 if `wide`.
         """
         now = self._now = _Running(view, backward, wide, LookAhead(self._uses(view, backward, num_whole), self._load))
         try:

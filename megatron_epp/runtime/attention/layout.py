@@ -122,11 +122,7 @@ class SegmentTable:
         return max(s.end for s in self.segments)
 
     def part(self, shard: Iterable[slice]) -> tuple[Segment, ...]:
-        """Return the pieces of segments that a rank has, in order, where ranks share the chunk's tokens.
-
-        Args:
-            shard: the rank's tokens (`ContextParallel.shard`).
-        """
+        """Return the pieces of segments that a rank with the tokens of `shard` (see `ContextParallel.shard`) has, in order."""
         starts = list(zip(self.segments, self.query_starts, self.query_starts[1:], strict=False))
         pieces = []
         for own in shard:

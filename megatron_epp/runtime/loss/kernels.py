@@ -36,14 +36,7 @@ _GRADIENT_TOLERANCE = 1.1 * 2**-8
 
 
 class Case(NamedTuple):
-    """Properties on which the choice depends.
-
-    Attributes:
-        device: ``cuda`` or ``cpu``.
-        dtype: type of the logits.
-        entries: number of vocabulary entries on this rank.
-        is_shared: the vocabulary is split over ranks.
-    """
+    """Properties on which the choice depends: `entries` is the number of vocabulary entries on this rank."""
 
     device: str
     dtype: torch.dtype

@@ -10,7 +10,7 @@ next copy into it is issued later on the same stream.
 from __future__ import annotations
 
 import os
-from bisect import bisect, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,10 +46,7 @@ class Span(NamedTuple):
 class FreeSpans:
     """Free list: allocates in as few spans as possible and merges adjacent spans when memory is returned.
 
-    An allocation need not be contiguous, so all free bytes can be allocated, whatever was allocated and returned before.
-
-    Attributes:
-        num_bytes: free bytes in all.
+    An allocation need not be contiguous, so all `num_bytes` free bytes can be allocated, whatever was allocated before.
     """
 
     def __init__(self) -> None:
@@ -75,16 +72,14 @@ class FreeSpans:
 
     def add(self, spans: Iterable[Span]) -> None:
         """Return spans to the free list."""
-        for span in spans:
-            self.num_bytes += span.num_bytes
-            at = bisect(self._spans, span)
-            before, after = self._spans[max(at - 1, 0) : at], self._spans[at : at + 1]
-            first, last = at, at
-            if before and _touch(before[0], span):
-                first, span = at - 1, span._replace(start=before[0].start)
-            if after and _touch(span, after[0]):
-                last, span = at + 1, span._replace(stop=after[0].stop)
-            self._spans[first:last] = [span]
+        merged: list[Span] = []
+        for span in sorted([*self._spans, *spans]):
+            last = merged[-1] if merged else None
+            if last is not None and last.page == span.page and last.stop == span.start:
+                merged[-1] = last._replace(stop=span.stop)
+            else:
+                merged.append(span)
+        self._spans, self.num_bytes = merged, sum(span.num_bytes for span in merged)
 
 
 class HostMemory:
@@ -169,11 +164,7 @@ class HostMemory:
 
 
 class Region:
-    """Consecutive bytes of host memory, reserved range by range and returned all at once.
-
-    Attributes:
-        num_bytes: bytes reserved.
-    """
+    """Consecutive `num_bytes` bytes of host memory, reserved range by range and returned all at once."""
 
     def __init__(self, host: HostMemory) -> None:
         self.num_bytes = 0
@@ -210,10 +201,6 @@ class Region:
 def _power_below(num_bytes: int) -> int:
     """Return the largest power of two up to `num_bytes`, else 0: pinned allocations are rounded up to powers of two."""
     return 1 << num_bytes.bit_length() - 1 if num_bytes > 0 else 0
-
-
-def _touch(span: Span, later: Span) -> bool:
-    return span.page == later.page and span.stop == later.start
 
 
 def _size(span: Span) -> int:

@@ -26,8 +26,7 @@ from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.autograd.saved import Owner
 from megatron_epp.runtime.context import ChunkContext, prepare
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.links.groups import Groups
-from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.links import Groups, Links
 from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
 from megatron_epp.runtime.offload.activations import Timed
 
@@ -93,7 +92,7 @@ class _Rank:
 
 
 class WaitingStage:
-    """Implements `runtime.executor.Stage` by timed waits: its hidden states are the time at which they were produced."""
+    """Implements `runtime.context.Stage` by timed waits: its hidden states are the time at which they were produced."""
 
     def __init__(self, stage: int, rank: _Rank) -> None:
         self.stage, self.rank, self.relay = stage, rank, KVRelay()
@@ -133,7 +132,7 @@ class WaitingStage:
 
 
 class WaitingOffload:
-    """Implements `runtime.stage.Mover` by timed waits: each copy waits for its link, then for its planned time.
+    """Implements `runtime.context.Mover` by timed waits: each copy waits for its link, then for its planned time.
 
     Copies run in a thread of their own, one at a time among ranks that share a link.
     """
@@ -183,15 +182,9 @@ class WaitingOffload:
 
 
 def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
-    """Emulate a plan, with its ranks as processes.
+    """Emulate a checked plan, with its ranks as processes that sleep `scale` seconds per planned second.
 
-    Args:
-        plan: a checked plan.
-        scale: seconds slept per planned second.
-        timeout_s: limit in seconds for the whole emulation.
-
-    Raises:
-        EppError: a rank failed, or it took too long.
+    Raises `EppError` if a rank failed, or the whole emulation took longer than `timeout_s`.
     """
     links = plan.host_links
     locks = {(link, op): CONTEXT.Lock() for link in set(links) if links.count(link) > 1 for op in (Op.O, Op.L)}

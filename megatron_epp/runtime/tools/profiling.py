@@ -29,13 +29,7 @@ _LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 15, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Sizes at which to measure.
-
-    Attributes:
-        tokens: tokens of chunks, for matrix products and loss, and of slices.
-        prefixes: tokens before a slice.
-        copy_bytes: sizes of host copies.
-    """
+    """Sizes at which to measure: tokens of chunks and slices, tokens before a slice, and bytes of host copies."""
 
     tokens: tuple[int, ...]
     prefixes: tuple[int, ...]
@@ -50,12 +44,12 @@ class Grid:
 
 
 def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], None]) -> Points:
-    """Points by kind.
+    """Measure the parts of a model on a device, and return the points by kind.
 
     Args:
         shape: of the model; its bytes per value choose bf16 or fp32.
-        device: where to measure.
-        grid: what to measure.
+        device: the device.
+        grid: the sizes.
         note: called with the kind that is being measured.
 
     Returns:
@@ -180,8 +174,9 @@ class _Bench:
 class Timer:
     """Clock of a device.
 
-    Where a single host thread computes, it reads processor time, so that other programs on the machine do not count. Where
-    others compute too, or wait for each other, which uses no processor time, it reads wall time.
+    Where a single host thread computes (`alone`: no other process takes part in the work), it reads processor time, so that
+    other programs on the machine do not count. Where others compute too, or wait for each other, which uses no processor time,
+    it reads wall time.
     """
 
     def __init__(self, device: torch.device, *, alone: bool = True) -> None:
@@ -202,12 +197,7 @@ class Timer:
         return self._now_s() * 1e6
 
     def median_us(self, run: Callable[..., object], prepare: Callable[[], object] | None = None) -> float:
-        """Median time of runs after a warm-up.
-
-        Args:
-            run: the work; it takes what `prepare` returns, if that is given.
-            prepare: runs untimed before each.
-        """
+        """Return the median time of runs after a warm-up. `run` takes what `prepare` returns, which is not timed."""
         times: list[float] = []
         began_s = time.perf_counter()
         while len(times) <= _LEAST_RUNS or (len(times) <= _MOST_RUNS and time.perf_counter() - began_s < _ENOUGH_S):
@@ -219,12 +209,7 @@ class Timer:
 
 
 def time_host_copies(device: torch.device, sizes: Iterable[int]) -> list[Point]:
-    """Time copies to pinned host memory and back, with bytes for tokens; without a GPU, between two buffers.
-
-    Args:
-        device: the device.
-        sizes: bytes of the copies.
-    """
+    """Time copies of these sizes in bytes to pinned host memory and back; without a GPU, between two buffers."""
     timer, points = Timer(device), []
     for num_bytes in sizes:
         there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
