@@ -101,15 +101,14 @@ def measure_link(gpus: bool) -> list[Point]:
 
 
 def _time_messages(rank: int, gpus: bool) -> list[Point]:
-    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
-    return [Point(size, 0, _time_us(rank, torch.zeros(size, dtype=torch.uint8, device=device))) for size in _SIZES]
-
-
-def _time_us(rank: int, buffer: torch.Tensor) -> float:
-    timer, times_us = Timer(buffer.device, alone=False), []
-    for _ in range(_REPEATS + 1):
-        start_us = timer.now_us()
-        for turn in (0, 1):
-            (dist.send if rank == turn else dist.recv)(buffer, 1 - rank)
-        times_us.append((timer.now_us() - start_us) / 2)
-    return min(times_us[1:])  # what slows a message down is not the link
+    device, points = torch.device("cuda", rank) if gpus else torch.device("cpu"), []
+    timer = Timer(device, alone=False)
+    for size in _SIZES:
+        buffer, times_us = torch.zeros(size, dtype=torch.uint8, device=device), []
+        for _ in range(_REPEATS + 1):
+            start_us = timer.now_us()
+            for turn in (0, 1):
+                (dist.send if rank == turn else dist.recv)(buffer, 1 - rank)
+            times_us.append((timer.now_us() - start_us) / 2)
+        points.append(Point(size, 0, min(times_us[1:])))  # what slows a message down is not the link
+    return points

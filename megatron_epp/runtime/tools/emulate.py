@@ -8,10 +8,9 @@ host are timed waits overlapped with compute, one at a time if ranks share a lin
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -142,42 +141,40 @@ class WaitingOffload:
         plan, self._rank, self._locks = rank.plan, rank, locks
         self._times_us = {copy.action: copy.time_us for copy in plan.copies[rank.rank]}
         self._link = plan.host_links[rank.rank] if plan.host_links else rank.rank
-        self._done = {action: threading.Event() for action in self._times_us}
-        self._ended_s: dict[Action, float] = {}
-        self._issued: queue.SimpleQueue[Action] = queue.SimpleQueue()
-        threading.Thread(target=self._copy, daemon=True).start()
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._ended_s: dict[Action, Future[float]] = {}
 
-    def _copy(self) -> None:
-        while True:
-            action = self._issued.get()
-            with self._locks.get((self._link, action.op), nullcontext()):
-                start_s = time.monotonic()
-                time.sleep(self._times_us[action] * self._rank.scale * 1e-6)
-                self._ended_s[action] = time.monotonic()
-            self._rank.record(action, start_s, self._ended_s[action])
-            self._done[action].set()
+    def _issue(self, action: Action) -> None:
+        self._ended_s[action] = self._thread.submit(self._copy, action)
+
+    def _copy(self, action: Action) -> float:
+        with self._locks.get((self._link, action.op), nullcontext()):
+            start_s = time.monotonic()
+            time.sleep(self._times_us[action] * self._rank.scale * 1e-6)
+            end_s = time.monotonic()
+        self._rank.record(action, start_s, end_s)
+        return end_s
 
     def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
         return nullcontext()
 
     def out(self, owner: Owner, share: float, timed: Timed) -> None:
-        self._issued.put(Action(Op.O, *owner))
+        self._issue(Action(Op.O, *owner))
 
     def free(self, owner: Owner) -> None:
-        self._done[Action(Op.O, *owner)].wait()
+        self._ended_s[Action(Op.O, *owner)].result()
 
     def back(self, owner: Owner, timed: Timed) -> None:
-        self._issued.put(Action(Op.L, *owner))
+        self._issue(Action(Op.L, *owner))
 
     def before_backward(self, owner: Owner) -> None:
-        load = Action(Op.L, *owner)
-        if load in self._done:
-            self._done[load].wait()
-            self.loaded_s = self._ended_s[load]
+        if (ended_s := self._ended_s.get(Action(Op.L, *owner))) is not None:
+            self.loaded_s = ended_s.result()
 
     def assert_empty(self) -> None:
         """Raise `EppError` if a copy has not ended."""
-        if left := [str(action) for action, done in self._done.items() if not done.is_set()]:
+        ended = {action for action, ended_s in self._ended_s.items() if ended_s.done()}
+        if left := [str(action) for action in self._times_us if action not in ended]:
             raise EppError(f"copies have not ended: {' '.join(left)}")
 
 

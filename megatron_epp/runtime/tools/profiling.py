@@ -44,17 +44,11 @@ class Grid:
 
 
 def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], None]) -> Points:
-    """Measure the parts of a model on a device, and return the points by kind.
+    """Measure the parts of a model on a device at the sizes of a grid; `note` is called with the kind that is being measured.
 
-    Args:
-        shape: of the model; its bytes per value choose bf16 or fp32.
-        device: the device.
-        grid: the sizes.
-        note: called with the kind that is being measured.
-
-    Returns:
-        ``linear``, ``attention``, ``loss`` and ``embedding``, each ``forward`` and ``backward``, the first, and ``loss``, also
-        ``weight``; ``host copy`` with bytes for tokens.
+    The model's bytes per value choose bf16 or fp32. Returns points by kind: ``linear``, ``attention``, ``loss`` and
+    ``embedding``, each ``forward`` and ``backward``, the first, and ``loss``, also ``weight``; ``host copy`` with bytes for
+    tokens.
     """
     bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32)
     points: Points = {}
