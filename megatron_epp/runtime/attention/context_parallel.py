@@ -29,15 +29,10 @@ class ContextParallel:
         return (slice(0, num_tokens),)
 
     def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
-        """Run core attention.
+        """Run core attention; `attend` is that of all tokens of a chunk for some heads, on this rank.
 
-        Args:
-            attend: attention of all tokens of a chunk for some heads, on this rank.
-            q: ``[own tokens, query_heads, channels]``.
-            cached: ``[own tokens, kv_heads, width]`` each.
-
-        Returns:
-            ``[own tokens, query_heads, value_channels]``.
+        Queries are ``[own tokens, query_heads, channels]``, cached tensors ``[own tokens, kv_heads, width]`` each, and the
+        result is ``[own tokens, query_heads, value_channels]``.
         """
         return attend(q, cached)
 
@@ -52,10 +47,8 @@ class HeadExchange(ContextParallel):
 
     Ahead of attention every rank sends each other rank the queries and cached tensors of that rank's heads, and gets all tokens
     of its own heads; the output goes the opposite way. A chunk's tokens are shared out in their order, the same number to each
-    rank, so a slice's cache holds whole sequences of a rank's own heads, and the relay and the kernels know nothing of it.
-
-    Attributes:
-        group: the context-parallel ranks, n of them; n divides the number of query heads.
+    rank, so a slice's cache holds whole sequences of a rank's own heads, and the relay and the kernels know nothing of it. The
+    size of the group divides the number of query heads.
     """
 
     group: dist.ProcessGroup
@@ -75,17 +68,11 @@ def of_group(group: dist.ProcessGroup) -> ContextParallel:
 
 
 def to_heads(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return all tokens of this rank's heads.
+    """Return all tokens of this rank's heads, ``[tokens, heads / n, channels]`` each, for a group of n context-parallel ranks.
 
-    Where there are not enough heads for the ranks (grouped queries), they are repeated: heads ``[0, 1]`` over 4 ranks go out as
-    ``[0, 0, 1, 1]``, and their gradients come back summed.
-
-    Args:
-        group: the context-parallel ranks, n of them.
-        tensors: ``[tokens / n, heads, channels]`` each: this rank's tokens, all heads.
-
-    Returns:
-        ``[tokens, heads / n, channels]`` each, of what repeating has left of the heads.
+    `tensors` are ``[tokens / n, heads, channels]`` each: this rank's tokens, all heads. Where there are not enough heads for
+    the ranks (grouped queries), they are repeated: heads ``[0, 1]`` over 4 ranks go out as ``[0, 0, 1, 1]``, and their
+    gradients come back summed.
     """
     size = dist.get_world_size(group)
     return _Exchange.apply(group, True, *(_enough_heads(x, size) for x in tensors))

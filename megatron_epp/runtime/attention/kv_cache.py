@@ -23,18 +23,6 @@ from megatron_epp.runtime.attention.layout import Piece, RelayError, SliceView, 
 from megatron_epp.runtime.offload.host import HostMemory
 
 
-@dataclass(slots=True)
-class _Resident:
-    """Piece of a sequence in device memory: tensors ``[size class of its capacity, heads, width]``."""
-
-    rows: Tensors
-    gradients: Tensors | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (*self.rows, *(self.gradients or ())))
-
-
 class DeviceStore:
     """KV caches in device memory, piece by piece: a piece is a layer, or a group of heads of a layer.
 
@@ -43,7 +31,8 @@ class DeviceStore:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._pieces: dict[tuple[int, Piece], _Resident] = {}
+        self._rows: dict[tuple[int, Piece], Tensors] = {}  # ``[size class of the sequence's capacity, heads, width]`` each
+        self._gradients: dict[tuple[int, Piece], Tensors] = {}
 
     def parts(self, heads: int) -> int:
         """Return the number of groups of heads that attention processes one after the other."""
@@ -52,12 +41,12 @@ class DeviceStore:
     def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
         """Make room for a piece of a sequence, whose tensors are like `like` except for the number of tokens."""
         num_rows = size_class(view.capacity)
-        made = self._pieces[view.sequence, piece] = _Resident(tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like))
-        self.num_bytes += made.num_bytes
+        made = self._rows[view.sequence, piece] = tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like)
+        self.num_bytes += sum(x.nbytes for x in made)
 
     def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
         """Return buffers on the device that have room for a chunk and hold the first `num_rows` tokens of a piece."""
-        return self._pieces[view.sequence, piece].rows
+        return self._rows[view.sequence, piece]
 
     def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
         """Keep the rows ``[view.start, view.stop)`` that were written to the buffers: these are the cache."""
@@ -67,13 +56,13 @@ class DeviceStore:
 
     def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
         """Add gradients to the accumulators, which are fp32 if `wide`; return those of the chunk's own tokens, complete."""
-        found = self._pieces[view.sequence, piece]
-        if found.gradients is None:
-            pairs = zip(grads, found.rows, strict=True)
-            found.gradients = tuple(_accumulator(grad, rows, heads, wide) for grad, rows in pairs)
-            self.num_bytes += sum(x.nbytes for x in found.gradients)
+        key = view.sequence, piece
+        if key not in self._gradients:
+            pairs = zip(grads, self._rows[key], strict=True)
+            self._gradients[key] = tuple(_accumulator(grad, rows, heads, wide) for grad, rows in pairs)
+            self.num_bytes += sum(x.nbytes for x in self._gradients[key])
         own = []
-        for total, grad in zip(found.gradients, grads, strict=True):
+        for total, grad in zip(self._gradients[key], grads, strict=True):
             of_heads = total if heads is None else total[:, heads]
             if not view.is_tail:
                 of_heads[: view.stop] += grad[: view.stop]
@@ -88,7 +77,8 @@ class DeviceStore:
 
     def free(self, view: SliceView, piece: Piece) -> None:
         """Free a piece."""
-        self.num_bytes -= self._pieces.pop((view.sequence, piece)).num_bytes
+        key = view.sequence, piece
+        self.num_bytes -= sum(x.nbytes for x in (*self._rows.pop(key), *self._gradients.pop(key, ())))
 
 
 def _accumulator(grad: Tensor, rows: Tensor, heads: slice | None, wide: bool) -> Tensor:
@@ -138,12 +128,9 @@ class KVRelay:
         self.offloaded = HostStore(host, offloaded) if host is not None and offloaded else None
 
     def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
-        """Return the context manager in which an action runs.
+        """Return the context manager in which a forward or backward of a chunk runs, whose slice is `view` if it has one.
 
-        Args:
-            view: the chunk's slice, if it has one.
-            backward: the action is a backward.
-            num_whole: number of layers, from the stage's first, whose attention is recomputed in it.
+        `num_whole` is the number of layers, from the stage's first, whose attention is recomputed in it.
         """
         if view is None or self.offloaded is None or view.sequence not in self.offloaded.sequences:
             return nullcontext()

@@ -31,9 +31,8 @@ class Use(NamedTuple):
 class LookAhead:
     """Prefetches the next piece into one of two buffers, and returns the buffer that holds the requested piece.
 
-    Args:
-        expected: the requests to come, in order. A request that is not among them is loaded when it is made.
-        load: begins to fill a buffer, 0 or 1, and returns a mark to wait for.
+    Requests that are not among those `expected`, in order, are loaded when they are made. `load` begins to fill a buffer, 0 or
+    1, and returns a mark to wait for.
     """
 
     def __init__(self, expected: Iterable[Use], load: Callable[[Use, int], Any]) -> None:

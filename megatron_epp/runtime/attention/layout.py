@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -153,8 +154,6 @@ class SegmentTable:
         padding = padded_tokens - chunk.num_tokens
         if padding > 0:  # attends to itself only, so that nothing of it reaches the others
             segments.append(Segment(-1, 0, padding))
-        query_starts, key_starts = [0], [0]
-        for segment in segments:
-            query_starts.append(query_starts[-1] + segment.num_tokens)
-            key_starts.append(key_starts[-1] + segment.end)
-        return SegmentTable(tuple(segments), tuple(query_starts), tuple(key_starts))
+        query_starts = tuple(accumulate((segment.num_tokens for segment in segments), initial=0))
+        key_starts = tuple(accumulate((segment.end for segment in segments), initial=0))
+        return SegmentTable(tuple(segments), query_starts, key_starts)
