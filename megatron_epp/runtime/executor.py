@@ -167,7 +167,8 @@ class Executor:
         if hidden is not None and not self.plan.forward_only:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
-        context = self._context(stage, chunk)
+        (table, view), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
+        context = ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, self.plan.forward_only)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
         with self.recorder.action(action), saving, context.relay.running(context.view, False):
             output = self.stages[stage].forward(context, hidden)
@@ -239,11 +240,6 @@ class Executor:
         """Tell the stage if an action is the last that gives its parameters a gradient."""
         if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
-
-    def _context(self, stage: int, chunk: int) -> ChunkContext:
-        table, view = self._layouts[chunk]
-        recompute = self.plan.recompute[stage][chunk]
-        return ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, self.plan.forward_only)
 
     def _message(self, action: Action, receive: Op) -> Tensor:
         """Return the message an action receives, from another rank or from this one. It is kept until the action is done."""

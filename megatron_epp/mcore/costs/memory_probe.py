@@ -145,14 +145,9 @@ class _LastLayer:
 def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2) -> tuple[float, float, float]:
     """Run two slices of a sequence and measure the second one's backward, which creates the gradient of keys and values.
 
-    Args:
-        stage: runs them.
-        keep_weights: the backward keeps what weight gradients need.
-        num_slices: number of slices that the sequence is declared to have.
-
-    Returns:
-        bytes per token of a layer's keys and values; of their gradient; and the most that the last layer's backward holds when
-        this gradient is created, above what was live when that backward began and not counting the gradient itself.
+    The sequence is declared to have `num_slices` slices. Returns bytes per token of a layer's keys and values; of their
+    gradient; and the most that the last layer's backward holds when this gradient is created, above what was live when that
+    backward began and not counting the gradient itself.
     """
     (segment,) = bytes_chunk(stage).segments
     tokens, relay, left_bytes = segment.end, stage.relay, [0]

@@ -47,12 +47,7 @@ def pipeline_costs(
     unchanged except for two things that follow the run: the numbers of heads, and the precision in which gradients of keys and
     values are summed. Such a file is refused if it is of another precision.
 
-    Args:
-        args: Megatron's arguments.
-        stages: this rank's stages, by number.
-        links: links of this pipeline.
-        placement: the rank of every stage.
-        note: called with a description of each step before the step starts.
+    `stages` are this rank's, by number, and `placement` is that of all. `note` is called with each step before the step starts.
     """
     note("reading --epp-costs")
     given = stored_costs.named(args)

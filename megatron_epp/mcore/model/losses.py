@@ -16,12 +16,8 @@ from megatron_epp.mcore import features
 def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum the losses of the unmasked tokens of a microbatch, and check the sum.
 
-    Args:
-        loss_mask: 1 for tokens that count, any shape.
-        losses: loss per token, with as many elements.
-
-    Returns:
-        the sum, the number of tokens (int32), and both as the report that Megatron averages and logs.
+    `loss_mask` is 1 for tokens that count and has as many elements as `losses`. Returns the sum, the number of tokens (int32),
+    and both as the report that Megatron averages and logs.
     """
     loss, num_tokens, report = summed_loss(loss_mask, losses)
     check_loss(loss, "this microbatch")

@@ -35,7 +35,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Return the number of layers of a type on all stages before that of a chunk; None for chunk 0, or for this rank."""
+        """Return the number of layers of a type on all stages before a chunk's; None means chunk 0, and this rank."""
         rank = mpu.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         stage = self._placement.stages(rank)[vp_stage or 0]
         return sum(names.count(layer_type) for names in self._stages[:stage])

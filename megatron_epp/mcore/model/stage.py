@@ -40,14 +40,8 @@ def _add_to_gradients(model: Any) -> None:
 class MegatronStage:
     """One model chunk of this rank, as Megatron built and wrapped it. Implements `runtime.context.Stage`.
 
-    Args:
-        model: the model chunk.
-        config: its `TransformerConfig`.
-        is_first: the stage holds the embedding.
-        is_last: the stage computes the loss.
-        tp_size: number of tensor-parallel ranks.
-        fp32_kv_gradients: see `KVRelay`.
-        block_loss: computes the loss of a last stage without all logits of a chunk; None to hold them all at once.
+    A first stage holds the embedding, a last stage computes the loss, by `block_loss` if it is given, else with all logits of a
+    chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` is as for `KVRelay`.
     """
 
     def __init__(
@@ -141,17 +135,14 @@ class MegatronStage:
                 self.weights.finish()
 
     def weight(self, chunk: int) -> None:
-        """Compute the weight gradients that a chunk's backward has kept."""
         assert self.weights is not None  # it kept them
         with self._timed("backward-compute"):
             self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
-        """Free the storage of an output that has been sent, which autograd does not need."""
         deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """Return shape, dtype and device of a chunk's hidden states."""
         shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
         return shape, self.config.pipeline_dtype or torch.float32, self._device
 
@@ -161,7 +152,7 @@ class MegatronStage:
         They are ``[1, tokens / ranks]`` on the device; None where this stage does not need them.
         """
         if arrays is None:
-            return {"input_ids": None, "position_ids": None, "labels": None, "loss_mask": None}
+            return dict.fromkeys(("input_ids", "position_ids", "labels", "loss_mask"))
 
         sharing = context_parallel.of_group(mpu.get_context_parallel_group())
         arrays = arrays.part(sharing.shard(len(arrays.tokens)))

@@ -25,7 +25,7 @@ from megatron_epp.runtime.context import ChunkContext
 
 
 def microbatches(lengths: tuple[int, ...], schedule: str, seq_length: int) -> Sequence[Chunk]:
-    """Divide a batch into microbatches of whole documents: one each, or ``packed`` by first fit, longest first."""
+    """Divide a batch into microbatches of whole documents: one each, or ``packed`` up to `seq_length` tokens by first fit."""
     if schedule != "packed":
         return [Chunk((Segment(i, 0, n),)) for i, n in enumerate(lengths)]
     return pack_whole(lengths, seq_length)
@@ -64,7 +64,7 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
             "data_iterator": data if len(data) > 1 else data[0],
             "num_microbatches": len(chunks),
         }
-        with report.measuring(batch):
+        with report.measuring():
             losses = stock(**call)
         report.finish(sum(entry["lm loss"] for entry in losses) if losses else None)
         return losses

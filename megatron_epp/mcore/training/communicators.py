@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,14 +40,9 @@ def link_ctas(num_links: int, num_sms: int) -> int:
 
 
 def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[str, Any]:
-    """Return the settings of a link's communicator, named as in `--nccl-communicator-config-path`.
+    """Return the settings of a link's communicator, named as in `--nccl-communicator-config-path`; the user's `own` come first.
 
-    Args:
-        own: the user's settings for pipelines, which take precedence over ours.
-        num_links, num_sms: as for `link_ctas`.
-
-    Raises:
-        EppError: all links of a rank together could hold every SM.
+    Raises `EppError` if all links of a rank together could hold every SM.
     """
     ours = link_ctas(num_links, num_sms)
     settings = {"is_high_priority_stream": True, "max_ctas": max(ours, own.get("min_ctas", 0)), **own}
@@ -72,18 +66,18 @@ def link_options(args: argparse.Namespace, num_ranks: int, both_ways: bool) -> O
         return None
     own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     settings = link_settings(_of_user(args), most_links(num_ranks, both_ways), min(from_each(own_sms)))
-    return partial(_options, settings, time_limit(args))
+
+    def make() -> Any:
+        options = get_nccl_options(_GROUP, {_GROUP: settings})
+        options._timeout = time_limit(args)  # torch warns where it differs from that of the group
+        return options
+
+    return make
 
 
 def time_limit(args: argparse.Namespace) -> timedelta:
     """Return the time limit of the run's collectives and messages."""
     return timedelta(minutes=args.distributed_timeout_minutes)
-
-
-def _options(settings: Mapping[str, Any], timeout: timedelta) -> Any:
-    options = get_nccl_options(_GROUP, {_GROUP: settings})
-    options._timeout = timeout  # torch warns where it differs from that of the group
-    return options
 
 
 def _of_user(args: argparse.Namespace) -> dict[str, Any]:

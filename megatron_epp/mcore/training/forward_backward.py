@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -122,7 +121,7 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
     assert batch.plan is not None
     out_of_memory = OutOfMemoryReport(report.usage, args.epp_recompute != "auto")
     reduction = Reduction(config, models, session.rank == 0, args.epp_split_weight_gradient)
-    with reduction, report.measuring(batch), torch.set_grad_enabled(not batch.plan.forward_only):
+    with reduction, report.measuring(), torch.set_grad_enabled(not batch.plan.forward_only):
         for index, stage in enumerate(session.stages.values()):
             stage.begin(batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
         links, recorder, watchdog = session.links, report.recorder, session.watchdog
@@ -179,13 +178,7 @@ class Reduction:
     stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
 
     Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
-    stage to the first.
-
-    Args:
-        config: the model's config.
-        chunks: the rank's model chunks, by ascending stage.
-        has_first: True if the rank has the pipeline's first stage.
-        splits_weights: True if weight gradients may be split from their backwards.
+    stage to the first. The rank's chunks are given by ascending stage.
     """
 
     def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
@@ -202,7 +195,7 @@ class Reduction:
             self._held.enter_context(no_sync())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._held.close()
 
     def before_last_gradient(self, index: int) -> None:

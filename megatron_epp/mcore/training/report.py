@@ -78,10 +78,10 @@ class IterationReport:
         return IterationReport(session, batch, session.iteration, forward_only, collects, now_s, session.plan_wait_us)
 
     @contextlib.contextmanager
-    def measuring(self, batch: GlobalBatch) -> Iterator[None]:
+    def measuring(self) -> Iterator[None]:
         """Measure the iteration: a context around all that builds or frees graphs."""
-        self.batch, self.recorder, self.saved, self.offload = batch, Recorder(enabled=self.collects), None, None
-        copies = () if batch.plan is None else batch.plan.copies
+        self.recorder = Recorder(enabled=self.collects)
+        copies = () if self.batch.plan is None else self.batch.plan.copies
         if (self.session.args.epp_measure_memory or any(copies)) and not self.is_evaluation:
             stages = self.session.stages.values()
             parameters = chain.from_iterable(stage.parameters for stage in stages)

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,14 +165,9 @@ class Session:
 
     def plan_source(self, forward_only: bool) -> PlanSource:
         """Return the source of this rank's plans, for training or for evaluation."""
-
-        def make(lengths: tuple[int, ...]) -> PackedPlans:
-            return self._plan(lengths, forward_only)
-
+        make = partial(self._plan, forward_only=forward_only) if self.plans else None
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
-        return PlanSource(
-            make if self.plans else None, self._exchange, member, self._agree, lambda plan: prepare(plan, self.rank)
-        )
+        return PlanSource(make, self._exchange, member, self._agree, lambda plan: prepare(plan, self.rank))
 
     def close(self) -> None:
         """End planning. Any thread that still waits for a plan gets an error."""
@@ -210,11 +206,8 @@ def problem_of(
 ) -> Problem:
     """Return the planning problem of every batch, without its lengths.
 
-    Args:
-        args: Megatron's arguments.
-        cap_bytes: cap of every pipeline rank; the smallest of any replica.
-        placement: the rank of every stage.
-        host_cap: bytes of host memory that every rank may use.
+    `cap_bytes` has the cap of every pipeline rank, the smallest of any replica; `host_cap` is the bytes of host memory that
+    every rank may use.
     """
     return Problem(
         lengths=(),

@@ -71,10 +71,7 @@ class WeightGradients:
     def linear(self, x: Tensor, kept: Tensor, layer: Linear) -> Tensor:
         """Return ``x @ weight.t()``, without an edge to the weight.
 
-        Args:
-            x: ``[..., in]``. Requires a gradient.
-            kept: the part of `x` that `layer.product` needs; often `x` itself.
-            layer: the weight ``[out, in]`` and its gradient.
+        `x` is ``[..., in]`` and requires a gradient; `kept` is the part of it that `layer.product` needs, often `x` itself.
         """
         return _Linear.apply(x, kept, layer, self)
 

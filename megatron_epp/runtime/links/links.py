@@ -41,10 +41,8 @@ class Groups:
     def of(self, mine: tuple[int, ...], backend: str | None = None, options: Options | None = None) -> dist.ProcessGroup:
         """Make the groups that the ranks name, and return this rank's. torch wants every rank to make all, in the same order.
 
-        Args:
-            mine: global ranks; a rank that names a group without itself gets what torch gives to outsiders.
-            backend: None for the default one.
-            options: options of the backend; None for its defaults.
+        A rank that names a group of global ranks without itself gets what torch gives to outsiders. Backend and options are the
+        defaults if they are None.
         """
         found: dist.ProcessGroup | None = None
         for ranks in sorted(set(from_each(mine))):

@@ -47,7 +47,7 @@ class _Moved:
 
 
 class Offload:
-    """Activation offload of one rank in one iteration, while whose plan `saved` is active and tracks all saved tensors.
+    """Activation offload of one rank in one iteration. `saved` tracks all saved tensors, and is active while the plan runs.
 
     Attributes:
         host_bytes, host_peak_bytes: bytes in host memory now, and the most so far.
