@@ -76,7 +76,7 @@ def _measured(args: argparse.Namespace) -> Profile:
     try:
         import torch
 
-        from megatron_epp.runtime.links.probe import measure_link
+        from megatron_epp.runtime.links.processes import measure_link
         from megatron_epp.runtime.tools.profiling import Grid, measure
     except ImportError as error:
         raise EppError(f"profile needs torch: {error}") from error

@@ -1,16 +1,23 @@
-"""Context of a chunk, passed to the stage that runs it."""
+"""Program of a rank: its lowered actions and chunk layouts; and the interfaces of a stage and of offload that run it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
-from megatron_epp.plan import NO_RECOMPUTE, Plan, Recompute, Segment
+import torch
+from torch import Tensor
+
+from megatron_epp.plan import NO_RECOMPUTE, Action, Plan, Recompute, Segment
+from megatron_epp.plan.lowering import lower
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.segments import SegmentTable
-from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import CachedAttentionOutput
+from megatron_epp.runtime.autograd.saved import Owner
+from megatron_epp.runtime.offload.activations import Timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +68,59 @@ def chunk_layouts(plan: Plan) -> tuple[ChunkLayout, ...]:
         ChunkLayout(SegmentTable.build(chunk, plan.padded_tokens(c)), None if part is None else view(c, part))
         for c, (chunk, part) in enumerate(zip(plan.chunks, slices, strict=True))
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One rank's part of a plan: its actions in order, sends and receives included, and the layouts of all chunks."""
+
+    actions: tuple[Action, ...]
+    layouts: tuple[ChunkLayout, ...]
+
+
+@lru_cache(maxsize=16)
+def prepare(plan: Plan, rank: int) -> Program:
+    """Lower a plan and lay out its chunks.
+
+    The last 16 results are cached. Planning ahead calls this too, overlapped with the running iteration: for large plans it
+    takes tens of milliseconds, which the executor then saves.
+    """
+    return Program(lower(plan)[rank], chunk_layouts(plan))
+
+
+class Stage(Protocol):
+    """A pipeline stage as the executor needs it."""
+
+    relay: KVRelay
+
+    def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
+        """Run a chunk. Returns the hidden states to hand on, or on the last stage the loss (a scalar)."""
+
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool) -> None:
+        """Differentiate `output`; `grad` is None on the last stage. With `keep_weights`, weight gradients wait for `weight`."""
+
+    def weight(self, chunk: int) -> None:
+        """Compute the weight gradients that a chunk's backward has kept."""
+
+    def before_last_gradient(self) -> None:
+        """Called once per iteration, ahead of the last action that gives the stage's parameters a gradient."""
+
+    def reduce_gradients(self) -> None:
+        """Called once per iteration: every gradient of the stage is complete, and the last one's message is on its way."""
+
+    def release_output(self, output: Tensor) -> None:
+        """The output has been sent; its storage is no longer needed."""
+
+    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """Return shape, dtype and device of the hidden states of a chunk with `num_tokens` (padded) tokens."""
+
+
+class Mover(Protocol):
+    """Offload as the executor needs it; see `runtime.offload.activations.Offload`. `owner` is a stage and a chunk."""
+
+    def forward_of(self, owner: Owner) -> AbstractContextManager[None]: ...
+    def out(self, owner: Owner, share: float, timed: Timed) -> None: ...
+    def free(self, owner: Owner) -> None: ...
+    def back(self, owner: Owner, timed: Timed) -> None: ...
+    def before_backward(self, owner: Owner) -> None: ...
+    def assert_empty(self) -> None: ...

@@ -8,7 +8,7 @@ chunk, `Links` carries tensors, and the plan says everything else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -17,14 +17,12 @@ from torch import Tensor
 from megatron_epp.plan import Action, EppError, Op, Plan
 from megatron_epp.plan.text import to_grid
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
-from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.context import ChunkContext, Mover, Stage, prepare
 from megatron_epp.runtime.links.links import Links, Receive
 from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.out_of_memory import OUT_OF_MEMORY, OutOfMemoryReport
-from megatron_epp.runtime.program import prepare
-from megatron_epp.runtime.stage import Mover, Stage
 from megatron_epp.runtime.trace import Recorder
-from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark, no_mark
+from megatron_epp.runtime.watchdog import Progress, ProgressPoint, Watchdog, device_mark
 
 Handler = Callable[["Executor", Action], None]
 """Runs one action of an operation. It has the executor's plan, rank, stages, links and recorder."""
@@ -79,19 +77,19 @@ class Executor:
             Op.B: self._backward,
             Op.W: self._weight,
             Op.O: self._offload,
-            Op.FREE: self._free,
-            Op.L: self._load,
-            Op.SEND_F: self._send_activation,
-            Op.RECV_F: self._post_activation,
-            Op.SEND_B: self._send_gradient,
-            Op.RECV_B: self._post_gradient,
+            Op.FREE: lambda action: self._mover.free((action.stage, action.chunk)),
+            Op.L: lambda action: self._mover.back((action.stage, action.chunk), self.recorder.action(action)),
+            Op.SEND_F: self._send,
+            Op.SEND_B: self._send,
+            Op.RECV_F: self._post,
+            Op.RECV_B: self._post,
             Op.REDUCE: lambda action: self.stages[action.stage].reduce_gradients(),
             **{op: partial(handler, self) for op, handler in (handlers or {}).items()},
         }
         program = prepare(plan, rank)
         self._refuse_what_cannot_run(program.actions)
         self._actions, self._layouts = program.actions, program.layouts
-        self._progress = Progress(no_mark if watchdog is None else device_mark)
+        self._progress = Progress(device_mark if watchdog is not None else lambda: None)
         self._split = {(a.stage, a.chunk) for a in self._actions if a.op is Op.W}
         self._last_gradient = {
             a.stage: a for a in self._actions if a.op is Op.W or (a.op is Op.B and (a.stage, a.chunk) not in self._split)
@@ -129,8 +127,9 @@ class Executor:
             self.host.held_peak_bytes = self.host.held_bytes
         for number, stage in self.stages.items():
             stage.relay.begin(self.plan.kv_offload_on(number), self.host)
+        watched = nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
         try:
-            with torch.set_grad_enabled(not self.plan.forward_only), self._watch():
+            with torch.set_grad_enabled(not self.plan.forward_only), watched:
                 for position, action in enumerate(self._actions):
                     self._progress.reach(ProgressPoint(position))
                     self._perform(action)
@@ -168,7 +167,8 @@ class Executor:
         if hidden is not None and not self.plan.forward_only:
             leaf = self._leaves[stage, chunk] = ReceiveLeaf()
             hidden = leaf.enter(hidden)
-        context = self._context(stage, chunk)
+        (table, view), recompute = self._layouts[chunk], self.plan.recompute[stage][chunk]
+        context = ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, self.plan.forward_only)
         saving = nullcontext() if self.offload is None else self.offload.forward_of((stage, chunk))
         with self.recorder.action(action), saving, context.relay.running(context.view, False):
             output = self.stages[stage].forward(context, hidden)
@@ -217,30 +217,22 @@ class Executor:
         _, stage, chunk = action
         self._mover.out((stage, chunk), self.plan.offload_share[stage][chunk], self.recorder.action(action))
 
-    def _free(self, action: Action) -> None:
-        self._mover.free((action.stage, action.chunk))
-
-    def _load(self, action: Action) -> None:
-        self._mover.back((action.stage, action.chunk), self.recorder.action(action))
-
-    def _send_activation(self, action: Action) -> None:
-        _, stage, chunk = action
-        output = self._outputs[stage, chunk]
-        self._links.send(output, self.plan.placement[stage + 1], gradient=False)
-        self.stages[stage].release_output(output)
+    def _send(self, action: Action) -> None:
+        op, stage, chunk = action
+        is_gradient = op is Op.SEND_B
+        tensor = (self._grads if is_gradient else self._outputs)[stage, chunk]
+        self._links.send(tensor, self._peer(action), is_gradient)
+        if is_gradient:
+            del self._grads[stage, chunk]
+            return
+        self.stages[stage].release_output(tensor)
         if self.plan.forward_only:
             del self._outputs[stage, chunk]
 
-    def _send_gradient(self, action: Action) -> None:
-        _, stage, chunk = action
-        self._links.send(self._grads[stage, chunk], self.plan.placement[stage - 1], gradient=True)
-        del self._grads[stage, chunk]
-
-    def _post_activation(self, action: Action) -> None:
-        self._post(action, peer=self.plan.placement[action.stage - 1], gradient=False)
-
-    def _post_gradient(self, action: Action) -> None:
-        self._post(action, peer=self.plan.placement[action.stage + 1], gradient=True)
+    def _post(self, action: Action) -> None:
+        """Start a receive. Shape, dtype and device are those of messages of the action's stage and chunk."""
+        message = self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
+        self._arriving[action] = self._links.post_receive(*message, self._peer(action), action.op is Op.RECV_B)
 
     # What they share.
 
@@ -248,18 +240,6 @@ class Executor:
         """Tell the stage if an action is the last that gives its parameters a gradient."""
         if self._last_gradient[action.stage] == action:
             self.stages[action.stage].before_last_gradient()
-
-    def _context(self, stage: int, chunk: int) -> ChunkContext:
-        table, view = self._layouts[chunk]
-        recompute = self.plan.recompute[stage][chunk]
-        return ChunkContext(chunk, table, self.stages[stage].relay, view, recompute, self.plan.forward_only)
-
-    def _post(self, action: Action, peer: int, gradient: bool) -> None:
-        self._arriving[action] = self._links.post_receive(*self._shape(action), peer=peer, gradient=gradient)
-
-    def _shape(self, action: Action) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """Return shape, dtype and device of messages of an action's stage and chunk."""
-        return self.stages[action.stage].message(self.plan.padded_tokens(action.chunk))
 
     def _message(self, action: Action, receive: Op) -> Tensor:
         """Return the message an action receives, from another rank or from this one. It is kept until the action is done."""
@@ -274,6 +254,10 @@ class Executor:
         self._progress.reach(here)
         return self._received[key]
 
+    def _peer(self, message: Action) -> int:
+        """Return the rank at the other end of a send or receive."""
+        return self.plan.placement[message.stage + (1 if message.op in (Op.SEND_F, Op.RECV_B) else -1)]
+
     def _is_local(self, stage: int) -> bool:
         return self.plan.placement[stage] == self.rank
 
@@ -287,9 +271,6 @@ class Executor:
         assert self.offload is not None  # checked at the start
         return self.offload
 
-    def _watch(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.watchdog is None else self.watchdog.watch(self._overdue, self._progress.point)
-
     def _overdue(self) -> str:
         assert self.watchdog is not None
         point = self._progress.point()
@@ -301,8 +282,7 @@ class Executor:
             return "waiting for other ranks to take its messages"
         action = self._actions[point.position]
         if action.op in (Op.SEND_F, Op.SEND_B):
-            peer = self.plan.placement[action.stage + (1 if action.op is Op.SEND_F else -1)]
-            return f"waiting for rank {peer} to take the message before this one"
+            return f"waiting for rank {self._peer(action)} to take the message before this one"
         if not point.receiving:
             return "in compute or in a collective of its own"
         peer = action.stage + (-1 if action.op is Op.F else 1)

@@ -30,12 +30,7 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class PoolExhaustedError(EppError):
-    """Memory other than the device's is exhausted: a pool of host memory, for instance.
-
-    Args:
-        message: what is exhausted, with numbers.
-        advice: the flags that may help, most likely first.
-    """
+    """Memory other than the device's is exhausted, such as host memory. `advice` has flags that may help, best first."""
 
     def __init__(self, message: str, advice: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -111,10 +106,7 @@ class OutOfMemoryReport:
 def lower_cap(plan: Plan, rank: int, excess_bytes: int) -> int | None:
     """Return the cap to try next, in bytes; None if only static memory would fit under it.
 
-    Args:
-        plan: the plan that ran out of memory.
-        rank: the rank that did.
-        excess_bytes: bytes in use beyond the plan. The cap is lower by these, and in any case lower than the plan's peak.
+    It is lower by `excess_bytes`, the bytes in use beyond the plan, and in any case lower than the plan's peak.
     """
     peak, static = simulate(plan).peak_bytes[rank], plan.static_bytes[rank]
     lower = min(plan.cap_bytes[rank] - excess_bytes, peak - math.ceil(LEAST_SHARE * (peak - static)))

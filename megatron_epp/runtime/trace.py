@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,7 @@ class Recorder:
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Time one action on the current stream, and name it for profilers of the device."""
-        with _named(action):
+        with torch.cuda.nvtx.range(str(action)) if torch.cuda.is_initialized() else nullcontext():
             if not self.enabled:
                 yield
                 return
@@ -75,15 +75,3 @@ class Recorder:
         origin = self._origin
         found = [(str(a), self._elapsed_us(origin, s), self._elapsed_us(origin, e), cpu_us) for a, s, e, cpu_us in self._marks]
         return tuple(sorted(found, key=lambda event: event[1]))
-
-
-@contextmanager
-def _named(action: Action) -> Iterator[None]:
-    if not torch.cuda.is_initialized():
-        yield
-        return
-    torch.cuda.nvtx.range_push(str(action))
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()

@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,31 +21,25 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 70
 
 
+@dataclass(slots=True, eq=False)
 class _Activity:
     """Activity that must not stand still for longer than the limit."""
 
-    __slots__ = ("closed", "describe", "failure", "limit_s", "point", "progress", "since_s")
-
-    def __init__(self, describe: Callable[[], str], progress: Callable[[], object] | None, limit_s: float) -> None:
-        self.describe = describe
-        self.progress = progress
-        self.limit_s = limit_s
-        self.point: object = None
-        self.closed = False
-        self.failure: Exception | None = None
-        self.since_s = time.monotonic()
+    describe: Callable[[], str]
+    progress: Callable[[], object] | None
+    limit_s: float
+    point: object = None
+    closed: bool = False
+    failure: Exception | None = None
+    since_s: float = field(default_factory=lambda: time.monotonic())
 
 
 class Watchdog:
-    """Thread that watches activities and ends the process when something stands still for longer than a limit.
+    """Thread that watches activities and ends the process when something makes no progress for longer than `limit_s` seconds.
 
     A collective or receive that never completes blocks in native code, where no exception can reach it, or on the device, where
     the host does not even notice; ending the process is what lets the launcher end the others. Activities may lie inside each
-    other; each has its own time.
-
-    Args:
-        limit_s: seconds without progress.
-        on_expiry: called with the message instead of ending the process (for tests).
+    other; each has its own time. For tests, `on_expiry` is called with the message instead of ending the process.
     """
 
     def __init__(self, limit_s: float, on_expiry: Callable[[str], None] | None = None) -> None:
@@ -118,13 +113,6 @@ class Watchdog:
             os._exit(EXIT_CODE)
 
 
-class Mark(Protocol):
-    """Point in a device's queue, such as a CUDA event."""
-
-    def query(self) -> bool:
-        """Return True if the device has passed it."""
-
-
 class ProgressPoint(NamedTuple):
     """Position of an action in the program; `receiving` is True while the rank waits there for the action's message."""
 
@@ -136,16 +124,14 @@ class Progress:
     """Tracks the position of host and device in a program.
 
     On a GPU the host only issues work and runs ahead. A message that never arrives hangs the device, but the host never, or
-    much later at an unrelated action. So a mark is put into the device's queue for every place the host leaves.
-
-    Args:
-        mark: puts a mark into the device's queue; returns None if host and device are the same.
+    much later at an unrelated action. So `mark` puts a mark into the device's queue for every place the host leaves. It returns
+    None if host and device are the same.
     """
 
-    def __init__(self, mark: Callable[[], Mark | None]) -> None:
+    def __init__(self, mark: Callable[[], Any]) -> None:
         self.host: ProgressPoint | None = ProgressPoint(0)
         self._mark = mark
-        self._issued: deque[tuple[ProgressPoint, Mark]] = deque()
+        self._issued: deque[tuple[ProgressPoint, Any]] = deque()
 
     def reach(self, point: ProgressPoint | None) -> None:
         """Record that the host has issued all work of its current place and goes on to `point`, or is done (None)."""
@@ -165,14 +151,8 @@ class Progress:
         return self._issued[0][0] if self._issued else self.host
 
 
-def no_mark() -> None:
-    """Return no mark, for a device that is the host itself or that no watchdog monitors."""
-
-
-def device_mark() -> Mark | None:
+def device_mark() -> Any:
     """Put a mark into the queue of the current CUDA stream; None without CUDA."""
     if not torch.cuda.is_initialized():
         return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
+    return torch.cuda.current_stream().record_event()

@@ -8,8 +8,7 @@ import torch
 from megatron_epp.plan import Chunk, Segment, sizing
 from megatron_epp.runtime.attention.kernels import EXACT, base
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.segments import SegmentTable
-from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from tests.cpu.test_runtime_kv_offload import CASES, hosts, run
 from tests.support.runtime.allocations import peak_bytes_of
 from tests.support.runtime.relay_chunks import RECOMPUTE, ChunkedLayer

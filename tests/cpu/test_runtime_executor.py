@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_epp.plan import Action, Copy, Op, Step, to_grid
-from megatron_epp.runtime.attention.slice_view import RelayError, SliceView
+from megatron_epp.runtime.attention.layout import RelayError, SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor, RunError
 from megatron_epp.runtime.watchdog import Watchdog

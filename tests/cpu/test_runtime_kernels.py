@@ -5,7 +5,7 @@ import torch
 
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention.kernels import EXACT
-from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.layout import SegmentTable
 from tests.support.runtime.dense_attention import dense_attention, relative_difference
 
 SCALE = 0.3

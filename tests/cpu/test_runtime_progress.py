@@ -1,6 +1,6 @@
 """Where a rank is, when the device lags behind the host and when it does not."""
 
-from megatron_epp.runtime.watchdog import Progress, ProgressPoint, device_mark, no_mark
+from megatron_epp.runtime.watchdog import Progress, ProgressPoint, device_mark
 
 
 class Queue:
@@ -23,7 +23,7 @@ class Mark:
 
 
 def test_without_a_device_of_its_own_the_rank_is_where_the_host_is():
-    progress = Progress(no_mark)
+    progress = Progress(lambda: None)
     assert progress.point() == ProgressPoint(0)
     progress.reach(ProgressPoint(1, receiving=True))
     assert progress.point() == ProgressPoint(1, receiving=True)

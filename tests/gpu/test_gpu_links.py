@@ -21,8 +21,7 @@ def world(tmp_path):
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_links_with_bounded_ctas_and_the_runs_limit_run_collectives(world, both_ways):
     from megatron_epp.mcore.training.communicators import link_options  # imports Megatron
-    from megatron_epp.runtime.links.groups import Groups
-    from megatron_epp.runtime.links.links import Links
+    from megatron_epp.runtime.links.links import Groups, Links
 
     args = Namespace(distributed_timeout_minutes=7, nccl_communicator_config_path=None, high_priority_stream_groups=[])
     options = link_options(args, num_ranks=4, both_ways=both_ways)

@@ -66,11 +66,11 @@ def arguments(path=None, groups=()):
 def on_nccl(monkeypatch):
     """Two ranks on NCCL, the other with a smaller device."""
 
-    def gather(everyone, mine):
+    def gather(everyone, mine, group=None):
         everyone[:] = [mine, 108]
 
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_epp.cost import causal_pairs
-from megatron_epp.mcore.costs.cases import Case, cases_of
+from megatron_epp.mcore.costs.probe import Case, cases_of
 
 
 @pytest.mark.parametrize("context", [1024, 4096, 8192])

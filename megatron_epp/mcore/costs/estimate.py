@@ -28,11 +28,7 @@ class _Flags(SimpleNamespace):
 def estimate(flags: dict[str, Any], stages: int, data_parallel: int, lengths: Sequence[int]) -> dict[str, Any]:
     """Return Megatron's estimate in bytes for the first pipeline rank in its own schedule, padded to the longest sequence.
 
-    Args:
-        flags: Megatron's flags of the model, with underscores.
-        stages: number of pipeline stages.
-        data_parallel: number of replicas that shard the optimizer's state.
-        lengths: tokens of every sequence.
+    `flags` are Megatron's of the model, with underscores. `data_parallel` replicas shard the optimizer's state.
     """
     if strange := patching.unknown(fingerprints.SHOWN):
         release, names = features.installed_version(), ", ".join(strange)

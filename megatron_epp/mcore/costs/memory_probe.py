@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from megatron_epp.cost import Line, ModeCosts, StageCosts
-from megatron_epp.mcore.costs.probe import backward, by_place, forward, layers_of
+from megatron_epp.mcore.costs.probe import backward, forward, layers_of, run_weights, watched
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.recompute import MODES
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, size_class
-from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.attention.layout import SliceView
 from megatron_epp.runtime.autograd.saved import SavedTensors
-from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
 _TOKENS = 256
@@ -37,13 +34,14 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
     these receive their gradients in the backward.
     """
     layers = stage.num_layers
-    if stage.weights is not None:
-        for_layers, for_all = _kept_for_weights(stage, stage.weights)
+    splits = stage.weights is not None
+    if splits:
+        deferred = _held(stage, NO_RECOMPUTE, keep_weights=True)
         costs = replace(
             costs,
-            weight_bytes_per_token=for_layers / max(1, layers),
-            extra_weight_bytes_per_token=for_all - for_layers,
-            extra_weight=costs.extra_weight if for_all > for_layers else Line(),
+            weight_bytes_per_token=deferred.layers_weights / max(1, layers),
+            extra_weight_bytes_per_token=deferred.weights - deferred.layers_weights,
+            extra_weight=costs.extra_weight if deferred.weights > deferred.layers_weights else Line(),
         )
     least = message_bytes(stage)
     costs = replace(costs, recomputed_layer_bytes_per_token=least)
@@ -67,7 +65,6 @@ def measure_bytes(stage: MegatronStage, costs: StageCosts) -> StageCosts:
         extra_bytes_per_token=max(0.0, base.kept - layers * least),
         head_bytes_per_token=base.head,
     )
-    splits = stage.weights is not None
     if splits and is_uniform:
         peak_above_entry = _held(stage, _with("", 1, full=layers - 1), keep_weights=True).peak_above_entry
         costs = replace(costs, apart_bytes_per_token=costs.layer_bytes_per_token + peak_above_entry)
@@ -98,27 +95,31 @@ class Held(NamedTuple):
         kept: held from forward to backward.
         head: part of `kept` that is freed before the backward reaches the layers.
         peak_above_entry: peak while the last layer's backward runs, above what was live when it began.
+        weights, layers_weights: kept by a backward for all weight gradients, and for the layers'.
     """
 
     kept: float
     head: float
     peak_above_entry: float
+    weights: float
+    layers_weights: float
 
 
 def _held(stage: MegatronStage, recompute: Recompute, keep_weights: bool = False) -> Held:
     meter, chunk = SavedTensors(stage.parameters), bytes_chunk(stage)
-    with meter, _LastLayer(stage, meter) as last:
+    last = _LastLayer(meter)
+    with meter, watched(layers_of(stage)[-1:], last.note):
         _, output, context = forward(stage, chunk, recompute=recompute)
         kept = meter.live_bytes
         backward(stage, output, context, keep_weights)
-    if keep_weights:
-        stage.weight(0)
-    sizes = kept, kept - last.begin_bytes, last.peak_bytes - last.begin_bytes
+        weights = meter.live_bytes
+        layers, _ = [meter.live_bytes for _ in run_weights(stage)] if keep_weights else (0, 0)
+    sizes = kept, kept - last.begin_bytes, last.peak_bytes - last.begin_bytes, weights, layers
     return Held(*(size / chunk.num_tokens for size in sizes))
 
 
 class _LastLayer:
-    """Observer of a meter while the backward of a stage's last layer runs, which is the first layer in the backward.
+    """Bytes of a meter while the backward of a stage's last layer runs, which is the first layer in the backward.
 
     Attributes:
         runs: True while that backward runs.
@@ -126,48 +127,27 @@ class _LastLayer:
         peak_bytes: peak from then until the gradient of the layer's input has been computed.
     """
 
-    def __init__(self, stage: MegatronStage, meter: SavedTensors) -> None:
+    def __init__(self, meter: SavedTensors) -> None:
         self.runs = False
         self.begin_bytes = self.peak_bytes = 0
-        self._layers, self._meter = layers_of(stage), meter
-        self._hooks: list[RemovableHandle] = []
+        self._meter = meter
 
-    def __enter__(self) -> _LastLayer:
-        for layer in self._layers[-1:]:
-            self._hooks.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._hooks.append(layer.register_forward_hook(self._leave))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _enter(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        (args[0] if args else kwargs["hidden_states"]).register_hook(self._end)
-
-    def _leave(self, _: torch.nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        (output if isinstance(output, Tensor) else output[0]).register_hook(self._begin)
-
-    def _begin(self, _: Tensor) -> None:
-        self.runs = True
-        self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
-
-    def _end(self, _: Tensor) -> None:
-        self.runs = False
-        self.peak_bytes = self._meter.peak_bytes
+    def note(self, event: str) -> None:
+        """Follow the events of `watched`."""
+        if event == "gradient in":
+            self.runs = True
+            self.begin_bytes = self._meter.peak_bytes = self._meter.live_bytes
+        elif event == "gradient out":
+            self.runs = False
+            self.peak_bytes = self._meter.peak_bytes
 
 
 def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int = 2) -> tuple[float, float, float]:
     """Run two slices of a sequence and measure the second one's backward, which creates the gradient of keys and values.
 
-    Args:
-        stage: runs them.
-        keep_weights: the backward keeps what weight gradients need.
-        num_slices: number of slices that the sequence is declared to have.
-
-    Returns:
-        bytes per token of a layer's keys and values; of their gradient; and the most that the last layer's backward holds when
-        this gradient is created, above what was live when that backward began and not counting the gradient itself.
+    The sequence is declared to have `num_slices` slices. Returns bytes per token of a layer's keys and values; of their
+    gradient; and the most that the last layer's backward holds when this gradient is created, above what was live when that
+    backward began and not counting the gradient itself.
     """
     (segment,) = bytes_chunk(stage).segments
     tokens, relay, left_bytes = segment.end, stage.relay, [0]
@@ -181,7 +161,8 @@ def _of_slices(stage: MegatronStage, keep_weights: bool = False, num_slices: int
     cache_bytes = 0
     runs: list[tuple[Tensor, ChunkContext]] = []
     meter = SavedTensors(stage.parameters, cached)
-    with meter, _LastLayer(stage, meter) as last:
+    last = _LastLayer(meter)
+    with meter, watched(layers_of(stage)[-1:], last.note):
         for start in (0, tokens):
             view = SliceView(0, start, start + tokens, 2 * tokens, 2 * tokens, num_slices)
             chunk = Chunk((Segment(0, start, start + tokens),))
@@ -203,40 +184,18 @@ def message_bytes(stage: MegatronStage) -> float:
     return math.prod(shape) * dtype.itemsize / (_TOKENS * stage.token_multiple)
 
 
-def _kept_for_weights(stage: MegatronStage, weights: WeightGradients) -> tuple[float, float]:
-    """Measure the bytes per token that a backward keeps for the layers' weight gradients, and for all weight gradients."""
-    meter = SavedTensors(stage.parameters)
-    chunk = bytes_chunk(stage)
-    with meter:
-        _, output, context = forward(stage, chunk)
-        backward(stage, output, context, keep_weights=True)
-        everything = meter.live_bytes
-        inside, outside = by_place(stage, weights.pop(0))
-        for kept in outside:
-            kept.run()
-        layers = meter.live_bytes
-        for kept in inside:
-            kept.run()
-    return layers / chunk.num_tokens, everything / chunk.num_tokens
-
-
 def measure_offloadable_share(stage: MegatronStage) -> float:
     """Share of the bytes a chunk keeps whose storage nothing else holds (0 to 1): the smallest over all recompute modes."""
-    layers = stage.num_layers
-    modes = [NO_RECOMPUTE, *(Recompute(**{name: layers}) for name in MODES)]
-    return min(_offloadable_share(stage, recompute) for recompute in modes)
-
-
-def _offloadable_share(stage: MegatronStage, recompute: Recompute) -> float:
-    saved = SavedTensors(stage.parameters)
-    with saved:
-        with saved.of((0, 0)):
-            _, output, _ = forward(stage, bytes_chunk(stage), recompute=recompute)
-        kept = saved.pop((0, 0))
-        movable = sum(storage.num_bytes for storage in kept if storage.is_ours)
-        share = movable / max(1, sum(storage.num_bytes for storage in kept))
-        del output
-    return share
+    shares = []
+    for recompute in (NO_RECOMPUTE, *(Recompute(**{name: stage.num_layers}) for name in MODES)):
+        with SavedTensors(stage.parameters) as saved:
+            with saved.of((0, 0)):
+                _, output, _ = forward(stage, bytes_chunk(stage), recompute=recompute)
+            kept = saved.pop((0, 0))
+            movable = sum(storage.num_bytes for storage in kept if storage.is_ours)
+            shares.append(movable / max(1, sum(storage.num_bytes for storage in kept)))
+            del output
+    return min(shares)
 
 
 def bytes_chunk(stage: MegatronStage) -> Chunk:

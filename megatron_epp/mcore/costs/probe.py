@@ -1,32 +1,91 @@
-"""Small measurements on a rank's own stage: forward and backward of a test chunk, time of its messages and host copies."""
+"""Small measurements on a rank's own stage: test chunks, their forward and backward, time of its messages and host copies."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_epp.cost import causal_pairs
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.model.stage import MegatronStage
-from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute
-from megatron_epp.runtime.attention.segments import SegmentTable
-from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
+from megatron_epp.runtime.attention.layout import SegmentTable, SliceView
 from megatron_epp.runtime.autograd.handles import ReceiveLeaf
-from megatron_epp.runtime.autograd.weights import DeferredGradient
 from megatron_epp.runtime.context import ChunkContext
 from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.tools.timer import Timer, time_host_copies
+from megatron_epp.runtime.tools.profiling import Timer, time_host_copies
 
 _VOCABULARY = 32
 """Number of token ids that every model's vocabulary contains."""
 _LINK_TOKENS = (64, 1024)
 _LINK_REPEATS = 12
 _COPIED_BYTES = (1 << 20, 1 << 25)
+
+
+MULTIPLE = 64
+"""Divisor of every token count; replaced by a multiple of it where the ranks that share tokens need that to divide them."""
+LONGEST_CONTEXT = 8192
+"""Longest context in tokens that is measured by default; longer ones are extrapolated from the fitted line."""
+
+_TOKENS = (128, 512, 1024, 2048)
+_PACKED = _SLICES = (128, 512, 1024)
+_PREFIX_SHARES = (0.25, 0.5, 0.75)
+"""Prefix lengths of the timed slices, as shares of the context."""
+_SEGMENTS = 8
+_SHORTEST_CONTEXT = 1024
+
+
+class Case(NamedTuple):
+    """A chunk to be timed: one sequence, a slice behind a prefix, or several sequences of equal length."""
+
+    tokens: int
+    segments: int = 1
+    prefix: int = 0
+
+    @property
+    def pairs(self) -> int:
+        return self.segments * causal_pairs(self.prefix, self.prefix + self.tokens // self.segments)
+
+    def chunk(self, sequence: int) -> Chunk:
+        each = self.tokens // self.segments
+        return Chunk(tuple(Segment(sequence + i, self.prefix, self.prefix + each) for i in range(self.segments)))
+
+    def view(self, sequence: int) -> SliceView | None:
+        """Return the view of the case as the last slice of a sequence; None where it has no prefix."""
+        length = self.prefix + self.tokens
+        return SliceView(sequence, self.prefix, length, length, length) if self.prefix else None
+
+
+def cases_of(
+    context: int, multiple: int = MULTIPLE, factor: int = 1, most_tokens: int = 1 << 30, longest: int = LONGEST_CONTEXT
+) -> tuple[Case, ...]:
+    """Return the chunks to time.
+
+    Args:
+        context: tokens of the longest sequence.
+        multiple: divisor of every token count.
+        factor: multiplies the token count of every case.
+        most_tokens: largest number of tokens that fits on the device.
+        longest: longest context in tokens that is measured; longer ones are extrapolated from the fitted line.
+    """
+    context = min(max(context, _SHORTEST_CONTEXT), longest) // multiple * multiple
+
+    def sizes(tokens: Sequence[int], limit: int) -> list[int]:
+        return sorted({max(1, min(factor * n, limit, most_tokens) // multiple) * multiple for n in tokens})
+
+    whole = (Case(tokens) for tokens in sizes(_TOKENS, context))
+    packed = (Case(tokens, _SEGMENTS) for tokens in sizes(_PACKED, context))
+    prefixes = [int(share * context) // multiple * multiple for share in _PREFIX_SHARES]
+    slices = (Case(tokens, prefix=prefix) for prefix in prefixes for tokens in sizes(_SLICES, context - prefix))
+    return (*whole, *packed, *slices)
 
 
 class Link(NamedTuple):
@@ -101,13 +160,45 @@ def backward(stage: MegatronStage, output: Tensor, context: ChunkContext, keep_w
     stage.backward(context, output, None if stage.is_last else torch.ones_like(output), keep_weights)
 
 
+@contextmanager
+def watched(modules: Iterable[torch.nn.Module], note: Callable[[str], None]) -> Iterator[None]:
+    """Watch the modules that run hidden states forward in the body, and the backwards of these.
+
+    `note` is called with ``in`` and ``out`` when a forward begins and ends, and with ``gradient in`` and ``gradient out`` when
+    the gradients of its output and of its input have been computed.
+    """
+
+    def entered(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        note("in")
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        hidden = hidden if isinstance(hidden, Tensor) else getattr(module, "input_tensor", None)
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda _: note("gradient out"))
+
+    def left(_: torch.nn.Module, args: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        note("out")
+        (output if isinstance(output, Tensor) else output[0]).register_hook(lambda _: note("gradient in"))
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.callback(module.register_forward_pre_hook(entered, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(left).remove)
+        yield
+
+
 def layers_of(stage: MegatronStage) -> torch.nn.ModuleList:
     """Return the transformer layers of a stage."""
     layers: Any = stage.decoder.layers
     return layers
 
 
-def by_place(stage: MegatronStage, kept: list[DeferredGradient]) -> tuple[list[DeferredGradient], list[DeferredGradient]]:
-    """Separate the weight gradients of the layers from the others."""
+def run_weights(stage: MegatronStage) -> Iterator[None]:
+    """Compute the deferred weight gradients of a chunk, and yield after those outside of the layers and after the others."""
+    assert stage.weights is not None  # they were kept
     inside = {id(weight) for weight in layers_of(stage).parameters()}
-    return [one for one in kept if id(one.weight) in inside], [one for one in kept if id(one.weight) not in inside]
+    deferred = stage.weights.pop(0)
+    for of_layers in (False, True):
+        for one in deferred:
+            if (id(one.weight) in inside) is of_layers:
+                one.run()
+        yield

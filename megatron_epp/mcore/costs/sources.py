@@ -26,7 +26,7 @@ from megatron_epp.mcore.costs.timing import measure_times
 from megatron_epp.mcore.model.stage import MegatronStage, Snapshot
 from megatron_epp.plan.placement import num_boundaries
 from megatron_epp.plan.sizing import MOST_ROUNDED_SLICES, sums_in_fp32
-from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.links import Links, from_each
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +47,7 @@ def pipeline_costs(
     unchanged except for two things that follow the run: the numbers of heads, and the precision in which gradients of keys and
     values are summed. Such a file is refused if it is of another precision.
 
-    Args:
-        args: Megatron's arguments.
-        stages: this rank's stages, by number.
-        links: links of this pipeline.
-        placement: the rank of every stage.
-        note: called with a description of each step before the step starts.
+    `stages` are this rank's, by number, and `placement` is that of all. `note` is called with each step before the step starts.
     """
     note("reading --epp-costs")
     given = stored_costs.named(args)
@@ -77,7 +72,10 @@ def pipeline_costs(
             costs = _with_link(base, Link(base.message_latency_us, base.message_us_per_byte), placement)
         if args.epp_offload == "on":
             note("measuring what can go to the host")
-            costs = replace(costs, **_slowest(gathered(_host_link(args, costs, base, stages), links)))
+            hosts = gathered(_host_link(args, costs, base, stages), links)
+            share = min(host.pop("offloadable_share") for host in hosts)
+            slowest: dict[str, Any] = {name: max(host[name] for host in hosts) for name in hosts[0]}
+            costs = replace(costs, offloadable_share=share, **slowest)
     note("exchanging costs")
     costs = stored_costs.of_first(partial(_with_device_memory, args, costs))
     stored_costs.keep(args, costs)
@@ -107,11 +105,7 @@ def _host_link(
 ) -> dict[str, float]:
     """Return the costs of offload: the link to the host, measured where requested or unknown, and the offloadable share.
 
-    Args:
-        args: Megatron's arguments.
-        costs: costs with the link that an earlier run measured, if there is one.
-        base: costs with the link of the profile.
-        stages: this rank's stages.
+    `costs` have the link that an earlier run measured, if there is one; `base` have that of the profile.
     """
     found = {"host_latency_us": costs.host_latency_us, "host_us_per_byte": costs.host_us_per_byte}
     was_measured = costs.host_us_per_byte != base.host_us_per_byte
@@ -119,11 +113,6 @@ def _host_link(
         _, _, device = next(iter(stages.values())).message(1)
         found = dict(zip(found, measure_host_link(device), strict=True))
     return found | {"offloadable_share": min(map(measure_offloadable_share, stages.values()))}
-
-
-def _slowest(hosts: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Combine the links of all ranks into one: the largest times and the smallest offloadable share."""
-    return {name: (min if name == "offloadable_share" else max)(host[name] for host in hosts) for name in hosts[0]}
 
 
 def _measured_bytes(args: argparse.Namespace, stage: MegatronStage, base: StageCosts) -> StageCosts:
@@ -153,8 +142,7 @@ def _with_largest_workspaces(mine: dict[int, StageCosts]) -> dict[int, StageCost
 
     Plans are made for all replicas, and a rank on which the loss kernel is missing or fails needs more workspace.
     """
-    everyone: list[dict[int, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, {number: costs.workspace_bytes for number, costs in mine.items()})
+    everyone = from_each({number: costs.workspace_bytes for number, costs in mine.items()})
     return {
         number: replace(costs, workspace_bytes=max(each[number] for each in everyone if number in each))
         for number, costs in mine.items()
@@ -205,10 +193,8 @@ def _by_stage[T](mine: dict[int, T], links: Links) -> tuple[T, ...]:
 
 def gathered[T](mine: T, links: Links, choose: Callable[[list[T]], T] = itemgetter(0)) -> list[T]:
     """Gather one value per pipeline rank, in pipeline order; `choose` picks among ranks that share layers (the first)."""
-    everyone: list[tuple[int, int, T] | None] = [None] * dist.get_world_size(links.control)
-    dist.all_gather_object(everyone, (links.position, dist.get_rank(), mine), group=links.control)
     found: dict[int, list[T]] = {}
-    for position, _, value in sorted((e for e in everyone if e is not None), key=lambda e: e[:2]):
+    for position, _, value in sorted(from_each((links.position, dist.get_rank(), mine), links.control), key=itemgetter(0, 1)):
         found.setdefault(position, []).append(value)
     return [choose(found[i]) for i in range(len(links.ranks))]
 

@@ -66,10 +66,8 @@ _DEVICE = "device"
 def of_first[T](make: Callable[[], T]) -> T:
     """Return the value that `make` gives on the first rank of the job, or raise its error, on all ranks. A collective call.
 
-    Replicas measure, or read files, on their own, and must plan with the same figures.
-
-    Raises:
-        EppError: any error of the first rank, since all other ranks wait for its answer.
+    Replicas measure, or read files, on their own, and must plan with the same figures. Any error of the first rank becomes an
+    `EppError`, since all other ranks wait for its answer.
     """
     shared: list[T | EppError | None] = [None]
     if dist.get_rank() == 0:
@@ -90,8 +88,7 @@ def of_first[T](make: Callable[[], T]) -> T:
 def named(args: argparse.Namespace) -> Profile | PipelineCosts | None:
     """Read the file or shipped profile that `--epp-costs` names; None if it names none. A collective call of all ranks.
 
-    Raises:
-        EppError: the file does not exist, or contains neither a profile nor costs of a pipeline.
+    Raises `EppError` if the file does not exist, or contains neither a profile nor costs of a pipeline.
     """
     if args.epp_costs in ("analytic", "measure"):
         return None
@@ -119,13 +116,9 @@ def checked(costs: PipelineCosts, source: str, num_stages: int, token_bytes: flo
 
 
 def kept_times(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | None:
-    """Return costs with the times that the resumed run measured; None if there are none. A collective call of all ranks.
+    """Return `here`, costs of this run's bytes, with the times that the resumed run measured; None if there are none.
 
-    Times that do not hold in this run are left out, with a warning.
-
-    Args:
-        args: Megatron's arguments.
-        here: costs with the bytes of this run's stages.
+    Times that do not hold in this run are left out, with a warning. A collective call of all ranks.
     """
     kept = of_first(lambda: _fitting(args, here))
     return None if kept is None else _with_times(here, kept)

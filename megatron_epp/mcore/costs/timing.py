@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
 
@@ -15,16 +15,14 @@ from torch import Tensor
 
 from megatron_epp.cost import Line, StageCosts
 from megatron_epp.cost.fit import Point, fit_line
-from megatron_epp.mcore.costs.cases import LONGEST_CONTEXT, MULTIPLE, Case, cases_of
-from megatron_epp.mcore.costs.probe import backward, by_place, forward
+from megatron_epp.mcore.costs.probe import LONGEST_CONTEXT, MULTIPLE, Case, backward, cases_of, forward, run_weights, watched
 from megatron_epp.mcore.model.core_attention import RelayAttention
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.plan import NO_RECOMPUTE, Chunk, Recompute, Segment
 from megatron_epp.plan.recompute import MODES
-from megatron_epp.runtime.attention.slice_view import SliceView
-from megatron_epp.runtime.autograd.weights import DeferredGradient
+from megatron_epp.runtime.attention.layout import SliceView
 from megatron_epp.runtime.context import ChunkContext
-from megatron_epp.runtime.tools.timer import Timer
+from megatron_epp.runtime.tools.profiling import Timer
 
 _REPEATS = 8
 _MODE_REPEATS = 3
@@ -39,43 +37,37 @@ def measure_times(stage: MegatronStage, costs: StageCosts, context: int) -> Stag
     """Fit the stage's lines to times of whole, packed and sliced sequences; time outside the layers goes to the stage's extras.
 
     A kernel's time is not exactly linear in tokens and pairs, so the measured cases resemble real batches: slices at several
-    positions of a sequence of the context length. The recompute time of a mode is the time by which its backward takes longer;
-    a layer that recomputes in full runs its forward again.
-
-    Args:
-        stage: the stage to run.
-        costs: costs with the bytes per token.
-        context: tokens of the longest sequence (--seq-length).
+    positions of a sequence of the context length (in tokens). The recompute time of a mode is the time by which its backward
+    takes longer; a layer that recomputes in full runs its forward again. `costs` must have the bytes per token.
     """
     cases = cases_of(context, multiple_of(stage), *_limits(costs))
     times = _medians(stage, cases)
 
-    def fit(pick: Callable[[Times], float], pairs: bool) -> Line:
-        points = [Point(c.tokens, c.pairs, max(0.0, pick(t))) for c, t in zip(cases, times, strict=True)]
+    def fit(times_us: Iterable[float], pairs: bool) -> Line:
+        points = [Point(c.tokens, c.pairs, max(0.0, us)) for c, us in zip(cases, times_us, strict=True)]
         return fit_line(points, pairs).line
 
     layers = max(1, stage.num_layers)
 
     def again(mode: str) -> Line:
         found = _medians(stage, cases, Recompute(**{mode: stage.num_layers}), _MODE_REPEATS)
-        longer = [max(0.0, after.layers_backward - t.layers_backward) for after, t in zip(found, times, strict=True)]
-        points = [Point(c.tokens, c.pairs, us) for c, us in zip(cases, longer, strict=True)]
-        return fit_line(points, MODES[mode].repeats_attention).line.scaled(1 / layers)
+        longer = (after.layers_backward - t.layers_backward for after, t in zip(found, times, strict=True))
+        return fit(longer, MODES[mode].repeats_attention).scaled(1 / layers)
 
-    backward = fit(lambda t: t.layers_backward, True).scaled(1 / layers)
-    extra_backward = fit(lambda t: t.backward - t.layers_backward, False)
+    backward = fit((t.layers_backward for t in times), True).scaled(1 / layers)
+    extra_backward = fit((t.backward - t.layers_backward for t in times), False)
     if stage.weights is not None:
         costs = replace(
             costs,
-            weight=fit(lambda t: t.layers_weight, False).scaled(1 / layers).within(backward),
-            extra_weight=fit(lambda t: t.weight - t.layers_weight, False).within(extra_backward),
+            weight=fit((t.layers_weight for t in times), False).scaled(1 / layers).within(backward),
+            extra_weight=fit((t.weight - t.layers_weight for t in times), False).within(extra_backward),
         )
     return replace(
         costs,
-        forward=fit(lambda t: t.layers_forward, True).scaled(1 / layers),
+        forward=fit((t.layers_forward for t in times), True).scaled(1 / layers),
         backward=backward,
         recompute={name: replace(known, again=again(name)) for name, known in costs.recompute.items()},
-        extra_forward=fit(lambda t: t.forward - t.layers_forward, False),
+        extra_forward=fit((t.forward - t.layers_forward for t in times), False),
         extra_backward=extra_backward,
     )
 
@@ -111,27 +103,25 @@ def _limits(costs: StageCosts) -> tuple[int, int, int]:
     return _GPU_FACTOR, int(memory / 10 / per_token), _GPU_LONGEST_CONTEXT
 
 
-class _Clock:
-    """Recorder of the times of events, in microseconds; wall time where ranks share a layer and so wait for each other."""
-
-    def __init__(self, stage: MegatronStage) -> None:
-        config = stage.config
-        sharing = config.tensor_model_parallel_size * config.context_parallel_size * config.expert_model_parallel_size
-        self._timer = Timer(stage.message(1)[2], alone=sharing == 1)
-        self.times_us: dict[str, float] = {}
-
-    def note(self, name: str) -> None:
-        self.times_us[name] = self._timer.now_us()
+def _timer(stage: MegatronStage) -> Timer:
+    """Return the clock of a stage's device; wall time where ranks share a layer and so wait for each other."""
+    config = stage.config
+    sharing = config.tensor_model_parallel_size * config.context_parallel_size * config.expert_model_parallel_size
+    return Timer(stage.message(1)[2], alone=sharing == 1)
 
 
 @dataclass(slots=True)
 class _Alive:
-    """A case between its forward and its backward."""
+    """A case between its forward and its backward, with the times of events in microseconds."""
 
-    context: ChunkContext
-    clock: _Clock
-    hidden: Tensor | None
-    output: Tensor | None
+    timer: Timer
+    times_us: dict[str, float] = field(default_factory=dict)
+    context: ChunkContext | None = None
+    hidden: Tensor | None = None
+    output: Tensor | None = None
+
+    def note(self, event: str) -> None:
+        self.times_us[event] = self.timer.now_us()
 
 
 def _medians(
@@ -170,50 +160,37 @@ def _begin(stage: MegatronStage, number: int, case: Case, recompute: Recompute) 
     view = case.view(number)
     if view is not None:
         _fill(stage, view)
-    clock = _Clock(stage)
-    handles = _clock_layers(stage.decoder, clock.note)
-    try:
-        clock.note("forward")
-        hidden, output, context = forward(stage, case.chunk(number), view, recompute)
-        clock.note("forward end")
-    finally:
-        for handle in handles:
-            handle.remove()
-    return _Alive(context, clock, hidden, output)
+    one = _Alive(_timer(stage))
+    with watched([stage.decoder], one.note):
+        one.note("forward")
+        one.hidden, one.output, one.context = forward(stage, case.chunk(number), view, recompute)
+        one.note("forward end")
+    return one
 
 
 def _end(stage: MegatronStage, one: _Alive) -> Times:
     assert one.output is not None
-    one.clock.note("backward")
+    assert one.context is not None
+    one.note("backward")
     backward(stage, one.output, one.context, keep_weights=stage.weights is not None)
     one.hidden = one.output = None  # takes time too
-    one.clock.note("backward end")
-    layers_weight, weight = (0.0, 0.0) if stage.weights is None else _time_weights(stage, stage.weights.pop(0), one.clock)
+    one.note("backward end")
+    others_us, weights_us = (
+        (0.0, 0.0) if stage.weights is None else [one.timer.now_us() - one.times_us["backward end"] for _ in run_weights(stage)]
+    )
     if one.context.view is not None:
         for layer in _layers(stage):
             stage.relay.release(layer, one.context.view)
-    clock = one.clock.times_us
-    block_start = clock.get("block gradient in", clock["backward"])
-    block_end = clock.get("block gradient out", clock["backward end"])
+    at_us = one.times_us
+    layers_us = at_us.get("gradient out", at_us["backward end"]) - at_us.get("gradient in", at_us["backward"])
     return Times(
-        forward=clock["forward end"] - clock["forward"],
-        backward=clock["backward end"] - clock["backward"] + weight,
-        layers_forward=clock["block out"] - clock["block in"],
-        layers_backward=block_end - block_start + layers_weight,
-        weight=weight,
-        layers_weight=layers_weight,
+        forward=at_us["forward end"] - at_us["forward"],
+        backward=at_us["backward end"] - at_us["backward"] + weights_us,
+        layers_forward=at_us["out"] - at_us["in"],
+        layers_backward=layers_us + weights_us - others_us,
+        weight=weights_us,
+        layers_weight=weights_us - others_us,
     )
-
-
-def _time_weights(stage: MegatronStage, kept: list[DeferredGradient], clock: _Clock) -> tuple[float, float]:
-    """Time the weight gradients. Return the microseconds of those of the layers, and of all."""
-    clock.note("weights")
-    for name, part in zip(("layers' weights end", "weights end"), by_place(stage, kept), strict=True):
-        while part:
-            part.pop(0).run()
-        clock.note(name)
-    times_us = clock.times_us
-    return times_us["layers' weights end"] - times_us["weights"], times_us["weights end"] - times_us["weights"]
 
 
 def _fill(stage: MegatronStage, view: SliceView) -> None:
@@ -233,23 +210,3 @@ def _fill(stage: MegatronStage, view: SliceView) -> None:
 def _layers(stage: MegatronStage) -> list[int]:
     """Return the numbers of the stage's layers in the relay."""
     return [part.layer_number for part in stage.decoder.modules() if isinstance(part, RelayAttention)]
-
-
-def _clock_layers(decoder: torch.nn.Module, note: Callable[[str], None]) -> list[torch.utils.hooks.RemovableHandle]:
-    """Add hooks that record when the block of layers is entered and left, in forward and backward."""
-
-    def entered(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        note("block in")
-        hidden = kwargs.get("hidden_states", args[0] if args else None)
-        hidden = hidden if isinstance(hidden, Tensor) else getattr(decoder, "input_tensor", None)
-        if isinstance(hidden, Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda _: note("block gradient out"))
-
-    def left(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Tensor) -> None:
-        note("block out")
-        output.register_hook(lambda _: note("block gradient in"))
-
-    return [
-        decoder.register_forward_pre_hook(entered, with_kwargs=True),
-        decoder.register_forward_hook(left, with_kwargs=True),
-    ]

@@ -33,13 +33,7 @@ _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
 
 
 def construct(args: argparse.Namespace, original: Callable[..., None], *rest: Any, **named: Any) -> None:
-    """Call a model's constructor so that it builds a model that plans can run.
-
-    Args:
-        args: Megatron's arguments, with `--epp`.
-        original: Megatron's constructor.
-        rest: the model, and what the constructor gets besides.
-        named: arguments that the constructor gets by name.
+    """Call Megatron's constructor of a model, the first of `rest`, so that it builds a model that plans can run.
 
     Raises:
         EppError: the model is a hybrid one and a placement is asked for, or a core attention is not one of Megatron's.
@@ -79,9 +73,7 @@ def relayed(spec: Any) -> Any:
     """Return a copy of a layer, block or stack spec in which every core attention is `RelayAttention`.
 
     It depends on the structure, not on the kind of model: every `core_attention` of a dataclass of submodules is replaced.
-
-    Raises:
-        EppError: a core attention is not one of Megatron's.
+    Raises `EppError` if one is not Megatron's.
     """
     if isinstance(spec, (list, tuple)):
         return type(spec)(map(relayed, spec))
@@ -108,15 +100,10 @@ def _check_replaceable(attention: Any) -> None:
 
 
 class PositionedRotary(torch.nn.Module):
-    """Wrapper of a model's rotary embedding that returns the angles of a chunk's own positions.
+    """Wrapper of a model's rotary embedding that returns the angles of a chunk's own positions on this context-parallel rank.
 
-    A slice starts at its offset in the sequence, a packed sequence at zero.
-
-    Megatron calls it in two steps: `get_rotary_seq_len` gets the packed-sequence parameters, and `forward` gets its result.
-
-    Args:
-        rotary: the model's own rotary embedding.
-        context_parallel: how ranks share the tokens of a chunk.
+    A slice starts at its offset in the sequence, a packed sequence at zero. Megatron calls it in two steps:
+    `get_rotary_seq_len` gets the packed-sequence parameters, and `forward` gets its result.
     """
 
     def __init__(self, rotary: Any, context_parallel: ContextParallel = NOT_SHARED) -> None:

@@ -40,14 +40,10 @@ _OF_THE_LOSS = ("forward", "_postprocess", "compute_language_model_loss")
 
 
 class BlockLoss:
-    """Replacement of a model's output layer and loss, computed by blocks of tokens.
+    """Replacement of the output layer and loss of an unwrapped model, computed by blocks of tokens.
 
     Megatron's models pass the output layer's result to `compute_language_model_loss`. Here this is the layer's input. MuP's
     factor on the logits, which is applied in between, then multiplies the input and gives the same logits.
-
-    Args:
-        model: the model with the output layer, unwrapped.
-        block_tokens: tokens of a block.
     """
 
     def __init__(self, model: Any, block_tokens: int) -> None:
@@ -98,12 +94,7 @@ class BlockLoss:
     def _losses(self, labels: Tensor, hidden: Tensor) -> Tensor:
         """Replace `compute_language_model_loss`.
 
-        Args:
-            labels: ``[batch, tokens]``.
-            hidden: ``[tokens / shards, batch, hidden]``.
-
-        Returns:
-            the loss of every token, ``[batch, tokens]``.
+        `labels` and the result are ``[batch, tokens]``, `hidden` is ``[tokens / shards, batch, hidden]``.
         """
         assert self._weight is not None  # the output layer ran
         layer, group = self._layer, self._layer.tp_group
@@ -140,9 +131,8 @@ class FusedLoss:
 def block_loss(args: argparse.Namespace, model: torch.nn.Module) -> BlockLoss | FusedLoss | None:
     """Choose how a last stage computes its loss without all logits of a chunk; None if they are held all at once.
 
-    Raises:
-        EppError: a block size was requested that is impossible for this model, or Megatron's fused kernel was requested, and
-            neither it nor blocks in its place can run here.
+    Raises `EppError` if a block size was requested that is impossible for this model, or Megatron's fused kernel was requested,
+    and neither it nor blocks in its place can run here.
     """
     bare = unwrap_model(model)
     if features.fuses_output_with_loss(bare):
@@ -187,9 +177,7 @@ def _told(loss: BlockLoss) -> BlockLoss:
 def block_tokens_of(args: argparse.Namespace, *, always: bool = False) -> int:
     """Return the tokens of a block that the flags imply, the same on every rank; 0 for the logits of a whole chunk at once.
 
-    Args:
-        args: Megatron's arguments.
-        always: if the flag is ``auto``, use blocks even where a sequence has few logits.
+    If the flag is ``auto``, `always` means blocks even where a sequence has few logits.
     """
     longest = sys.maxsize if always else max(args.seq_length, args.epp_chunk_tokens or 0) // args.context_parallel_size
     return loss_block_tokens(args.epp_loss_block_tokens, args.padded_vocab_size // args.tensor_model_parallel_size, longest)

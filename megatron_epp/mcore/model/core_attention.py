@@ -72,16 +72,10 @@ class RelayAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Compute the attention output of a chunk's tokens on this rank.
+        """Return the attention output of a chunk's tokens on this rank, ``[tokens, 1, query_heads * channels]``.
 
-        Args:
-            query: ``[tokens, 1, query_heads, channels]``, for the chunk's tokens of this context-parallel rank.
-            key: ``[tokens, 1, kv_heads, channels]``.
-            value: as `key`.
-            packed_seq_params: a `ChunkParams`.
-
-        Returns:
-            ``[tokens, 1, query_heads * channels]``.
+        `query` is ``[tokens, 1, query_heads, channels]``, `key` and `value` are ``[tokens, 1, kv_heads, channels]``, and
+        `packed_seq_params` is a `ChunkParams`.
         """
         if not isinstance(packed_seq_params, ChunkParams):
             raise EppError("a model built with --epp was run outside its plan: call it through Megatron's training loop")

@@ -113,14 +113,7 @@ def build_model(
 ) -> torch.nn.Module:
     """Build one model chunk as the command line describes it, for releases that do not build it themselves (0.17 and 0.18).
 
-    The parameters are those of Megatron's ``model_provider``.
-
-    Args:
-        pre_process: True if the chunk holds the embedding.
-        post_process: True if the chunk holds the output layer.
-        vp_stage: number of the chunk on this rank; None if the rank has only one.
-        config: a `TransformerConfig`; by default that of the command line.
-        pg_collection: process groups of the model; by default Megatron's own.
+    The parameters are those of Megatron's ``model_provider``; without `config`, that of the command line is used.
     """
     args = get_args()
     config = config or core_transformer_config_from_args(args)

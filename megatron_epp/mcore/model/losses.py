@@ -16,12 +16,8 @@ from megatron_epp.mcore import features
 def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum the losses of the unmasked tokens of a microbatch, and check the sum.
 
-    Args:
-        loss_mask: 1 for tokens that count, any shape.
-        losses: loss per token, with as many elements.
-
-    Returns:
-        the sum, the number of tokens (int32), and both as the report that Megatron averages and logs.
+    `loss_mask` is 1 for tokens that count and has as many elements as `losses`. Returns the sum, the number of tokens (int32),
+    and both as the report that Megatron averages and logs.
     """
     loss, num_tokens, report = summed_loss(loss_mask, losses)
     check_loss(loss, "this microbatch")
@@ -39,11 +35,7 @@ def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tens
 def check_loss(loss: Tensor, whose: str) -> None:
     """Report a NaN or infinity to Megatron's rerun machine, which ends the run or retries as `--rerun-mode` says.
 
-    The host waits for the loss here.
-
-    Args:
-        loss: the loss to check.
-        whose: what the loss belongs to, for the message.
+    The host waits for the loss here. The message names what the loss belongs to, `whose`.
     """
     if get_args().check_for_nan_in_loss_and_grad:
         machine = get_rerun_state_machine()

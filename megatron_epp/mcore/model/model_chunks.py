@@ -23,9 +23,7 @@ from megatron_epp.plan.placement import Placement
 class PlacedLayout(PipelineParallelLayerLayout):
     """Layout of the layers of every chunk of every rank under a placement.
 
-    Args:
-        stages: the names of every stage's layers: ``embedding``, ``decoder``, ``loss``.
-        placement: placement of the stages on ranks.
+    `stages` has the names of every stage's layers: ``embedding``, ``decoder``, ``loss``.
     """
 
     def __init__(self, stages: list[list[str]], placement: Placement) -> None:
@@ -37,25 +35,14 @@ class PlacedLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Return the number of layers of a type on all earlier stages.
-
-        Args:
-            layer_type: the type.
-            vp_stage: number of the chunk on its rank; None for 0.
-            pp_rank: pipeline rank of the chunk; None for this one.
-        """
+        """Return the number of layers of a type on all stages before a chunk's; None means chunk 0, and this rank."""
         rank = mpu.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
         stage = self._placement.stages(rank)[vp_stage or 0]
         return sum(names.count(layer_type) for names in self._stages[:stage])
 
 
 def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
-    """Divide a model's layers by the placement: set a layout in its config, and clear the settings that the layout replaces.
-
-    Args:
-        transformer: Megatron's `TransformerConfig`, initialised.
-        args: Megatron's arguments.
-    """
+    """Divide a model's layers by the placement: set a layout in its config, and clear the settings that the layout replaces."""
     placement = placement_of(args)
     if placement.is_looped or isinstance(transformer.pipeline_model_parallel_layout, PlacedLayout):
         return
@@ -70,13 +57,7 @@ def assign_stages(transformer: Any, args: argparse.Namespace) -> None:
 
 
 def layers_of_stages(transformer: Any, num_ranks: int, num_chunks: int) -> list[int]:
-    """Return the number of layers of every stage as Megatron's flags divide them in a looped pipeline.
-
-    Args:
-        transformer: Megatron's `TransformerConfig`.
-        num_ranks: number of pipeline ranks.
-        num_chunks: number of model chunks per rank.
-    """
+    """Return the number of layers of every stage as Megatron's flags divide them in a looped pipeline."""
     layout = transformer.pipeline_model_parallel_layout
     chunks_of_ranks = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_ranks)]
     if layout is not None:

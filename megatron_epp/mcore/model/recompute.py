@@ -27,8 +27,7 @@ from megatron_epp.runtime.autograd.handles import CachedAttentionOutput, Discard
 def recompute_by_mode(layers: Iterable[torch.nn.Module]) -> None:
     """Make a stage's layers recompute as the plan of the chunk that they run says.
 
-    Raises:
-        EppError: a mode runs the projections of attention again, but not the rest of the layer.
+    Raises `EppError` if a mode runs the projections of attention again, but not the rest of the layer.
     """
     for mode in MODES.values():
         if PROJECTIONS in mode.runs_again and not {NORMS, MLP} <= mode.runs_again:

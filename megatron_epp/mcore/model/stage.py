@@ -26,10 +26,6 @@ from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
 
-def _nothing() -> None:
-    pass
-
-
 def _add_to_gradients(model: Any) -> None:
     """Make layers add to gradient buffers, which are zero when an iteration begins.
 
@@ -42,16 +38,10 @@ def _add_to_gradients(model: Any) -> None:
 
 
 class MegatronStage:
-    """One model chunk of this rank. Implements `runtime.executor.Stage`.
+    """One model chunk of this rank, as Megatron built and wrapped it. Implements `runtime.context.Stage`.
 
-    Args:
-        model: the model chunk as Megatron built and wrapped it.
-        config: its `TransformerConfig`.
-        is_first: the stage holds the embedding.
-        is_last: the stage computes the loss.
-        tp_size: number of tensor-parallel ranks.
-        fp32_kv_gradients: see `KVRelay`.
-        block_loss: computes the loss of a last stage without all logits of a chunk; None to hold them all at once.
+    A first stage holds the embedding, a last stage computes the loss, by `block_loss` if it is given, else with all logits of a
+    chunk at once. `config` is the model's `TransformerConfig`; `fp32_kv_gradients` is as for `KVRelay`.
     """
 
     def __init__(
@@ -70,8 +60,8 @@ class MegatronStage:
         self.total_tokens: Tensor | None = None
         self.weights: WeightGradients | None = getattr(unwrap_model(model), "weight_gradients", None)
         self._arrays: Callable[[int], ChunkArrays] | None = None
-        self.before_last_gradient: Callable[[], None] = _nothing
-        self.reduce_gradients: Callable[[], None] = _nothing
+        self.before_last_gradient: Callable[[], None] = lambda: None
+        self.reduce_gradients: Callable[[], None] = lambda: None
         recompute_by_mode(self.decoder.layers)
         _add_to_gradients(model)
         self._sequence_shards = tp_size if config.sequence_parallel else 1
@@ -102,26 +92,16 @@ class MegatronStage:
     def begin(
         self,
         arrays: Callable[[int], ChunkArrays],
-        before_last_gradient: Callable[[], None] = _nothing,
-        reduce_gradients: Callable[[], None] = _nothing,
+        before_last_gradient: Callable[[], None] = lambda: None,
+        reduce_gradients: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start an iteration.
-
-        Args:
-            arrays: tokens, labels, mask and positions of a chunk.
-            before_last_gradient: called before the action that computes the last gradient.
-            reduce_gradients: called once all gradients are complete and the last one's message is on its way.
-        """
+        """Start an iteration. `arrays` gives the arrays of a chunk; the others are methods of `Stage`."""
         self._arrays = arrays
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
         self.loss_report, self.total_tokens = None, None
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
-        """Run the forward of a chunk.
-
-        Returns:
-            hidden states ``[tokens / shards, 1, hidden]``, or on the last stage the summed loss of this rank's tokens.
-        """
+        """Return a chunk's hidden states ``[tokens / shards, 1, hidden]``, or on the last stage its summed loss."""
         assert self._arrays is not None
         with self._timed("batch-generator"):
             arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
@@ -137,16 +117,9 @@ class MegatronStage:
         return self._loss(output, inputs["loss_mask"])
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
-        """Run the backward of a chunk.
+        """Run the backward of a chunk (see `runtime.context.Stage`); `grad` is ``[tokens / shards, 1, hidden]``.
 
-        Args:
-            context: the chunk.
-            output: the result of its forward.
-            grad: gradient of the output, ``[tokens / shards, 1, hidden]``; None on the last stage.
-            keep_weights: leave the gradients of linear layers' weights to `weight`.
-
-        Raises:
-            EppError: `keep_weights` of a model whose weight gradients are not split.
+        Raises `EppError` for `keep_weights` of a model whose weight gradients are not split.
         """
         if keep_weights and self.weights is None:
             raise EppError("the plan splits weight gradients and the model does not: add --epp-split-weight-gradient")
@@ -162,17 +135,14 @@ class MegatronStage:
                 self.weights.finish()
 
     def weight(self, chunk: int) -> None:
-        """Compute the weight gradients that a chunk's backward has kept."""
         assert self.weights is not None  # it kept them
         with self._timed("backward-compute"):
             self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
-        """Free the storage of an output that has been sent, which autograd does not need."""
         deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-        """Return shape, dtype and device of a chunk's hidden states."""
         shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
         return shape, self.config.pipeline_dtype or torch.float32, self._device
 
@@ -182,7 +152,7 @@ class MegatronStage:
         They are ``[1, tokens / ranks]`` on the device; None where this stage does not need them.
         """
         if arrays is None:
-            return {"input_ids": None, "position_ids": None, "labels": None, "loss_mask": None}
+            return dict.fromkeys(("input_ids", "position_ids", "labels", "loss_mask"))
 
         sharing = context_parallel.of_group(mpu.get_context_parallel_group())
         arrays = arrays.part(sharing.shard(len(arrays.tokens)))
@@ -234,9 +204,6 @@ class Snapshot:
     """Copy of the random states, the models' buffers and the sums that routers keep for the log.
 
     Gradients are not copied, since they are as large as the model. An iteration begins without any, so they are zeroed.
-
-    Args:
-        models: this rank's model chunks, as Megatron wrapped them.
     """
 
     def __init__(self, models: Sequence[Any]) -> None:

@@ -35,15 +35,10 @@ _OF_A_CHUNK = 2
 
 
 def split_weight_gradients(models: list[Any]) -> list[Any]:
-    """Make every linear layer of a model chunk pass its weight gradient to the chunk's `weight_gradients`.
+    """Make every linear layer of a model chunk, as Megatron builds it, pass its weight gradient to its `weight_gradients`.
 
-    An output layer that is given the embedding's weight stays unchanged: its gradient is added to the embedding's.
-
-    Args:
-        models: this rank's model chunks, as Megatron builds them.
-
-    Raises:
-        EppError: the model has a linear layer that cannot delay its weight's gradient.
+    An output layer that is given the embedding's weight stays unchanged: its gradient is added to the embedding's. Raises
+    `EppError` if the model has a linear layer that cannot delay its weight's gradient.
     """
     for model in models:
         gradients = WeightGradients()

@@ -10,7 +10,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from megatron_epp.data.batch import ChunkArrays, GlobalBatch
+from megatron_epp.data.batch import ChunkArrays
 from megatron_epp.mcore.arguments.consequences import token_multiple
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.losses import token_loss
@@ -20,30 +20,19 @@ from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.planner.baselines.rows import pack_whole
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.layout import SegmentTable
 from megatron_epp.runtime.context import ChunkContext
 
 
 def microbatches(lengths: tuple[int, ...], schedule: str, seq_length: int) -> Sequence[Chunk]:
-    """Divide a batch into microbatches of whole documents.
-
-    Args:
-        lengths: tokens of every document.
-        schedule: ``stock``, ``whole`` or ``padded``: one document per microbatch; ``packed``: first fit of the documents,
-            longest first.
-        seq_length: maximum number of tokens in a microbatch.
-    """
+    """Divide a batch into microbatches of whole documents: one each, or ``packed`` up to `seq_length` tokens by first fit."""
     if schedule != "packed":
         return [Chunk((Segment(i, 0, n),)) for i, n in enumerate(lengths)]
     return pack_whole(lengths, seq_length)
 
 
 def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap one of Megatron's schedule functions so that it draws documents from our iterators.
-
-    Args:
-        stock: the schedule function that Megatron would use.
-    """
+    """Wrap one of Megatron's schedule functions so that it draws documents from our iterators."""
 
     def forward_backward(**call: Any) -> Any:
         require_stock({FORWARD_STEP: call["forward_step_func"]})
@@ -68,23 +57,19 @@ def baseline_schedule(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not call["forward_only"]:
             count_tokens(batch)
         report = IterationReport.begin(session, batch, call["forward_only"])
-        data = [_arrays(batch, chunks, args.seq_length if fixed else token_multiple(args)) for _ in models]
+        multiple = args.seq_length if fixed else token_multiple(args)
+        data = [((chunk, batch.chunk_of(chunk.segments, multiple)) for chunk in chunks) for _ in models]
         call |= {
             "forward_step_func": forward_step,
             "data_iterator": data if len(data) > 1 else data[0],
             "num_microbatches": len(chunks),
         }
-        with report.measuring(batch):
+        with report.measuring():
             losses = stock(**call)
         report.finish(sum(entry["lm loss"] for entry in losses) if losses else None)
         return losses
 
     return forward_backward
-
-
-def _arrays(batch: GlobalBatch, chunks: Sequence[Chunk], multiple: int) -> Iterator[tuple[Chunk, ChunkArrays]]:
-    for chunk in chunks:
-        yield chunk, batch.chunk_of(chunk.segments, multiple)
 
 
 def forward_step(

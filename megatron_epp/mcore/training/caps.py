@@ -42,12 +42,7 @@ def cap_bytes(args: argparse.Namespace) -> int:
 
 
 def tell_lowered(args: argparse.Namespace, caps: Sequence[int]) -> None:
-    """Log that devices have less room than the run wants, as a warning if the run set the cap explicitly.
-
-    Args:
-        args: Megatron's arguments.
-        caps: cap of every pipeline rank, in bytes.
-    """
+    """Log that devices have less room (`caps`, bytes by rank) than wanted, as a warning if the run set the cap explicitly."""
     wanted = wanted_cap_bytes(args)
     if min(caps) >= wanted:
         return

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from megatron.core import mpu
 from megatron.core.parallel_state import get_nccl_options
 
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.links.groups import Options
-from megatron_epp.runtime.links.links import most_links
+from megatron_epp.runtime.links.links import Options, from_each, most_links
 
 _GROUP = "pp"
 """Megatron's name for pipelines in `--nccl-communicator-config-path`."""
@@ -35,23 +33,16 @@ _LARGEST_SHARE = 4
 def link_ctas(num_links: int, num_sms: int) -> int:
     """Return the maximum number of CTAs of one link, a power of two, since NCCL rounds channels up to one; at least 1.
 
-    Args:
-        num_links: number of communicators for messages of one rank, all of which may wait at the same time.
-        num_sms: number of SMs of the device.
+    All `num_links` communicators for messages of a rank may wait at the same time, on a device with `num_sms` SMs.
     """
     room = num_sms // _LARGEST_SHARE // max(1, num_links)
     return 1 << max(1, min(_CTAS, room)).bit_length() - 1
 
 
 def link_settings(own: Mapping[str, Any], num_links: int, num_sms: int) -> dict[str, Any]:
-    """Return the settings of a link's communicator, named as in `--nccl-communicator-config-path`.
+    """Return the settings of a link's communicator, named as in `--nccl-communicator-config-path`; the user's `own` come first.
 
-    Args:
-        own: the user's settings for pipelines, which take precedence over ours.
-        num_links, num_sms: as for `link_ctas`.
-
-    Raises:
-        EppError: all links of a rank together could hold every SM.
+    Raises `EppError` if all links of a rank together could hold every SM.
     """
     ours = link_ctas(num_links, num_sms)
     settings = {"is_high_priority_stream": True, "max_ctas": max(ours, own.get("min_ctas", 0)), **own}
@@ -69,33 +60,24 @@ def link_options(args: argparse.Namespace, num_ranks: int, both_ways: bool) -> O
     """Return a factory of options for the groups that carry messages; None if these do not use NCCL.
 
     Every rank of the job must call this at the same point. The device with the fewest SMs counts for all: ranks that share a
-    communicator must agree.
-
-    Args:
-        args: Megatron's arguments.
-        num_ranks: number of ranks of a pipeline.
-        both_ways: as for `Links.create`.
-
-    Raises:
-        EppError: as `link_settings`.
+    communicator must agree. `both_ways` is as for `Links.create`, errors are as for `link_settings`.
     """
     if dist.get_backend() != "nccl":
         return None
-    everyone = [0] * dist.get_world_size()
-    dist.all_gather_object(everyone, torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
-    settings = link_settings(_of_user(args), most_links(num_ranks, both_ways), min(everyone))
-    return partial(_options, settings, time_limit(args))
+    own_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    settings = link_settings(_of_user(args), most_links(num_ranks, both_ways), min(from_each(own_sms)))
+
+    def make() -> Any:
+        options = get_nccl_options(_GROUP, {_GROUP: settings})
+        options._timeout = time_limit(args)  # torch warns where it differs from that of the group
+        return options
+
+    return make
 
 
 def time_limit(args: argparse.Namespace) -> timedelta:
     """Return the time limit of the run's collectives and messages."""
     return timedelta(minutes=args.distributed_timeout_minutes)
-
-
-def _options(settings: Mapping[str, Any], timeout: timedelta) -> Any:
-    options = get_nccl_options(_GROUP, {_GROUP: settings})
-    options._timeout = timeout  # torch warns where it differs from that of the group
-    return options
 
 
 def _of_user(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,11 +47,7 @@ def provide_documents(num_samples: list[int], vp_stage: int | None = None) -> tu
 
 
 def schedule_for(args: argparse.Namespace, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the schedule function that `--epp-schedule` names.
-
-    Raises:
-        EppError: NVIDIA ModelOpt is enabled, whose losses no schedule of this package computes.
-    """
+    """Return the schedule function that `--epp-schedule` names. Raises `EppError` with NVIDIA ModelOpt, whose losses differ."""
     if getattr(args, "modelopt_enabled", False):  # by a flag of ModelOpt's, or by what is in the checkpoint
         raise EppError("--epp does not train with NVIDIA ModelOpt, which brings losses of its own: start without --epp")
     return forward_backward_elastic if args.epp_schedule == "elastic" else baseline_schedule(stock)
@@ -108,8 +103,8 @@ def forward_backward_elastic(
     with session.watchdog.watch(lambda: f"rank {session.rank} waits for gradient finalisation (--epp-wait-limit-seconds)"):
         loss, num_tokens = _hand_on(session)
         if not forward_only and config.finalize_model_grads_func is not None:
-            if pg_collection is None:
-                pg_collection = _process_groups(models[0])
+            pg_collection = pg_collection or get_attr_wrapped_model(models[0], "pg_collection")
+            pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
             # Data-parallel and embedding reductions, and the division by the number of tokens.
             config.finalize_model_grads_func(models, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     if config.timers is not None:
@@ -126,7 +121,7 @@ def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: Gl
     assert batch.plan is not None
     out_of_memory = OutOfMemoryReport(report.usage, args.epp_recompute != "auto")
     reduction = Reduction(config, models, session.rank == 0, args.epp_split_weight_gradient)
-    with reduction, report.measuring(batch), torch.set_grad_enabled(not batch.plan.forward_only):
+    with reduction, report.measuring(), torch.set_grad_enabled(not batch.plan.forward_only):
         for index, stage in enumerate(session.stages.values()):
             stage.begin(batch.chunk, partial(reduction.before_last_gradient, index), partial(reduction.reduce, index))
         links, recorder, watchdog = session.links, report.recorder, session.watchdog
@@ -173,10 +168,6 @@ def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, ses
     return batch
 
 
-def _process_groups(model: torch.nn.Module) -> Any:
-    return get_attr_wrapped_model(model, "pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
-
-
 class Reduction:
     """Context manager around an iteration's actions that delays the reduction of a rank's gradients.
 
@@ -187,13 +178,7 @@ class Reduction:
     stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
 
     Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
-    stage to the first.
-
-    Args:
-        config: the model's config.
-        chunks: the rank's model chunks, by ascending stage.
-        has_first: True if the rank has the pipeline's first stage.
-        splits_weights: True if weight gradients may be split from their backwards.
+    stage to the first. The rank's chunks are given by ascending stage.
     """
 
     def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
@@ -210,7 +195,7 @@ class Reduction:
             self._held.enter_context(no_sync())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._held.close()
 
     def before_last_gradient(self, index: int) -> None:

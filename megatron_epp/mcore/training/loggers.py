@@ -21,11 +21,7 @@ def is_due(args: argparse.Namespace, iteration: int) -> bool:
 
 
 def scalars(line: dict[str, Any]) -> dict[str, float]:
-    """Return names and values for the writers.
-
-    Args:
-        line: an iteration's figures as `IterationReport` collects them, with a plan.
-    """
+    """Return names and values for the writers, of an iteration's figures as `IterationReport` collects them, with a plan."""
     found: dict[str, float] = {}
     for source in ("planned", "measured"):
         found[f"epp/{source} makespan (ms)"] = line["makespan_us"][source] / _MS

@@ -29,6 +29,7 @@ from megatron_epp.report.facts import copies_us, host_peak_bytes, kv_offload_byt
 from megatron_epp.report.measured import Measured
 from megatron_epp.report.trace import save_trace
 from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.runtime.links.links import from_each
 from megatron_epp.runtime.offload.activations import Offload
 from megatron_epp.runtime.out_of_memory import Usage, device_peak, device_usage
 from megatron_epp.runtime.trace import Recorder
@@ -67,13 +68,7 @@ class IterationReport:
 
     @staticmethod
     def begin(session: Session, batch: GlobalBatch, forward_only: bool) -> IterationReport:
-        """Start the report of an iteration.
-
-        Args:
-            session: this process's session, whose count of iterations goes up in training.
-            batch: the batch of the iteration.
-            forward_only: True for an evaluation step, which is not reported.
-        """
+        """Start the report of an iteration, which the session counts in training. An evaluation step is not reported."""
         args = session.args
         if not forward_only:
             session.iteration += 1
@@ -83,10 +78,10 @@ class IterationReport:
         return IterationReport(session, batch, session.iteration, forward_only, collects, now_s, session.plan_wait_us)
 
     @contextlib.contextmanager
-    def measuring(self, batch: GlobalBatch) -> Iterator[None]:
+    def measuring(self) -> Iterator[None]:
         """Measure the iteration: a context around all that builds or frees graphs."""
-        self.batch, self.recorder, self.saved, self.offload = batch, Recorder(enabled=self.collects), None, None
-        copies = () if batch.plan is None else batch.plan.copies
+        self.recorder = Recorder(enabled=self.collects)
+        copies = () if self.batch.plan is None else self.batch.plan.copies
         if (self.session.args.epp_measure_memory or any(copies)) and not self.is_evaluation:
             stages = self.session.stages.values()
             parameters = chain.from_iterable(stage.parameters for stage in stages)
@@ -104,8 +99,7 @@ class IterationReport:
     def finish(self, loss: torch.Tensor | None) -> None:
         """Gather the ranks' figures, log them, append a line to ``iterations.jsonl``, and write plan and trace if requested.
 
-        Args:
-            loss: on the last rank ``[sum, tokens]``, None elsewhere.
+        `loss` is ``[sum, tokens]`` on the last rank, None elsewhere.
         """
         if not self.collects:
             return
@@ -117,7 +111,7 @@ class IterationReport:
             loss = loss.detach().clone().double()
             dist.all_reduce(loss, group=mpu.get_data_parallel_group(with_context_parallel=True))
             planned_us = self._of_replicas(loss)
-        mine = {
+        mine: dict[str, Any] = {
             "events": events,
             "wait_us": self.recorder.wait_us,
             "peak": self.saved.peak_bytes if self.saved is not None else None,
@@ -129,8 +123,7 @@ class IterationReport:
             "plan_wait_us": self.plan_wait_us,
         }
         assert self.session.links is not None
-        everyone: list[Any] = [None] * len(self.session.links.ranks)
-        dist.all_gather_object(everyone, mine, group=self.session.links.reports)
+        everyone = from_each(mine, self.session.links.reports)
         first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
         if not (first or last):
             return

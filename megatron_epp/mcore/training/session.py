@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +27,12 @@ from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, tell_lowered
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
-from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
-from megatron_epp.runtime.links.groups import Groups, from_each, from_first
-from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.context import prepare
+from megatron_epp.runtime.links.links import Groups, Links, from_each, from_first
 from megatron_epp.runtime.offload.host import HostMemory
-from megatron_epp.runtime.program import prepare
 from megatron_epp.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,9 @@ class Session:
             tell_lowered(self.args, least)
         host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
         self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
-        self._planner = BackgroundPlanner(costs, options_of(self.args), self.lockstep_group, self.lockstep_groups)
+        self._planner = BackgroundPlanner(
+            costs, options_from(self.args, training=True), self.lockstep_group, self.lockstep_groups
+        )
         self._can_plan.set()
 
     def _note_learning(self, step: str) -> None:
@@ -163,14 +165,9 @@ class Session:
 
     def plan_source(self, forward_only: bool) -> PlanSource:
         """Return the source of this rank's plans, for training or for evaluation."""
-
-        def make(lengths: tuple[int, ...]) -> PackedPlans:
-            return self._plan(lengths, forward_only)
-
+        make = partial(self._plan, forward_only=forward_only) if self.plans else None
         member = self.lockstep_groups[self.lockstep_group].index(self.replica)
-        return PlanSource(
-            make if self.plans else None, self._exchange, member, self._agree, lambda plan: prepare(plan, self.rank)
-        )
+        return PlanSource(make, self._exchange, member, self._agree, lambda plan: prepare(plan, self.rank))
 
     def close(self) -> None:
         """End planning. Any thread that still waits for a plan gets an error."""
@@ -209,11 +206,8 @@ def problem_of(
 ) -> Problem:
     """Return the planning problem of every batch, without its lengths.
 
-    Args:
-        args: Megatron's arguments.
-        cap_bytes: cap of every pipeline rank; the smallest of any replica.
-        placement: the rank of every stage.
-        host_cap: bytes of host memory that every rank may use.
+    `cap_bytes` has the cap of every pipeline rank, the smallest of any replica; `host_cap` is the bytes of host memory that
+    every rank may use.
     """
     return Problem(
         lengths=(),
@@ -224,16 +218,10 @@ def problem_of(
     )
 
 
-def options_of(args: argparse.Namespace) -> Options:
-    """Return the planner options that the `--epp-*` flags set."""
-    return options_from(args, training=True)
-
-
 def _lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:
     """Return the replicas and the global ranks of each group (replicas that share experts). Every rank must call this."""
     mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = from_each(mine)
     replica_of = [replica for replica, _ in everyone]
     lockstep_groups = lockstep_groups_of({replica_of[rank] for rank in sharing} for _, sharing in everyone)
     return lockstep_groups, [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,49 +21,34 @@ Attend = Callable[[Tensor, Tensors], Tensor]
 """Function from queries and cached tensors, ``[tokens, heads, *]``, to attention's output, ``[tokens, query_heads, *]``."""
 
 
-class ContextParallel(Protocol):
-    """Scheme by which ranks share the tokens of every chunk."""
+class ContextParallel:
+    """Scheme by which ranks share the tokens of every chunk; this one is for ranks that have all tokens of a chunk."""
 
     def shard(self, num_tokens: int) -> tuple[slice, ...]:
         """Return this rank's tokens among the `num_tokens` (padded) tokens of a chunk, in the order in which it has them."""
-
-    def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
-        """Run core attention.
-
-        Args:
-            attend: attention of all tokens of a chunk for some heads, on this rank.
-            q: ``[own tokens, query_heads, channels]``.
-            cached: ``[own tokens, kv_heads, width]`` each.
-
-        Returns:
-            ``[own tokens, query_heads, value_channels]``.
-        """
-
-
-class _NotShared:
-    """Implements `ContextParallel` for ranks that have all tokens of a chunk."""
-
-    def shard(self, num_tokens: int) -> tuple[slice, ...]:
         return (slice(0, num_tokens),)
 
     def attend(self, attend: Attend, q: Tensor, cached: Tensors) -> Tensor:
+        """Run core attention; `attend` is that of all tokens of a chunk for some heads, on this rank.
+
+        Queries are ``[own tokens, query_heads, channels]``, cached tensors ``[own tokens, kv_heads, width]`` each, and the
+        result is ``[own tokens, query_heads, value_channels]``.
+        """
         return attend(q, cached)
 
 
-NOT_SHARED: ContextParallel = _NotShared()
+NOT_SHARED = ContextParallel()
 """No context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeadExchange:
+class HeadExchange(ContextParallel):
     """Exchanges tokens for heads around attention, as in DeepSpeed Ulysses (https://arxiv.org/abs/2309.14509).
 
     Ahead of attention every rank sends each other rank the queries and cached tensors of that rank's heads, and gets all tokens
     of its own heads; the output goes the opposite way. A chunk's tokens are shared out in their order, the same number to each
-    rank, so a slice's cache holds whole sequences of a rank's own heads, and the relay and the kernels know nothing of it.
-
-    Attributes:
-        group: the context-parallel ranks, n of them; n divides the number of query heads.
+    rank, so a slice's cache holds whole sequences of a rank's own heads, and the relay and the kernels know nothing of it. The
+    size of the group divides the number of query heads.
     """
 
     group: dist.ProcessGroup
@@ -83,32 +68,18 @@ def of_group(group: dist.ProcessGroup) -> ContextParallel:
 
 
 def to_heads(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return all tokens of this rank's heads.
+    """Return all tokens of this rank's heads, ``[tokens, heads / n, channels]`` each, for a group of n context-parallel ranks.
 
-    Where there are not enough heads for the ranks (grouped queries), they are repeated: heads ``[0, 1]`` over 4 ranks go out as
-    ``[0, 0, 1, 1]``, and their gradients come back summed.
-
-    Args:
-        group: the context-parallel ranks, n of them.
-        tensors: ``[tokens / n, heads, channels]`` each: this rank's tokens, all heads.
-
-    Returns:
-        ``[tokens, heads / n, channels]`` each, of what repeating has left of the heads.
+    `tensors` are ``[tokens / n, heads, channels]`` each: this rank's tokens, all heads. Where there are not enough heads for
+    the ranks (grouped queries), they are repeated: heads ``[0, 1]`` over 4 ranks go out as ``[0, 0, 1, 1]``, and their
+    gradients come back summed.
     """
     size = dist.get_world_size(group)
     return _Exchange.apply(group, True, *(_enough_heads(x, size) for x in tensors))
 
 
 def to_tokens(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    """Return all heads of this rank's tokens: what `to_heads` does, undone.
-
-    Args:
-        group: the context-parallel ranks, n of them.
-        tensor: ``[tokens, heads / n, channels]``.
-
-    Returns:
-        ``[tokens / n, heads, channels]``.
-    """
+    """Return all heads of this rank's tokens, ``[tokens / n, heads, channels]``: what `to_heads` does, undone."""
     (out,) = _Exchange.apply(group, False, tensor)
     return out
 
@@ -135,21 +106,10 @@ class _Exchange(torch.autograd.Function):
 def _exchange(group: dist.ProcessGroup, for_heads: bool, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Exchange every tensor in its own collective; all of them are in flight at the same time."""
     size = dist.get_world_size(group)
-    parts = [_parts_by_heads(x, size) if for_heads else _parts_by_tokens(x, size) for x in tensors]
+    split, join = (1, 0) if for_heads else (0, 1)  # dimensions: 0 of tokens, 1 of heads
+    parts = [x.unflatten(split, (size, -1)).movedim(split, 0).contiguous() for x in tensors]  # entry r is for rank r
     received = [torch.empty_like(x) for x in parts]
     pairs = zip(received, parts, strict=True)
     for work in [dist.all_to_all_single(into, x, group=group, async_op=True) for into, x in pairs]:
         work.wait()
-    if for_heads:
-        return tuple(x.flatten(0, 1) for x in received)
-    return tuple(x.transpose(0, 1).flatten(1, 2) for x in received)
-
-
-def _parts_by_heads(x: Tensor, size: int) -> Tensor:
-    """Convert ``[tokens, heads, channels]`` to ``[size, tokens, heads / size, channels]``: entry r is for rank r."""
-    return x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()
-
-
-def _parts_by_tokens(x: Tensor, size: int) -> Tensor:
-    """Convert ``[tokens, heads, channels]`` to ``[size, tokens / size, heads, channels]``: entry r is for rank r."""
-    return x.unflatten(0, (size, -1)).contiguous()
+    return tuple(x.movedim(0, join).flatten(join, join + 1) for x in received)

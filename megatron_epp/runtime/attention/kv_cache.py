@@ -4,7 +4,7 @@ Forward of a slice writes its cached tensors (keys and values, see `layout`) aft
 all of them. Backward runs the slices last to first; each adds the gradient of the whole prefix to accumulators and takes out
 its own part, which is complete because every later slice has run.
 
-`KVRelay` holds the order of these steps. Where the tensors are is up to a `Store`: in device memory, or with KV offload
+`KVRelay` holds the order of these steps. Where the tensors are is up to a store: in device memory, or with KV offload
 (`kv_offload`) in host memory.
 """
 
@@ -13,96 +13,56 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_epp.plan.sizing import size_class, sums_in_fp32
 from megatron_epp.runtime.attention.kv_offload import HostStore
-from megatron_epp.runtime.attention.layout import Piece, Tensors
-from megatron_epp.runtime.attention.slice_view import RelayError, SliceView
+from megatron_epp.runtime.attention.layout import Piece, RelayError, SliceView, Tensors
 from megatron_epp.runtime.offload.host import HostMemory
 
 
-class Store(Protocol):
-    """Memory of KV caches, piece by piece: a piece is a layer, or a group of heads of a layer.
-
-    Attributes:
-        num_bytes: bytes on the device now.
-    """
-
-    num_bytes: int
-
-    def parts(self, heads: int) -> int:
-        """Return the number of groups of heads that attention processes one after the other."""
-
-    def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
-        """Make room for a piece of a sequence, whose tensors are like `like` except for the number of tokens."""
-
-    def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
-        """Return buffers on the device that have room for a chunk and hold the first `num_rows` tokens of a piece."""
-
-    def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
-        """Keep the rows ``[view.start, view.stop)`` that were written to the buffers."""
-
-    def expect_gradient(self, view: SliceView, piece: Piece) -> None:
-        """Start to fetch the accumulators of a piece, whose backward begins."""
-
-    def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
-        """Add gradients to the accumulators, which are fp32 if `wide`; return those of the chunk's own tokens, complete."""
-
-    def keep_gradient(self, view: SliceView, piece: Piece) -> None:
-        """Keep the accumulators, to which gradients of all heads were added, for the slices before this one."""
-
-    def free(self, view: SliceView, piece: Piece) -> None:
-        """Free a piece."""
-
-
-@dataclass(slots=True)
-class _Resident:
-    """Piece of a sequence in device memory: tensors ``[size class of its capacity, heads, width]``."""
-
-    rows: Tensors
-    gradients: Tensors | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (*self.rows, *(self.gradients or ())))
-
-
 class DeviceStore:
-    """KV caches in device memory. Buffers are allocated once per sequence at its full length and never grow."""
+    """KV caches in device memory, piece by piece: a piece is a layer, or a group of heads of a layer.
+
+    Buffers, of `num_bytes` now, are allocated once per sequence at its full length. `HostStore` has the same methods.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._pieces: dict[tuple[int, Piece], _Resident] = {}
+        self._rows: dict[tuple[int, Piece], Tensors] = {}  # ``[size class of the sequence's capacity, heads, width]`` each
+        self._gradients: dict[tuple[int, Piece], Tensors] = {}
 
     def parts(self, heads: int) -> int:
+        """Return the number of groups of heads that attention processes one after the other."""
         return 1
 
     def create(self, view: SliceView, piece: Piece, like: Tensors) -> None:
+        """Make room for a piece of a sequence, whose tensors are like `like` except for the number of tokens."""
         num_rows = size_class(view.capacity)
-        made = self._pieces[view.sequence, piece] = _Resident(tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like))
-        self.num_bytes += made.num_bytes
+        made = self._rows[view.sequence, piece] = tuple(x.new_empty((num_rows, *x.shape[1:])) for x in like)
+        self.num_bytes += sum(x.nbytes for x in made)
 
     def rows(self, view: SliceView, piece: Piece, num_rows: int) -> Tensors:
-        return self._pieces[view.sequence, piece].rows
+        """Return buffers on the device that have room for a chunk and hold the first `num_rows` tokens of a piece."""
+        return self._rows[view.sequence, piece]
 
     def keep(self, view: SliceView, piece: Piece, rows: Tensors) -> None:
-        """Do nothing: the buffers are the cache."""
+        """Keep the rows ``[view.start, view.stop)`` that were written to the buffers: these are the cache."""
 
     def expect_gradient(self, view: SliceView, piece: Piece) -> None:
-        """Do nothing: accumulators are on the device."""
+        """Start to fetch the accumulators of a piece, whose backward begins: they are on the device."""
 
     def add_gradient(self, view: SliceView, piece: Piece, grads: Tensors, heads: slice | None, wide: bool) -> Tensors:
-        found = self._pieces[view.sequence, piece]
-        if found.gradients is None:
-            pairs = zip(grads, found.rows, strict=True)
-            found.gradients = tuple(_accumulator(grad, rows, heads, wide) for grad, rows in pairs)
-            self.num_bytes += sum(x.nbytes for x in found.gradients)
+        """Add gradients to the accumulators, which are fp32 if `wide`; return those of the chunk's own tokens, complete."""
+        key = view.sequence, piece
+        if key not in self._gradients:
+            pairs = zip(grads, self._rows[key], strict=True)
+            self._gradients[key] = tuple(_accumulator(grad, rows, heads, wide) for grad, rows in pairs)
+            self.num_bytes += sum(x.nbytes for x in self._gradients[key])
         own = []
-        for total, grad in zip(found.gradients, grads, strict=True):
+        for total, grad in zip(self._gradients[key], grads, strict=True):
             of_heads = total if heads is None else total[:, heads]
             if not view.is_tail:
                 of_heads[: view.stop] += grad[: view.stop]
@@ -113,10 +73,12 @@ class DeviceStore:
         return tuple(own)
 
     def keep_gradient(self, view: SliceView, piece: Piece) -> None:
-        """Do nothing: accumulators stay where they are."""
+        """Keep the accumulators, to which gradients of all heads were added, for the slices before this one: they stay."""
 
     def free(self, view: SliceView, piece: Piece) -> None:
-        self.num_bytes -= self._pieces.pop((view.sequence, piece)).num_bytes
+        """Free a piece."""
+        key = view.sequence, piece
+        self.num_bytes -= sum(x.nbytes for x in (*self._rows.pop(key), *self._gradients.pop(key, ())))
 
 
 def _accumulator(grad: Tensor, rows: Tensor, heads: slice | None, wide: bool) -> Tensor:
@@ -162,21 +124,13 @@ class KVRelay:
         return self._device.num_bytes + (0 if self.offloaded is None else self.offloaded.num_bytes)
 
     def begin(self, offloaded: Collection[int] = (), host: HostMemory | None = None) -> None:
-        """Start an iteration.
-
-        Args:
-            offloaded: sequences whose KV caches are offloaded to host memory between uses.
-            host: the host memory that holds them.
-        """
+        """Start an iteration in which the KV caches of the `offloaded` sequences are in host memory between uses."""
         self.offloaded = HostStore(host, offloaded) if host is not None and offloaded else None
 
     def running(self, view: SliceView | None, backward: bool, num_whole: int = 0) -> AbstractContextManager[None]:
-        """Return the context manager in which an action runs.
+        """Return the context manager in which a forward or backward of a chunk runs, whose slice is `view` if it has one.
 
-        Args:
-            view: the chunk's slice, if it has one.
-            backward: the action is a backward.
-            num_whole: number of layers, from the stage's first, whose attention is recomputed in it.
+        `num_whole` is the number of layers, from the stage's first, whose attention is recomputed in it.
         """
         if view is None or self.offloaded is None or view.sequence not in self.offloaded.sequences:
             return nullcontext()
@@ -227,10 +181,8 @@ class KVRelay:
         Rows after the slice may be overwritten: later slices run their forwards later, and have run their backwards before.
 
         Args:
-            layer: number of the layer.
-            view: the chunk's slice.
+            layer, view, part: as for `append`.
             uncached: cached tensors of the chunk's tokens that are not in the cache; often none.
-            part: as for `append`.
 
         Raises:
             RelayError: a later slice has not run backward, or this one has.
@@ -255,19 +207,14 @@ class KVRelay:
     def take_gradient(
         self, layer: int, view: SliceView, grads: Sequence[Tensor], part: int = 0, heads: slice | None = None
     ) -> Tensors:
-        """Accumulate the gradient of all that a chunk attended to and return the part of the chunk's own tokens.
+        """Accumulate the gradient of all that a chunk attended to; return that of its own tokens, ``[tokens, heads, width]``.
 
         After the backward of the sequence's first slice its cache is freed.
 
         Args:
-            layer: number of the layer.
-            view: the chunk's slice.
+            layer, view, part: as for `append`.
             grads: ``[keys, heads, width]`` each; a tail's may become the accumulator, so the caller must not keep a reference.
-            part: as for `append`.
             heads: the heads of these gradients, if passed in groups, first to last; None if all are passed at once.
-
-        Returns:
-            ``[tokens, heads, width]`` each, complete.
         """
         progress, store, piece = self._progress(layer, view, part), self._store(view), Piece(layer, part)
         own = store.add_gradient(view, piece, tuple(grads), heads, self._is_wide(view))
@@ -290,7 +237,7 @@ class KVRelay:
             left = sorted({(piece.layer, sequence) for sequence, piece in self._pieces})
             raise RelayError(f"caches of (layer, sequence) {left} were never freed")
 
-    def _store(self, view: SliceView) -> Store:
+    def _store(self, view: SliceView) -> DeviceStore | HostStore:
         return self.offloaded if self.offloaded is not None and view.sequence in self.offloaded.sequences else self._device
 
     def _is_wide(self, view: SliceView) -> bool:

@@ -17,8 +17,7 @@ import torch
 
 from megatron_epp.plan.kv_offload import head_parts
 from megatron_epp.plan.sizing import size_class
-from megatron_epp.runtime.attention.layout import Piece, Tensors
-from megatron_epp.runtime.attention.slice_view import SliceView
+from megatron_epp.runtime.attention.layout import Piece, SliceView, Tensors
 from megatron_epp.runtime.offload.host import HostMemory, Region
 
 
@@ -32,9 +31,8 @@ class Use(NamedTuple):
 class LookAhead:
     """Prefetches the next piece into one of two buffers, and returns the buffer that holds the requested piece.
 
-    Args:
-        expected: the requests to come, in order. A request that is not among them is loaded when it is made.
-        load: begins to fill a buffer, 0 or 1, and returns a mark to wait for.
+    Requests that are not among those `expected`, in order, are loaded when they are made. `load` begins to fill a buffer, 0 or
+    1, and returns a mark to wait for.
     """
 
     def __init__(self, expected: Iterable[Use], load: Callable[[Use, int], Any]) -> None:
@@ -105,16 +103,11 @@ class _Running:
 
 
 class HostStore:
-    """Offloaded KV caches of one stage in one iteration. Implements `kv_cache.Store`.
-
-    Args:
-        host: the host memory that holds them.
-        sequences: the sequences whose caches are offloaded.
+    """KV caches of the `sequences` of one stage that are offloaded in an iteration. Has the methods of `kv_cache.DeviceStore`.
 
     Attributes:
         num_bytes: bytes on the device now.
-        host_bytes: bytes in host memory now.
-        host_peak_bytes: largest `host_bytes` so far.
+        host_bytes, host_peak_bytes: bytes in host memory now, and the most so far.
     """
 
     def __init__(self, host: HostMemory, sequences: Collection[int]) -> None:
@@ -130,11 +123,7 @@ class HostStore:
     def running(self, view: SliceView, backward: bool, num_whole: int, wide: bool) -> Iterator[None]:
         """Run a forward or backward of a slice in the body: buffers are allocated and prefetching starts on entry.
 
-        Args:
-            view: the slice.
-            backward: the action is a backward.
-            num_whole: number of layers, from the stage's first, whose attention is recomputed in it.
-            wide: gradients add up in fp32.
+        The arguments are those of `KVRelay.running`; gradients add up in fp32 if `wide`.
         """
         now = self._now = _Running(view, backward, wide, LookAhead(self._uses(view, backward, num_whole), self._load))
         try:

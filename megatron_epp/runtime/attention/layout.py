@@ -1,12 +1,19 @@
-"""Layout of a KV cache: which tensors a layer caches of a token, and how keys and values are made of them."""
+"""Layout of a chunk's attention: its segments among queries and keys, its window on the cache of its sliced sequence, and which
+tensors a layer caches of a token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from megatron_epp.plan import Chunk, EppError, Segment
 
 type Tensors = tuple[Tensor, ...]
 """Cached tensors of some tokens, or their gradients: ``[tokens, heads, width]`` each.
@@ -43,3 +50,110 @@ class KVLayout:
 
 KEYS_AND_VALUES = KVLayout(lambda cached: (cached[0], cached[1]), lambda dk, dv: (dk, dv))
 """Multi-head and grouped-query attention: keys and values are cached as they are."""
+
+
+class RelayError(EppError):
+    """Error of a KV cache in a state that the plan rules out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceView:
+    """Window of one chunk on the cache of its sliced sequence.
+
+    The cache stores the slice; of the sequence's last chunk it stores all tokens, those of other sequences after the sequence's
+    end. Other tokens in the chunk of an earlier slice are *uncached*: they follow the slice in the buffer, where later slices
+    overwrite them.
+
+    Attributes:
+        sequence: index of the sequence.
+        start: first token of the slice.
+        end: one past its last token.
+        length: tokens of the whole sequence.
+        capacity: tokens the buffer holds: every chunk of the sequence fits after the start of its slice. For a tail, the tokens
+            that its chunk fills.
+        num_slices: number of slices of the sequence.
+    """
+
+    sequence: int
+    start: int
+    end: int
+    length: int
+    capacity: int
+    num_slices: int = 2
+
+    @property
+    def is_tail(self) -> bool:
+        return self.end == self.length
+
+    @property
+    def stop(self) -> int:
+        """End of the rows of the buffer that the chunk fills (exclusive)."""
+        return self.capacity if self.is_tail else self.end
+
+    @property
+    def num_cached(self) -> int:
+        """Number of the chunk's tokens, from its first, that are stored in the buffer."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class SegmentTable:
+    """Offsets of the segments of one chunk, for one variable-length attention call.
+
+    Attributes:
+        segments: the chunk's segments, then one for the padding (sequence -1) when there is any.
+        query_starts: ``[n + 1]`` offsets among the chunk's tokens (``cu_seqlens_q``).
+        key_starts: ``[n + 1]`` offsets among the keys (``cu_seqlens_k``); a slice's keys include its prefix.
+    """
+
+    segments: tuple[Segment, ...]
+    query_starts: tuple[int, ...]
+    key_starts: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_starts[-1]
+
+    @cached_property
+    def max_query(self) -> int:
+        return max(s.num_tokens for s in self.segments)
+
+    @cached_property
+    def max_key(self) -> int:
+        return max(s.end for s in self.segments)
+
+    def part(self, shard: Iterable[slice]) -> tuple[Segment, ...]:
+        """Return the pieces of segments that a rank with the tokens of `shard` (see `ContextParallel.shard`) has, in order."""
+        starts = list(zip(self.segments, self.query_starts, self.query_starts[1:], strict=False))
+        pieces = []
+        for own in shard:
+            for (sequence, first, _), at, end in starts:
+                low, high = max(at, own.start), min(end, own.stop)
+                if low < high:
+                    pieces.append(Segment(sequence, first + low - at, first + high - at))
+        return tuple(pieces)
+
+    def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Query and key offsets, int32 ``[n + 1]`` each on `device`: copied there once, for all layers."""
+        if device not in self._on_device:
+            starts = torch.tensor([self.query_starts, self.key_starts], dtype=torch.int32)
+            if device.type == "cuda":
+                starts = starts.pin_memory().to(device, non_blocking=True)
+            self._on_device[device] = starts
+        queries, keys = self._on_device[device]
+        return queries, keys
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    @staticmethod
+    def build(chunk: Chunk, padded_tokens: int) -> SegmentTable:
+        """Lay out a chunk whose token count was padded to `padded_tokens`."""
+        segments = list(chunk.segments)
+        padding = padded_tokens - chunk.num_tokens
+        if padding > 0:  # attends to itself only, so that nothing of it reaches the others
+            segments.append(Segment(-1, 0, padding))
+        query_starts = tuple(accumulate((segment.num_tokens for segment in segments), initial=0))
+        key_starts = tuple(accumulate((segment.end for segment in segments), initial=0))
+        return SegmentTable(tuple(segments), query_starts, key_starts)

@@ -15,10 +15,7 @@ class ReceiveLeaf:
     """Input of a stage, received from the previous stage, as the start of an autograd graph.
 
     A leaf of autograd's own would hold the tensor until its gradient is computed. Here only autograd keeps it, as long as it
-    needs it.
-
-    Attributes:
-        gradient: gradient of the input; None until the backward.
+    needs it. `gradient` is None until the backward.
     """
 
     __slots__ = ("gradient",)

@@ -76,18 +76,17 @@ class _Held:
 
 
 class _HeldParameter:
-    """Saved parameter. Autograd would keep it as well without hooks.
+    """Saved parameter. Autograd would keep it as well without hooks."""
 
-    Attributes:
-        parameter: itself.
-    """
-
-    __slots__ = ("_accumulator", "parameter")
+    __slots__ = ("_accumulator", "_parameter")
 
     def __init__(self, parameter: Parameter) -> None:
-        self.parameter = parameter
+        self._parameter = parameter
         # Parameters refer to theirs weakly, and a function need not be given what it saves.
         self._accumulator: Node | None = get_gradient_edge(parameter).node if parameter.requires_grad else None
+
+    def tensor(self) -> Tensor:
+        return self._parameter
 
 
 class SavedTensors:
@@ -111,7 +110,7 @@ class SavedTensors:
         self._storages: dict[int, Storage] = {}
         self._by_owner: dict[Owner, list[Storage]] = {}
         self._owner: Owner | None = None
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, _tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, lambda held: held.tensor())
 
     def __enter__(self) -> SavedTensors:
         _give_back_leaves()
@@ -147,13 +146,9 @@ class SavedTensors:
         return [storage for storage in self._by_owner.pop(owner, []) if storage.num_held]
 
     def take_away(self, storage: Storage, num_bytes: int | None = None) -> None:
-        """Release a storage's device memory after it has been copied to the host.
+        """Release a storage's device memory after its first `num_bytes` bytes (None: all) have been copied to the host.
 
         The bytes that stay move to memory of their own, and exist twice for a moment.
-
-        Args:
-            storage: the storage.
-            num_bytes: number of bytes copied, from the first; None for all.
         """
         assert storage.memory is not None
         self.observe()
@@ -209,10 +204,6 @@ class SavedTensors:
             self.live_bytes += memory.nbytes() - storage.num_bytes
             storage.num_bytes = memory.nbytes()
             self.observe()
-
-
-def _tensor(held: _Held | _HeldParameter) -> Tensor:
-    return held.parameter if isinstance(held, _HeldParameter) else held.tensor()
 
 
 def _give_back_leaves() -> None:

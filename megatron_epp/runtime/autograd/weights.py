@@ -71,23 +71,15 @@ class WeightGradients:
     def linear(self, x: Tensor, kept: Tensor, layer: Linear) -> Tensor:
         """Return ``x @ weight.t()``, without an edge to the weight.
 
-        Args:
-            x: ``[..., in]``. Requires a gradient.
-            kept: the part of `x` that `layer.product` needs; often `x` itself.
-            layer: the weight ``[out, in]`` and its gradient.
+        `x` is ``[..., in]`` and requires a gradient; `kept` is the part of it that `layer.product` needs, often `x` itself.
         """
         return _Linear.apply(x, kept, layer, self)
 
     def put_off(self, weight: Tensor, tensors: Sequence[Tensor], compute: Callable[[Sequence[Tensor]], None]) -> None:
-        """Register a weight gradient that a layer has deferred.
+        """Register the gradient of a layer's weight, which `compute` will compute from the tensors and pass to the weight.
 
         Outside `keeping`, it is computed when the next one is registered, or in `finish`: not at once, because autograd is
-        still processing this weight.
-
-        Args:
-            weight: weight of the layer.
-            tensors: arguments of `compute`, which must not hold references to them itself.
-            compute: computes the gradient and passes it to the weight.
+        still processing this weight. `compute` must not hold references to the tensors itself.
         """
         held = SavedHandle(*(tensor.data for tensor in tensors))
         one = DeferredGradient(weight, lambda: compute(held.take()))

@@ -1,4 +1,4 @@
-"""Messages between the ranks of one pipeline.
+"""Messages between the ranks of one pipeline, their process groups, and the exchange of objects in groups.
 
 Activations and gradients travel on a communicator each, so that neither waits for the other. On each, messages between two
 ranks are matched first in, first out: lowering writes both sides' order from the same plan, and shapes come from the plan too,
@@ -11,16 +11,63 @@ NCCL's, a send and a receive would wait for each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.plan import EppError
-from megatron_epp.runtime.links.groups import Groups, Options
+
+Options = Callable[[], Any]
+"""Function that makes a backend's options, new ones for every group: torch writes the group's name and ranks into them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Makes process groups.
+
+    Attributes:
+        timeout: limit of a collective or message; None for torch's default, 10 minutes on NCCL and 30 on gloo.
+        create: makes one, as `torch.distributed.new_group` does.
+    """
+
+    timeout: timedelta | None = None
+    create: Callable[..., dist.ProcessGroup] = dist.new_group
+
+    def of(self, mine: tuple[int, ...], backend: str | None = None, options: Options | None = None) -> dist.ProcessGroup:
+        """Make the groups that the ranks name, and return this rank's. torch wants every rank to make all, in the same order.
+
+        A rank that names a group of global ranks without itself gets what torch gives to outsiders. Backend and options are the
+        defaults if they are None.
+        """
+        found: dist.ProcessGroup | None = None
+        for ranks in sorted(set(from_each(mine))):
+            own = None if options is None else options()
+            group = self.create(ranks=list(ranks), timeout=self.timeout, backend=backend, pg_options=own)
+            found = group if ranks == mine else found
+        assert found is not None  # `mine` is among the named
+        return found
+
+
+def from_first(items: list[Any], group: dist.ProcessGroup) -> list[Any]:
+    """Return the items of the first rank of a CPU group, which pickle, on every rank; those of the others are ignored.
+
+    A collective call: every rank of the group must call it at the same point, in the same thread as its other collectives.
+    """
+    shared = [items]
+    dist.broadcast_object_list(shared, src=dist.get_process_group_ranks(group)[0], group=group)
+    return shared[0]
+
+
+def from_each[T](item: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the items of all ranks of the group, or of the job, in rank order. A collective call, like `from_first`."""
+    everyone: list[T] = [item] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, item, group=group)
+    return everyone
 
 
 @dataclass(slots=True)
@@ -47,11 +94,8 @@ def ways(num_ranks: int, both_ways: bool) -> list[Way]:
     """Return all directions in which messages of a pipeline are sent, pair by pair.
 
     Exchanging first messages in this order cannot deadlock: of all pairs that still wait, both ranks of the first one have
-    reached it.
-
-    Args:
-        num_ranks: number of ranks of the pipeline.
-        both_ways: ranks have several stages, so activations are sent to lower ranks too, and between the last and first rank.
+    reached it. With `both_ways`, ranks have several stages: activations are sent to lower ranks too, and between the last and
+    first rank.
     """
     pairs = [(low, low + 1) for low in range(num_ranks - 1)]
     if both_ways and num_ranks > 2:
@@ -65,11 +109,7 @@ def ways(num_ranks: int, both_ways: bool) -> list[Way]:
 
 
 def most_links(num_ranks: int, both_ways: bool) -> int:
-    """Return the largest number of communicators for messages on a rank: each pair of ranks has its own on each group.
-
-    Args:
-        num_ranks, both_ways: as for `ways`.
-    """
+    """Return the largest number of communicators for messages on a rank: each pair of ranks has its own on each group."""
     ends = Counter(rank for way in ways(num_ranks, both_ways) for rank in (way.sender, way.receiver))
     return max(ends.values(), default=0)
 
@@ -134,16 +174,11 @@ class Links:
         )
 
     def connect(self, device: torch.device) -> None:
-        """Send a tiny message every way that messages will go. All ranks of the pipeline must call this at the same point.
+        """Send a tiny message on `device` every way that messages will go. All ranks must call this at the same point.
 
         On NCCL the first message between two ranks on a communicator keeps both waiting for each other. Inside a plan, where
-        first messages come in every rank's own order, ranks could wait in a circle; here they come in one order for all.
-
-        Args:
-            device: where messages will be.
-
-        Raises:
-            EppError: another rank's message came.
+        first messages come in every rank's own order, ranks could wait in a circle; here they come in one order for all. Raises
+        `EppError` if another rank's message came.
         """
         for way in ways(len(self.ranks), self.activations_down is not self.activations):
             group = self._group(way.gradient, up=way.receiver > way.sender)

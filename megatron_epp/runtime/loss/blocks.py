@@ -21,10 +21,6 @@ from torch import Tensor
 from megatron_epp.runtime.loss.kernels import Case, choose
 
 
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
 class Head(NamedTuple):
     """Options of the loss computation.
 
@@ -38,7 +34,7 @@ class Head(NamedTuple):
 
     block_tokens: int
     group: dist.ProcessGroup | None = None
-    gather: Callable[[Tensor], Tensor] = _as_it_is
+    gather: Callable[[Tensor], Tensor] = lambda x: x
     accumulate: Callable[[Tensor, Tensor], Tensor] | None = None
 
 

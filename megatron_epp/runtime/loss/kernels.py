@@ -36,14 +36,7 @@ _GRADIENT_TOLERANCE = 1.1 * 2**-8
 
 
 class Case(NamedTuple):
-    """Properties on which the choice depends.
-
-    Attributes:
-        device: ``cuda`` or ``cpu``.
-        dtype: type of the logits.
-        entries: number of vocabulary entries on this rank.
-        is_shared: the vocabulary is split over ranks.
-    """
+    """Properties on which the choice depends: `entries` counts this rank's vocabulary, which is a part of it if `is_shared`."""
 
     device: str
     dtype: torch.dtype
@@ -174,10 +167,6 @@ def _arguments(logits: Tensor, labels: Tensor, losses: Tensor, has_gradients: bo
     }
 
 
-def _liger_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    return _launch(logits, labels, has_gradients=False)
-
-
 def _liger_gradient(logits: Tensor, labels: Tensor) -> Tensor:
     _launch(logits, labels, has_gradients=True)
     return logits
@@ -203,4 +192,4 @@ def _obstacle(case: Case) -> str:
     return f"this release takes what is not known here: {', '.join(unknown)}" if unknown else ""
 
 
-LIGER = LossKernel("Liger's cross entropy", _liger_losses, _liger_gradient, _obstacle)
+LIGER = LossKernel("Liger's cross entropy", functools.partial(_launch, has_gradients=False), _liger_gradient, _obstacle)

@@ -47,15 +47,10 @@ class _Moved:
 
 
 class Offload:
-    """Activation offload of one rank in one iteration.
-
-    Args:
-        saved: tracks all saved tensors; active while the plan runs.
-        host: the host memory to copy to.
+    """Activation offload of one rank in one iteration. `saved` tracks all saved tensors, and is active while the plan runs.
 
     Attributes:
-        host_bytes: bytes in host memory now.
-        host_peak_bytes: largest `host_bytes` so far.
+        host_bytes, host_peak_bytes: bytes in host memory now, and the most so far.
     """
 
     def __init__(self, saved: SavedTensors, host: HostMemory) -> None:
@@ -78,10 +73,7 @@ class Offload:
         parts = choose([storage for storage in kept if storage.owner and storage.is_ours], round(share * whole_bytes))
         moved = _Moved(parts, Region(self._host))
         moved.region.reserve(_size(parts))
-        with self._host.copying(), timed:
-            for device, host in moved.pairs():
-                host.copy_(device, non_blocking=True)
-            moved.mark = self._host.mark()
+        self._copy(moved, timed, out=True)
         self._moved[owner] = moved
         self.host_bytes += _size(parts)
         self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
@@ -99,12 +91,15 @@ class Offload:
         for storage, _ in reversed(moved.parts):
             memory = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._host.device)
             self._saved.bring_back(storage, memory.untyped_storage())
-        with self._host.copying(), timed:
-            for on_device, on_host in moved.pairs():
-                on_device.copy_(on_host, non_blocking=True)
-            moved.mark = self._host.mark()
+        self._copy(moved, timed, out=False)
         moved.region.give_back()
         self.host_bytes -= _size(moved.parts)
+
+    def _copy(self, moved: _Moved, timed: Timed, out: bool) -> None:
+        with self._host.copying(), timed:
+            for device, host in moved.pairs():
+                (host if out else device).copy_(device if out else host, non_blocking=True)
+            moved.mark = self._host.mark()
 
     def before_backward(self, owner: Owner) -> None:
         """Make the compute stream wait for the copy back. Called before the backward of every chunk."""

@@ -10,9 +10,10 @@ next copy into it is issued later on the same stream.
 from __future__ import annotations
 
 import os
-from bisect import bisect, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,10 +47,7 @@ class Span(NamedTuple):
 class FreeSpans:
     """Free list: allocates in as few spans as possible and merges adjacent spans when memory is returned.
 
-    An allocation need not be contiguous, so all free bytes can be allocated, whatever was allocated and returned before.
-
-    Attributes:
-        num_bytes: free bytes in all.
+    An allocation need not be contiguous, so all `num_bytes` free bytes can be allocated, whatever was allocated before.
     """
 
     def __init__(self) -> None:
@@ -64,7 +62,7 @@ class FreeSpans:
         taken = []
         while num_bytes:
             roomy = [span for span in self._spans if span.num_bytes >= num_bytes]
-            span = min(roomy, key=_size) if roomy else max(self._spans, key=_size)
+            span = min(roomy, key=attrgetter("num_bytes")) if roomy else max(self._spans, key=attrgetter("num_bytes"))
             part = span._replace(stop=span.start + min(num_bytes, span.num_bytes))
             at = self._spans.index(span)
             self._spans[at : at + 1] = [span._replace(start=part.stop)] if part != span else []
@@ -75,24 +73,20 @@ class FreeSpans:
 
     def add(self, spans: Iterable[Span]) -> None:
         """Return spans to the free list."""
-        for span in spans:
-            self.num_bytes += span.num_bytes
-            at = bisect(self._spans, span)
-            before, after = self._spans[max(at - 1, 0) : at], self._spans[at : at + 1]
-            first, last = at, at
-            if before and _touch(before[0], span):
-                first, span = at - 1, span._replace(start=before[0].start)
-            if after and _touch(span, after[0]):
-                last, span = at + 1, span._replace(stop=after[0].stop)
-            self._spans[first:last] = [span]
+        merged: list[Span] = []
+        for span in sorted([*self._spans, *spans]):
+            last = merged[-1] if merged else None
+            if last is not None and last.page == span.page and last.stop == span.start:
+                merged[-1] = last._replace(stop=span.stop)
+            else:
+                merged.append(span)
+        self._spans, self.num_bytes = merged, sum(span.num_bytes for span in merged)
 
 
 class HostMemory:
-    """Pages of this process, and the copy stream of its device.
+    """Pages of this process, at most `cap_bytes` bytes, and the copy stream of its device.
 
-    Args:
-        device: the device that copies go to and come from. For a GPU pages are pinned; for a CPU they are plain memory.
-        cap_bytes: largest number of bytes of all pages.
+    For a GPU pages are pinned; for a CPU they are plain memory.
 
     Attributes:
         allocated_bytes: bytes of all pages.
@@ -169,11 +163,7 @@ class HostMemory:
 
 
 class Region:
-    """Consecutive bytes of host memory, reserved range by range and returned all at once.
-
-    Attributes:
-        num_bytes: bytes reserved.
-    """
+    """Consecutive `num_bytes` bytes of host memory, reserved range by range and returned all at once."""
 
     def __init__(self, host: HostMemory) -> None:
         self.num_bytes = 0
@@ -212,26 +202,14 @@ def _power_below(num_bytes: int) -> int:
     return 1 << num_bytes.bit_length() - 1 if num_bytes > 0 else 0
 
 
-def _touch(span: Span, later: Span) -> bool:
-    return span.page == later.page and span.stop == later.start
-
-
-def _size(span: Span) -> int:
-    return span.num_bytes
-
-
 def host_limit(
     groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup"), machine_bytes: int | None = None
 ) -> tuple[int, str]:
     """Return the bytes that all processes of this job on this host may use together, and their source: `MACHINE`, or a file.
 
-    The result is the smallest limit among those of the process's control group and its ancestors, of either version (kernel
-    documentation, admin-guide/cgroup-v2.rst: ``memory.max``; cgroup-v1/memory.rst: ``memory.limit_in_bytes``).
-
-    Args:
-        groups: folder in which control groups are mounted.
-        membership: file that lists the control groups of the process.
-        machine_bytes: memory of the machine; None to query it.
+    The result is the smallest limit among those of the process's control group (listed in `membership`) and its ancestors, of
+    either version (kernel documentation, admin-guide/cgroup-v2.rst: ``memory.max``; cgroup-v1/memory.rst:
+    ``memory.limit_in_bytes``), which are mounted in `groups`, and the machine's memory, by default as the system tells it.
     """
     if machine_bytes is None:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,14 +8,12 @@ host are timed waits overlapped with compute, one at a time if ranks share a lin
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
-import tempfile
 import time
-import traceback
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,21 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_epp.plan import Action, EppError, Op, Plan
-from megatron_epp.plan.graph import build_graph
-from megatron_epp.plan.operations import Message, Role, operation
 from megatron_epp.runtime.attention.kv_cache import KVRelay
-from megatron_epp.runtime.context import ChunkContext
+from megatron_epp.runtime.autograd.saved import Owner
+from megatron_epp.runtime.context import ChunkContext, prepare
 from megatron_epp.runtime.executor import Executor
-from megatron_epp.runtime.links.groups import Groups
-from megatron_epp.runtime.links.links import Links
-from megatron_epp.runtime.program import prepare
-from megatron_epp.runtime.tools.emulate_copies import Locks, WaitingOffload, host_locks
+from megatron_epp.runtime.links.links import Groups, Links
+from megatron_epp.runtime.links.processes import CONTEXT, run_ranks
+from megatron_epp.runtime.offload.activations import Timed
 
 Events = list[tuple[str, float, float]]
+Locks = Mapping[tuple[int, Op], Any]
+"""Locks by host link and direction (offload or load), each held by the rank that is copying."""
+
 _HEAD_START_S = 0.5
 """Seconds from the moment the ranks agree on a start to that start."""
-_LEAVE_S = 10.0
-"""Seconds that a rank which has finished has to exit."""
 _SPIN_S = 100e-6
 """Seconds at the end of a wait that are spent spinning: sleeping overshoots by about this much."""
 
@@ -61,22 +58,29 @@ class _Rank:
     """State shared by the stages of one rank: the clock and the recorded events."""
 
     plan: Plan
+    rank: int
     scale: float
     origin_s: float = 0.0
     free_s: float = 0.0
     offload: WaitingOffload | None = None
     late_s: float = 0.0
     events: Events = field(default_factory=list)
+    times_us: dict[Action, float] = field(init=False)
 
-    def perform(self, action: Action, time_us: float, arrived_s: float) -> float:
+    def __post_init__(self) -> None:
+        self.times_us = {
+            action: step.time_us / len(step.actions) for step in self.plan.ranks[self.rank] for action in step.actions
+        }
+
+    def perform(self, action: Action, arrived_s: float) -> float:
         """Wait for the planned time of an action, from the arrival of its input. Returns when it ended, in seconds."""
         if action.op is Op.B and self.offload is not None:
             arrived_s = max(arrived_s, self.offload.loaded_s)
         _wait_until(arrived_s)
-        start_s = time.monotonic()
-        _wait_until(start_s + time_us * self.scale * 1e-6)
+        start_s, time_s = time.monotonic(), self.times_us[action] * self.scale * 1e-6
+        _wait_until(start_s + time_s)
         end_s = time.monotonic()
-        self.late_s += end_s - max(arrived_s, self.free_s, self.origin_s) - time_us * self.scale * 1e-6
+        self.late_s += end_s - max(arrived_s, self.free_s, self.origin_s) - time_s
         self.free_s = end_s
         self.record(action, start_s, end_s)
         return end_s
@@ -87,11 +91,10 @@ class _Rank:
 
 
 class WaitingStage:
-    """Implements `runtime.executor.Stage` by timed waits: its hidden states are the time at which they were produced."""
+    """Implements `runtime.context.Stage` by timed waits: its hidden states are the time at which they were produced."""
 
-    def __init__(self, stage: int, rank: _Rank, times_us: dict[Action, float]) -> None:
-        self.stage, self.rank, self.times_us = stage, rank, times_us
-        self.relay = KVRelay()
+    def __init__(self, stage: int, rank: _Rank) -> None:
+        self.stage, self.rank, self.relay = stage, rank, KVRelay()
         self._inputs: dict[int, Tensor] = {}
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Tensor:
@@ -109,7 +112,7 @@ class WaitingStage:
 
     def _perform(self, action: Action, arrived: Tensor | None, message_us: float) -> Tensor:
         sent_s = self.rank.origin_s if arrived is None else float(arrived.detach()[0])
-        end_s = self.rank.perform(action, self.times_us[action], sent_s + message_us * self.rank.scale * 1e-6)
+        end_s = self.rank.perform(action, sent_s + message_us * self.rank.scale * 1e-6)
         return torch.tensor([end_s], dtype=torch.float64)
 
     def weight(self, chunk: int) -> None:
@@ -127,76 +130,78 @@ class WaitingStage:
         return (1,), torch.float64, torch.device("cpu")
 
 
-def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
-    """Emulate a plan, with its ranks as processes.
+class WaitingOffload:
+    """Implements `runtime.context.Mover` by timed waits: each copy waits for its link, then for its planned time.
 
-    Args:
-        plan: a checked plan.
-        scale: seconds slept per planned second.
-        timeout_s: limit in seconds for the whole emulation.
-
-    Raises:
-        EppError: a rank failed, or it took too long.
+    Copies run in a thread of their own, one at a time among ranks that share a link.
     """
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_epp.runtime.links.probe", "megatron_epp.runtime.tools.emulate"])
-    results: Any = context.Queue()
-    locks = host_locks(plan, context)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_enter, args=(plan, rank, scale, locks, folder, results), daemon=True)
-            for rank in range(plan.num_ranks)
-        ]
-        for process in ranks:
-            process.start()
-        try:
-            done = dict(_collect(results, plan.num_ranks, timeout_s))
-            for process in ranks:
-                process.join(_LEAVE_S)
-        finally:
-            for process in ranks:
-                process.kill()
-    late_s = sum(late for _, late in done.values())
-    actions = sum(map(len, plan.ranks))
-    return Rehearsed(tuple(tuple(done[rank][0]) for rank in range(plan.num_ranks)), late_s * 1e6 / max(1, actions))
+
+    def __init__(self, rank: _Rank, locks: Locks) -> None:
+        self.loaded_s = 0.0
+        plan, self._rank, self._locks = rank.plan, rank, locks
+        self._times_us = {copy.action: copy.time_us for copy in plan.copies[rank.rank]}
+        self._link = plan.host_links[rank.rank] if plan.host_links else rank.rank
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._ended_s: dict[Action, Future[float]] = {}
+
+    def _issue(self, action: Action) -> None:
+        self._ended_s[action] = self._thread.submit(self._copy, action)
+
+    def _copy(self, action: Action) -> float:
+        with self._locks.get((self._link, action.op), nullcontext()):
+            start_s = time.monotonic()
+            time.sleep(self._times_us[action] * self._rank.scale * 1e-6)
+            end_s = time.monotonic()
+        self._rank.record(action, start_s, end_s)
+        return end_s
+
+    def forward_of(self, owner: Owner) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def out(self, owner: Owner, share: float, timed: Timed) -> None:
+        self._issue(Action(Op.O, *owner))
+
+    def free(self, owner: Owner) -> None:
+        self._ended_s[Action(Op.O, *owner)].result()
+
+    def back(self, owner: Owner, timed: Timed) -> None:
+        self._issue(Action(Op.L, *owner))
+
+    def before_backward(self, owner: Owner) -> None:
+        if (ended_s := self._ended_s.get(Action(Op.L, *owner))) is not None:
+            self.loaded_s = ended_s.result()
+
+    def assert_empty(self) -> None:
+        """Raise `EppError` if a copy has not ended."""
+        ended = {action for action, ended_s in self._ended_s.items() if ended_s.done()}
+        if left := [str(action) for action in self._times_us if action not in ended]:
+            raise EppError(f"copies have not ended: {' '.join(left)}")
 
 
-def _collect(results: Any, num_ranks: int, timeout_s: float) -> list[tuple[int, tuple[Events, float]]]:
-    deadline_s = time.monotonic() + timeout_s
-    done: list[tuple[int, tuple[Events, float]]] = []
-    for _ in range(num_ranks):
-        try:
-            rank, result = results.get(timeout=max(0.0, deadline_s - time.monotonic()))
-        except queue.Empty:
-            raise EppError(f"{num_ranks - len(done)} of {num_ranks} ranks have not ended after {timeout_s:.0f} s") from None
-        if isinstance(result, str):
-            raise EppError(f"rank {rank} failed: {result}")
-        done.append((rank, result))
-    return done
+def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
+    """Emulate a checked plan, with its ranks as processes that sleep `scale` seconds per planned second.
+
+    Raises `EppError` if a rank failed, or the whole emulation took longer than `timeout_s`.
+    """
+    links = plan.host_links
+    locks = {(link, op): CONTEXT.Lock() for link in set(links) if links.count(link) > 1 for op in (Op.O, Op.L)}
+    done = run_ranks(_run, plan.num_ranks, plan, scale, locks, timeout_s=timeout_s)
+    late_s = sum(late for _, late in done)
+    return Rehearsed(tuple(tuple(events) for events, _ in done), late_s * 1e6 / max(1, sum(map(len, plan.ranks))))
 
 
-def _enter(plan: Plan, rank: int, scale: float, locks: Locks, folder: str, results: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=plan.num_ranks)
-        results.put((rank, _run(plan, rank, scale, locks)))
-        dist.barrier()  # a rank that left would break the others' links
-    except Exception as error:
-        results.put((rank, f"{error}" if isinstance(error, EppError) else traceback.format_exc()))
-
-
-def _run(plan: Plan, rank: int, scale: float, locks: Locks) -> tuple[Events, float]:
-    everyone = range(plan.num_ranks)
-    links = Links.create(everyone, everyone, Groups()) if plan.num_ranks > 1 else None
-    times_us = {action: step.time_us / len(step.actions) for step in plan.ranks[rank] for action in step.actions}
-    shared = _Rank(plan, scale)
-    stages = {stage: WaitingStage(stage, shared, times_us) for stage, on in enumerate(plan.placement) if on == rank}
+def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> tuple[Events, float]:
+    everyone, placement = range(plan.num_ranks), plan.placement
+    links = None
+    if plan.num_ranks > 1:
+        links = Links.create(everyone, everyone, Groups(), both_ways=len(set(placement)) < len(placement))
+        links.connect(torch.device("cpu"))
+    shared = _Rank(plan, rank, scale)
+    stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(placement) if on == rank}
     if plan.copies and plan.copies[rank]:
-        shared.offload = WaitingOffload(plan, rank, locks, scale, shared.record)
+        shared.offload = WaitingOffload(shared, locks)
     unstreamed = replace(plan, kv_offload=())  # what it takes to stream caches is in the steps' times
     prepare(unstreamed, rank)
-    if links is not None:
-        _first_messages(plan, rank, links)
     start = torch.tensor([time.monotonic() + _HEAD_START_S], dtype=torch.float64)
     dist.all_reduce(start, op=dist.ReduceOp.MAX)
     executor = Executor(unstreamed, rank, stages, links, offload=shared.offload)
@@ -204,24 +209,6 @@ def _run(plan: Plan, rank: int, scale: float, locks: Locks) -> tuple[Events, flo
     _wait_until(shared.origin_s)
     executor.run()
     return sorted(shared.events, key=itemgetter(1, 2)), shared.late_s
-
-
-def _first_messages(plan: Plan, rank: int, links: Links) -> None:
-    """Send one message in each direction on every link the plan uses, so that links are connected before the emulation."""
-    used = {
-        (plan.placement[sent.source.stage], plan.placement[sent.target.stage], operation(sent.target.op).role is Role.CLOSES)
-        for sent in build_graph(plan).transfers
-        if isinstance(sent.carries, Message)
-    }
-    waiting = []
-    for source, target, gradient in sorted(used):
-        if target == rank:
-            waiting.append(links.post_receive((1,), torch.float64, torch.device("cpu"), peer=source, gradient=gradient))
-        if source == rank:
-            links.send(torch.zeros(1, dtype=torch.float64), target, gradient)
-    for receive in waiting:
-        receive.wait()
-    links.finish_sends()
 
 
 def _wait_until(when_s: float) -> None:

@@ -6,7 +6,9 @@ one rank is timed, and what it exchanges with the others is left to formulas, as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,22 +19,17 @@ from megatron_epp.cost import ModelShape, causal_pairs
 from megatron_epp.cost.fit import Point
 from megatron_epp.plan import Chunk, Segment
 from megatron_epp.runtime.attention import kernels
-from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.layout import SegmentTable
 from megatron_epp.runtime.loss.blocks import Head, block_losses
-from megatron_epp.runtime.tools.timer import Timer, time_host_copies
 
 Points = dict[str, list[Point]]
+
+_LEAST_RUNS, _MOST_RUNS, _ENOUGH_S = 3, 15, 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Sizes at which to measure.
-
-    Attributes:
-        tokens: tokens of chunks, for matrix products and loss, and of slices.
-        prefixes: tokens before a slice.
-        copy_bytes: sizes of host copies.
-    """
+    """Sizes at which to measure: tokens of chunks and slices, tokens before a slice, and bytes of host copies."""
 
     tokens: tuple[int, ...]
     prefixes: tuple[int, ...]
@@ -47,17 +44,11 @@ class Grid:
 
 
 def measure(shape: ModelShape, device: torch.device, grid: Grid, note: Callable[[str], None]) -> Points:
-    """Points by kind.
+    """Measure the parts of a model on a device at the sizes of a grid; `note` is called with the kind that is being measured.
 
-    Args:
-        shape: of the model; its bytes per value choose bf16 or fp32.
-        device: where to measure.
-        grid: what to measure.
-        note: called with the kind that is being measured.
-
-    Returns:
-        ``linear``, ``attention``, ``loss`` and ``embedding``, each ``forward`` and ``backward``, the first, and ``loss``, also
-        ``weight``; ``host copy`` with bytes for tokens.
+    The model's bytes per value choose bf16 or fp32. Returns points by kind: ``linear``, ``attention``, ``loss`` and
+    ``embedding``, each ``forward`` and ``backward``, the first, and ``loss``, also ``weight``; ``host copy`` with bytes for
+    tokens.
     """
     bench = _Bench(shape, device, torch.bfloat16 if shape.bytes_per_value == 2 else torch.float32)
     points: Points = {}
@@ -172,3 +163,51 @@ class _Bench:
                 total.addmm_(grad.t(), given)
 
         return Point(tokens, 0, self.timer.median_us(run))
+
+
+class Timer:
+    """Clock of a device.
+
+    Where a single host thread computes (`alone`: no other process takes part in the work), it reads processor time, so that
+    other programs on the machine do not count. Where others compute too, or wait for each other, which uses no processor time,
+    it reads wall time.
+    """
+
+    def __init__(self, device: torch.device, *, alone: bool = True) -> None:
+        """Choose the clock.
+
+        Args:
+            device: where the work runs.
+            alone: no other process takes part in the work.
+        """
+        self._on_gpu = device.type == "cuda"
+        host_alone = alone and not self._on_gpu and torch.get_num_threads() == 1
+        self._now_s = time.thread_time if host_alone else time.perf_counter
+
+    def now_us(self) -> float:
+        """Wait for the device and read the clock, in microseconds."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return self._now_s() * 1e6
+
+    def median_us(self, run: Callable[..., object], prepare: Callable[[], object] | None = None) -> float:
+        """Return the median time of runs after a warm-up. `run` takes what `prepare` returns, which is not timed."""
+        times: list[float] = []
+        began_s = time.perf_counter()
+        while len(times) <= _LEAST_RUNS or (len(times) <= _MOST_RUNS and time.perf_counter() - began_s < _ENOUGH_S):
+            given = () if prepare is None else (prepare(),)
+            start_us = self.now_us()
+            run(*given)
+            times.append(self.now_us() - start_us)
+        return statistics.median(times[1:])
+
+
+def time_host_copies(device: torch.device, sizes: Iterable[int]) -> list[Point]:
+    """Time copies of these sizes in bytes to pinned host memory and back; without a GPU, between two buffers."""
+    timer, points = Timer(device), []
+    for num_bytes in sizes:
+        there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        for source, target in ((there, here), (here, there)):
+            points.append(Point(num_bytes, 0, timer.median_us(lambda source=source, target=target: target.copy_(source))))
+    return points

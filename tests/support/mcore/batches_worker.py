@@ -124,7 +124,8 @@ def of_batches(executor, batches):
 def plans(args, costs, session, batches):
     """Names and plans, the same on every rank: of every batch first one that recomputes, copies and hosts nothing."""
     from megatron_epp import planner
-    from megatron_epp.mcore.training.session import options_of, problem_of
+    from megatron_epp.mcore.arguments.parser import options_from
+    from megatron_epp.mcore.training.session import problem_of
     from megatron_epp.plan import RECOMPUTE_MODES, InfeasibleError
     from megatron_epp.plan.kv_offload import slices_in
     from megatron_epp.planner import UNLIMITED_BYTES
@@ -138,7 +139,7 @@ def plans(args, costs, session, batches):
     for _ in range(batches):
         lengths = tuple(min(CONTEXT, int(draw.lognormvariate(3.5, 1.2)) + 1) for _ in range(draw.randint(3, 12)))
         problem = replace(free_of_caps, lengths=lengths)
-        options = replace(options_of(args), slices=draw.randint(1, 4), offload=False)
+        options = replace(options_from(args, training=True), slices=draw.randint(1, 4), offload=False)
         made = planner.PLANNERS["greedy"](problem, costs, options)
         free = build_plan(problem, costs, options, made)
         yield "free", free

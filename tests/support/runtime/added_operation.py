@@ -74,8 +74,7 @@ def run_plan(rank, links, make, num_layers):
     with defined():
         plan = make(num_layers)
         shards = Shards(rank, plan.num_ranks, plan.placement[-1])
-        shared = _Rank(plan, 1.0)
-        times_us = dict.fromkeys(plan.actions(rank), 0.0)
-        stages = {stage: WaitingStage(stage, shared, times_us) for stage, on in enumerate(plan.placement) if on == rank}
+        shared = _Rank(plan, rank, 1.0)
+        stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(plan.placement) if on == rank}
         Executor(plan, rank, stages, links, handlers=shards.handlers()).run()
         return shards.sums, [text for text, _, _ in shared.events]

@@ -6,8 +6,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.links.groups import Groups
-from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.links import Groups, Links
 
 
 def cross_talk(rank, links):

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.links.groups import Groups
-from megatron_epp.runtime.links.links import Links
+from megatron_epp.runtime.links.links import Groups, Links
 
 TIMEOUT_S = 120
 _context = multiprocessing.get_context("forkserver")

@@ -12,7 +12,7 @@ from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.plan.serialize import pack
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlan
-from megatron_epp.runtime.links.groups import from_each, from_first
+from megatron_epp.runtime.links.links import from_each, from_first
 from tests.support.runtime.synthetic_sequences import MemoryDataset
 
 LENGTHS = [5, 9, 2, 30, 7, 11, 4, 120, 64, 33]

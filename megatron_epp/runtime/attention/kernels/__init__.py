@@ -22,8 +22,7 @@ from megatron_epp.runtime.attention.kernels.base import Case, Kernel, backward_b
 from megatron_epp.runtime.attention.kernels.exact import EXACT
 from megatron_epp.runtime.attention.kernels.flash import FLASH_ATTN, TORCH_FLASH
 from megatron_epp.runtime.attention.kernels.transformer_engine import TRANSFORMER_ENGINE
-from megatron_epp.runtime.attention.layout import Tensors
-from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
 
 __all__ = ["EXACT", "FLASH_ATTN", "TORCH_FLASH", "TRANSFORMER_ENGINE", "PREFERENCES", "Case", "Kernel", "choose", "explain"]
 
@@ -44,16 +43,9 @@ _TOLERANCE = 2e-2
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, preference: str = "auto") -> Kernel:
-    """Return the kernel for queries, keys and values of these shapes, type and device.
+    """Return the kernel for queries, keys and values of these shapes (see `Kernel`), type and device.
 
-    Args:
-        q: ``[tokens, query_heads, channels]``.
-        k: ``[keys, kv_heads, channels]``.
-        v: ``[keys, kv_heads, value_channels]``.
-        preference: a key of `PREFERENCES`.
-
-    Raises:
-        EppError: no kernel of the preference can be used.
+    Raises `EppError` if no kernel of the preference, a key of `PREFERENCES`, can be used.
     """
     case = Case(q.device.type, q.dtype, q.shape[2], q.shape[1], k.shape[1], v.shape[2] if v.shape[2] != k.shape[2] else 0)
     return _choose(case, preference)

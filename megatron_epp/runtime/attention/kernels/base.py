@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.plan.sizing import heads_at_once
-from megatron_epp.runtime.attention.layout import Tensors
-from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.layout import SegmentTable, Tensors
 
 type Saved = tuple[Tensor, ...]
 """Tensors a forward saves for its backward in addition to q, k, v and output, the log-sum-exp first."""
@@ -23,15 +22,9 @@ tensors of the chunk's own tokens."""
 
 
 class Case(NamedTuple):
-    """Properties on which the choice of a kernel depends: those of the tensors, not of the chunk.
+    """Properties on which the choice of a kernel depends: those of this rank's tensors, not of the chunk.
 
-    Attributes:
-        device: ``cuda`` or ``cpu``.
-        dtype: type of queries, keys and values.
-        channels: width of a head of queries and keys.
-        query_heads: query heads of this rank.
-        kv_heads: key heads of this rank.
-        value_channels: width of a head of values; 0 if it is `channels`.
+    `channels` is the width of a head of queries and keys; `value_channels` that of values, or 0 if it is the same.
     """
 
     device: str
@@ -68,12 +61,7 @@ class Kernel:
 
 
 def log_sums_of(log_sums: Tensor, own: slice) -> Tensor:
-    """Select heads of a log-sum-exp.
-
-    Args:
-        log_sums: ``[heads, tokens]``, or in older releases of FlashAttention ``[sequences, heads, longest]``.
-        own: the heads.
-    """
+    """Select heads of a log-sum-exp ``[heads, tokens]``, or of older FlashAttentions ``[sequences, heads, longest]``."""
     return log_sums[own] if log_sums.dim() == 2 else log_sums[:, own].contiguous()
 
 

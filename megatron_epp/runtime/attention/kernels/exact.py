@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_epp.runtime.attention.kernels.base import Case, Kernel, Saved
-from megatron_epp.runtime.attention.segments import SegmentTable
+from megatron_epp.runtime.attention.kernels.base import Kernel, Saved
+from megatron_epp.runtime.attention.layout import SegmentTable
 
 
 def _heads_first(x: Tensor, num_heads: int) -> Tensor:
@@ -114,8 +114,4 @@ def _backward(
     return dq, dk, dv
 
 
-def _obstacle(case: Case) -> str | None:
-    return None
-
-
-EXACT = Kernel("exact blocks of torch", _forward, _backward, _obstacle)
+EXACT = Kernel("exact blocks of torch", _forward, _backward, lambda case: None)
