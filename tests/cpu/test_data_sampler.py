@@ -82,3 +82,10 @@ def test_consumed_samples_counts_the_whole_batch():
 def test_impossible_requests_are_refused(arguments, says):
     with pytest.raises(EppError, match=says):
         GlobalBatchSampler(*arguments)
+
+
+def test_a_seed_may_be_any_integer():
+    for seed in (2**32 - 1, 2**40 + 7, 2**63, -5):
+        assert sorted(epoch_order(10, seed, 0)) == list(range(10))
+    assert epoch_order(100, 2**32 + 1, 0).tolist() == epoch_order(100, 1, 0).tolist()
+    assert epoch_order(3, 1).dtype == "uint32"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from megatron_epp.plan.serialize import digest, load
+from megatron_epp.report.measured import Measured
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity
 
 ITERATIONS = 2
+REPORTED = "two stages"
+MEASURED = "--epp-measure-memory --epp-trace 2 --log-interval 1"
 CASES = {
     "one stage": {
         "cell": {},
@@ -16,14 +21,20 @@ CASES = {
         "plan": "--epp-slices 3 --epp-recompute 1 --epp-loss-block-tokens 5",
         "optimizer": "--use-distributed-optimizer",
     },
-    "two stages": {"cell": {"pp": 2, "split": True}, "model": "gpt2", "plan": "--epp-slices 3"},
+    "two stages": {"cell": {"pp": 2, "split": True}, "model": "gpt2", "plan": f"--epp-slices 3 {MEASURED}"},
 }
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
-    path = tmp_path_factory.mktemp("parity") / "cases.json"
-    path.write_text(json.dumps(CASES))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def figures(folder: Path) -> dict[str, Figures]:
+    path, cases = folder / "cases.json", {name: dict(case) for name, case in CASES.items()}
+    cases[REPORTED]["plan"] += f" --epp-report-dir {folder / 'report'}"
+    path.write_text(json.dumps(cases))
     return parity("--cases", path, "--iterations", ITERATIONS, timeout_s=300)["cases"]
 
 
@@ -35,3 +46,23 @@ def test_plans_train_as_the_stock_schedule_does(figures: dict[str, Figures], nam
     assert any("hybrid" in plan["kinds"] for plan in plans)
     assert any("none" not in plan["recompute"] for plan in plans) == ("recompute" in CASES[name]["plan"])
     assert any(plan["weights"] > 0 for plan in plans) == (name == "two stages")
+
+
+def test_an_iteration_is_reported_as_planned_and_as_measured(figures: dict[str, Figures], folder: Path) -> None:
+    assert "error" not in figures[REPORTED]
+    lines = [json.loads(line) for line in (folder / "report" / "iterations.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["schedule"] == "elastic"
+        assert 0 < line["makespan_us"]["measured"] <= line["elapsed_us"]
+        assert line["makespan_us"]["planned"] > 0
+        assert 0 < line["loss"] < 20
+        assert line["tokens"] > line["sequences"] > 0
+        assert line["replicas"] == 1
+        assert line["imbalance"] == 0.0
+        for measured, planned in zip(line["peak_activation_bytes"], line["planned_peak_activation_bytes"], strict=True):
+            assert 0 < measured <= planned
+    plan, measured = load(folder / "report" / "plan.json"), Measured.load(folder / "report" / "measured.json")
+    assert measured.plan_digest == digest(plan)
+    assert plan.predicted.makespan_us == lines[1]["makespan_us"]["planned"]
+    assert measured.makespan_us == lines[1]["makespan_us"]["measured"]

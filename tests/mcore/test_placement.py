@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from megatron.core import mpu
 from megatron.core.transformer.enums import LayerType
 
-from megatron_epp.mcore.model.model_chunks import PlacedLayout, layers_of_stages
+from megatron_epp.mcore.model.model_chunks import PlacedLayout, assign_stages, ends, layers_of_stages
 from megatron_epp.plan.placement import Placement
 from tests.support.mcore.forked import launch
 
@@ -67,3 +68,49 @@ def test_a_run_goes_on_from_its_checkpoint_with_its_stages_elsewhere(tmp_path: P
     for done, name in enumerate(("there and back", "four ranks", "looped", "alone"), start=1):
         assert report[name]["losses"] == pytest.approx(whole[done:], rel=1e-5), name
         assert report[name]["apart"] <= 1e-5, name
+
+
+def test_layers_of_stages_there_and_back_are_laid_out_with_both_ends() -> None:
+    args = SimpleNamespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, epp_placement="v")
+    transformer = SimpleNamespace(
+        pipeline_model_parallel_layout=None,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        num_layers=4,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    assign_stages(transformer, args)
+    layout = transformer.pipeline_model_parallel_layout
+    named = [[layer.name for layer in layout.layout[rank][chunk]] for rank, chunk in ((0, 0), (1, 0), (1, 1), (0, 1))]
+    assert named == [["embedding", "decoder"], ["decoder"], ["decoder"], ["decoder", "loss"]]
+    assign_stages(transformer, args)
+    assert transformer.pipeline_model_parallel_layout is layout
+
+
+def test_a_looped_pipeline_keeps_megatrons_own_settings() -> None:
+    args = SimpleNamespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None, epp_placement="looped")
+    transformer = SimpleNamespace(pipeline_model_parallel_layout=None, num_layers_in_first_pipeline_stage=3)
+    assign_stages(transformer, args)
+    assert transformer.pipeline_model_parallel_layout is None
+    assert transformer.num_layers_in_first_pipeline_stage == 3
+
+
+@pytest.mark.parametrize(
+    ("placement", "rank", "chunk", "first", "last"),
+    [
+        ("v", 0, None, True, False),
+        ("v", 0, 1, False, True),
+        ("v", 1, 0, False, False),
+        ("looped", 0, 1, False, False),
+        ("looped", 1, 1, False, True),
+    ],
+)
+def test_the_chunks_at_the_models_ends_have_the_embedding_and_the_loss(
+    monkeypatch: pytest.MonkeyPatch, placement: str, rank: int, chunk: int | None, first: bool, last: bool
+) -> None:
+    monkeypatch.setattr(mpu, "get_pipeline_model_parallel_rank", lambda: rank)
+    args = SimpleNamespace(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, epp_placement=placement)
+    assert ends(args, chunk) == {"pre_process": first, "post_process": last}

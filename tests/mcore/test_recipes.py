@@ -14,6 +14,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_epp.advice.layout import Layout
 from megatron_epp.advice.question import Question
 from megatron_epp.advice.recipe import recipe_text
+from megatron_epp.cli.main import main
 from megatron_epp.cli.prepare import add_arguments
 from megatron_epp.cli.train import checked_argv
 from megatron_epp.cost.library import load_cluster, load_flags
@@ -179,3 +180,23 @@ def test_a_dry_run_shows_no_secret(monkeypatch):
     assert "hunter" not in done.stdout + done.stderr
     assert {"export HF_TOKEN='***'", "export EPP_TEST_PLAIN=a"} < set(done.stdout.splitlines())
     assert 'export EPP_TEST_API_KEY="${EPP_TEST_SOURCE?' in done.stdout
+
+
+def test_a_run_writes_what_it_runs_with_and_becomes_torchrun(tmp_path, monkeypatch, capsys):
+    became = []
+    monkeypatch.setattr("os.execvpe", lambda *program: became.append(program))
+    monkeypatch.setenv("EPP_RENDEZVOUS_TOKEN", "known to nodes alone")
+    text = tmp_path / "text.txt"
+    text.write_text("a document\n" * 20)
+    prepare([text], tmp_path / "text")
+    settings = [f"data_path={tmp_path / 'text'}", f"save={tmp_path / 'run'}", "launch.environment={EPP_TEST_PLAIN: a}"]
+    assert main(["train", "-c", "recipes/tiny-cpu", *settings]) == 0
+    ((program, command, environment),) = became
+    assert program == command[0]
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert environment["EPP_TEST_PLAIN"] == "a"
+    assert "EPP_RENDEZVOUS_TOKEN" not in environment
+    out, error = capsys.readouterr()
+    assert shlex.join(command) in out
+    assert f"settings, command and versions are in {tmp_path / 'run'}" in error
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"command.sh", "settings.yaml", "versions.json"}

@@ -1,0 +1,154 @@
+"""Advice as text and JSON: layouts whose times are given, so that every figure can be checked with a pencil."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.advice.judge import Entry, Parts, Plain, Refusal
+from megatron_epp.advice.layout import Layout
+from megatron_epp.advice.question import Question
+from megatron_epp.advice.report import as_json, as_text, why_slower
+from megatron_epp.advice.search import Advice
+from megatron_epp.cost import H100
+from megatron_epp.cost.library import Cluster
+from tests.support.plan.small_plans import one_f_one_b
+
+FLAGS = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 4096, "bf16": True}
+QUESTION = Question(FLAGS, Cluster("nodes-of-two", H100, None, 2), 4, 8 << 30, (4, 4, 2), 4)
+LAYOUT = Layout(1, 1, 2, 2, layers=(4, 4))
+PARTS = Parts(compute_us=600.0, exchange_us=100.0, recompute_us=100.0, bubble_us=100.0, waiting_us=60.0, reduction_us=40.0)
+PLAN = one_f_one_b()
+BEST = Entry(LAYOUT, PARTS, replace(PLAN, predicted=replace(PLAN.predicted, peak_bytes=(3 << 30, 1 << 30))), is_exact=True)
+
+
+def entry(layout=LAYOUT, is_exact=True, **more_us):
+    """An entry whose step has the parts of the best and some microseconds more of what is named."""
+    parts = replace(PARTS, **{name: getattr(PARTS, name) + value for name, value in more_us.items()})
+    return Entry(layout, parts, BEST.plan, is_exact)
+
+
+def advice(best=(BEST,), slower=(), refused=(), plain=None):
+    return Advice(QUESTION, tuple(best), tuple(slower), tuple(refused), plain)
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def test_a_step_takes_the_sum_of_its_parts():
+    assert PARTS.step_us == 1000.0
+    assert entry(bubble_us=250.0).parts.step_us == 1250.0
+    assert BEST.peak_bytes == 3 << 30
+
+
+def test_tokens_per_second_are_those_of_the_whole_batch():
+    assert advice().tokens_per_s(1000.0) == 10_000.0
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ("compute_us", "compute takes 73% of a step (best: 60%): each of 3 chunks is shared by 1, and short kernels are slow"),
+        ("exchange_us", "exchange within  takes 40% of a step (best: 10%)"),
+        ("recompute_us", "recompute takes 40% of a step (best: 10%), as weights and optimizer leave 1.0 GiB for activations"),
+        ("bubble_us", "the bubble of a pipeline of 2 is 40% of a step (best: 10%), with 10 tokens for each replica"),
+        (
+            "waiting_us",
+            "2 replicas wait for the slowest for 37% of a step (best: 6%): the longest document has 4 tokens, "
+            "where a fair share has 5",
+        ),
+        ("reduction_us", "reducing gradients over 2 ranks takes 36% of a step (best: 4%)"),
+    ],
+)
+def test_the_part_that_takes_most_of_the_extra_time_is_the_reason(part, reason):
+    other = entry(**{part: 500.0, "compute_us" if part != "compute_us" else "bubble_us": 1.0})
+    room = replace(other.plan, cap_bytes=(2 << 30, 3 << 30), static_bytes=(1 << 30, 1 << 30))
+    why = why_slower(QUESTION, replace(other, plan=room), BEST)
+    assert words(why) == words(f"1.50x the time: {reason}")
+
+
+def test_exchanges_are_told_with_the_sizes_that_share_a_layer_and_whether_they_leave_a_node():
+    near, far = (entry(layout=size, exchange_us=500.0) for size in (Layout(2, 1, 1, 2), Layout(2, 2, 1, 1, expert=2)))
+    assert "exchange within TP 2 takes 40%" in why_slower(QUESTION, near, BEST)
+    assert "exchange within TP 2 x CP 2 x EP 2 across nodes takes 40%" in why_slower(QUESTION, far, BEST)
+
+
+def test_what_is_close_or_slower_in_small_parts_alone_has_no_reason():
+    assert why_slower(QUESTION, entry(bubble_us=20.0), BEST) == "as good within 2%"
+    spread = entry(compute_us=5.0, exchange_us=5.0, recompute_us=5.0, bubble_us=5.0, waiting_us=5.0, is_exact=False)
+    assert why_slower(QUESTION, spread, BEST) == "about 1.02x the time"
+
+
+def test_the_text_tells_the_question_and_counts_the_layouts():
+    others = [entry(Layout(2, 1, 2, 1, layers=(4, 4)), bubble_us=10.0)]
+    refused = [Refusal("TP 4", "too wide"), Refusal("TP 1 CP 1 PP 1 DP 4", "it needs 9.0 GiB", 9 << 30, Layout(1, 1, 1, 4))]
+    text = words(as_text(advice([BEST, *others], [entry(Layout(1, 2, 2, 1), bubble_us=800.0)], refused), 5, everything=False))
+    assert "4 devices of nodes-of-two, nodes of 2, at most 8.0 GiB each." in text
+    assert "A batch of 3 sequences, 10 tokens, of up to 4 tokens; one of 4 fits too." in text
+    assert "3 layouts fit, 2 of them were planned as training would plan them; 1 do not fit." in text
+    assert "1 other is as good within 2%." in text
+    assert "Slower: TP 1 CP 2 PP 2 DP 1: 1.80x the time: the bubble" in text
+    assert "Do not fit, the nearest first: TP 1 CP 1 PP 1 DP 4: it needs 9.0 GiB" in text
+    assert "Ruled out: TP 4: too wide" in text
+    assert "1F1B, packed or padded, fits in no layout" in text
+
+
+def test_a_row_has_sizes_rates_shares_and_the_peak():
+    rows = [line.split() for line in as_text(advice(), 1, everything=False).splitlines()]
+    assert ["1", "1", "2", "2", "2x4", "10,000", "2,500"] in [row[:7] for row in rows]
+    (row,) = (row for row in rows if row[4:6] == ["2x4", "10,000"])
+    assert row[-7:] == ["10.0%", "10.0%", "10.0%", "6.0%", "4.0%", "3.0", "GiB"]
+
+
+def test_columns_for_experts_and_several_stages_are_there_where_a_layout_has_them():
+    assert not {"EP", "VPP"} & set(as_text(advice(), 1, everything=False).split())
+    both = entry(Layout(1, 1, 2, 2, expert=2, virtual=2, layers=(2, 2, 2, 2)))
+    header = next(line for line in as_text(advice([both]), 1, everything=False).splitlines() if line.startswith("TP"))
+    assert header.split()[:7] == ["TP", "CP", "PP", "DP", "EP", "VPP", "layers"]
+
+
+def test_no_more_layouts_are_listed_than_asked_for():
+    slower = [entry(Layout(1, 1, 2, 2, virtual=count), bubble_us=100.0 * count) for count in range(2, 12)]
+    assert "and 4 more (--all lists them)" in as_text(advice(slower=slower), 1, everything=False)
+    everything = as_text(advice(slower=slower), 1, everything=True)
+    assert "more (--all" not in everything
+    assert all(f"VPP {count} looped:" in everything for count in range(2, 12))
+
+
+@pytest.mark.parametrize(
+    ("step_us", "words_of_it", "is_as_good"),
+    [
+        (900.0, "Plain 1F1B is faster: plain 1F1B, packed to 2 times the context, is at its best with", True),
+        (1030.0, "Plain 1F1B is as good (within 3%)", True),
+        (1079.0, "Plain 1F1B comes close", False),
+        (1500.0, "Elastic plans pay", False),
+    ],
+)
+def test_plain_1f1b_is_compared_with_the_best(step_us, words_of_it, is_as_good):
+    given = advice(plain=Plain(LAYOUT, "1f1b-packed", 2, step_us))
+    text = words(as_text(given, 1, everything=False))
+    assert words_of_it in text
+    assert f"{10 / step_us * 1e6:,.0f} tokens/s, {1000 / step_us:.0%} of the best above." in text
+    assert given.plain_is_as_good == is_as_good
+    assert "gradient accumulation" not in text
+
+
+def test_plain_1f1b_without_a_pipeline_is_called_gradient_accumulation():
+    plain = Plain(Layout(1, 1, 1, 4, layers=(8,)), "1f1b-padded", 1, 2000.0)
+    text = words(as_text(advice(plain=plain), 1, everything=False))
+    assert "plain 1F1B, padded to the context, is at its best" in text
+    assert "Without a pipeline that is plain gradient accumulation." in text
+
+
+def test_json_has_the_same_figures():
+    slower, refused = entry(bubble_us=1000.0, is_exact=False), Refusal("TP 4", "too wide")
+    found = as_json(advice(slower=[slower], refused=[refused], plain=Plain(LAYOUT, "1f1b-padded", 1, 2000.0)))
+    assert (found["devices"], found["context"], found["sequences"], found["tokens"]) == (4, 4, 3, 10)
+    (best,), (row,) = found["best"], found["slower"]
+    assert (best["step_us"], best["tokens_per_s"], best["why"], best["is_exact"]) == (1000.0, 10_000.0, "", True)
+    assert (best["layout"]["pipeline"], best["peak_bytes"], best["parts"]["bubble_us"]) == (2, 3 << 30, 100.0)
+    assert (row["step_us"], row["tokens_per_s"], row["is_exact"]) == (2000.0, 5_000.0, False)
+    assert row["why"].startswith("about 2.00x the time: the bubble")
+    assert found["refused"] == [{"name": "TP 4", "why": "too wide", "needed_bytes": 0}]
+    assert (found["plain_1f1b"]["step_us"], found["plain_1f1b"]["is_as_good"]) == (2000.0, False)
+    assert as_json(advice())["plain_1f1b"] is None

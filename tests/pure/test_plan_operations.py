@@ -1,0 +1,59 @@
+"""The table of operations: what can be added to it, and what cannot."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.plan import Op, PlanError
+from megatron_epp.plan.operations import (
+    At,
+    Before,
+    Collective,
+    Need,
+    Operation,
+    Presence,
+    of_ranks,
+    operation,
+    register,
+    unregister,
+)
+
+N, SPREAD = Op.define("N"), Op.define("SPREAD_N")
+SHARD = Operation(
+    op=N,
+    text="loss shard",
+    presence=Presence.COMPLETE,
+    sites=of_ranks,
+    needs=(Need(Op.F, At.LAST, carries=Collective(SPREAD)),),
+)
+
+
+def test_an_added_operation_is_known_with_its_collectives_until_it_is_removed():
+    try:
+        assert register(SHARD) is SHARD
+        assert register(SHARD) is SHARD
+        assert operation(N) is SHARD
+        assert operation(SPREAD).text == f"collective {SPREAD}"
+    finally:
+        unregister(N)
+    for op in (N, SPREAD):
+        with pytest.raises(PlanError, match=f"operation {op} has no definition"):
+            operation(op)
+
+
+def test_another_definition_of_a_name_is_refused():
+    with pytest.raises(ValueError, match=f"operation {Op.F} is already defined"):
+        register(replace(operation(Op.F), text="another"))
+    assert operation(Op.F).text != "another"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"needs": (Need(SPREAD, At.LAST),)}, {"before": (Before(SPREAD, Need(N, At.EVERY)),)}],
+    ids=["needs", "before"],
+)
+def test_an_operation_that_names_an_unknown_one_is_refused(changes):
+    with pytest.raises(ValueError, match=f"operation {N} names {SPREAD}, which is not defined"):
+        register(replace(SHARD, **{"needs": (), **changes}))
+    with pytest.raises(PlanError):
+        operation(N)
