@@ -36,7 +36,7 @@ printf '\n== python -m mypy\n'
 wait "$checker" || failed+=("python -m mypy")
 cat "$typed"
 # Files stay whole, for their tests share what they look at, and in order.
-step python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" tests
+step python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=25 tests
 
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '\nFailed:\n'

@@ -3,6 +3,7 @@
 Checkpoint writers start helper processes that import this module again, so it imports nothing slow by itself.
 """
 
+import functools
 import gc
 import importlib
 from typing import Any
@@ -34,6 +35,7 @@ def preload() -> None:
     for module in _LATE:
         importlib.import_module(module)
     _read_settings_once()
+    _fork_managers()
     gc.freeze()  # what is there now stays, and need not be looked through after every training
 
 
@@ -52,6 +54,14 @@ def _read_settings_once() -> None:
 
     ArgumentGroupFactory._get_field_docstrings = read_once
     megatron_parser()
+
+
+def _fork_managers() -> None:
+    """Let the process through which checkpoint writers report be forked too; a fresh one would import everything again."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    queue = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = functools.partial(queue, mp_mode="fork")
 
 
 if __name__ == "__main__":

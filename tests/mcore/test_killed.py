@@ -86,7 +86,14 @@ def run(temporary: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[byte
         launcher.wait()
 
 
-@pytest.mark.parametrize("killed", ["a rank, then the launcher", "the launcher alone, with a rank that is stopped"])
+# That the helpers of a killed rank end is tested below, too.
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param("a rank, then the launcher", marks=pytest.mark.slow),
+        "the launcher alone, with a rank that is stopped",
+    ],
+)
 def test_no_process_of_a_killed_run_lives_on(
     killed: str, run: tuple[subprocess.Popen[bytes], list[psutil.Process]], temporary: Path, tmp_path: Path
 ) -> None:

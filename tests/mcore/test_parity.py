@@ -1,8 +1,8 @@
 """Training with plans gives what Megatron's own schedule gives on the same documents fed whole: fp32, on CPU, over gloo.
 
 "Stock" is Megatron's schedule function and Megatron's attention, one document per microbatch. ``scripts/parity`` runs and
-compares everything: cuts of the documents for twenty iterations on few processes, and for three a matrix of parallel sizes in
-which every two choices meet. The set `slow` has more cuts of every model, and every cell of the matrix.
+compares everything: cuts of the documents for eight iterations on few processes, and for three a matrix of parallel sizes in
+which every two choices meet. The set `slow` has more cuts of every model for twenty, and every cell of the matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scripts.parity.cells import Cell, all_cells, all_rows, covering_rows, full_
 from scripts.parity.compare import BATCH, table
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import run
-from tests.support.mcore.parity_cases import CASES, CUTS, ITERATIONS, MORE_CASES
+from tests.support.mcore.parity_cases import CASES, CUTS, ITERATIONS, MORE_CASES, MORE_ITERATIONS, Cases
 from tests.support.mcore.parity_figures import Figures, check_closeness, parity
 
 ROWS = {"pairs": covering_rows(), "full": full_rows()}
@@ -36,25 +36,26 @@ PLACEMENTS = {
 """The rank of every stage, by pipeline size, stages per rank and placement."""
 
 
+CASES_OF: dict[int, Cases] = {ITERATIONS: CASES, MORE_ITERATIONS: MORE_CASES}
+"""By number of iterations."""
+
+
 @pytest.fixture(scope="module")
-def cuts_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell, str, str], Figures]:
+def cuts_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Cell, str, str], Figures]:
     """The figures of a cut of a cell on a model, made for the cell's cuts together when first asked for."""
-    reports: dict[int, dict[str, Any]] = {}
 
-    def figures(cell: Cell, model: str, cut: str) -> Figures:
-        cuts_by_model = next(cases for cases in (CASES, MORE_CASES) if cut in cases[cell].get(model, ()))[cell]
-        if id(cuts_by_model) not in reports:
-            cases = {
-                f"{name}, {each}": {"cell": {"pp": cell.pp}, "model": name, "plan": CUTS[each].flags}
-                for name, cuts in cuts_by_model.items()
-                for each in cuts
-            }
-            path = tmp_path_factory.mktemp("parity") / "cases.json"
-            path.write_text(json.dumps(cases))
-            reports[id(cuts_by_model)] = parity("--cases", path, "--iterations", ITERATIONS, timeout_s=900)
-        return reports[id(cuts_by_model)]["cases"][f"{model}, {cut}"]
+    @functools.cache
+    def report(iterations: int, cell: Cell) -> dict[str, Any]:
+        cases = {
+            f"{model}, {cut}": {"cell": {"pp": cell.pp}, "model": model, "plan": CUTS[cut].flags}
+            for model, cuts in CASES_OF[iterations][cell].items()
+            for cut in cuts
+        }
+        path = tmp_path_factory.mktemp("parity") / "cases.json"
+        path.write_text(json.dumps(cases))
+        return parity("--cases", path, "--iterations", iterations, timeout_s=900)
 
-    return figures
+    return lambda iterations, cell, model, cut: report(iterations, cell)["cases"][f"{model}, {cut}"]
 
 
 @pytest.fixture(scope="module")
@@ -72,25 +73,25 @@ def matrix(pytestconfig: pytest.Config) -> Callable[[str], dict[str, Figures]]:
 
 
 @pytest.mark.parametrize(
-    ("cell", "model", "cut"),
+    ("iterations", "cell", "model", "cut"),
     [
-        pytest.param(cell, model, cut, id=f"{cell}: {model}, {cut}", marks=marks)
-        for cases, marks in ((CASES, ()), (MORE_CASES, pytest.mark.slow))
-        for cell, models in cases.items()
+        pytest.param(iterations, cell, model, cut, id=f"{cell}: {model}, {cut}, {iterations}", marks=marks)
+        for iterations, marks in ((ITERATIONS, ()), (MORE_ITERATIONS, pytest.mark.slow))
+        for cell, models in CASES_OF[iterations].items()
         for model, cuts in models.items()
         for cut in cuts
     ],
 )
 def test_plans_train_as_the_stock_schedule_does(
-    cuts_of: Callable[[Cell, str, str], Figures], cell: Cell, model: str, cut: str
+    cuts_of: Callable[[int, Cell, str, str], Figures], iterations: int, cell: Cell, model: str, cut: str
 ) -> None:
-    figures = cuts_of(cell, model, cut)
+    figures = cuts_of(iterations, cell, model, cut)
     check_closeness(figures)
     (plans,) = figures["plans"]
     wanted = CUTS[cut]
-    assert figures["num_losses"] == [ITERATIONS, 1]
+    assert figures["num_losses"] == [iterations, 1]
     assert figures["learned"] > 0.1
-    assert len(plans) == ITERATIONS
+    assert len(plans) == iterations
     assert all(plan["slices"] == min(wanted.slices, plan["longest"]) for plan in plans)
     assert any(plan["slices"] == wanted.slices for plan in plans)
     assert any(wanted.has in plans[i]["kinds"] for i in (0, -1))

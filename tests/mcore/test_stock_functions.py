@@ -289,7 +289,8 @@ def test_modelopt_is_refused_by_every_schedule() -> None:
         schedule_for(args, other_loss)
 
 
-@pytest.mark.parametrize("schedule", ["elastic", "stock"])
+# That every schedule refuses it is tested above, where nothing starts.
+@pytest.mark.parametrize("schedule", ["elastic", pytest.param("stock", marks=pytest.mark.slow)])
 def test_a_run_with_a_loss_of_its_own_ends_before_it_trains(tmp_path: Path, schedule: str) -> None:
     edited = tmp_path / "edited.py"
     edited.write_text(TEXT.replace(*EDITED["loss"][1]))

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ ITERATIONS = 40
 LIMIT_S = 300
 TINY = [
     "-c", "recipes/tiny-cpu", "num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64",
-    "max_position_embeddings=64", "global_batch_size=8", "lr_decay_iters=100", "num_workers=0", "ckpt_format=torch_dist",
+    "max_position_embeddings=64", "global_batch_size=8", f"train_iters={ITERATIONS}", "lr_decay_iters=100", "num_workers=0",
+    "ckpt_format=torch_dist",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.skipif(
@@ -72,9 +74,19 @@ def children_with(word: str, job: str) -> list[int]:
     return found
 
 
-def test_a_killed_task_puts_the_job_back_into_the_queue_and_it_goes_on_from_its_checkpoint(cluster, documents, home):
+@dataclass(frozen=True)
+class Job:
+    """What a job printed in its first start, in which a task was killed, and in its second."""
+
+    first: str
+    again: str
+
+
+@pytest.fixture(scope="module")
+def job(cluster, documents, home) -> Job:
+    """A job of two nodes that has submitted itself, lost a task and run to its end."""
     save = home / "checkpoints"
-    flags = [*TINY, f"train_iters={ITERATIONS}", f"data_path={documents}", f"save={save}", f"load={save}", "save_interval=8"]
+    flags = [*TINY, f"data_path={documents}", f"save={save}", f"load={save}", "save_interval=8"]
     submitted = subprocess.run(
         ["bash", "scripts/train.sbatch", *flags],
         cwd=home, env=cluster.env | environment() | {"SBATCH_ARGS": "--parsable --nodes 2"}, capture_output=True, text=True,
@@ -99,27 +111,25 @@ def test_a_killed_task_puts_the_job_back_into_the_queue_and_it_goes_on_from_its_
     wait_for(lambda: "start 2" in text(), LIMIT_S, "the job has started again", tell)
     wait_for(lambda: cluster.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), LIMIT_S, "the job has ended", tell)
     assert cluster.state(job) == "COMPLETED", tell()
-    first, again = text().split("start 2", 1)
-    assert "goes back into the queue" in first
-    assert ITERATIONS not in losses(first)
-    resumed = losses(again)
+    return Job(*text().split("start 2", 1))
+
+
+def test_a_killed_task_puts_the_job_back_into_the_queue_and_it_goes_on_from_its_checkpoint(job):
+    assert "goes back into the queue" in job.first
+    assert ITERATIONS not in losses(job.first)
+    resumed = losses(job.again)
     assert min(resumed) > 1, "it went on from a checkpoint"
     assert max(resumed) == ITERATIONS
     # After a start Megatron prints, with the second iteration, the mean of the first two.
-    repeated = (losses(first).keys() & resumed.keys()) - {min(resumed) + 1}
+    repeated = (losses(job.first).keys() & resumed.keys()) - {min(resumed) + 1}
     assert repeated, "what ran after the checkpoint ran again"
-    assert all(losses(first)[i] == resumed[i] for i in repeated)
+    assert all(losses(job.first)[i] == resumed[i] for i in repeated)
 
 
-def test_flags_settings_and_slurm_give_the_same_losses(cluster, documents, home):
-    settings = [*TINY, "train_iters=2", f"data_path={documents}", f"launch.folder={home / 'settings'}"]
-    env = cluster.env | environment()
-    by_slurm = subprocess.run(
-        ["sbatch", "--wait", "--nodes", "2", "--output", home / "slurm.out", "scripts/train.sbatch", *settings],
-        cwd=home, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    log = (home / "slurm.out").read_text()
-    assert by_slurm.returncode == 0, log[-4000:]
+def test_flags_settings_and_slurm_give_the_same_losses(job, documents, home):
+    """The ones of the job's first start: it has trained with the same settings, but for where it saves."""
+    settings = [*TINY, "exit_interval=2", f"data_path={documents}", f"launch.folder={home / 'settings'}"]
+    env = os.environ | environment()
     by_settings = subprocess.run(
         ["bash", "scripts/train.sh", *settings], cwd=home, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
@@ -131,5 +141,5 @@ def test_flags_settings_and_slurm_give_the_same_losses(cluster, documents, home)
         cwd=home, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert by_flags.returncode == 0, by_flags.stdout[-2000:] + by_flags.stderr[-2000:]
-    assert set(losses(log)) == {1, 2}
-    assert losses(log) == losses(by_settings.stdout) == losses(by_flags.stdout)
+    assert set(losses(by_settings.stdout)) == {1, 2}
+    assert losses(by_settings.stdout) == losses(by_flags.stdout) == {i: losses(job.first)[i] for i in (1, 2)}

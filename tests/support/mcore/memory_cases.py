@@ -6,7 +6,7 @@ from megatron_epp.cost import ModelShape
 
 LENGTHS = (500, 37, 12, 260, 90, 5, 150, 21, 420, 60, 8, 33, 310, 14, 75, 110, 44, 3, 230, 18, 66, 9, 130, 27)
 VOCABULARY = 95
-ITERATIONS = 3
+ITERATIONS = 2
 
 COMMON = shlex.split(
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --max-position-embeddings 512 "
