@@ -24,24 +24,13 @@ from megatron_epp.cost.library import (
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
 from megatron_epp.mcore.arguments.parser import add, options_from
-from megatron_epp.mcore.arguments.table import ROWS
+from megatron_epp.mcore.arguments.table import ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_LAYERS, naming, shown
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
 from megatron_epp.planner.amounts import check_amounts
 
-_SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "vocab_size",
-    "gated_mlp",
-    "num_experts",
-    "experts_per_token",
-    "bytes_per_value",
-)
+_SHAPE = tuple(row.setting for row in SHAPE)
 _SHARING = ("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel")
 _MODEL: dict[str, Any] = {
     "num_layers": 32,

@@ -17,7 +17,7 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--epp-plan-budget-ms", "0"], "--epp-plan-budget-ms is 0; it must be at least 1"),
+        (["--epp-plan-budget-ms", "0"], "--epp-plan-budget-ms is 0; it must be a whole number from 1"),
         (["--epp-plan-budget-ms", "9", "--epp-planner", "milp"], "--epp-plan-budget-ms is for --epp-planner greedy, not milp"),
         (["--epp-fragmentation-share", "5"], "--epp-fragmentation-share is 5.0; it must be a share, 0 to 1"),
         (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
@@ -25,7 +25,7 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         (["--epp-offload", "--epp-planner", "milp"], "--epp-offload is for --epp-planner greedy, not milp"),
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
         (["--epp-host-memory-gb", "4"], "--epp-host-memory-gb needs --epp-offload"),
-        (["--epp-offload", "--epp-host-memory-gb", "0"], "--epp-host-memory-gb is 0.0; it must be positive"),
+        (["--epp-offload", "--epp-host-memory-gb", "0"], "--epp-host-memory-gb is 0.0; it must be a positive number up to 1,000,000,000"),
         (["--epp-plan-budget-ms", "2000", "--epp-wait-limit-seconds", "2"], "2000 is not below --epp-wait-limit-seconds 2"),
     ],
 )
