@@ -81,14 +81,16 @@ def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list
     if (cluster := settings.get("cluster")) is not None:
         find("clusters", str(cluster))
     with _quietly():
-        from megatron_epp.mcore.arguments import flags
+        from megatron_epp.mcore import entry
 
-        parser = flags.megatron_parser()
-        argv = argv_of(settings, flags.flags_of(parser))
-        parsed = flags.check(parser, argv)
-        flags.check_run(parsed, world_size)
-        if wants_files:
-            flags.check_files(parsed)
+        parser = entry.megatron_parser()
+        argv = argv_of(settings, parser)
+        parsed = entry.check(parser, argv)
+        entry.check_run(parsed, world_size)
+        if wants_files and parsed.epp:
+            from megatron_epp.mcore.data.documents import check_files_of
+
+            check_files_of(parsed)
     return argv
 
 
