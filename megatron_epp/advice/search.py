@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.advice.candidates import candidates, variants
 from megatron_epp.advice.judge import Entry, Plain, Refusal, exactly, gib, misfit, plain, roughly, shares_by_work
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner.service.replica_balance import Share

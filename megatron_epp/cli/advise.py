@@ -13,15 +13,13 @@ import numpy as np
 
 from megatron_epp.advice.candidates import check_devices
 from megatron_epp.advice.judge import Entry
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
 from megatron_epp.cli.inputs import add_shape, cap_of, flags_of
 from megatron_epp.cli.lengths import SOURCES, limited, read_lengths
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser, add_output
+from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
 from megatron_epp.cost.library import find, load_cluster, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE

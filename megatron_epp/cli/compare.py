@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_epp.cli.inputs import add_problem, costs_of, options_of, problem_of
 from megatron_epp.cli.lengths import batches_of
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser, add_output, picture
+from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.flag import planner
 from megatron_epp.mcore.arguments.parser import names_of

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser
+from megatron_epp.cli.terminal import Command, Parser, progress, say
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.profile import Profile
 from megatron_epp.launch.machine import (

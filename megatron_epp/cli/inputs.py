@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cli.lengths import add_batch, lengths_of
-from megatron_epp.cli.parser import Parser
+from megatron_epp.cli.terminal import Parser
 from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.library import (
     RATES,

@@ -10,8 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, options_of, problem_of
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser, add_output, picture
+from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.arguments.parser import add, names_of
 from megatron_epp.plan.account import Account

@@ -10,8 +10,7 @@ import shlex
 import warnings
 from collections.abc import Iterator
 
-from megatron_epp.cli.output import progress, say, tell
-from megatron_epp.cli.parser import Command, Parser
+from megatron_epp.cli.terminal import Command, Parser, progress, say, tell
 from megatron_epp.cost.library import find
 from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
 from megatron_epp.launch.environment import environment_to_set, exports

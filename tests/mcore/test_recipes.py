@@ -11,8 +11,7 @@ import pytest
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.advice.recipe import recipe_text
 from megatron_epp.cli.prepare import add_arguments
 from megatron_epp.cli.train import checked_argv

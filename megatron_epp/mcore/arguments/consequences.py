@@ -8,8 +8,7 @@ import logging
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import Number
 from megatron_epp.mcore.arguments.refused import NO_RESTART, check_conflicts, tell_data_flags
-from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern
-from megatron_epp.mcore.arguments.stages import check_stages
+from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import shown
