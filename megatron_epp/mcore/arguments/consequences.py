@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterator
 
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import Number
@@ -20,8 +21,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     """Check and complete the namespace before Megatron validates it.
 
     Raises:
-        ArgumentError: flags cannot be honoured together with `--epp`; the message has one line per problem: all flags of
-            `CONFLICTS`, and the first problem that each of the other checks finds.
+        ArgumentError: flags cannot be honoured together with `--epp`; the message has one line per problem.
     """
     if not getattr(args, "epp", False):
         return
@@ -31,6 +31,7 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
             check(args)
         except ArgumentError as error:
             problems.append(str(error))
+    problems += [*_layout_problems(args), *_plan_problems(args)]
     if problems:
         raise ArgumentError("\n".join(problems))
     tell_data_flags(args)
@@ -62,16 +63,6 @@ def _splits(args: argparse.Namespace) -> bool:
     return args.epp_split_weight_gradient and args.epp_schedule == "elastic"
 
 
-def _check_weight_gradients(args: argparse.Namespace) -> None:
-    """Refuse `--delay-wgrad-compute` unless plans split weight gradients.
-
-    It makes Transformer Engine's layers, and Megatron's data parallelism with them, delay weight gradients, as such plans need.
-    Megatron checks that the installed Transformer Engine can do so.
-    """
-    if args.delay_wgrad_compute and not _splits(args):
-        raise ArgumentError("--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute")
-
-
 def token_multiple(args: argparse.Namespace) -> int:
     """Multiple to which chunks' token counts are padded: the number of ranks that share a chunk's tokens."""
     return args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
@@ -81,32 +72,6 @@ def placement_of(args: argparse.Namespace) -> Placement:
     """Return the placement of the pipeline's stages on ranks, from validated arguments."""
     ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     return Placement(args.epp_placement, ranks, chunks)
-
-
-def _check_context_parallel(args: argparse.Namespace) -> None:
-    ranks = args.context_parallel_size
-    if ranks > 1 and args.epp_schedule == "stock":
-        raise ArgumentError(
-            "--epp-schedule stock runs Megatron's own attention, which shares out tokens in another order under "
-            "--context-parallel-size: use --epp-schedule whole"
-        )
-    heads, tensor_ranks = args.num_attention_heads, args.tensor_model_parallel_size
-    if heads is not None and heads % (tensor_ranks * ranks) != 0:
-        raise ArgumentError(
-            f"--num-attention-heads {heads} cannot be shared evenly by --tensor-model-parallel-size {tensor_ranks} x "
-            f"--context-parallel-size {ranks} ranks: make it a multiple of {tensor_ranks * ranks}"
-        )
-
-
-def _check_offload(args: argparse.Namespace) -> None:
-    if args.epp_offload == "off":
-        if args.epp_host_memory_gb is not None:
-            raise ArgumentError("--epp-host-memory-gb needs --epp-offload: add that, or leave this out")
-        return
-    if args.epp_planner != "greedy":
-        raise ArgumentError(f"--epp-offload is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")
-    if args.epp_recompute != "auto":
-        raise ArgumentError("--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto")
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -120,49 +85,51 @@ def _check_numbers(args: argparse.Namespace) -> None:
                 raise ArgumentError(f"{row.training} is {shown(value)}; it must be {read.must_be}")
 
 
-def _check_length(args: argparse.Namespace) -> None:
-    multiple = token_multiple(args)
-    needed = multiple * (args.epp_slices or 1)
-    if args.seq_length is not None and args.seq_length < needed:
-        raise ArgumentError(
-            f"--seq-length {args.seq_length} is too short for {args.epp_slices or 1} slices of at least {multiple} tokens: "
-            f"raise it to {needed}, or lower --epp-slices"
+def _layout_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what is wrong with the tokens and heads of a chunk's ranks."""
+    multiple, slices = token_multiple(args), args.epp_slices or 1
+    if args.seq_length is not None and args.seq_length < multiple * slices:
+        yield (
+            f"--seq-length {args.seq_length} is too short for {slices} slices of at least {multiple} tokens: "
+            f"raise it to {multiple * slices}, or lower --epp-slices"
+        )
+    ranks, heads, tensor_ranks = args.context_parallel_size, args.num_attention_heads, args.tensor_model_parallel_size
+    if ranks > 1 and args.epp_schedule == "stock":
+        yield (
+            "--epp-schedule stock runs Megatron's own attention, which shares out tokens in another order under "
+            "--context-parallel-size: use --epp-schedule whole"
+        )
+    if heads is not None and heads % (tensor_ranks * ranks) != 0:
+        yield (
+            f"--num-attention-heads {heads} cannot be shared evenly by --tensor-model-parallel-size {tensor_ranks} x "
+            f"--context-parallel-size {ranks} ranks: make it a multiple of {tensor_ranks * ranks}"
         )
 
 
-def _check_recompute(args: argparse.Namespace) -> None:
-    if args.epp_recompute != "auto" and args.epp_planner == "milp":
-        raise ArgumentError("--epp-planner milp chooses recompute itself: leave --epp-recompute at auto")
-
-
-def _check_budget(args: argparse.Namespace) -> None:
-    budget_ms = args.epp_plan_budget_ms
-    if budget_ms is not None and args.epp_planner != "greedy":
-        raise ArgumentError(f"--epp-plan-budget-ms is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")
-    if budget_ms is not None and budget_ms >= 1000 * args.epp_wait_limit_seconds:
-        raise ArgumentError(
+def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield which of our own flags do not go together."""
+    planner, budget_ms = args.epp_planner, args.epp_plan_budget_ms
+    if args.epp_recompute != "auto" and planner == "milp":
+        yield "--epp-planner milp chooses recompute itself: leave --epp-recompute at auto"
+    if args.epp_offload == "off":
+        if args.epp_host_memory_gb is not None:
+            yield "--epp-host-memory-gb needs --epp-offload: add that, or leave this out"
+    elif planner != "greedy":
+        yield f"--epp-offload is for --epp-planner greedy, not {planner}; leave one of them out"
+    elif args.epp_recompute != "auto":
+        yield "--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto"
+    if budget_ms is not None and planner != "greedy":
+        yield f"--epp-plan-budget-ms is for --epp-planner greedy, not {planner}; leave one of them out"
+    elif budget_ms is not None and budget_ms >= 1000 * args.epp_wait_limit_seconds:
+        yield (
             f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {args.epp_wait_limit_seconds:g}: the run "
             "would end while it plans"
         )
-
-
-def _check_trace(args: argparse.Namespace) -> None:
     if args.epp_trace is not None and args.epp_report_dir is None:
-        raise ArgumentError("--epp-trace needs --epp-report-dir to write to")
+        yield "--epp-trace needs --epp-report-dir to write to"
+    # The flag makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.
+    if args.delay_wgrad_compute and not _splits(args):
+        yield "--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute"
 
 
-_CHECKS = (
-    check_conflicts,
-    check_layout,
-    _check_numbers,
-    _check_length,
-    _check_context_parallel,
-    check_stages,
-    _check_recompute,
-    _check_offload,
-    _check_budget,
-    _check_trace,
-    _check_weight_gradients,
-    check_experts,
-    _check_patterns,
-)
+_CHECKS = (check_conflicts, check_layout, _check_numbers, check_stages, check_experts, _check_patterns)
