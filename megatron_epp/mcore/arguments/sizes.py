@@ -47,11 +47,7 @@ def check_layout(args: argparse.Namespace) -> None:
 
 
 def check_pattern(pattern: str | None) -> None:
-    """Raise `ArgumentError` for a hybrid model with layers whose state cannot be passed from slice to slice.
-
-    Args:
-        pattern: the value of `--hybrid-layer-pattern`; None where a model has none, and so has its default layers.
-    """
+    """Raise `ArgumentError` for a hybrid model with layers whose state is not passed on, or with the default layers (None)."""
     if pattern is None:
         raise ArgumentError("--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; only * and - can run")
     refused = [f"{name} ({symbol})" for symbol, name in _REFUSED_LAYERS.items() if symbol in pattern]
