@@ -55,15 +55,7 @@ class NothingFitsError(InfeasibleError):
 
 
 def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
-    """Search for the best layouts. The result is deterministic.
-
-    Args:
-        question: input of the search.
-        say: called with messages about the progress.
-
-    Raises:
-        NothingFitsError: no layout can run.
-    """
+    """Search for the best layouts, deterministically; `say` is told the progress. Raises `NothingFitsError` if none can run."""
     layouts, refused = candidates(question)
     search = _Search(question, say)
     search.look_at(layouts, "layouts")

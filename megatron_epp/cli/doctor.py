@@ -146,11 +146,7 @@ def text(findings: list[Finding]) -> str:
 
 
 def look(profile: str | None = None) -> Iterator[Finding]:
-    """All findings, in the order in which they build on each other.
-
-    Args:
-        profile: a file of costs, or a shipped profile's name.
-    """
+    """All findings, in the order in which they build on each other, with those on a file of costs or a shipped profile."""
     yield Finding("Python", OK, f"{platform.python_version()} ({sys.executable})")  # an older one cannot read this package
     yield _library(_TORCH)
     torch = _import("torch")

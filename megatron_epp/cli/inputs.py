@@ -47,12 +47,7 @@ _MODEL: dict[str, Any] = {
 
 
 def add_problem(parser: Parser, several_batches: bool = False) -> None:
-    """Add the flags of the batch, the pipeline and the machine.
-
-    Args:
-        parser: of the command.
-        several_batches: the flags that name batches may be given several times.
-    """
+    """Add the flags of the batch, or of several, of the pipeline and of the machine."""
     add_batch(parser, several_batches)
     pipeline = parser.add_argument_group("pipeline")
     add(pipeline, "num_stages", "layers_per_stage", "chunk_tokens", "slices", "token_multiple", "split_weight", "steps")
@@ -99,15 +94,7 @@ def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
 
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None) -> Problem:
-    """The problem of one batch.
-
-    Args:
-        args: parsed flags.
-        lengths: of the batch; None for the one that the flags name.
-
-    Raises:
-        EppError: the lengths, or the cluster's file, are not what they should be.
-    """
+    """The problem of a batch, by default that of the flags. Raises `EppError` for bad lengths or a bad cluster file."""
     cap_bytes = cap_of(args.memory_cap_gb, _cluster(args))
     return Problem(
         lengths=lengths_of(args) if lengths is None else lengths,

@@ -1,4 +1,4 @@
-"""What all commands share: the parser, whose errors are one line, the output, and a line on stderr while something takes long.
+"""Parser and output of all commands: errors are one line, and a line on stderr tells what takes long.
 
 Control characters in the text of files are printed as escapes, so no terminal obeys them.
 """
@@ -63,15 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of the command line.
-
-    Attributes:
-        name: as typed.
-        purpose: a line for the list of commands.
-        add_arguments: adds its flags.
-        run: does it; returns the exit code.
-        example: shown below its flags.
-    """
+    """A command of the command line, with a line for the list of commands; `run` returns the exit code."""
 
     name: str
     purpose: str
@@ -132,12 +124,7 @@ def finish() -> None:
 
 @contextmanager
 def progress(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
-    """Say what is going on, and for how long, when the body takes more than two seconds.
-
-    Args:
-        what: is going on.
-        detail: how far it has got; asked each time the line is written.
-    """
+    """Say what is going on, for how long, and in detail how far it has got, when the body takes more than two seconds."""
     done = threading.Event()
     thread = threading.Thread(target=_report, args=(what, detail, done), daemon=True)
     thread.start()

@@ -74,12 +74,7 @@ class _Node:
 class Gathering:
     """Wait for the other nodes of a run. Use it within one `asyncio.run`, which disconnects all callers at its end.
 
-    Args:
-        nodes: number of nodes.
-        token: of the run.
-
-    Attributes:
-        num_refused: number of callers that did not know the token.
+    `num_refused` counts callers that did not know the run's token.
     """
 
     def __init__(self, nodes: int, token: bytes) -> None:

@@ -60,11 +60,7 @@ def end_with_parent() -> None:
 
 
 class EndingWithParent:
-    """Target of a `multiprocessing` process that makes the process end when its parent does.
-
-    Args:
-        target: function to run.
-    """
+    """Target of a `multiprocessing` process that runs a function and makes the process end when its parent does."""
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self._target = target

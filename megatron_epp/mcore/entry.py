@@ -76,11 +76,7 @@ def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def check_run(args: argparse.Namespace, world_size: int) -> None:
-    """Refuse flags that every rank of a run would refuse at start-up.
-
-    Args:
-        args: as `check` returns them; modified as training modifies them.
-        world_size: processes of the run.
+    """Refuse flags that every rank of a run of so many processes would refuse at start-up, and modify them as training does.
 
     Raises:
         EppError: there is no model, or `--epp` cannot honour a flag, or sizes do not divide.
