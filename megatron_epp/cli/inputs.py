@@ -23,11 +23,11 @@ from megatron_epp.cost.library import (
     shape_of,
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
-from megatron_epp.mcore.arguments.parser import add, options_from
+from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.mcore.arguments.table import ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_LAYERS, naming, shown
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.amounts import check_amounts
 
 _SHAPE = tuple(row.setting for row in SHAPE)
@@ -111,11 +111,6 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
     if given_gb is None and cluster is not None and cluster.device_memory_gb is not None:
         given_gb = DEVICE_SHARE * cluster.device_memory_gb
     return UNLIMITED_BYTES if given_gb is None else int(given_gb * 2**30)
-
-
-def options_of(args: argparse.Namespace, planner: str | None = None) -> Options:
-    """Return the planner's options of the flags, for another planner if one is given."""
-    return options_from(args) if planner is None else options_from(args, planner=planner)
 
 
 def costs_of(args: argparse.Namespace, lengths: Sequence[int], longest: int | None = None) -> PipelineCosts:

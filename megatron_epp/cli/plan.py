@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, options_of, problem_of
+from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of
 from megatron_epp.cli.terminal import PICTURES, PROGRAM, Command, Parser, add_output, output, picture, progress, say, tell
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
-from megatron_epp.mcore.arguments.parser import add
+from megatron_epp.mcore.arguments.parser import add, options_from
 from megatron_epp.plan.check import check, report
 from megatron_epp.plan.check.actions import check_presence
 from megatron_epp.plan.check.lockstep import check_lockstep
@@ -61,7 +61,7 @@ def _plan(args: argparse.Namespace) -> int:
     problem = problem_of(args)
     costs = costs_of(args, problem.lengths)
     with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
-        made = plan(problem, costs, options_of(args))
+        made = plan(problem, costs, options_from(args))
     if args.output:
         save(made, args.output)
     say(_text_of(made, args))

@@ -148,16 +148,11 @@ def _write(stream: TextIO | None, text: str, flush: bool) -> None:
         if flush:
             stream.flush()
     except OSError as error:
-        _drop(stream)
+        devnull = os.open(os.devnull, os.O_WRONLY)  # Python writes what is still buffered once more when it exits
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
         if not isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has seen enough
             raise
-
-
-def _drop(stream: TextIO) -> None:
-    """Redirect a stream to the null device: Python writes what is still buffered once more when it exits."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, stream.fileno())
-    os.close(devnull)
 
 
 def _report(what: str, detail: Callable[[], str], done: threading.Event) -> None:
