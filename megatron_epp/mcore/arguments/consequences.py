@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from megatron_epp.mcore.arguments import ArgumentError
@@ -94,10 +94,10 @@ _UNUSED = """
     --exit-signal-handler-for-dataloader --object-storage-cache-path --allow-ambiguous-pad-tokens
 """
 IDLE = (
+    *map(MegatronFlag, _UNUSED.split()),
     MegatronFlag("--num-dataset-builder-threads", (1,)),
     MegatronFlag("--num-workers", (2,)),
     MegatronFlag("--mid-level-dataset-surplus", (0.005,)),
-    *map(MegatronFlag, _UNUSED.split()),
 )
 EOD = MegatronFlag("--eod-mask-loss")
 
@@ -135,13 +135,12 @@ def prepare_epp_args(args: argparse.Namespace) -> None:
     """
     if not getattr(args, "epp", False):
         return
-    problems = []
+    problems: list[str] = []
     for check in _CHECKS:
         try:
-            check(args)
+            problems += check(args) or ()
         except ArgumentError as error:
             problems.append(str(error))
-    problems += [*_layout_problems(args), *_plan_problems(args)]
     if problems:
         raise ArgumentError("\n".join(problems))
     tell_data_flags(args)
@@ -242,4 +241,13 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute"
 
 
-_CHECKS = (check_conflicts, check_layout, _check_numbers, check_stages, check_experts, _check_patterns)
+_CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
+    check_conflicts,
+    check_layout,
+    _check_numbers,
+    _layout_problems,
+    check_stages,
+    _plan_problems,
+    check_experts,
+    _check_patterns,
+)
