@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_epp.advice.judge import Refusal
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.plan import EppError
 
 

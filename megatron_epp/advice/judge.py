@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.plan import InfeasibleError, Plan
 from megatron_epp.planner import Options, plan
@@ -50,13 +49,9 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A layout that fits.
+    """A layout that fits, the parts of its step, and the plan of its slowest replica.
 
-    Attributes:
-        layout: the evaluated layout.
-        parts: of its step.
-        plan: of its slowest replica.
-        is_exact: True if planned as in training; otherwise only a few plans were tried.
+    `is_exact` is True if planned as in training; otherwise only a few plans were tried.
     """
 
     layout: Layout
@@ -90,14 +85,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Megatron's 1F1B at a layout.
-
-    Attributes:
-        layout: with one stage on each rank.
-        planner: name of the planner.
-        contexts: largest length of a microbatch, in contexts.
-        step_us: time of a step.
-    """
+    """Megatron's 1F1B at a layout of one stage on each rank, with the largest length of a microbatch in contexts."""
 
     layout: Layout
     planner: str
@@ -207,14 +195,7 @@ def plain(question: Question, layout: Layout, shares: Sequence[Share]) -> Plain 
 
 
 def _parts(question: Question, layout: Layout, made: Plan, times_us: Sequence[float]) -> Parts:
-    """Compute the parts of a step.
-
-    Args:
-        question: input of the advice.
-        layout: the evaluated layout.
-        made: plan of the slowest replica.
-        times_us: time of every replica, or an estimate; only their ratios count.
-    """
+    """Compute the parts of a step from the plan of the slowest replica; only ratios of the replicas' times count."""
     mean = sum(times_us) / len(times_us) / max(times_us)
     shape, rates, ranks = question.shape(layout), question.rates(layout), made.num_ranks
     makespan_us = made.predicted.makespan_us

@@ -6,8 +6,7 @@ import math
 import shlex
 from typing import Any
 
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.plan import is_unlimited
 
 _SIZES = (

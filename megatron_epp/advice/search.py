@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.advice.candidates import candidates, variants
 from megatron_epp.advice.judge import Entry, Plain, Refusal, exactly, gib, misfit, plain, roughly, shares_by_work
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.cost.library import even_layers
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner.service.replica_balance import Share
@@ -56,15 +55,7 @@ class NothingFitsError(InfeasibleError):
 
 
 def advise(question: Question, say: Callable[[str], None] = lambda _: None) -> Advice:
-    """Search for the best layouts. The result is deterministic.
-
-    Args:
-        question: input of the search.
-        say: called with messages about the progress.
-
-    Raises:
-        NothingFitsError: no layout can run.
-    """
+    """Search for the best layouts, deterministically; `say` is told the progress. Raises `NothingFitsError` if none can run."""
     layouts, refused = candidates(question)
     search = _Search(question, say)
     search.look_at(layouts, "layouts")

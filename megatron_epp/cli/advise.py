@@ -13,20 +13,19 @@ import numpy as np
 
 from megatron_epp.advice.candidates import check_devices
 from megatron_epp.advice.judge import Entry
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.advice.recipe import epp_settings, flags_text, megatron_settings, recipe_text, without_sizes
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import advise
 from megatron_epp.cli.inputs import add_shape, cap_of, flags_of
 from megatron_epp.cli.lengths import SOURCES, limited, read_lengths
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser, add_output
+from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.cost import Profile
 from megatron_epp.cost.library import find, load_cluster, load_costs, load_flags, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE
 from megatron_epp.mcore.arguments.flag import COUNT, DEVICES
 from megatron_epp.mcore.arguments.parser import add
+from megatron_epp.mcore.arguments.table import ROWS
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, shown, whole
 from megatron_epp.planner import Options
@@ -37,13 +36,7 @@ example: Llama 3 8B on 64 H100, documents like Wikipedia's, a recipe for `megatr
 the lengths of your own documents, with tensor parallelism left at 2
   megatron-epp advise --model llama3-8b --cluster a100x8 --devices 16 --lengths documents.idx --tensor-parallel 2
 """
-_SIZES = {
-    "tensor_parallel": "ranks that share a layer",
-    "context_parallel": "ranks that share the tokens",
-    "pipeline_parallel": "ranks that share the layers",
-    "virtual_stages": "stages on each rank",
-    "expert_parallel": "ranks that share the experts",
-}
+_SIZES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_stages", "expert_parallel")
 """Settings that are searched unless they are given."""
 _FREE = ("num_layers", "loss_block_tokens")
 """Model settings in which a pipeline may differ from the model that was measured."""
@@ -68,8 +61,9 @@ def add_arguments(parser: Parser) -> None:
     add(batch, "seed", help="of the draw (default: 0)")
     add_shape(parser.add_argument_group("model", "(default: an 8B model)"))
     fixed = parser.add_argument_group("sizes", "searched where they are not given")
-    for setting, what in _SIZES.items():
-        add(fixed, setting, help=f"{what} (default: searched)")
+    for setting in _SIZES:
+        what = ROWS[setting].help.replace("(default: 1).", "(default: searched)")
+        add(fixed, setting, help=what[0].lower() + what[1:])
     parser.set_defaults(sequence_parallel=False)
     plans = parser.add_argument_group("plans", "as training would make them")
     add(

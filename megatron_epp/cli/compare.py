@@ -8,13 +8,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.cli.inputs import add_problem, costs_of, options_of, problem_of
+from megatron_epp.cli.inputs import add_problem, costs_of, problem_of
 from megatron_epp.cli.lengths import batches_of
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser, add_output, picture
+from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.mcore.arguments.flag import planner
-from megatron_epp.mcore.arguments.parser import names_of
+from megatron_epp.mcore.arguments.parser import names_of, options_from
 from megatron_epp.mcore.arguments.table import PLANNER_NAMES
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.plan import Plan
@@ -84,7 +83,7 @@ def compare(args: argparse.Namespace) -> str:
 def _entry(args: argparse.Namespace, problem: Problem, costs: PipelineCosts, name: str) -> Entry:
     start_s = time.process_time()
     try:
-        made, refusal = plan(problem, costs, options_of(args, name)), ""
+        made, refusal = plan(problem, costs, options_from(args, planner=name)), ""
     except EppError as error:
         made, refusal = None, error.text(names_of(args.parser))
     return Entry(name, made, refusal, (time.process_time() - start_s) * 1e3)

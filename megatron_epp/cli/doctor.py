@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser
+from megatron_epp.cli.terminal import Command, Parser, progress, say
 from megatron_epp.cost.library import load_costs
 from megatron_epp.cost.profile import Profile
 from megatron_epp.launch.machine import (
@@ -67,64 +66,53 @@ class _Library:
 
     Attributes:
         name: for people.
-        module: that shows that it is there.
-        distributions: names it is installed under.
-        versions: that are known to work.
-        install: the command.
+        requirement: the name it is installed under, and the versions that are known to work.
         status: of its absence.
         use: what it is for.
+        install: the command.
+        module: that shows that it is there; empty for one of the name it is installed under.
     """
 
     name: str
-    module: str
-    distributions: tuple[str, ...]
-    versions: str
-    install: str
+    requirement: str
     status: str
     use: str
+    install: str
+    module: str = ""
 
 
-_TORCH = _Library("torch", "torch", ("torch",), ">=2.6", 'pip install "torch>=2.6"', PROBLEM, "everything that trains")
+_TORCH = _Library("torch", "torch>=2.6", PROBLEM, "everything that trains", 'pip install "torch>=2.6"')
+_NUMBA = _Library("numba", "numba>=0.60", WARNING, "the planner's inner loops, compiled", "pip install 'megatron-epp[fast]'")
 _GPU_LIBRARIES = (
     _Library(
         "Transformer Engine",
-        "transformer_engine",
-        ("transformer-engine", "transformer_engine"),
-        ">=2",
-        "pip install 'megatron-epp[te]', or train with --transformer-impl local",
+        "transformer-engine>=2",
         WARNING,
         "Megatron's default layers and cuDNN's attention",
+        "pip install 'megatron-epp[te]', or train with --transformer-impl local",
     ),
     _Library(
         "flash-attn",
-        "flash_attn",
-        ("flash-attn", "flash_attn"),
-        ">=2.7",
-        "pip install flash-attn --no-build-isolation (torch's own FlashAttention serves without it)",
+        "flash-attn>=2.7",
         OK,
         "attention",
+        "pip install flash-attn --no-build-isolation (torch's own FlashAttention serves without it)",
     ),
     _Library(
         "Liger",
-        "liger_kernel",
-        ("liger-kernel", "liger_kernel"),
-        ">=0.6.3",
-        "pip install 'megatron-epp[liger]' (plain torch serves without it)",
+        "liger-kernel>=0.6.3",
         OK,
         "losses by blocks of tokens",
+        "pip install 'megatron-epp[liger]' (plain torch serves without it)",
     ),
     _Library(
         "NVIDIA Apex",
-        "amp_C",  # one of its extensions: a package called apex may be something else
-        ("apex",),
-        ">=0",
-        "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation . in a checkout of github.com/NVIDIA/apex",
+        "apex>=0",
         WARNING,
         "fused Adam and --gradient-accumulation-fusion",
+        "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation . in a checkout of github.com/NVIDIA/apex",
+        "amp_C",  # one of its extensions: a package called apex may be something else
     ),
-)
-_NUMBA = _Library(
-    "numba", "numba", ("numba",), ">=0.60", "pip install 'megatron-epp[fast]'", WARNING, "the planner's inner loops, compiled"
 )
 
 
@@ -158,19 +146,15 @@ def text(findings: list[Finding]) -> str:
 
 
 def look(profile: str | None = None) -> Iterator[Finding]:
-    """All findings, in the order in which they build on each other.
-
-    Args:
-        profile: a file of costs, or a shipped profile's name.
-    """
-    yield _python()
+    """All findings, in the order in which they build on each other, with those on a file of costs or a shipped profile."""
+    yield Finding("Python", OK, f"{platform.python_version()} ({sys.executable})")  # an older one cannot read this package
     yield _library(_TORCH)
     torch = _import("torch")
     has_gpu = torch is not None and torch.cuda.is_available()
     if torch is not None:
         yield from _gpu(torch, has_gpu)
     for library in _GPU_LIBRARIES:
-        yield _library(library) if has_gpu else _unneeded(library)
+        yield _library(library, is_of_use=has_gpu)
     yield _library(_NUMBA)
     yield from _guarded("megatron-core", _megatron)
     if torch is not None:
@@ -196,30 +180,18 @@ def _import(module: str) -> Any:
         return None
 
 
-def _version(distributions: tuple[str, ...]) -> str | None:
-    return next(filter(None, map(version_of, distributions)), None)
-
-
-def _python() -> Finding:
-    return Finding(
-        "Python", OK, f"{platform.python_version()} ({sys.executable})"
-    )  # an older one cannot even read this package
-
-
-def _library(library: _Library) -> Finding:
-    version = _version(library.distributions)
-    if importlib.util.find_spec(library.module) is None:
+def _library(library: _Library, is_of_use: bool = True) -> Finding:
+    distribution, _, least = library.requirement.partition(">=")
+    version, versions = version_of(distribution), f">={least}"
+    if not is_of_use:
+        return Finding(library.name, OK, f"{version or 'not found'}; it needs a GPU to be of use")
+    if importlib.util.find_spec(library.module or distribution.replace("-", "_")) is None:
         return Finding(library.name, library.status, f"not found; it is for {library.use}", library.install)
     if version is None:
         return Finding(library.name, OK, "found, of an unknown version")
-    if not features.matches(version, library.versions):
-        return Finding(library.name, library.status, f"{version}, outside {library.versions}", library.install)
-    return Finding(library.name, OK, f"{version} ({library.versions})")
-
-
-def _unneeded(library: _Library) -> Finding:
-    found = _version(library.distributions) or "not found"
-    return Finding(library.name, OK, f"{found}; it needs a GPU to be of use")
+    if not features.matches(version, versions):
+        return Finding(library.name, library.status, f"{version}, outside {versions}", library.install)
+    return Finding(library.name, OK, f"{version} ({versions})")
 
 
 def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
@@ -240,36 +212,27 @@ def _gpu(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 
 def _megatron() -> Iterator[Finding]:
+    install = f'pip install "megatron-core[training]=={features.RECOMMENDED}"'
     try:
         version = features.check_megatron()
     except EppError as error:
-        yield Finding("megatron-core", PROBLEM, str(error), f'pip install "megatron-core[training]=={features.RECOMMENDED}"')
+        yield Finding("megatron-core", PROBLEM, str(error), install)
         return
     yield Finding("megatron-core", OK, f"{version} ({features.SUPPORTED})")
     if importlib.util.find_spec("megatron.training") is None:
-        todo = f'pip install "megatron-core[training]=={features.RECOMMENDED}", or put a clone of Megatron-LM on PYTHONPATH'
-        yield Finding("megatron.training", PROBLEM, "not found", todo)
+        yield Finding("megatron.training", PROBLEM, "not found", f"{install}, or put a clone of Megatron-LM on PYTHONPATH")
         return
     from megatron_epp.mcore import entry
 
     fits = entry.fits()
     for fit in fits:
-        if not fit.fits:
-            todo = (
-                "--epp-allow-unknown-megatron tries it all the same"
-                if fit.needed
-                else "compare losses with --epp-schedule stock"
-            )
-            yield Finding(
-                "patch" if fit.needed else "Megatron's code",
-                PROBLEM if fit.needed else WARNING,
-                f"{fit.target}: {fit.what}",
-                todo,
-            )
-    good = [fit for fit in fits if fit.fits]
-    yield Finding(
-        "patches", OK, f"{sum(fit.needed for fit in good)} fit; {sum(not fit.needed for fit in good)} functions are as tested"
-    )
+        found = f"{fit.target}: {fit.what}"
+        if not fit.fits and fit.needed:
+            yield Finding("patch", PROBLEM, found, "--epp-allow-unknown-megatron tries it all the same")
+        elif not fit.fits:
+            yield Finding("Megatron's code", WARNING, found, "compare losses with --epp-schedule stock")
+    needed = [fit.needed for fit in fits if fit.fits]
+    yield Finding("patches", OK, f"{sum(needed)} fit; {len(needed) - sum(needed)} functions are as tested")
 
 
 def _attention(torch: Any, has_gpu: bool) -> Iterator[Finding]:
@@ -306,19 +269,19 @@ def _loss_by_blocks(torch: Any, has_gpu: bool) -> Iterator[Finding]:
 
 
 def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
-    version = _version(_TORCH.distributions) or "0.0"
+    version = version_of("torch") or "0.0"
     name, found = allocator_setting(environment, version) or (allocator_variables(version)[0], "not set")
-    if not has_gpu or segments_expand(environment, version):
-        yield Finding(name, OK, found)
-    else:
+    if has_gpu and not segments_expand(environment, version):
         name, why = allocator_variables(version)[0], "chunks differ in size, and fixed segments leave gaps"
         yield Finding(name, WARNING, found, f"export {name}={EXPANDABLE}: {why}")
-    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if connections == "1" or not has_gpu:
-        yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", OK, connections or "not set")
     else:
-        todo = "export CUDA_DEVICE_MAX_CONNECTIONS=1: Megatron asks for it with tensor or context parallelism before Blackwell"
-        yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", WARNING, connections or "not set", todo)
+        yield Finding(name, OK, found)
+    name, found = "CUDA_DEVICE_MAX_CONNECTIONS", environment.get("CUDA_DEVICE_MAX_CONNECTIONS") or "not set"
+    if has_gpu and found != "1":
+        todo = f"export {name}=1: Megatron asks for it with tensor or context parallelism before Blackwell"
+        yield Finding(name, WARNING, found, todo)
+    else:
+        yield Finding(name, OK, found)
 
 
 def _profile(name: str, torch: Any, has_gpu: bool) -> Iterator[Finding]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser, add_output
-from megatron_epp.cli.show import add_plan
+from megatron_epp.cli.plan import add_plan_file
+from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.mcore.arguments.flag import AMOUNT
 from megatron_epp.plan.check import check
 from megatron_epp.plan.errors import EppError, PlanError
@@ -31,7 +30,7 @@ _LONGEST_US = 60e6
 
 def add_arguments(parser: Parser) -> None:
     """Add the command's flags."""
-    add_plan(parser)
+    add_plan_file(parser)
     parser.add_argument(
         "--time-scale",
         type=AMOUNT,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cli.lengths import add_batch, lengths_of
-from megatron_epp.cli.parser import Parser
+from megatron_epp.cli.terminal import Parser
 from megatron_epp.cost import PipelineCosts, Profile, Rates, analytic_profile, on_device
 from megatron_epp.cost.library import (
     RATES,
@@ -23,25 +23,14 @@ from megatron_epp.cost.library import (
     shape_of,
 )
 from megatron_epp.cost.memory import DEVICE_SHARE, FRAGMENTATION_SHARE
-from megatron_epp.mcore.arguments.parser import add, options_from
-from megatron_epp.mcore.arguments.table import ROWS
+from megatron_epp.mcore.arguments.parser import add
+from megatron_epp.mcore.arguments.table import ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_LAYERS, naming, shown
-from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem
+from megatron_epp.planner import UNLIMITED_BYTES, Problem
 from megatron_epp.planner.amounts import check_amounts
 
-_SHAPE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "vocab_size",
-    "gated_mlp",
-    "num_experts",
-    "experts_per_token",
-    "bytes_per_value",
-)
+_SHAPE = tuple(row.setting for row in SHAPE)
 _SHARING = ("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel")
 _MODEL: dict[str, Any] = {
     "num_layers": 32,
@@ -58,12 +47,7 @@ _MODEL: dict[str, Any] = {
 
 
 def add_problem(parser: Parser, several_batches: bool = False) -> None:
-    """Add the flags of the batch, the pipeline and the machine.
-
-    Args:
-        parser: of the command.
-        several_batches: the flags that name batches may be given several times.
-    """
+    """Add the flags of the batch, or of several, of the pipeline and of the machine."""
     add_batch(parser, several_batches)
     pipeline = parser.add_argument_group("pipeline")
     add(pipeline, "num_stages", "layers_per_stage", "chunk_tokens", "slices", "token_multiple", "split_weight", "steps")
@@ -110,15 +94,7 @@ def of_model(args: argparse.Namespace) -> AbstractContextManager[None]:
 
 
 def problem_of(args: argparse.Namespace, lengths: tuple[int, ...] | None = None) -> Problem:
-    """The problem of one batch.
-
-    Args:
-        args: parsed flags.
-        lengths: of the batch; None for the one that the flags name.
-
-    Raises:
-        EppError: the lengths, or the cluster's file, are not what they should be.
-    """
+    """The problem of a batch, by default that of the flags. Raises `EppError` for bad lengths or a bad cluster file."""
     cap_bytes = cap_of(args.memory_cap_gb, _cluster(args))
     return Problem(
         lengths=lengths_of(args) if lengths is None else lengths,
@@ -135,11 +111,6 @@ def cap_of(given_gb: float | None, cluster: Cluster | None) -> int:
     if given_gb is None and cluster is not None and cluster.device_memory_gb is not None:
         given_gb = DEVICE_SHARE * cluster.device_memory_gb
     return UNLIMITED_BYTES if given_gb is None else int(given_gb * 2**30)
-
-
-def options_of(args: argparse.Namespace, planner: str | None = None) -> Options:
-    """Return the planner's options of the flags, for another planner if one is given."""
-    return options_from(args) if planner is None else options_from(args, planner=planner)
 
 
 def costs_of(args: argparse.Namespace, lengths: Sequence[int], longest: int | None = None) -> PipelineCosts:

@@ -11,19 +11,18 @@ import sys
 from collections.abc import Sequence
 
 import megatron_epp
-from megatron_epp.cli import advise, compare, doctor, emulate, memory, plan, prepare, profile, quickstart, show, train
-from megatron_epp.cli.output import PROGRAM, finish, tell, tell_error, tell_traceback
-from megatron_epp.cli.parser import Command, Parser
+from megatron_epp.cli import advise, compare, doctor, emulate, memory, plan, prepare, profile, quickstart, train
+from megatron_epp.cli.terminal import PROGRAM, Command, Parser, finish, tell, tell_error, tell_traceback
 from megatron_epp.mcore.arguments.parser import names_of
 from megatron_epp.plan.errors import EppError
 
 COMMANDS: tuple[Command, ...] = (
-    plan.COMMAND,
+    plan.COMMANDS[0],
     memory.COMMAND,
-    *show.COMMANDS[:2],
+    *plan.COMMANDS[1:3],
     compare.COMMAND,
     advise.COMMAND,
-    *show.COMMANDS[2:],
+    *plan.COMMANDS[3:],
     profile.COMMAND,
     emulate.COMMAND,
     prepare.COMMAND,

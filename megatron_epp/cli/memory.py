@@ -9,11 +9,10 @@ from argparse import Namespace
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, options_of, problem_of
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser, add_output, picture
+from megatron_epp.cli.inputs import add_problem, costs_of, flags_of, problem_of
+from megatron_epp.cli.terminal import Command, Parser, add_output, picture, progress, say
 from megatron_epp.mcore.arguments.flag import COUNT
-from megatron_epp.mcore.arguments.parser import add, names_of
+from megatron_epp.mcore.arguments.parser import add, names_of, options_from
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.errors import InfeasibleError
 from megatron_epp.planner import Options, Problem, plan
@@ -46,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     """Plan, account for the plan's memory, search for limits, and print. Raises `EppError`."""
-    problem, options = problem_of(args), options_of(args)
+    problem, options = problem_of(args), options_from(args)
     costs = costs_of(args, problem.lengths)
     refusal, made = "", None
     try:

@@ -1,19 +1,32 @@
-"""The command that plans a batch, and what commands that show a plan as text have in common."""
+"""The commands that make and read plans: `check` proves them, `simulate` tells their times, `show` draws them."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, options_of, problem_of
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser, add_output
+from megatron_epp.cli.inputs import add_problem, costs_of, has_costs_of_stages, problem_of
+from megatron_epp.cli.terminal import PICTURES, PROGRAM, Command, Parser, add_output, output, picture, progress, say, tell
 from megatron_epp.cost.balance import advice
 from megatron_epp.mcore.arguments.flag import COUNT
-from megatron_epp.mcore.arguments.parser import add
+from megatron_epp.mcore.arguments.parser import add, options_from
+from megatron_epp.plan.check import check, report
+from megatron_epp.plan.check.actions import check_presence
+from megatron_epp.plan.check.lockstep import check_lockstep
+from megatron_epp.plan.check.tables import check_kv_offload, check_tables, check_tokens
+from megatron_epp.plan.errors import EppError, PlanError
+from megatron_epp.plan.lowering import lower
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.serialize import save
+from megatron_epp.plan.reading import naming
+from megatron_epp.plan.serialize import load, save
+from megatron_epp.plan.simulate import simulate
+from megatron_epp.plan.text import to_grid
 from megatron_epp.planner import plan
-from megatron_epp.report.text import summary
+from megatron_epp.report.gantt import save_gantt
+from megatron_epp.report.measured import Measured, measured_boxes
+from megatron_epp.report.table import format_bytes, format_us, table
+from megatron_epp.report.text import against, summary
+from megatron_epp.report.trace import save_trace
 
 _EXAMPLE = """\
 example: three sequences on a 4-stage pipeline of an 8B model (the defaults)
@@ -26,38 +39,143 @@ the first 512 documents of a Megatron index, for a shipped model and cluster
 """
 
 
-def add_arguments(parser: Parser) -> None:
-    """Add the command's flags."""
+def _add_plan(parser: Parser) -> None:
     add_problem(parser)
     add(parser, "planner")
     add_output(parser, "write the plan as JSON (default: do not)")
-    add_width(parser)
+    _add_width(parser)
 
 
-def add_width(parser: Parser) -> None:
+def _add_width(parser: Parser) -> None:
     """Add the flags for the size of a plan's text."""
     parser.add_argument("--width", type=COUNT, default=120, metavar="N", help="characters per line of text (%(default)s)")
     parser.add_argument("--all", action="store_true", help="print every chunk and whole lines")
 
 
-def text_of(made: Plan, args: argparse.Namespace) -> str:
-    """Format a plan for a terminal, as wide as `add_width`'s flags say."""
+def _text_of(made: Plan, args: argparse.Namespace) -> str:
+    """Format a plan for a terminal, as wide as `_add_width`'s flags say."""
     return summary(made, None, None) if args.all else summary(made, args.width)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Plan, write, and print. Raises `EppError`."""
+def _plan(args: argparse.Namespace) -> int:
     problem = problem_of(args)
     costs = costs_of(args, problem.lengths)
     with progress(f"planning {len(problem.lengths):,} sequences with {args.planner}"):
-        made = plan(problem, costs, options_of(args))
+        made = plan(problem, costs, options_from(args))
     if args.output:
         save(made, args.output)
-    say(text_of(made, args))
+    say(_text_of(made, args))
     hint = advice(costs, problem.placement, problem.lengths, lambda _: "--layers-per-stage balanced")
     if hint and not has_costs_of_stages(args):
         say(f"\n{hint}")
     return 0
 
 
-COMMAND = Command("plan", "make a plan for a batch of sequence lengths and print its summary", add_arguments, run, _EXAMPLE)
+def add_plan_file(parser: Parser) -> None:
+    """Add the plan file that a command reads."""
+    parser.add_argument("plan", metavar="PLAN.json", help="what `megatron-epp plan -o` or a training run wrote")
+
+
+def _add_plans(parser: Parser) -> None:
+    help_text = "one plan; or those of replicas that share experts, which must match too"
+    parser.add_argument("plans", metavar="PLAN.json", nargs="+", help=help_text)
+
+
+def _add_show(parser: Parser) -> None:
+    add_plan_file(parser)
+    parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="a run of this plan, as the training run wrote it, to draw next to it (default: none)",
+    )
+    add_output(
+        parser,
+        "the suffix decides: .png, .svg or .pdf for a Gantt picture, .json for a trace (open it in ui.perfetto.dev), .txt for "
+        "text. Without it: text on the screen",
+    )
+    parser.add_argument(
+        "--png", type=picture, metavar="FILE", help="write a Gantt picture with the memory of every stage (default: none)"
+    )
+    parser.add_argument("--trace", type=output, metavar="FILE", help="write a trace for ui.perfetto.dev (default: none)")
+    parser.add_argument(
+        "--lowered",
+        action="store_true",
+        help="print what each rank issues, in order: actions, copies, sends, receives and reductions; nothing else",
+    )
+    _add_width(parser)
+
+
+def _check(args: argparse.Namespace) -> int:
+    plans = list(map(load, args.plans))
+    found = [check(made) for made in plans]
+    for path, made, violations in zip(args.plans, plans, found, strict=True):
+        say(f"{path}: {report(made, violations)}", end="")
+    unmatched = [] if any(found) else check_lockstep(plans)
+    for fault in unmatched:
+        say(str(fault))
+    return 1 if any(found) or unmatched else 0
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    timeline = simulate(_load(args.plan))
+    rows = []
+    for rank, (starts, ends) in enumerate(zip(timeline.start_us, timeline.end_us, strict=True)):
+        first, last, busy = min(starts, default=0.0), max(ends, default=0.0), timeline.busy_us[rank]
+        idle = f"{1 - busy / timeline.makespan_us:.1%}" if timeline.makespan_us else "0.0%"
+        rows.append([str(rank), *map(format_us, (first, last, busy)), idle, format_bytes(timeline.peak_bytes[rank])])
+    say(f"makespan {format_us(timeline.makespan_us)}, bubble {timeline.bubble_fraction:.1%}\n")
+    say("\n".join(table(("rank", "first start", "last end", "busy", "bubble", "peak"), rows, left=())))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    made = _load(args.plan)
+    measured = _measured(made, args.measured) if args.measured else None
+    if args.lowered:
+        say(to_grid(lower(made)).rstrip())
+    outputs = [args.output, args.png, args.trace]
+    if not any(outputs) and not args.lowered:
+        say(_text(made, measured, args))
+    with progress("drawing"):
+        for path in filter(None, outputs):
+            suffix = Path(path).suffix.lower()
+            if path is args.png or suffix in PICTURES:
+                save_gantt(made, path, measured)
+            elif path is args.trace or suffix == ".json":
+                save_trace(made, path, measured)
+            elif suffix == ".txt":
+                Path(path).write_text(_text(made, measured, args) + "\n", encoding="utf-8")
+            else:
+                raise EppError(f"--output {path}: unknown suffix {suffix!r}; use {', '.join(PICTURES)}, .json or .txt")
+    return 0
+
+
+def _text(made: Plan, measured: Measured | None, args: argparse.Namespace) -> str:
+    return _text_of(made, args) if measured is None else f"{_text_of(made, args)}\n\n{against(made, measured)}"
+
+
+def _load(path: str) -> Plan:
+    """Load a plan. Refuse it if its tables, chunks and actions contradict each other; warn of any other violation."""
+    made = load(path)
+    for check_part in (check_tables, check_tokens, check_presence, check_kv_offload):
+        if fault := next(check_part(made), None):
+            raise PlanError(f"{path}: {fault}; see: {PROGRAM} check {path}")
+    if violations := check(made):
+        tell(f"{PROGRAM}: warning: {len(violations)} violation(s), see: {PROGRAM} check {path}")
+    return made
+
+
+def _measured(made: Plan, path: str) -> Measured:
+    """Load a run of the plan."""
+    measured = Measured.load(path)
+    with naming(path, PlanError):
+        measured_boxes(made, measured)
+    return measured
+
+
+COMMANDS = (
+    Command("plan", "make a plan for a batch of sequence lengths and print its summary", _add_plan, _plan, _EXAMPLE),
+    Command("check", "prove a plan, or report every violation; exit code 1 when there are any", _add_plans, _check),
+    Command("simulate", "simulate a plan and print when its ranks work and what they hold", add_plan_file, _simulate),
+    Command("show", "show a plan, and a run of it, as text, picture or trace", _add_show, _show),
+)

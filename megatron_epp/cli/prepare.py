@@ -9,8 +9,7 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from megatron_epp.cli.output import say
-from megatron_epp.cli.parser import Command, Parser
+from megatron_epp.cli.terminal import Command, Parser, say
 from megatron_epp.data.token_record import SUFFIX
 from megatron_epp.mcore.arguments.flag import COUNT
 from megatron_epp.mcore.data.encoders import BYTES, Encoder, megatron_encoder

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.inputs import add_model, flags_of, of_model
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser, add_output
+from megatron_epp.cli.terminal import Command, Parser, add_output, progress, say
 from megatron_epp.cost.analytic import analytic_profile
 from megatron_epp.cost.fit import fit_profile
 from megatron_epp.cost.library import RATES, load_cluster, shape_of

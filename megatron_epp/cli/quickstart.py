@@ -15,8 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cli.output import progress, say
-from megatron_epp.cli.parser import Command, Parser
+from megatron_epp.cli.terminal import Command, Parser, progress, say
 from megatron_epp.launch.machine import machine
 from megatron_epp.launch.runs import Run, pipeline_size, tiny_gpt, train
 from megatron_epp.mcore.arguments.flag import COUNT, STAGES

@@ -10,8 +10,7 @@ import shlex
 import warnings
 from collections.abc import Iterator
 
-from megatron_epp.cli.output import progress, say, tell
-from megatron_epp.cli.parser import Command, Parser
+from megatron_epp.cli.terminal import Command, Parser, progress, say, tell
 from megatron_epp.cost.library import find
 from megatron_epp.launch.command import Launch, command_of, folder_of, save_run, world_of
 from megatron_epp.launch.environment import environment_to_set, exports
@@ -81,14 +80,16 @@ def checked_argv(settings: Settings, world_size: int, wants_files: bool) -> list
     if (cluster := settings.get("cluster")) is not None:
         find("clusters", str(cluster))
     with _quietly():
-        from megatron_epp.mcore.arguments import flags
+        from megatron_epp.mcore import entry
 
-        parser = flags.megatron_parser()
-        argv = argv_of(settings, flags.flags_of(parser))
-        parsed = flags.check(parser, argv)
-        flags.check_run(parsed, world_size)
-        if wants_files:
-            flags.check_files(parsed)
+        parser = entry.megatron_parser()
+        argv = argv_of(settings, parser)
+        parsed = entry.check(parser, argv)
+        entry.check_run(parsed, world_size)
+        if wants_files and parsed.epp:
+            from megatron_epp.mcore.data.documents import check_files_of
+
+            check_files_of(parsed)
     return argv
 
 

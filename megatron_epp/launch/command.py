@@ -101,16 +101,7 @@ def world_of(megatron: Mapping[str, Any]) -> int:
 
 
 def command_of(launch: Launch, argv: Sequence[str], processes: int) -> list[str]:
-    """Build the torchrun command for this node.
-
-    Args:
-        launch: settings of the launch.
-        argv: flags of the training script.
-        processes: number of processes on this node.
-
-    Raises:
-        PortError: the port on which this node must listen is taken.
-    """
+    """Build the torchrun command for this node. Raises `PortError` if the port on which it must listen is taken."""
     port = usable_port(launch.master_port) if launch.node_rank == 0 else launch.master_port
     where = ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank), "--nproc-per-node", str(processes)]
     where += ["--master-addr", launch.master_addr, "--master-port", str(port)]
@@ -125,16 +116,8 @@ def folder_of(launch: Launch, megatron: dict[str, Any]) -> Path:
 def save_run(folder: Path, settings: Settings, command: Sequence[str], environment: Mapping[str, Any]) -> None:
     """Write ``command.sh`` (runs as it is), ``settings.yaml`` (all files and overrides merged) and ``versions.json``.
 
-    Only their owner can read them if a variable's name indicates a secret.
-
-    Args:
-        folder: target folder, created if it does not exist.
-        settings: of the run.
-        command: the training command.
-        environment: the `launch.environment` section.
-
-    Raises:
-        SettingsError: the folder, or a file in it, cannot be written.
+    Only their owner can read them if a variable of the `launch.environment` section has a name that indicates a secret.
+    Raises SettingsError if the folder, which is created if needed, or a file in it cannot be written.
     """
     import yaml  # type: ignore[import-untyped,unused-ignore]
 

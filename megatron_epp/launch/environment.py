@@ -23,12 +23,7 @@ _UNSET = "null"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a value.
-
-    Attributes:
-        source: the variable that it refers to; None if it is literal.
-        text: the literal text, or the reference's default; None if the reference has none.
-    """
+    """Literal text of a value, or a reference to a variable with a default or None."""
 
     source: str | None
     text: str | None
@@ -63,11 +58,8 @@ def environment_to_set(values: Mapping[str, Any]) -> dict[str, str]:
 def exports(values: Mapping[str, Any], masked: bool = False) -> list[str]:
     """Lines of a shell script that set the same variables as `environment_to_set`.
 
-    Values taken from the environment are read from it again, and a script ends with an error if they are not set.
-
-    Args:
-        values: text or numbers by name.
-        masked: replace secrets by a mask.
+    Values taken from the environment are read from it again, and a script ends with an error if they are not set. Secrets can
+    be replaced by a mask.
     """
     lines = []
     for name, value in sorted(values.items()):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_epp.launch.settings import Settings, SettingsError, nearest
@@ -12,33 +12,18 @@ from megatron_epp.launch.settings import Settings, SettingsError, nearest
 EPP_PREFIX = "epp_"
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
 """Pattern of negative numbers, which argparse reads as values."""
+type Option = tuple[str, argparse.Action]
+"""A flag of the training script as on the command line, ``--num-layers``, and what it does there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """A flag of the training script.
-
-    Attributes:
-        option: as on the command line, ``--num-layers``.
-        takes_value: false for a switch.
-        takes_several: one or more values.
-        opposite: flag that switches a switch off, ``--no-x``; None if there is none.
-        says_on_or_off: takes the words on and off, which YAML reads as true and false.
-    """
-
-    option: str
-    takes_value: bool
-    takes_several: bool = False
-    opposite: str | None = None
-    says_on_or_off: bool = False
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, Option]:
+    """Return every option of a parser, old ones too, by its name with underscores, such as ``num_layers``."""
+    options = parser._option_string_actions.items()
+    return {name[2:].replace("-", "_"): (name, action) for name, action in options if name.startswith("--")}
 
 
-Flags = Mapping[str, Flag]
-"""Flags by name with underscores, such as ``num_layers``."""
-
-
-def argv_of(settings: Settings, flags: Flags) -> list[str]:
-    """Convert a run's settings to command line arguments.
+def argv_of(settings: Settings, parser: argparse.ArgumentParser) -> list[str]:
+    """Convert a run's settings to command line arguments of the training script, which has this parser.
 
     ``true`` gives a switch, ``false`` its opposite if there is one, ``null`` nothing; a list gives several values. An `epp`
     section gives ``--epp`` and its keys with the prefix, unless it has ``enabled: false``.
@@ -46,7 +31,7 @@ def argv_of(settings: Settings, flags: Flags) -> list[str]:
     Raises:
         SettingsError: a key is not a flag (the message names the most similar one), or a value is invalid for its flag.
     """
-    arguments: list[str] = []
+    arguments, flags = list[str](), flags_of(parser)
     for name, value in (settings.get("megatron") or {}).items():
         arguments += _arguments("megatron", name, name, value, flags)
     ours = settings.get("epp")
@@ -55,41 +40,61 @@ def argv_of(settings: Settings, flags: Flags) -> list[str]:
         raise SettingsError(f"epp.enabled is {enabled!r}; give true or false")
     if ours is None or not enabled:
         return arguments
-    arguments.append(flags["epp"].option)
+    arguments.append("--epp")
     for name, value in ours.items():
         if name != "enabled":
             arguments += _arguments("epp", name, EPP_PREFIX + name, value, flags)
     return arguments
 
 
-def _arguments(section: str, key: str, name: str, value: Any, flags: Flags) -> Iterator[str]:
+def _arguments(section: str, key: str, name: str, value: Any, flags: Mapping[str, Option]) -> Iterator[str]:
     if value is None:
         return
-    flag = flags.get(name)
-    if flag is None:
+    if name not in flags:
         prefix = EPP_PREFIX if section == "epp" else ""
         known = [other.removeprefix(prefix) for other in flags if other.startswith(EPP_PREFIX) == bool(prefix)]
         raise SettingsError(f"{section}.{key} is not a flag of the training script{nearest(key, known)}")
-    if not flag.takes_value:
-        if not isinstance(value, bool):
-            raise SettingsError(f"{section}.{key} is {value!r}; {flag.option} is a switch: give true or false")
-        chosen = flag.option if value else flag.opposite
-        if chosen is not None:
-            yield chosen
+    option, action = flags[name]
+    words = words_of(f"{section}.{key}", option, action, value)
+    if action.nargs == 0:
+        opposite = f"--no-{option.removeprefix('--')}"
+        if value:
+            yield option
+        elif isinstance(action, argparse.BooleanOptionalAction) and opposite in action.option_strings:
+            yield opposite
         return
-    if isinstance(value, bool) and flag.says_on_or_off:
+    if any("\0" in word for word in words):
+        raise SettingsError(f"{section}.{key} is {value!r}; no command line can hold a NUL character")
+    if len(words) == 1 and words[0].startswith("-"):  # else it is read as a flag
+        yield f"{option}={words[0]}"
+        return
+    if any(word.startswith("-") and not _NEGATIVE.fullmatch(word) for word in words):
+        raise SettingsError(f"{section}.{key} is {value!r}; a value among several must not begin with -, as flags do")
+    yield option
+    yield from words
+
+
+def takes_several(action: argparse.Action) -> bool:
+    """True for a flag of one or more values."""
+    return action.nargs in ("*", "+") or (isinstance(action.nargs, int) and action.nargs > 0)
+
+
+def words_of(key: str, option: str, action: argparse.Action, value: Any) -> list[str]:
+    """Return a value of a settings file as words of the command line; none for a switch. YAML reads on and off as booleans.
+
+    Raises:
+        SettingsError: a switch is neither true nor false, or the number of values is wrong; the message begins with `key`.
+    """
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise SettingsError(f"{key} is {value!r}; {option} is a switch: give true or false")
+        return []
+    if isinstance(value, bool) and {"on", "off"} <= set(action.choices or ()):
         value = "on" if value else "off"
     values = value if isinstance(value, list) else [value]
-    if isinstance(value, bool | dict) or (len(values) != 1 and not flag.takes_several):
-        wanted = "one value, or a list of them" if flag.takes_several else "one value"
-        raise SettingsError(f"{section}.{key} is {value!r}; {flag.option} takes {wanted}")
-    texts = [str(one) for one in values]
-    if any("\0" in text for text in texts):
-        raise SettingsError(f"{section}.{key} is {value!r}; no command line can hold a NUL character")
-    if len(texts) == 1 and texts[0].startswith("-"):  # else it is read as a flag
-        yield f"{flag.option}={texts[0]}"
-        return
-    if any(text.startswith("-") and not _NEGATIVE.fullmatch(text) for text in texts):
-        raise SettingsError(f"{section}.{key} is {value!r}; a value among several must not begin with -, as flags do")
-    yield flag.option
-    yield from texts
+    needed = action.nargs if isinstance(action.nargs, int) else 0
+    fits = len(values) == needed if needed else takes_several(action) or len(values) == 1
+    if isinstance(value, bool | dict) or not fits:
+        several = "one value, or a list of them" if takes_several(action) else "one value"
+        raise SettingsError(f"{key} is {value!r}; {option} takes {f'{needed} values' if needed else several}")
+    return [str(one) for one in values]

@@ -84,11 +84,7 @@ class Forks:
 
 
 def serve(handle: int) -> None:
-    """Run jobs one after the other, as the main function of the forking process, until the process that sends them has ended.
-
-    Args:
-        handle: handle of the connection over which `Forks` sends jobs.
-    """
+    """Run jobs that `Forks` sends over a connection, one after the other, until the process that sends them has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a keyboard, meant for the sender of jobs; this process ends with it
     jobs = Connection(handle)
     ours = logging.getLogger("megatron_epp")

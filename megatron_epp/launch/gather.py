@@ -35,30 +35,24 @@ def listening(address: str, port: int, backlog: int) -> Iterator[list[socket.soc
     Raises:
         OSError: the port is taken.
     """
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(one) for one in _servers(address, port, backlog)]
-
-
-def _servers(address: str, port: int, backlog: int) -> list[socket.socket]:
     try:
         found = {(entry[0], str(entry[4][0])) for entry in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
     except OSError:
         found = set()
     inward = {one for one in found if ipaddress.ip_address(one[1].partition("%")[0]).is_loopback}
     is_told = address == "localhost" or any(host == address for _, host in found)
-    servers = []
-    for family, host in sorted(found if is_told else found - inward):
-        try:
-            servers.append(socket.create_server((host, port), family=family, backlog=backlog))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                for server in servers:
-                    server.close()
-                raise
-    if servers:
-        return servers
-    logger.warning("%s is no address of this machine by which others reach it: listening on all interfaces", address)
-    return [socket.create_server(("", port), backlog=backlog)]
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for family, host in sorted(found if is_told else found - inward):
+            try:
+                servers.append(stack.enter_context(socket.create_server((host, port), family=family, backlog=backlog)))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+        if not servers:
+            logger.warning("%s is no address of this machine by which others reach it: listening on all interfaces", address)
+            servers.append(stack.enter_context(socket.create_server(("", port), backlog=backlog)))
+        yield servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +68,7 @@ class _Node:
 class Gathering:
     """Wait for the other nodes of a run. Use it within one `asyncio.run`, which disconnects all callers at its end.
 
-    Args:
-        nodes: number of nodes.
-        token: of the run.
-
-    Attributes:
-        num_refused: number of callers that did not know the token.
+    `num_refused` counts callers that did not know the run's token.
     """
 
     def __init__(self, nodes: int, token: bytes) -> None:

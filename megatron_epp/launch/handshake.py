@@ -22,13 +22,7 @@ _LEAST_NONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Identity that a node sends.
-
-    Attributes:
-        node_rank: its node rank.
-        nodes: number of nodes, as set on that node.
-        nonce: its nonce.
-    """
+    """Identity that a node sends, with the number of nodes that is set there."""
 
     node_rank: int
     nodes: int

@@ -60,11 +60,7 @@ def end_with_parent() -> None:
 
 
 class EndingWithParent:
-    """Target of a `multiprocessing` process that makes the process end when its parent does.
-
-    Args:
-        target: function to run.
-    """
+    """Target of a `multiprocessing` process that runs a function and makes the process end when its parent does."""
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self._target = target
@@ -144,29 +140,16 @@ def _locked() -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def _if_abandoned(folder: Path) -> Iterator[bool]:
-    """Yield True if a folder is abandoned; no launcher can lock it within the context."""
-    handle = _shared_lock(folder)
-    try:
-        yield handle is not None
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-def _shared_lock(folder: Path) -> int | None:
-    """Open the lock file of a folder of this user with a shared lock; None if its launcher locks it or it has no such file."""
-    try:
-        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        if os.fstat(handle).st_uid == os.geteuid():
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return handle
-    except OSError:
-        pass
-    os.close(handle)
-    return None
+    """Yield True if a folder of this user has a lock file that no launcher locks; none can lock it within the context."""
+    with contextlib.ExitStack() as stack:
+        is_abandoned = False
+        with contextlib.suppress(OSError):
+            handle = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            stack.callback(os.close, handle)
+            if os.fstat(handle).st_uid == os.geteuid():
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                is_abandoned = True
+        yield is_abandoned
 
 
 def _sweep(parent: Path) -> None:

@@ -57,22 +57,12 @@ def load_settings(files: Iterable[str | Path], overrides: Iterable[str] = ()) ->
 
 
 def _loaded(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) -> Any:
-    """Load one file, merged over everything that it includes.
-
-    Args:
-        path: of the file.
-        chain: the files through which it is included.
-        known: files loaded before, so that none is loaded twice.
-    """
+    """Load one file, merged over everything that it includes, unless it is known; `chain` are the files that include it."""
     if path in chain:
         loop = " -> ".join(str(one) for one in (*chain[chain.index(path) :], path))
         raise SettingsError(f"files include each other in a circle: {loop}; take one `include:` out")
-    if path not in known:
-        known[path] = _over_includes(path, (*chain, path), known)
-    return known[path]
-
-
-def _over_includes(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) -> Any:
+    if path in known:
+        return known[path]
     body = read_settings(path)
     if unknown := [key for key in body if key not in SECTIONS]:
         hint = nearest(unknown[0], SECTIONS)
@@ -88,8 +78,9 @@ def _over_includes(path: Path, chain: tuple[Path, ...], known: dict[Path, Any]) 
         raise SettingsError(f"{path}: `include:` holds {shown(include)}; it must hold a file, or a list of files")
     merged = _omegaconf().create({})
     for name in names:
-        merged = _merged(merged, _loaded(_found(name, path), chain, known), str(path))
-    return _merged(merged, body, str(path))
+        merged = _merged(merged, _loaded(_found(name, path), (*chain, path), known), str(path))
+    known[path] = _merged(merged, body, str(path))
+    return known[path]
 
 
 def _found(name: str, includer: Path | None) -> Path:
@@ -166,12 +157,7 @@ def _assigned(override: str) -> dict[str, Any]:
 
 
 def _merged(under: Any, over: Mapping[str, Any], source: str) -> Any:
-    """Merge settings over others.
-
-    Args:
-        under, over: the two.
-        source: of `over`, for errors.
-    """
+    """Merge settings over others; errors name the source of the upper ones."""
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(over, dict):  # else it is merged already

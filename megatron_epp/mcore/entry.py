@@ -1,17 +1,21 @@
-"""Preparation that every entry point does before it uses Megatron, and a check of the patches for `megatron-epp doctor`."""
+"""Preparation that every entry point does before it uses Megatron, and checks of a run's flags and of the patches."""
 
+import argparse
 import contextlib
 import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, NoReturn
 
 from megatron_epp.launch import lifetime
+from megatron_epp.launch.settings import SettingsError
 from megatron_epp.mcore import cpu, features
+from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.arguments.table import TRAINING
+from megatron_epp.mcore.arguments.yaml_cfg import take_defaults
 from megatron_epp.mcore.patches import environment, fingerprints, install, patching
 from megatron_epp.mcore.patches.patching import Patch
 from megatron_epp.plan.errors import EppError
@@ -45,6 +49,48 @@ def errors_in_one_line() -> Iterator[None]:
         if error.__cause__ is not None and not isinstance(error.__cause__, EppError):
             traceback.print_exception(error.__cause__)
         raise SystemExit(f"megatron_epp, rank {os.environ.get('RANK', '0')}: {error.text(TRAINING)}") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises `SettingsError` where argparse would print its usage, here hundreds of lines, and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"the training script refuses this: {message}")
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    """Return a parser with all of Megatron's flags and ours. Raises EppError if Megatron is missing or unknown."""
+    prepare()
+    from megatron.training import arguments
+
+    return arguments.add_megatron_arguments(_Parser(prog="pretrain_gpt.py", allow_abbrev=False, conflict_handler="resolve"))
+
+
+def check(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse as the training script will. Raises EppError that names the flag and the value it does not accept."""
+    args = parser.parse_args(list(argv))
+    if args.yaml_cfg is not None and args.epp:
+        take_defaults(parser, args.yaml_cfg)
+        args = parser.parse_args(list(argv))
+    return args
+
+
+def check_run(args: argparse.Namespace, world_size: int) -> None:
+    """Refuse flags that every rank of a run of so many processes would refuse at start-up, and modify them as training does.
+
+    Raises:
+        EppError: there is no model, or `--epp` cannot honour a flag, or sizes do not divide.
+    """
+    if args.use_checkpoint_args:  # sizes are in the checkpoint
+        return
+    missing = [name for name in ("hidden_size", "num_attention_heads") if getattr(args, name) is None]
+    missing += ["num_layers"] * (args.num_layers is None and args.hybrid_layer_pattern is None)
+    if missing:
+        raise SettingsError(
+            f"there is no model, {', '.join(missing)} missing: include one, as in `include: [models/llama3-8b]`, or set them"
+        )
+    args.rank, args.world_size = 0, world_size
+    prepare_epp_args(args)
 
 
 class Fit(NamedTuple):

@@ -43,8 +43,6 @@ def _read_settings_once() -> None:
     """Cache the flag descriptions that Megatron parses from its settings' sources for each of a training's two parsers."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    from megatron_epp.mcore.arguments.flags import megatron_parser
-
     read, known = ArgumentGroupFactory._get_field_docstrings, {}
 
     def read_once(self: Any, settings: type) -> dict[str, str]:
@@ -53,7 +51,7 @@ def _read_settings_once() -> None:
         return known[settings]
 
     ArgumentGroupFactory._get_field_docstrings = read_once
-    megatron_parser()
+    entry.megatron_parser()
 
 
 def _fork_managers() -> None:

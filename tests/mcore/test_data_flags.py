@@ -8,7 +8,8 @@ import torch
 from megatron.core.datasets import gpt_dataset
 
 from megatron_epp.data.batch import GlobalBatch
-from megatron_epp.mcore.arguments import ArgumentError, flags, refused
+from megatron_epp.mcore import entry
+from megatron_epp.mcore.arguments import ArgumentError, consequences
 from megatron_epp.mcore.arguments.consequences import prepare_epp_args
 from megatron_epp.mcore.data.document_dataset import DocumentDataset
 from megatron_epp.mcore.data.documents import check_order
@@ -17,13 +18,13 @@ from megatron_epp.plan.errors import EppError
 from tests.support.mcore.megatron_flags import arguments
 from tests.support.mcore.synthetic_documents import write_pair
 
-FLAGS = (*refused.IMPLIED, *refused.IDLE, refused.EOD)
+FLAGS = (*consequences.IMPLIED, *consequences.IDLE, consequences.EOD)
 
 
 @pytest.fixture(scope="module")
 def parsed():
     """Megatron's flags as they are where none is given."""
-    parser = flags.megatron_parser()
+    parser = entry.megatron_parser()
     return {option: (action.dest, action.default) for action in parser._actions for option in action.option_strings}
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
-from megatron_epp.mcore.arguments.flags import flags_of
 from megatron_epp.mcore.arguments.parser import add_epp_args
 from megatron_epp.plan import EppError
 from tests.support.mcore.megatron_flags import arguments
@@ -17,7 +16,7 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--epp-plan-budget-ms", "0"], "--epp-plan-budget-ms is 0; it must be at least 1"),
+        (["--epp-plan-budget-ms", "0"], "--epp-plan-budget-ms is 0; it must be a whole number from 1"),
         (["--epp-plan-budget-ms", "9", "--epp-planner", "milp"], "--epp-plan-budget-ms is for --epp-planner greedy, not milp"),
         (["--epp-fragmentation-share", "5"], "--epp-fragmentation-share is 5.0; it must be a share, 0 to 1"),
         (["--epp-loss-block-tokens", "some"], "--epp-loss-block-tokens is 'some'; it must be auto or a number of tokens"),
@@ -25,7 +24,10 @@ FLAGS = add_epp_args(argparse.ArgumentParser())._actions
         (["--epp-offload", "--epp-planner", "milp"], "--epp-offload is for --epp-planner greedy, not milp"),
         (["--epp-offload", "on", "--epp-recompute", "1"], "leave --epp-recompute at auto"),
         (["--epp-host-memory-gb", "4"], "--epp-host-memory-gb needs --epp-offload"),
-        (["--epp-offload", "--epp-host-memory-gb", "0"], "--epp-host-memory-gb is 0.0; it must be positive"),
+        (
+            ["--epp-offload", "--epp-host-memory-gb", "0"],
+            "--epp-host-memory-gb is 0.0; it must be a positive number up to 1,000,000,000",
+        ),
         (["--epp-plan-budget-ms", "2000", "--epp-wait-limit-seconds", "2"], "2000 is not below --epp-wait-limit-seconds 2"),
     ],
 )
@@ -120,6 +122,6 @@ def test_transformer_engines_layers_put_off_weight_gradients_where_plans_split_t
 
 
 def test_settings_in_yaml_may_have_old_names_too():
-    known = flags_of(add_epp_args(argparse.ArgumentParser()))
+    known = add_epp_args(argparse.ArgumentParser())
     for name in ("recompute_modes", "recompute_modes"):
         assert argv_of({"epp": {name: "all"}}, known) == ["--epp", f"--epp-{name.replace('_', '-')}", "all"]

@@ -11,8 +11,7 @@ import pytest
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.advice.recipe import recipe_text
 from megatron_epp.cli.main import main
 from megatron_epp.cli.prepare import add_arguments
@@ -20,7 +19,7 @@ from megatron_epp.cli.train import checked_argv
 from megatron_epp.cost.library import load_cluster, load_flags
 from megatron_epp.launch.flags import argv_of
 from megatron_epp.launch.settings import SettingsError, load_settings
-from megatron_epp.mcore.arguments import flags
+from megatron_epp.mcore import entry
 from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan import EppError
 
@@ -30,12 +29,12 @@ RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def parser():
-    return flags.megatron_parser()
+    return entry.megatron_parser()
 
 
 def parsed(parser, recipe, *overrides):
-    argv = argv_of(load_settings([recipe], overrides), flags.flags_of(parser))
-    return flags.check(parser, argv)
+    argv = argv_of(load_settings([recipe], overrides), parser)
+    return entry.check(parser, argv)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

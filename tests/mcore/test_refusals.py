@@ -7,9 +7,8 @@ import re
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_epp.mcore.arguments.consequences import ArgumentError, prepare_epp_args
+from megatron_epp.mcore.arguments.consequences import CONFLICTS, ArgumentError, prepare_epp_args
 from megatron_epp.mcore.arguments.parser import add_epp_args
-from megatron_epp.mcore.arguments.refused import CONFLICTS
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.patches import install, patching
 from megatron_epp.plan import EppError

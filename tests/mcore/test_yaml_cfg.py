@@ -9,7 +9,8 @@ import pytest
 import yaml
 from megatron.core.transformer import TransformerConfig
 
-from megatron_epp.mcore.arguments import flags, yaml_cfg
+from megatron_epp.mcore import entry
+from megatron_epp.mcore.arguments import yaml_cfg
 from megatron_epp.plan.errors import EppError
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import TINY
@@ -21,7 +22,7 @@ MODEL = [flag for flag in TINY if flag != "--mock-data"]
 
 @pytest.fixture
 def parser():
-    return flags.megatron_parser()
+    return entry.megatron_parser()
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import pytest
 
 from megatron_epp.advice.candidates import candidates
 from megatron_epp.advice.judge import gib, misfit
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.advice.report import as_json, as_text
 from megatron_epp.advice.search import NothingFitsError, advise
 from megatron_epp.cli.main import main

@@ -214,7 +214,7 @@ def test_errors_name_what_to_change(plan_file, tmp_path, capsys):
     assert "'0' is not a number of tokens" in error_of(capsys, "plan", "--lengths", "12,0", *MODEL)
     assert "no lengths" in error_of(capsys, "plan", "--lengths", ",", *MODEL)
     assert "--layers or --stages" in error_of(capsys, "plan", "--lengths", "12", "--layers", "4", "--stages", "5")
-    assert "'some' is none; give auto or a number of layers" in error_of(capsys, "plan", *BATCH, "--recompute", "some")
+    assert "'some' is not auto or a number of layers, up to" in error_of(capsys, "plan", *BATCH, "--recompute", "some")
     assert "absent.txt" in error_of(capsys, "plan", "--lengths-file", str(tmp_path / "absent.txt"))
     assert "memory-cap-gb" in error_of(capsys, "plan", *BATCH, "--memory-cap-gb", "0.001")
     assert "nodir" in error_of(capsys, "show", str(plan_file), "-o", str(tmp_path / "nodir" / "plan.png"))

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_epp.cli import output as cli_progress
+from megatron_epp.cli import terminal as cli_progress
 from megatron_epp.cli.main import main
 from megatron_epp.cost import H100, analytic_profile, on_device, work_of
 from megatron_epp.cost.library import load_cluster, load_flags, shape_of

@@ -34,7 +34,7 @@ def machine(monkeypatch):
     """A machine with these packages, an environment and, if asked for, a GPU. Megatron and kernels are left out."""
 
     def make(packages, environment=(), has_gpu=True):
-        monkeypatch.setattr(cli_doctor, "_version", lambda names: next((packages[n] for n in names if n in packages), None))
+        monkeypatch.setattr(cli_doctor, "version_of", packages.get)
         modules = {"amp_C" if name == "apex" else name.replace("-", "_") for name in packages}
         monkeypatch.setattr(cli_doctor.importlib.util, "find_spec", lambda name: name if name in modules else None)
         monkeypatch.setattr(cli_doctor, "_import", lambda name: fake_torch(has_gpu) if name in modules else None)

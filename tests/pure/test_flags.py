@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 
 from megatron_epp.cli import main as cli
-from megatron_epp.cli.inputs import options_of
 from megatron_epp.mcore.arguments.flag import WHOLE, Flag
 from megatron_epp.mcore.arguments.parser import add_epp_args, options_from
 from megatron_epp.mcore.arguments.table import ROWS, TABLE
@@ -33,7 +32,7 @@ def training(*given, **megatron):
 
 
 def command_line(*given):
-    return options_of(cli._parser().parse([*BATCH, *given]))
+    return options_from(cli._parser().parse([*BATCH, *given]))
 
 
 def test_without_flags_both_doors_have_the_defaults():

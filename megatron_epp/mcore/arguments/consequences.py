@@ -1,15 +1,15 @@
-"""Checks of Megatron's flags against the `--epp-*` flags, and values that follow from both."""
+"""Checks of Megatron's flags against the `--epp-*` flags, those that a plan cannot honour, and values that follow from both."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.flag import Number
-from megatron_epp.mcore.arguments.refused import NO_RESTART, check_conflicts, tell_data_flags
-from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern
-from megatron_epp.mcore.arguments.stages import check_stages
+from megatron_epp.mcore.arguments.sizes import check_experts, check_layout, check_pattern, check_stages
 from megatron_epp.mcore.arguments.table import TABLE
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import shown
@@ -17,19 +17,128 @@ from megatron_epp.plan.reading import shown
 logger = logging.getLogger(__name__)
 
 
+class MegatronFlag(NamedTuple):
+    """A flag of Megatron that a plan cannot honour, or that has no effect; and the values at which it asks for nothing."""
+
+    flag: str
+    allowed: tuple[Any, ...] = (None, False)
+    advice: str = "leave it out"
+    dest: str = ""
+
+    @property
+    def attribute(self) -> str:
+        return self.dest or self.flag[2:].replace("-", "_")
+
+    def is_given(self, args: argparse.Namespace) -> bool:
+        """Return True if this Megatron has the flag and its value asks for something."""
+        return hasattr(args, self.attribute) and getattr(args, self.attribute) not in self.allowed
+
+
+NO_RESTART = MegatronFlag(
+    "--inprocess-restart", advice="leave it out: the watchdog of the run that failed goes on, and would end the restarted one"
+)
+_NEVER = """
+    --experimental-attention-variant --log-max-attention-logit --window-size --qk-clip --sft --fim-data
+    --use-varlen-dataset --use-legacy-models --sequence-packing-scheduler --use-megatron-fsdp --use-torch-fsdp2
+    --hybrid-context-parallel --fine-grained-activation-offloading --defer-embedding-wgrad-compute
+    --overlap-moe-expert-parallel-comm --overlap-param-gather-with-optimizer-step --enable-cuda-graph
+    --external-cuda-graph --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json
+    --rampup-batch-size --step-batch-size-schedule --phase-transition-iterations --full-validation
+    --multiple-validation-sets --logits-load-dir --perform-rl-step
+"""
+"""Flags that plans cannot honour with any value."""
+CONFLICTS = (
+    NO_RESTART,
+    MegatronFlag("--attention-dropout", (0.0,), "set it to 0"),
+    MegatronFlag("--cp-comm-type", (None, ["p2p"], ["a2a"]), "leave it out: heads are exchanged for tokens, as a2a does"),
+    MegatronFlag("--hierarchical-context-parallel-sizes"),
+    MegatronFlag("--micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
+    MegatronFlag("--eval-micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
+    MegatronFlag("--mock-data", advice="give real documents with --data-path"),
+    MegatronFlag("--moe-token-dispatcher-type", (None, "allgather", "alltoall"), "use alltoall"),
+    MegatronFlag("--recompute-granularity", advice="use --epp-recompute"),
+    MegatronFlag("--recompute-activations", advice="use --epp-recompute"),
+    MegatronFlag("--cuda-graph-impl", ("none", None), "set it to none: shapes change every iteration"),
+    MegatronFlag("--dataloader-type", (None, "external"), "leave it out: documents are sampled by this package"),
+    MegatronFlag("--softmax-type", ("vanilla",)),
+    MegatronFlag("--fp8-format", dest="fp8"),
+    MegatronFlag("--fp4-format", dest="fp4"),
+    MegatronFlag("--check-for-spiky-loss", advice="leave it out: a chunk's loss is as large as the chunk"),
+    MegatronFlag("--iterations-to-skip", ([], None)),
+    MegatronFlag("--cpu-offloading-num-layers", (0, None)),
+    MegatronFlag("--tp-comm-overlap", advice="leave it out: its buffers have one size, chunks have many"),
+    MegatronFlag("--multi-latent-attention", advice="use grouped queries: slices hand on keys and values, not latents"),
+    MegatronFlag("--mtp-num-layers", advice="leave it out: a slice's last tokens would need the next slice's first ones"),
+    MegatronFlag(
+        "--position-embedding-type", (None, "learned_absolute", "rope", "yarn", "none"), "use rope: angles are by position"
+    ),
+    *map(MegatronFlag, _NEVER.split()),
+)
+
+
+def check_conflicts(args: argparse.Namespace, conflicts: Iterable[MegatronFlag] = CONFLICTS) -> None:
+    """Raise `ArgumentError` that names all given flags that cannot be honoured, with advice for each."""
+    clashes = [f"{one.flag} {getattr(args, one.attribute)} ({one.advice})" for one in conflicts if one.is_given(args)]
+    if clashes:
+        raise ArgumentError("--epp cannot honour " + "; ".join(clashes))
+
+
+IMPLIED = (
+    MegatronFlag("--reset-position-ids"),
+    MegatronFlag("--reset-attention-mask"),
+    MegatronFlag("--dataloader-inter-document-masking"),
+    MegatronFlag("--no-create-attention-mask-in-dataloader", (True,), dest="create_attention_mask_in_dataloader"),
+)
+_UNUSED = """
+    --data-cache-path --per-dataset-sequences-path --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap
+    --exit-signal-handler-for-dataloader --object-storage-cache-path --allow-ambiguous-pad-tokens
+"""
+IDLE = (
+    *map(MegatronFlag, _UNUSED.split()),
+    MegatronFlag("--num-dataset-builder-threads", (1,)),
+    MegatronFlag("--num-workers", (2,)),
+    MegatronFlag("--mid-level-dataset-surplus", (0.005,)),
+)
+EOD = MegatronFlag("--eod-mask-loss")
+
+
+def tell_data_flags(args: argparse.Namespace) -> None:
+    """Log once which of the given data flags, before Megatron completes them, have no effect, and why."""
+    if args.rank != 0:
+        return
+    if implied := _given(IMPLIED, args):
+        logger.warning(
+            "--epp implies %s: documents are sequences by themselves, attend to no other, and have positions from 0", implied
+        )
+    if idle := _given(IDLE, args):
+        logger.warning(
+            "--epp makes no use of %s: documents are read from their files as they are, without caches, loader processes or "
+            "padding",
+            idle,
+        )
+    if EOD.is_given(args):
+        logger.warning(
+            "--eod-mask-loss masks the loss behind end-of-document tokens, as in Megatron, and --epp predicts nothing behind a "
+            "document's last token: only those inside of documents are masked"
+        )
+
+
+def _given(flags: tuple[MegatronFlag, ...], args: argparse.Namespace) -> str:
+    return ", ".join(one.flag for one in flags if one.is_given(args))
+
+
 def prepare_epp_args(args: argparse.Namespace) -> None:
     """Check and complete the namespace before Megatron validates it.
 
     Raises:
-        ArgumentError: flags cannot be honoured together with `--epp`; the message has one line per problem: all flags of
-            `CONFLICTS`, and the first problem that each of the other checks finds.
+        ArgumentError: flags cannot be honoured together with `--epp`; the message has one line per problem.
     """
     if not getattr(args, "epp", False):
         return
-    problems = []
+    problems: list[str] = []
     for check in _CHECKS:
         try:
-            check(args)
+            problems += check(args) or ()
         except ArgumentError as error:
             problems.append(str(error))
     if problems:
@@ -63,16 +172,6 @@ def _splits(args: argparse.Namespace) -> bool:
     return args.epp_split_weight_gradient and args.epp_schedule == "elastic"
 
 
-def _check_weight_gradients(args: argparse.Namespace) -> None:
-    """Refuse `--delay-wgrad-compute` unless plans split weight gradients.
-
-    It makes Transformer Engine's layers, and Megatron's data parallelism with them, delay weight gradients, as such plans need.
-    Megatron checks that the installed Transformer Engine can do so.
-    """
-    if args.delay_wgrad_compute and not _splits(args):
-        raise ArgumentError("--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute")
-
-
 def token_multiple(args: argparse.Namespace) -> int:
     """Multiple to which chunks' token counts are padded: the number of ranks that share a chunk's tokens."""
     return args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
@@ -82,32 +181,6 @@ def placement_of(args: argparse.Namespace) -> Placement:
     """Return the placement of the pipeline's stages on ranks, from validated arguments."""
     ranks, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     return Placement(args.epp_placement, ranks, chunks)
-
-
-def _check_context_parallel(args: argparse.Namespace) -> None:
-    ranks = args.context_parallel_size
-    if ranks > 1 and args.epp_schedule == "stock":
-        raise ArgumentError(
-            "--epp-schedule stock runs Megatron's own attention, which shares out tokens in another order under "
-            "--context-parallel-size: use --epp-schedule whole"
-        )
-    heads, tensor_ranks = args.num_attention_heads, args.tensor_model_parallel_size
-    if heads is not None and heads % (tensor_ranks * ranks) != 0:
-        raise ArgumentError(
-            f"--num-attention-heads {heads} cannot be shared evenly by --tensor-model-parallel-size {tensor_ranks} x "
-            f"--context-parallel-size {ranks} ranks: make it a multiple of {tensor_ranks * ranks}"
-        )
-
-
-def _check_offload(args: argparse.Namespace) -> None:
-    if args.epp_offload == "off":
-        if args.epp_host_memory_gb is not None:
-            raise ArgumentError("--epp-host-memory-gb needs --epp-offload: add that, or leave this out")
-        return
-    if args.epp_planner != "greedy":
-        raise ArgumentError(f"--epp-offload is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")
-    if args.epp_recompute != "auto":
-        raise ArgumentError("--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto")
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -121,49 +194,60 @@ def _check_numbers(args: argparse.Namespace) -> None:
                 raise ArgumentError(f"{row.training} is {shown(value)}; it must be {read.must_be}")
 
 
-def _check_length(args: argparse.Namespace) -> None:
-    multiple = token_multiple(args)
-    needed = multiple * (args.epp_slices or 1)
-    if args.seq_length is not None and args.seq_length < needed:
-        raise ArgumentError(
-            f"--seq-length {args.seq_length} is too short for {args.epp_slices or 1} slices of at least {multiple} tokens: "
-            f"raise it to {needed}, or lower --epp-slices"
+def _layout_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what is wrong with the tokens and heads of a chunk's ranks."""
+    multiple, slices = token_multiple(args), args.epp_slices or 1
+    if args.seq_length is not None and args.seq_length < multiple * slices:
+        yield (
+            f"--seq-length {args.seq_length} is too short for {slices} slices of at least {multiple} tokens: "
+            f"raise it to {multiple * slices}, or lower --epp-slices"
+        )
+    ranks, heads, tensor_ranks = args.context_parallel_size, args.num_attention_heads, args.tensor_model_parallel_size
+    if ranks > 1 and args.epp_schedule == "stock":
+        yield (
+            "--epp-schedule stock runs Megatron's own attention, which shares out tokens in another order under "
+            "--context-parallel-size: use --epp-schedule whole"
+        )
+    if heads is not None and heads % (tensor_ranks * ranks) != 0:
+        yield (
+            f"--num-attention-heads {heads} cannot be shared evenly by --tensor-model-parallel-size {tensor_ranks} x "
+            f"--context-parallel-size {ranks} ranks: make it a multiple of {tensor_ranks * ranks}"
         )
 
 
-def _check_recompute(args: argparse.Namespace) -> None:
-    if args.epp_recompute != "auto" and args.epp_planner == "milp":
-        raise ArgumentError("--epp-planner milp chooses recompute itself: leave --epp-recompute at auto")
-
-
-def _check_budget(args: argparse.Namespace) -> None:
-    budget_ms = args.epp_plan_budget_ms
-    if budget_ms is not None and args.epp_planner != "greedy":
-        raise ArgumentError(f"--epp-plan-budget-ms is for --epp-planner greedy, not {args.epp_planner}; leave one of them out")
-    if budget_ms is not None and budget_ms >= 1000 * args.epp_wait_limit_seconds:
-        raise ArgumentError(
+def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield which of our own flags do not go together."""
+    planner, budget_ms = args.epp_planner, args.epp_plan_budget_ms
+    if args.epp_recompute != "auto" and planner == "milp":
+        yield "--epp-planner milp chooses recompute itself: leave --epp-recompute at auto"
+    if args.epp_offload == "off":
+        if args.epp_host_memory_gb is not None:
+            yield "--epp-host-memory-gb needs --epp-offload: add that, or leave this out"
+    elif planner != "greedy":
+        yield f"--epp-offload is for --epp-planner greedy, not {planner}; leave one of them out"
+    elif args.epp_recompute != "auto":
+        yield "--epp-offload takes the place of recompute where it can: leave --epp-recompute at auto"
+    if budget_ms is not None and planner != "greedy":
+        yield f"--epp-plan-budget-ms is for --epp-planner greedy, not {planner}; leave one of them out"
+    elif budget_ms is not None and budget_ms >= 1000 * args.epp_wait_limit_seconds:
+        yield (
             f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {args.epp_wait_limit_seconds:g}: the run "
             "would end while it plans"
         )
-
-
-def _check_trace(args: argparse.Namespace) -> None:
     if args.epp_trace is not None and args.epp_report_dir is None:
-        raise ArgumentError("--epp-trace needs --epp-report-dir to write to")
+        yield "--epp-trace needs --epp-report-dir to write to"
+    # The flag makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.
+    if args.delay_wgrad_compute and not _splits(args):
+        yield "--epp puts off weight gradients with --epp-split-weight-gradient: leave out --delay-wgrad-compute"
 
 
-_CHECKS = (
+_CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     check_conflicts,
     check_layout,
     _check_numbers,
-    _check_length,
-    _check_context_parallel,
+    _layout_problems,
     check_stages,
-    _check_recompute,
-    _check_offload,
-    _check_budget,
-    _check_trace,
-    _check_weight_gradients,
+    _plan_problems,
     check_experts,
     _check_patterns,
 )

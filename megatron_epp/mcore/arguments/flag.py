@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as default_of
 from typing import Any
 
@@ -44,7 +44,7 @@ class Number:
         except ValueError:
             value = math.nan
         if not self.holds(value):
-            raise argparse.ArgumentTypeError(f"{shown(text)} {self._wrong}")
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not {self.must_be}")
         return value
 
     def holds(self, value: float) -> bool:
@@ -65,20 +65,14 @@ class Number:
     def must_be(self) -> str:
         """Words for what a value must be."""
         if self.of_what:
-            return f"auto or a number of {self.of_what}"
+            return f"auto or a number of {self.of_what}, up to {self.most:,}"
         if self.is_above:
-            return f"positive, and at most {self.most:g}"
+            return f"a positive number up to {self.most:,.0f}"
         return (
-            f"at least {self.least}, and at most {self.most:,}" if self.kind is int else f"a share, {self.least} to {self.most}"
+            f"a whole number from {self.least} to {self.most:,}"
+            if self.kind is int
+            else f"a share, {self.least} to {self.most}"
         )
-
-    @property
-    def _wrong(self) -> str:
-        if self.of_what:
-            return f"is none; give auto or a number of {self.of_what}, up to {self.most:,}"
-        if self.is_above:
-            return f"is not a positive number up to {self.most:,.0f}"
-        return f"is not a whole number from {self.least} to {self.most:,}" if self.kind is int else f"is not {self.must_be}"
 
 
 COUNT = Number(1, MOST)
@@ -145,6 +139,10 @@ class Flag:
     old_names: tuple[str, ...] = ()
     old_values: Mapping[str, str] = default_of(default_factory=dict)
     removed: str = ""
+
+    def described(self, help: str, short_help: str = "") -> Flag:
+        """Return the flag with its help texts."""
+        return replace(self, help=help, short_help=short_help)
 
     @property
     def unit(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Checks before start-up that processes, sequences and experts divide over ranks, and that all layers can run."""
+"""Checks before start-up that processes, sequences, layers and experts divide over ranks, and that all layers can run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ Attention (``*``) and MLP (``-``) layers can: keys and values are all the state 
 """
 _BALANCING = frozenset(("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
 """Load-balancing types that look at one chunk at a time; any other would need replicas that run their chunks in lockstep."""
+_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
+_PER_RANK = "--num-virtual-stages-per-pipeline-rank"
+_LAYOUT = "--pipeline-model-parallel-layout"
 
 
 def check_layout(args: argparse.Namespace) -> None:
@@ -44,11 +47,7 @@ def check_layout(args: argparse.Namespace) -> None:
 
 
 def check_pattern(pattern: str | None) -> None:
-    """Raise `ArgumentError` for a hybrid model with layers whose state cannot be passed from slice to slice.
-
-    Args:
-        pattern: the value of `--hybrid-layer-pattern`; None where a model has none, and so has its default layers.
-    """
+    """Raise `ArgumentError` for a hybrid model with layers whose state is not passed on, or with the default layers (None)."""
     if pattern is None:
         raise ArgumentError("--epp needs --hybrid-layer-pattern to know the layers of a hybrid model; only * and - can run")
     refused = [f"{name} ({symbol})" for symbol, name in _REFUSED_LAYERS.items() if symbol in pattern]
@@ -101,3 +100,129 @@ def _check_expert_parallel(args: argparse.Namespace, ranks: int) -> None:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def check_stages(args: argparse.Namespace) -> None:
+    """Refuse flags that describe no valid pipeline, or one that the requested schedule cannot run, before Megatron uses them.
+
+    Raises:
+        ArgumentError: with the names of the flags.
+    """
+    flags = {
+        flag: value
+        for flag in (_PER_STAGE, _PER_RANK, _LAYOUT)
+        if (value := getattr(args, flag[2:].replace("-", "_"), None)) is not None
+    }
+    if len(flags) > 1:
+        raise ArgumentError(f"{' and '.join(flags)} each say how many stages a rank has: give one of them")
+    if any(getattr(args, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern")):
+        return  # there the pattern says it, and Megatron checks it
+    flag, value = next(iter(flags.items()), ("", None))
+    chunks = _chunks_per_rank(args, flag, value)
+    ranks = args.pipeline_model_parallel_size
+    if chunks > 1 and ranks < 2:
+        raise ArgumentError(
+            f"{flag} {value} puts {chunks} stages on a rank, which needs --pipeline-model-parallel-size 2 or more, not {ranks}"
+        )
+    if args.epp_placement == "v" and chunks < 2:
+        raise ArgumentError(f"--epp-placement v needs several stages on a rank: add {_PER_RANK} 2, or leave it out")
+    if chunks > 1 and args.epp_schedule != "elastic":
+        _check_stock(args)
+
+
+def _chunks_per_rank(args: argparse.Namespace, flag: str, value: int | str | None) -> int:
+    ranks = args.pipeline_model_parallel_size
+    if flag == _LAYOUT:
+        return _check_layout(str(value), args.num_layers, ranks)
+    if value is not None and int(value) < 1:
+        raise ArgumentError(f"{flag} is {value}; it must be at least 1")
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if first is not None or last is not None:
+        return _check_uneven(args, flag, value)
+    total, what = args.num_layers, f"--num-layers {args.num_layers}"
+    if total is None:
+        return int(value or 1) if flag == _PER_RANK else 1
+    for extra, name in (
+        (args.account_for_embedding_in_pipeline_split, "--account-for-embedding-in-pipeline-split"),
+        (args.account_for_loss_in_pipeline_split, "--account-for-loss-in-pipeline-split"),
+    ):
+        total, what = total + bool(extra), what + f" and 1 for {name}" * bool(extra)
+    if flag == _PER_STAGE:
+        if total % (ranks * int(value or 1)):
+            raise _indivisible(what, f"{ranks} in stages of {flag} {value}", ranks * int(value or 1))
+        return total // ranks // int(value or 1)
+    chunks = int(value or 1)
+    if total % (ranks * chunks):
+        raise _indivisible(what, f"{ranks} x {flag} {chunks}" if chunks > 1 else str(ranks), ranks * chunks)
+    return chunks
+
+
+def _indivisible(what: str, over: str, multiple: int) -> ArgumentError:
+    return ArgumentError(
+        f"{what} cannot be shared evenly by --pipeline-model-parallel-size {over}: make it a multiple of {multiple}, or give "
+        f"--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, or {_LAYOUT}"
+    )
+
+
+def _check_uneven(args: argparse.Namespace, flag: str, value: int | str | None) -> int:
+    """Check layer counts given separately for the first or the last rank. Returns the number of stages per rank."""
+    if flag == _PER_STAGE:
+        raise ArgumentError(
+            f"{flag} {value} needs as many layers on every rank: with --decoder-first-pipeline-num-layers or "
+            f"--decoder-last-pipeline-num-layers use {_PER_RANK}"
+        )
+    chunks = int(value or 1)
+    ranks, rest = args.pipeline_model_parallel_size, args.num_layers
+    parts = []
+    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        own = getattr(args, name)
+        if own is not None:
+            parts.append((f"--{name.replace('_', '-')} {own}", own))
+            ranks, rest = ranks - 1, (rest or 0) - own
+    if ranks > 0:
+        if rest % ranks:
+            raise ArgumentError(f"{rest} of --num-layers {args.num_layers} are left for {ranks} ranks, who cannot share them")
+        parts.append((f"{rest // ranks} of --num-layers {args.num_layers} for every other rank", rest // ranks))
+    for what, count in parts:
+        if count % chunks:
+            raise ArgumentError(f"{what} cannot be shared evenly by {flag} {chunks}")
+    return chunks
+
+
+def _check_layout(layout: str, num_layers: int | None, ranks: int) -> int:
+    """Check a `--pipeline-model-parallel-layout`. Returns the number of stages per rank."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    stages = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    if len(stages) % ranks:
+        raise ArgumentError(
+            f"{_LAYOUT} {layout} has {len(stages)} stages, which is not a multiple of --pipeline-model-parallel-size {ranks}"
+        )
+    layers = sum(stage.count(LayerType.decoder) for stage in stages)
+    if num_layers is not None and layers != num_layers:
+        raise ArgumentError(f"{_LAYOUT} {layout} has {layers} layers but --num-layers is {num_layers}")
+    return len(stages) // ranks
+
+
+def _check_stock(args: argparse.Namespace) -> None:
+    """Refuse what Megatron's interleaved schedule cannot run; Megatron uses it where a rank has several stages."""
+    schedule = f"--epp-schedule {args.epp_schedule}"
+    if args.epp_placement != "looped":
+        raise ArgumentError(
+            f"{schedule} runs Megatron's own pipeline, which is looped: leave out --epp-placement {args.epp_placement}, or use "
+            "--epp-schedule elastic"
+        )
+    if args.epp_schedule == "packed":
+        raise ArgumentError(
+            f"{schedule} makes another number of microbatches of every batch, which Megatron's interleaved pipeline cannot "
+            "run: leave out the flags that put several stages on a rank"
+        )
+    ranks = args.pipeline_model_parallel_size
+    replicas = args.world_size // (ranks * args.tensor_model_parallel_size * args.context_parallel_size)
+    if args.global_batch_size is not None and args.global_batch_size % (ranks * max(1, replicas)):
+        raise ArgumentError(
+            f"{schedule} runs Megatron's interleaved pipeline, which for each of {replicas} replicas wants a multiple of "
+            f"--pipeline-model-parallel-size {ranks} documents: make --global-batch-size {args.global_batch_size} a multiple "
+            f"of {ranks * replicas}"
+        )

@@ -33,97 +33,54 @@ PLANNER_NAMES = f"{', '.join(sorted(PLANNERS))}, or module:function"
 
 _PLANNING = (
     Flag("epp", "--epp", "", SWITCH, "Plan every iteration from the lengths of its sequences and run the plan."),
-    Flag(
-        "schedule",
-        "--epp-schedule",
-        "",
-        str,
+    Flag("schedule", "--epp-schedule", choices=("elastic", "stock", "whole", "padded", "packed"), default="elastic").described(
         "elastic: our plans. The others run Megatron's own schedule on the same documents, for comparison. stock: one "
         "whole sequence per microbatch, with Megatron's attention; whole: the same with our attention; padded: each "
-        "sequence padded to --seq-length; packed: sequences packed up to --seq-length (default: elastic).",
-        choices=("elastic", "stock", "whole", "padded", "packed"),
-        default="elastic",
+        "sequence padded to --seq-length; packed: sequences packed up to --seq-length (default: elastic)."
     ),
-    Flag(
-        "planner",
-        "--epp-planner",
-        "--planner",
-        planner,
+    Flag("planner", "--epp-planner", "--planner", planner, default="greedy", metavar="NAME").described(
         "Who makes the plans (default: greedy): a planner that `megatron-epp compare` lists, or module:function for "
         "one of your own. milp: greedy, while during training a solver works on small batches for when their lengths come "
         "again; which plan runs depends on timing, so a resumed run repeats losses only to rounding.",
         f"who plans: {PLANNER_NAMES} (default: greedy)",
-        default="greedy",
-        metavar="NAME",
     ),
-    Flag(
-        "budget_ms",
-        "--epp-plan-budget-ms",
-        "--plan-budget-ms",
-        COUNT,
+    Flag("budget_ms", "--epp-plan-budget-ms", "--plan-budget-ms", COUNT, metavar="MS").described(
         "Time for planning a replica's share of a batch, during the iterations before it: what the planner greedy leaves "
         "of it goes to a local search. How far that gets depends on the machine's load, so a resumed run repeats losses only "
         "to rounding. Default: none; then plans are the same in every run.",
         "time for planning: what the planner greedy leaves of it goes to local search; what that finds depends on the "
         "machine, unlike with --steps (default: none)",
-        metavar="MS",
     ),
-    Flag(
-        "steps",
-        "",
-        "--steps",
-        WHOLE,
-        "Of local search (default: 20,000 for plans of up to 64 stages times chunks, none for larger ones).",
-        default=0,
+    Flag("steps", "", "--steps", WHOLE, default=0).described(
+        "Of local search (default: 20,000 for plans of up to 64 stages times chunks, none for larger ones)."
     ),
     Flag("seed", "", "--seed", SEED, "Of the planner's search (default: 0).", default=0, metavar="S"),
 )
 _BATCH = (
-    Flag(
-        "documents",
-        "--epp-documents",
-        "--documents",
-        str,
+    Flag("documents", "--epp-documents", "--documents", choices=LONG_DOCUMENTS, default="split").described(
         "What becomes of a document longer than --seq-length. split: several sequences of that length and one of what is "
         "left, each by itself, with positions from 0; each begins with the last label of the one before, so that every token "
         "of a document but its first is a label exactly once. truncate: what is beyond --seq-length is left out, and a warning "
         "says how many tokens that are (default: split).",
         "what becomes of longer ones, as in training: several sequences, or one that is cut off (default: split)",
-        choices=LONG_DOCUMENTS,
-        default="split",
     ),
     Flag("context", "--seq-length", "--context", COUNT, "The most tokens of a sequence (default: the longest length)."),
-    Flag(
-        "global_batch_size",
-        "--global-batch-size",
-        "--global-batch-size",
-        SEQUENCES,
-        "Sequences of a batch (default: %(default)s).",
-        default=512,
+    Flag("global_batch_size", "--global-batch-size", "--global-batch-size", SEQUENCES, default=512).described(
+        "Sequences of a batch (default: %(default)s)."
     ),
     Flag("forward_only", "", "--forward-only", SWITCH, "Plan an evaluation, without backward."),
 )
 _MEMORY = (
-    Flag(
-        "cap_bytes",
-        "--epp-memory-cap-gb",
-        "--memory-cap-gb --memory-gb",
-        AMOUNT,
+    Flag("cap_bytes", "--epp-memory-cap-gb", "--memory-cap-gb --memory-gb", AMOUNT, metavar="GB").described(
         f"Memory one rank may hold, weights and optimizer included. Default: {100 * DEVICE_SHARE:.0f}%% of the device's; none "
         "on CPU. On a GPU no more than is left when libraries and communicators are set up, less "
         f"{SETUP_MARGIN_BYTES >> 30} GiB.",
         "what one rank may hold, in 2^30 bytes, weights and optimizer included "
         f"(default: {100 * DEVICE_SHARE:.0f}%% of the --cluster's device memory; no cap without)",
-        metavar="GB",
     ),
-    Flag(
-        "fragmentation_share",
-        "--epp-fragmentation-share",
-        "--fragmentation-share",
-        SHARE,
+    Flag("fragmentation_share", "--epp-fragmentation-share", "--fragmentation-share", SHARE, metavar="SHARE").described(
         "Of what chunks hold, what plans allow for gaps between an allocator's blocks. Default: 0.05 on GPUs, 0 on CPU.",
         "of what chunks hold, what to allow for gaps between an allocator's blocks, 0 to 1 (default: 0.05, with --rates cpu 0)",
-        metavar="SHARE",
     ),
     Flag("chunk_tokens", "--epp-chunk-tokens", "--chunk-tokens", COUNT, "Most tokens of a chunk (default: no limit)."),
     Flag("slices", "--epp-slices", "--slices", COUNT, "Slices of the longest sequence (default: the planner chooses)."),
@@ -132,207 +89,124 @@ _MEMORY = (
         "--epp-recompute",
         "--recompute",
         RECOMPUTED,
-        "Layers per stage that recompute in backward: auto (as few as the cap allows, per stage and chunk) or a number. "
-        "Takes the place of --recompute-granularity and its kin (default: auto).",
-        "layers per stage that recompute in backward: as few as the cap allows, or a number (default: auto)",
         default=AUTO,
         metavar="auto|N",
         field=lambda value: value if value == AUTO else int(value),
+    ).described(
+        "Layers per stage that recompute in backward: auto (as few as the cap allows, per stage and chunk) or a number. "
+        "Takes the place of --recompute-granularity and its kin (default: auto).",
+        "layers per stage that recompute in backward: as few as the cap allows, or a number (default: auto)",
     ),
     Flag(
         "recompute_modes",
         "--epp-recompute-modes",
         "--recompute-modes",
-        str,
-        "What a layer that recomputes runs again, with {recompute} auto. all: as the plan finds cheapest, all of the layer "
-        "(full), all but its core attention (selective; Megatron's granularity of that name runs core attention alone), or its "
-        "MLP or experts and norms (mlp); full: always all of it (default: all).",
         choices=("all", "full"),
         default="all",
         old_names=("--epp-recompute-levels", "--recompute-levels"),
         old_values={"whole": "full"},
+    ).described(
+        "What a layer that recomputes runs again, with {recompute} auto. all: as the plan finds cheapest, all of the layer "
+        "(full), all but its core attention (selective; Megatron's granularity of that name runs core attention alone), or its "
+        "MLP or experts and norms (mlp); full: always all of it (default: all)."
     ),
     Flag(
         "offload",
         "--epp-offload",
         "--offload",
-        str,
-        "Copy activations to host memory between forward and backward, overlapped with compute, where that costs less time "
-        "than recompute, and use KV offload for sliced sequences where the rest does not fit otherwise (default: off). Only "
-        "the planner greedy does so.",
         choices=("on", "off"),
         default="off",
         alone="on",
         field=lambda value: value == "on",
+    ).described(
+        "Copy activations to host memory between forward and backward, overlapped with compute, where that costs less time "
+        "than recompute, and use KV offload for sliced sequences where the rest does not fit otherwise (default: off). Only "
+        "the planner greedy does so."
     ),
-    Flag(
-        "host_cap_bytes",
-        "--epp-host-memory-gb",
-        "--host-memory-gb",
-        AMOUNT,
+    Flag("host_cap_bytes", "--epp-host-memory-gb", "--host-memory-gb", AMOUNT, metavar="GB").described(
         "Host memory that --epp-offload may take per rank. Default: 80%% of the machine's, or of what the control group "
         "of the job or container allows where that is less, shared by the machine's ranks; the log says which.",
         "host memory that --offload may take per rank, in 2^30 bytes (default: no limit)",
-        metavar="GB",
     ),
 )
 _RUNNING = (
-    Flag(
-        "placement",
-        "--epp-placement",
-        "",
-        str,
+    Flag("placement", "--epp-placement", choices=("looped", "v"), default="looped").described(
         "Where stages go when a rank has several (--num-virtual-stages-per-pipeline-rank and its kin). looped: round the "
         "ranks again and again, as in Megatron's interleaved pipelines; v: there and back again, so that of two stages on each "
-        "the first rank has the first and the last (default: looped).",
-        choices=("looped", "v"),
-        default="looped",
+        "the first rank has the first and the last (default: looped)."
     ),
-    Flag(
-        "split_weight",
-        "--epp-split-weight-gradient",
-        "--split-weight",
-        SWITCH,
-        "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait.",
+    Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", SWITCH).described(
+        "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait."
     ),
-    Flag(
-        "costs",
-        "--epp-costs",
-        "",
-        str,
+    Flag("costs", "--epp-costs", default="analytic", metavar="analytic|measure|FILE").described(
         "Where predicted times come from: formulas, a short measurement at start-up (kept with the checkpoints, so that a "
-        "resumed run plans alike), or a file (default: analytic).",
-        default="analytic",
-        metavar="analytic|measure|FILE",
+        "resumed run plans alike), or a file (default: analytic)."
     ),
-    Flag(
-        "fp32_kv_gradients",
-        "--epp-fp32-kv-gradients",
-        "",
-        str,
+    Flag("fp32_kv_gradients", "--epp-fp32-kv-gradients", choices=FP32_CHOICES, default=AUTO, alone="on").described(
         "Add up the gradients of a sliced sequence's keys and values in fp32: on (or no value), off, or auto, which does "
         f"so where it has more than {MOST_ROUNDED_SLICES} slices. In bf16 and fp16 every slice rounds the sum otherwise. Takes "
-        "twice the memory for them (default: auto).",
-        choices=FP32_CHOICES,
-        default=AUTO,
-        alone="on",
+        "twice the memory for them (default: auto)."
     ),
     Flag("oom_retry", "--epp-oom-retry", removed="0.2.0: lower --epp-memory-cap-gb or --epp-chunk-tokens"),
     Flag(
-        "loss_block_tokens",
-        "--epp-loss-block-tokens",
-        "--loss-block-tokens",
-        BLOCK,
+        "loss_block_tokens", "--epp-loss-block-tokens", "--loss-block-tokens", BLOCK, default=AUTO, metavar="auto|N|0"
+    ).described(
         "Compute logits and loss by blocks of at most N tokens, again in backward, so that a chunk's logits are never "
         "there at once. The price is one more product with the output layer's weight. Liger's kernel does what is between "
         "products where it can (megatron-epp doctor tells), else plain torch. 0: as Megatron does. auto (default): blocks of "
         "1 GiB of fp32 logits where --seq-length tokens have more than 2 GiB of them on a rank, else 0.",
         "tokens of a block of the loss, whose logits are made again in backward; 0 for all of a chunk at once (default: "
         "auto, blocks where the longest sequence has more than 2 GiB of fp32 logits on a rank)",
-        default=AUTO,
-        metavar="auto|N|0",
     ),
     Flag("lookahead", "--epp-lookahead", "", COUNT, "Iterations to plan ahead of training (default: 2).", default=2),
-    Flag(
-        "wait_limit_seconds",
-        "--epp-wait-limit-seconds",
-        "",
-        AMOUNT,
+    Flag("wait_limit_seconds", "--epp-wait-limit-seconds", "", AMOUNT, default=600.0, metavar="S").described(
         "End the run, naming the action, when an action, message or collective takes longer (default: 600). Before the "
-        "first iteration, where ranks measure costs and wait for each other, so much for every step of the slowest.",
-        default=600.0,
-        metavar="S",
+        "first iteration, where ranks measure costs and wait for each other, so much for every step of the slowest."
     ),
-    Flag(
-        "report_dir",
-        "--epp-report-dir",
-        "",
-        str,
-        "Write each iteration's planned and measured figures here (default: do not).",
-        metavar="DIR",
+    Flag("report_dir", "--epp-report-dir", metavar="DIR").described(
+        "Write each iteration's planned and measured figures here (default: do not)."
     ),
-    Flag(
-        "trace",
-        "--epp-trace",
-        "",
-        COUNT,
+    Flag("trace", "--epp-trace", "", COUNT, metavar="I", takes_several=True).described(
         "Write iteration I to --epp-report-dir: plan.json, measured.json with the times of every action, copy and wait, "
         "and trace.json for ui.perfetto.dev, measured next to planned, a track for each stream; of several iterations as "
-        "plan-I.json and so on (default: none).",
-        metavar="I",
-        takes_several=True,
+        "plan-I.json and so on (default: none)."
     ),
-    Flag(
-        "measure_memory", "--epp-measure-memory", "", SWITCH, "Count the bytes autograd keeps, per rank. Costs a little time."
+    Flag("measure_memory", "--epp-measure-memory", "", SWITCH).described(
+        "Count the bytes autograd keeps, per rank. Costs a little time."
     ),
-    Flag(
-        "allow_unknown_megatron",
-        "--epp-allow-unknown-megatron",
-        "",
-        SWITCH,
-        "Patch a Megatron whose code is not known to work.",
+    Flag("allow_unknown_megatron", "--epp-allow-unknown-megatron", "", SWITCH).described(
+        "Patch a Megatron whose code is not known to work."
     ),
 )
 _PIPELINE = (
-    Flag(
-        "num_stages",
-        "--pipeline-model-parallel-size",
-        "--stages --pipeline-size",
-        STAGES,
-        "Pipeline stages, one per rank (default: 4).",
-        default=4,
+    Flag("num_stages", "--pipeline-model-parallel-size", "--stages --pipeline-size", STAGES, default=4).described(
+        "Pipeline stages, one per rank (default: 4)."
     ),
-    Flag(
-        "layers_per_stage",
-        "",
-        "--layers-per-stage",
-        str,
-        "Balanced: fewer where the vocabulary's work comes on top, for sequences as long as these (default: even).",
-        default="even",
-        metavar="even|balanced|N,N,...",
+    Flag("layers_per_stage", "", "--layers-per-stage", default="even", metavar="even|balanced|N,N,...").described(
+        "Balanced: fewer where the vocabulary's work comes on top, for sequences as long as these (default: even)."
     ),
-    Flag(
-        "token_multiple", "", "--token-multiple", COUNT, "Pad chunks to a multiple of this many tokens (default: 1).", default=1
+    Flag("token_multiple", "", "--token-multiple", COUNT, default=1).described(
+        "Pad chunks to a multiple of this many tokens (default: 1)."
     ),
-    Flag(
-        "tensor_parallel", "--tensor-model-parallel-size", "--tensor-parallel", COUNT, "Ranks that share a layer (default: 1)."
+    Flag("tensor_parallel", "--tensor-model-parallel-size", "--tensor-parallel", COUNT).described(
+        "Ranks that share a layer (default: 1)."
     ),
     Flag("sequence_parallel", "", "--sequence-parallel", SWITCH, "They share the tokens between matrix products too."),
-    Flag(
-        "context_parallel", "--context-parallel-size", "--context-parallel", COUNT, "Ranks that share the tokens (default: 1)."
+    Flag("context_parallel", "--context-parallel-size", "--context-parallel", COUNT).described(
+        "Ranks that share the tokens (default: 1)."
     ),
-    Flag(
-        "expert_parallel",
-        "--expert-model-parallel-size",
-        "--expert-parallel",
-        COUNT,
-        "Ranks that share the experts (default: 1).",
+    Flag("expert_parallel", "--expert-model-parallel-size", "--expert-parallel", COUNT).described(
+        "Ranks that share the experts (default: 1)."
     ),
-    Flag(
-        "pipeline_parallel",
-        "--pipeline-model-parallel-size",
-        "--pipeline-parallel --pipeline-size",
-        COUNT,
-        "Ranks that share the layers (default: 1).",
+    Flag("pipeline_parallel", "--pipeline-model-parallel-size", "--pipeline-parallel --pipeline-size", COUNT).described(
+        "Ranks that share the layers (default: 1)."
     ),
-    Flag(
-        "virtual_stages",
-        "--num-virtual-stages-per-pipeline-rank",
-        "--virtual-stages",
-        COUNT,
-        "Stages on each rank (default: 1).",
+    Flag("virtual_stages", "--num-virtual-stages-per-pipeline-rank", "--virtual-stages", COUNT).described(
+        "Stages on each rank (default: 1)."
     ),
     Flag("data_parallel", "", "--data-parallel", COUNT, "Replicas, which share the optimizer's state (default: 1).", default=1),
 )
-_MODEL = (
-    Flag(
-        "model",
-        "",
-        "--model",
-        str,
-        f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))} (default: like llama3-8b).",
-        metavar="NAME|FILE",
-    ),
+SHAPE = (
     Flag("num_layers", "--num-layers", "--layers", LAYERS, "Transformer layers (default: 32)."),
     Flag("hidden_size", "--hidden-size", "--hidden", COUNT, "Width of the residual stream (default: 4096)."),
     Flag("ffn_hidden_size", "--ffn-hidden-size", "--ffn", COUNT, "Width inside the MLP, or inside an expert (default: 14336)."),
@@ -343,27 +217,23 @@ _MODEL = (
     Flag("num_experts", "--num-experts", "--experts", COUNT, "Experts per layer (default: none)."),
     Flag("experts_per_token", "--moe-router-topk", "--experts-per-token", COUNT, "Experts a token passes (default: 2)."),
     Flag("bytes_per_value", "", "--bytes-per-value", COUNT, "Of activations: 2 for bf16, 4 for fp32 (default: 2)."),
-    Flag(
-        "cluster",
-        "",
-        "--cluster",
-        str,
-        f"YAML of a machine; shipped: {', '.join(shipped('clusters'))} (default: --rates).",
-        metavar="NAME|FILE",
+)
+"""Flags of a model's shape."""
+_COSTS = (
+    Flag("model", "", "--model", metavar="NAME|FILE").described(
+        f"YAML of Megatron's flags; shipped: {', '.join(shipped('models'))} (default: like llama3-8b)."
+    ),
+    Flag("cluster", "", "--cluster", metavar="NAME|FILE").described(
+        f"YAML of a machine; shipped: {', '.join(shipped('clusters'))} (default: --rates)."
     ),
     Flag("rates", "", "--rates", str, "The machine the formulas assume (default: h100).", choices=tuple(sorted(RATES))),
-    Flag(
-        "costs_file",
-        "",
-        "--costs",
-        str,
-        "What `megatron-epp profile` or a training run wrote (default: formulas).",
-        metavar="FILE",
+    Flag("costs_file", "", "--costs", metavar="FILE").described(
+        "What `megatron-epp profile` or a training run wrote (default: formulas)."
     ),
 )
 _DATA = tuple(Flag(name, f"--{name.replace('_', '-')}") for name in ("eod_mask_loss", "tokenizer_type", "tokenizer_model"))
 
-TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *_MODEL, *_DATA)
+TABLE = (*_PLANNING, *_BATCH, *_MEMORY, *_RUNNING, *_PIPELINE, *SHAPE, *_COSTS, *_DATA)
 
 ROWS = {row.setting: row for row in TABLE}
 """The rows by their settings."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.launch.flags import EPP_PREFIX
+from megatron_epp.launch.flags import EPP_PREFIX, flags_of, takes_several, words_of
 from megatron_epp.launch.settings import nearest, read_settings
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.plan.reading import shown
@@ -67,8 +67,7 @@ def take_defaults(parser: argparse.ArgumentParser, path: str) -> None:
         EppError: the file cannot be read.
     """
     body = _flat(read_settings(Path(path)), path)
-    by_name = {option.removeprefix("--").replace("-", "_"): action for option, action in parser._option_string_actions.items()}
-    by_name |= {action.dest: action for action in parser._actions}
+    by_name = {name: action for name, (_, action) in flags_of(parser).items()} | {one.dest: one for one in parser._actions}
     _translate(body, by_name)
     unused = {}
     for key, value in body.items():
@@ -128,23 +127,15 @@ def _translate(body: dict[str, Any], by_name: dict[str, argparse.Action]) -> Non
 
 def _default(parser: argparse.ArgumentParser, action: argparse.Action, key: str, value: Any, path: str) -> dict[str, Any]:
     """Convert a value by the flag's own type and choices; return it keyed by the flag's name in the namespace."""
+    if takes_several(action) and isinstance(value, str):
+        value = value.split()
+    words = words_of(f"{path}: {key}", action.option_strings[0], action, value)
     if action.nargs == 0:
-        if not isinstance(value, bool):
-            raise ArgumentError(f"{path}: {key} is {value!r}; {action.option_strings[0]} is a switch: give true or false")
         if key == action.dest:
             return {key: value}
         return {action.dest: action.const} if value else {}
-    if isinstance(value, bool) and {"on", "off"} <= set(action.choices or ()):  # as YAML reads these words
-        value = "on" if value else "off"
-    several = action.nargs in ("*", "+") or isinstance(action.nargs, int)
-    words = value.split() if several and isinstance(value, str) else value if isinstance(value, list) else [value]
-    needed = action.nargs if isinstance(action.nargs, int) else None
-    if isinstance(value, bool | dict) or (not several and len(words) != 1) or len(words) != (needed or len(words)):
-        raise ArgumentError(
-            f"{path}: {key} is {value!r}; {action.option_strings[0]} takes {f'{needed} values' if needed else 'one value'}"
-        )
     try:
-        return {action.dest: parser._get_values(action, [str(word) for word in words])}
+        return {action.dest: parser._get_values(action, words)}
     except argparse.ArgumentError as error:
         raise ArgumentError(f"{path}: {error}") from None
 

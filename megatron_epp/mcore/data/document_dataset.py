@@ -72,14 +72,8 @@ class DocumentDataset:
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
         """Return tokens ``[start, end)`` of the ``lengths[index] + 1`` of a sequence, in the file's integer type.
 
-        With a mapped file this is a view: nothing is read before it is used, or compared with the vocabulary's size.
-
-        Args:
-            index: the sequence.
-            start, end: positions in the sequence; by default all of it, and the label of its last position.
-
-        Raises:
-            EppError: a token is not in the vocabulary.
+        With a mapped file this is a view: nothing is read before it is used, or compared with the vocabulary's size. By default
+        it is of all positions, with the label of the last one. Raises `EppError` for a token that is not in the vocabulary.
         """
         end = int(self.lengths[index]) + 1 if end is None else end
         document, before = self._sequences.locate(index)
@@ -112,13 +106,7 @@ class DocumentDataset:
 
 
 class DocumentBlend:
-    """Sequences drawn from several datasets. Implements `SequenceDataset`.
-
-    Args:
-        sources: the datasets.
-        source_of: for each sequence of the blend, its dataset.
-        index_of: for each sequence of the blend, its index there.
-    """
+    """Sequences drawn from several datasets, by the dataset and the index there of each. Implements `SequenceDataset`."""
 
     def __init__(self, sources: Sequence[SequenceDataset], source_of: np.ndarray, index_of: np.ndarray) -> None:
         self._sources = sources

@@ -97,13 +97,7 @@ def _document_tokens(prefix: str, data: IndexedDataset, item_bytes: int, num_byt
 def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False) -> None:
     """Compare a file's token record with the run's tokenizer, or without a record, a sample of tokens with the vocabulary.
 
-    Args:
-        file: the opened file.
-        run: the run's tokenizer.
-        masks_eod: see `check_tokenizer`.
-
-    Raises:
-        EppError: the tokens were made with another tokenizer, or are not in the vocabulary.
+    Raises `EppError` if the tokens were made with another tokenizer (see `check_tokenizer`), or are not in the vocabulary.
     """
     record = load_record(file.prefix)
     if record is not None and (record.num_documents, record.num_tokens) != (len(file), file.total_tokens):

@@ -5,10 +5,9 @@ They need ``--dataloader-type external``, with which Megatron passes the provide
 
 from __future__ import annotations
 
-import functools
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -91,9 +90,7 @@ def build_document_iterators(
 def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer) -> list[Shuffled | None]:
     """Build the train, validation and test datasets, each with a flag: True if it is to be shuffled every epoch.
 
-    Args:
-        args, num_samples: as for `build_document_iterators`.
-        tokenizer: the run's tokenizer, which must have made the tokens of all files.
+    The arguments are those of `build_document_iterators`, and the run's tokenizer, which must have made all files' tokens.
     """
     blend, blend_per_split = _blends(args)
     if blend_per_split is not None and args.split is not None:
@@ -106,8 +103,8 @@ def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokeniz
         its_blend = blend if blend_per_split is None else blend_per_split[number]
         split = None
         if wanted[number] and its_blend is not None and (share := shares[number]) is not None:
-            open_part = functools.partial(_open_part, args, tokenizer, files, name, share)
-            split = _build_split(its_blend, open_part, num_samples[number], args.seed)
+            parts = [_open_part(args, tokenizer, files, name, share, prefix) for prefix in its_blend[0]]
+            split = _build_split(parts, its_blend[1], num_samples[number], args.seed)
         if split is None and wanted[number] and name != "test":
             remedy = f"give it a share in --split {args.split}" if blend else f"pass --{name}-data-path"
             remedy += ", or pass --eval-iters 0" if name == "valid" else ""
@@ -130,14 +127,8 @@ def check_files_of(args: Namespace) -> None:
 def check_order(then: Namespace, now: Namespace) -> None:
     """Compare the arguments that determine the order of sequences, unless the checkpoint is of a run without `--epp`.
 
-    Changes that only reorder the sequences cause a warning.
-
-    Args:
-        then: the arguments in the checkpoint.
-        now: the run's arguments.
-
-    Raises:
-        EppError: the sequences differ, so that the checkpoint's count of sequences trained on has no meaning in this run.
+    Changes that only reorder the sequences cause a warning. Raises `EppError` if the sequences differ, so that the checkpoint's
+    count of sequences trained on has no meaning in this run.
     """
     if not getattr(then, "epp", False):
         return
@@ -162,12 +153,7 @@ def check_order(then: Namespace, now: Namespace) -> None:
 
 
 def _open_part(
-    args: Namespace,
-    tokenizer: Tokenizer,
-    files: dict[str, DocumentFile],
-    name: str,
-    share: tuple[float, float],
-    prefix: str,
+    args: Namespace, tokenizer: Tokenizer, files: dict[str, DocumentFile], name: str, share: tuple[float, float], prefix: str
 ) -> DocumentDataset | None:
     """Return a split's share of one file; None if it has no documents. Each file is opened and checked once, then kept."""
     if prefix not in files:
@@ -179,30 +165,20 @@ def _open_part(
     if first == last:
         log_single_rank(logger, logging.WARNING, f"{name} {prefix}: --split {args.split} gives it no documents")
         return None
-    return DocumentDataset(
-        file,
-        args.seq_length,
-        first,
-        last,
-        name,
-        long_documents=args.epp_documents,
-        vocab_size=tokenizer.vocab_size,
-    )
+    documents, vocab_size = args.epp_documents, tokenizer.vocab_size
+    return DocumentDataset(file, args.seq_length, first, last, name, long_documents=documents, vocab_size=vocab_size)
 
 
 def _build_split(
-    blend: Blend, open_part: Callable[[str], DocumentDataset | None], num_samples: int, seed: int
+    parts: list[DocumentDataset | None], weights: list[float] | None, num_samples: int, seed: int
 ) -> Shuffled | None:
-    prefixes, weights = blend
-    parts = [(open_part(prefix), weight) for prefix, weight in zip(prefixes, weights or [1.0] * len(prefixes), strict=True)]
-    sources = [source for source, _ in parts if source is not None]
-    if not sources:
-        return None
-    if len(sources) == 1:
-        return sources[0], True
+    sources = [source for source in parts if source is not None]
+    if len(sources) < 2:
+        return (sources[0], True) if sources else None
     if weights is None:
         return concatenate(sources), True
-    return weighted(sources, [weight for source, weight in parts if source is not None], num_samples, seed), False
+    kept = [weight for source, weight in zip(parts, weights, strict=True) if source is not None]
+    return weighted(sources, kept, num_samples, seed), False
 
 
 def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:

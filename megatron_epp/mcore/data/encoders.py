@@ -64,12 +64,7 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
 
 
 def identity_of(tokenizer: Any, options: Any) -> Tokenizer:
-    """Return the properties that distinguish a tokenizer from others.
-
-    Args:
-        tokenizer: a tokenizer of Megatron's.
-        options: the options it was built from: a ``TokenizerConfig`` or parsed arguments.
-    """
+    """Return the properties that distinguish a tokenizer from others; options are a ``TokenizerConfig`` or parsed arguments."""
     try:
         eod = tokenizer.eod
     except (AttributeError, NotImplementedError):

@@ -175,12 +175,7 @@ def _text_of(origin: str, line: bytes, json_key: str) -> bytes:
 
 
 def histogram(lengths: np.ndarray, width: int = 40) -> list[str]:
-    """Return lines with the number of documents, and their share of all tokens, in bins that grow fourfold.
-
-    Args:
-        lengths: tokens of each document, all positive.
-        width: characters of the longest bar.
-    """
+    """Return lines with the number of documents, and their share of all tokens, in bins of length that grow fourfold."""
     bins = np.log2(lengths).astype(int) // 2
     counts = np.bincount(bins)
     tokens = np.bincount(bins, weights=lengths)

@@ -76,66 +76,49 @@ SHOWN: dict[str, tuple[str, ...]] = {
 }
 """Functions of Megatron's memory estimate, shown next to a plan's: other code there causes a warning when it is shown."""
 
-SCRIPTS: dict[str, dict[str, str]] = {
-    "_build_cached_logits_loss_func": {
-        "c28a4f50f8c6": "pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main",
-    },
-    "BATCH_KEYS": {
-        "ef10269979f5": "pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main",
-    },
-    "core_gpt_dataset_config_from_args": {
-        "0fde5808798a": "pretrain_gpt 0.17",
-        "dd48d4de823b": "pretrain_mamba 0.17",
-        "529e7a1d910e": "pretrain_gpt 0.18",
-        "0fe8dd138d45": "pretrain_hybrid 0.18",
-        "1b2587e544f1": "pretrain_gpt 0.19, main",
-        "deea63f48447": "pretrain_hybrid 0.19, main",
-    },
-    "forward_step": {
-        "bd217cee544d": "pretrain_gpt 0.17",
-        "0ea58397a4dd": "pretrain_mamba 0.17",
-        "95e05c11c45d": "pretrain_gpt 0.18",
-        "ade95dc38644": "pretrain_hybrid 0.18",
-        "218c3d0fd672": "pretrain_gpt 0.19, main",
-        "7ba7c96178a8": "pretrain_hybrid 0.19, main",
-    },
-    "get_batch": {
-        "841c9101d9db": "pretrain_gpt 0.17",
-        "964cb4b8f9c0": "pretrain_mamba 0.17",
-        "e5851b096413": "pretrain_gpt 0.18",
-        "478108a61a9c": "pretrain_hybrid 0.18",
-        "5b1566dde385": "pretrain_gpt 0.19, main",
-        "764b680f2a52": "pretrain_hybrid 0.19, main",
-    },
-    "get_embedding_ranks": {
-        "e4c37ad63493": "pretrain_gpt 0.17, 0.18, 0.19, main",
-    },
-    "is_dataset_built_on_rank": {
-        "afe5101ffe3d": "pretrain_gpt 0.17",
-        "3ec7c9b23037": "pretrain_mamba 0.17",
-        "12fd84d1a9de": "pretrain_gpt 0.18, 0.19, main; pretrain_hybrid 0.18, 0.19, main",
-    },
-    "loss_func": {
-        "164ac332b1bc": "pretrain_gpt 0.17, 0.18",
-        "cd6ca111b89e": "pretrain_mamba 0.17",
-        "54cbc4c6c875": "pretrain_hybrid 0.18",
-        "ecd56124c25d": "pretrain_gpt 0.19, main",
-        "2b56be347b1c": "pretrain_hybrid 0.19, main",
-    },
-    "SPIKY_LOSS_FACTOR": {
-        "4a44dc153642": "pretrain_gpt 0.17, 0.18, 0.19, main; pretrain_mamba 0.17; pretrain_hybrid 0.18, 0.19, main",
-    },
-    "train_valid_test_datasets_provider": {
-        "76137f4a9b7d": "pretrain_gpt 0.17, 0.18, 0.19, main",
-        "398474cf0b9f": "pretrain_mamba 0.17; pretrain_hybrid 0.18, 0.19, main",
-    },
-}
+_KNOWN = """
+    _build_cached_logits_loss_func c28a4f50f8c6 pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main
+    BATCH_KEYS ef10269979f5 pretrain_gpt 0.19, main; pretrain_hybrid 0.19, main
+    core_gpt_dataset_config_from_args 0fde5808798a pretrain_gpt 0.17
+    core_gpt_dataset_config_from_args dd48d4de823b pretrain_mamba 0.17
+    core_gpt_dataset_config_from_args 529e7a1d910e pretrain_gpt 0.18
+    core_gpt_dataset_config_from_args 0fe8dd138d45 pretrain_hybrid 0.18
+    core_gpt_dataset_config_from_args 1b2587e544f1 pretrain_gpt 0.19, main
+    core_gpt_dataset_config_from_args deea63f48447 pretrain_hybrid 0.19, main
+    forward_step bd217cee544d pretrain_gpt 0.17
+    forward_step 0ea58397a4dd pretrain_mamba 0.17
+    forward_step 95e05c11c45d pretrain_gpt 0.18
+    forward_step ade95dc38644 pretrain_hybrid 0.18
+    forward_step 218c3d0fd672 pretrain_gpt 0.19, main
+    forward_step 7ba7c96178a8 pretrain_hybrid 0.19, main
+    get_batch 841c9101d9db pretrain_gpt 0.17
+    get_batch 964cb4b8f9c0 pretrain_mamba 0.17
+    get_batch e5851b096413 pretrain_gpt 0.18
+    get_batch 478108a61a9c pretrain_hybrid 0.18
+    get_batch 5b1566dde385 pretrain_gpt 0.19, main
+    get_batch 764b680f2a52 pretrain_hybrid 0.19, main
+    get_embedding_ranks e4c37ad63493 pretrain_gpt 0.17, 0.18, 0.19, main
+    is_dataset_built_on_rank afe5101ffe3d pretrain_gpt 0.17
+    is_dataset_built_on_rank 3ec7c9b23037 pretrain_mamba 0.17
+    is_dataset_built_on_rank 12fd84d1a9de pretrain_gpt 0.18, 0.19, main; pretrain_hybrid 0.18, 0.19, main
+    loss_func 164ac332b1bc pretrain_gpt 0.17, 0.18
+    loss_func cd6ca111b89e pretrain_mamba 0.17
+    loss_func 54cbc4c6c875 pretrain_hybrid 0.18
+    loss_func ecd56124c25d pretrain_gpt 0.19, main
+    loss_func 2b56be347b1c pretrain_hybrid 0.19, main
+    SPIKY_LOSS_FACTOR 4a44dc153642 pretrain_gpt 0.17, 0.18, 0.19, main; pretrain_mamba 0.17; pretrain_hybrid 0.18, 0.19, main
+    train_valid_test_datasets_provider 76137f4a9b7d pretrain_gpt 0.17, 0.18, 0.19, main
+    train_valid_test_datasets_provider 398474cf0b9f pretrain_mamba 0.17; pretrain_hybrid 0.18, 0.19, main
+"""
+SCRIPTS: dict[str, dict[str, str]] = {}
 """Functions and constants of Megatron's training scripts that `--epp` replaces, by name.
 
 Each maps `fingerprint` of a function, or the digest of a constant, to the scripts and releases that have it. 0.17 is
 0.17.0 and 0.17.1, 0.18 is 0.18.0 and 0.18.2, 0.19 is 0.19.0 and the end of its branch, main is of August 2026.
 `scripts/fingerprint_script.py` prints those of another release.
 """
+for _name, _digest, _where in (row.split(maxsplit=2) for row in _KNOWN.splitlines() if row):
+    SCRIPTS.setdefault(_name, {})[_digest] = _where
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -51,11 +51,7 @@ _call: Mapping[str, Any] | None = None
 
 @contextlib.contextmanager
 def checked_call(call: Mapping[str, Any]) -> Iterator[None]:
-    """Check the arguments of a `pretrain` that runs in this context: at once, or when it has parsed the flags itself (0.17).
-
-    Args:
-        call: the arguments by name.
-    """
+    """Check the arguments of a `pretrain` that runs in this context: at once, or when it has parsed the flags itself (0.17)."""
     global _call
     _call = call
     try:
@@ -97,12 +93,7 @@ def require_stock(functions: Mapping[str, Any]) -> None:
 
 
 def changes_of(role: str, function: Any) -> list[str]:
-    """Return a line for each function and constant reachable from a function that is not Megatron's own.
-
-    Args:
-        role: role of the function in Megatron, one of `ROLES`.
-        function: the function that the script passes.
-    """
+    """Return a line for each function and constant reachable from a script's function of this role that is not Megatron's."""
     while isinstance(function, functools.partial):
         bound = [f"argument {number}" for number, _ in enumerate(function.args, 1)] + list(function.keywords)
         if bound and not (role == PROVIDER and bound == ["vp_stage"]):  # which Megatron binds for every model chunk

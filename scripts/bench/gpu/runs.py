@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_epp.cli.output import progress
+from megatron_epp.cli.terminal import progress
 from megatron_epp.launch.machine import version_of
 from megatron_epp.launch.runs import Run, RunError, tiny_gpt, train
 from megatron_epp.plan import Plan, load

@@ -1,0 +1,168 @@
+"""Parser and output of all commands: errors are one line, and a line on stderr tells what takes long.
+
+Control characters in the text of files are printed as escapes, so no terminal obeys them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from megatron_epp.launch.settings import nearest
+from megatron_epp.report.table import clip, printable
+
+PROGRAM = "megatron-epp"
+_WIDEST = 2000
+"""Characters after which a line of an error is cut."""
+PATIENCE_S = 2.0
+"""Seconds before the first progress line: shorter work prints nothing."""
+_TERMINAL_EVERY_S, _LOG_EVERY_S = 0.5, 30.0
+PICTURES = (".png", ".svg", ".pdf")
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser with one-line errors. The parsers of its subcommands are of this class too."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.set_defaults(parser=self)
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse arguments as `parse_args` does, with errors raised by the subcommand's own parser.
+
+        The subcommand reports words that it does not know, and output files that it could not write.
+        """
+        found, unknown = self.parse_known_args(argv)
+        command: Parser = found.parser
+        if unknown:
+            command.refuse(unknown)
+        for action in command._actions:
+            path = getattr(found, action.dest, None)
+            if action.type in (output, picture) and path and (why := unwritable(Path(path))):
+                command.error(f"argument {'/'.join(action.option_strings)}: {why}")
+        return found
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with the words that this command does not know."""
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        told = [f"{flag}{nearest(flag, self._option_string_actions)}" for flag in flags] or unknown
+        self.error(f"this command knows no {' '.join(told)}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{printable(f'{self.prog}: error: {message}; see {self.prog} --help')}\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of the command line, with a line for the list of commands; `run` returns the exit code."""
+
+    name: str
+    purpose: str
+    add_arguments: Callable[[Parser], None]
+    run: Callable[[argparse.Namespace], int]
+    example: str = ""
+
+
+def add_output(parser: argparse._ActionsContainer, help: str, **changes: Any) -> None:
+    """Add the flag that names the file to write."""
+    settings: dict[str, Any] = {"type": output, "metavar": "FILE", "help": help}
+    parser.add_argument("-o", "--output", **settings | changes)
+
+
+def output(text: str) -> str:
+    """Name a file to write. `unwritable` looks whether it can be."""
+    return text
+
+
+def picture(text: str) -> str:
+    """Name a picture to write."""
+    if Path(text).suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in {', '.join(PICTURES)}")
+    return text
+
+
+def unwritable(path: Path) -> str:
+    """Return why a file cannot be written, known before anything is computed; empty if it can."""
+    if path.is_dir():
+        return f"{path} is a folder: give a file in it"
+    return "" if path.parent.is_dir() else f"{path}: there is no folder {path.parent}; make it first"
+
+
+def say(text: str = "", end: str = "\n", *, flush: bool = False) -> None:
+    """Print lines on stdout. What its encoding lacks is escaped; where its reader has gone, the rest is dropped."""
+    _write(sys.stdout, _lines(text) + end, flush)
+
+
+def tell(text: str) -> None:
+    """Print lines on stderr, where progress and errors go."""
+    _write(sys.stderr, _lines(text) + "\n", flush=True)
+
+
+def tell_error(text: str) -> None:
+    """Print an error. Very long lines are truncated."""
+    tell(f"{PROGRAM}: error: " + "\n".join(clip(line, _WIDEST) for line in text.split("\n")))
+
+
+def tell_traceback(error: BaseException) -> None:
+    """Print where an error came from."""
+    tell("".join(traceback.format_exception(error)).rstrip())
+
+
+def finish() -> None:
+    """Send what is not on its way yet. Raises `OSError` where it cannot be written, as on a full disk."""
+    _write(sys.stdout, "", flush=True)
+
+
+@contextmanager
+def progress(what: str, detail: Callable[[], str] = str) -> Iterator[None]:
+    """Say what is going on, for how long, and in detail how far it has got, when the body takes more than two seconds."""
+    done = threading.Event()
+    thread = threading.Thread(target=_report, args=(what, detail, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _write(stream: TextIO | None, text: str, flush: bool) -> None:
+    if stream is None:  # the shell has closed it
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        if flush:
+            stream.flush()
+    except OSError as error:
+        devnull = os.open(os.devnull, os.O_WRONLY)  # Python writes what is still buffered once more when it exits
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
+        if not isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has seen enough
+            raise
+
+
+def _report(what: str, detail: Callable[[], str], done: threading.Event) -> None:
+    start, terminal, said = time.monotonic(), sys.stderr.isatty(), False
+    wait_s = PATIENCE_S
+    while not done.wait(wait_s):
+        parts = [what, f"{time.monotonic() - start:.0f} s", *filter(None, [detail()])]
+        sys.stderr.write(("\r\033[K" if terminal else "") + printable(", ".join(parts)) + ("" if terminal else "\n"))
+        sys.stderr.flush()
+        said, wait_s = True, _TERMINAL_EVERY_S if terminal else _LOG_EVERY_S
+    if said and terminal:
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()
