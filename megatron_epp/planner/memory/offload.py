@@ -16,8 +16,16 @@ from megatron_epp.plan.kv_offload import in_units
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_bytes, play
 from megatron_epp.planner.kernels.columns import Codes, encode
 from megatron_epp.planner.memory.copy_slots import choose
-from megatron_epp.planner.memory.lockstep_recompute import fit_lockstep
-from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies, held_bytes, least_peaks, peaks_bytes, step_bytes
+from megatron_epp.planner.memory.recompute import (
+    by_stage,
+    fit_lockstep,
+    fit_with_copies,
+    held_bytes,
+    is_within,
+    least_peaks,
+    peaks_bytes,
+    step_bytes,
+)
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
@@ -100,7 +108,7 @@ def fit_offload(
     best: Copied | None = None
     lacking: Copied | None = None
     codes = encode(order, len(tables[0].message_us))
-    if any(floor > cap for own in tables for floor, cap in zip(floors(order, codes, own), caps, strict=True)):
+    if not all(is_within(floors(order, codes, own), caps) for own in tables):
         return None
     none = [[0] * len(tables[0].message_us)] * len(tables[0].rank_of)
     bounds = [(least_peaks(codes, own), peaks_bytes(codes, own, none)) for own in tables]

@@ -18,10 +18,8 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.kernels.columns import Codes
-from megatron_epp.planner.memory.kv_offload import Pairs, with_kv_offload
-from megatron_epp.planner.memory.kv_offload_choice import choices, kv_offload_host_bytes
-from megatron_epp.planner.memory.lockstep_recompute import fit_lockstep
-from megatron_epp.planner.memory.recompute import Fit
+from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
+from megatron_epp.planner.memory.recompute import Fit, fit_lockstep
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
 from megatron_epp.planner.tables import Tables
@@ -94,8 +92,7 @@ class Replicas:
         Args:
             tables: without it.
             table: the chunk table.
-            pairs: stages and sequences of every replica whose keys and values are in host memory.
-            sharing: factor by which the link is slower for each of its uses.
+            pairs, sharing: as for `with_kv_offload`, `pairs` for every replica.
         """
         every = zip(tables, table.chunks, self.problems, pairs, strict=True)
         return slowest_times(
@@ -110,8 +107,7 @@ class Replicas:
 
         Args:
             order: of all actions.
-            table: the chunk table.
-            pairs: stages and sequences of every replica whose keys and values are in host memory.
+            table, pairs: as for `kv_offload`.
         """
         if not any(pairs):
             return [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
