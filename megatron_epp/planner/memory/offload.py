@@ -257,9 +257,7 @@ def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]
     """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``.
 
     Args:
-        tables: sizes of the chunks.
-        made: recompute and copies.
-        played: times of the order with these copies.
+        tables, made, played: as for `peaks_with_copies`.
     """
     found = []
     for rank, starts in enumerate(played.start_us):

@@ -101,9 +101,7 @@ def peaks(order: Order, tables: Tables, made: Offload) -> list[int]:
     """Compute the most bytes that each rank holds, with the copies that the order is overlapped with.
 
     Args:
-        order: the compute actions.
-        tables: times and sizes of the chunks.
-        made: recompute and copies.
+        order, tables, made: as for `with_split_weights`.
     """
     if made.copies:
         return peaks_with_copies(order, tables, made, play(order, tables, made.recompute_steps, timed(made, tables)))

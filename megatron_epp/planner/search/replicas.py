@@ -27,7 +27,7 @@ from megatron_epp.planner.tabulate import tabulate
 
 LOCKSTEP_MODES = ("selective", "full")
 """recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
-_TIMES = ("forward_us", "backward_us", "weight_us", "hops")
+_TIMES = ("forward_us", "backward_us", "weight_us", "hops", "message_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,9 @@ class Replicas:
             table: the chunk table.
             pairs, sharing: as for `with_kv_offload`, `pairs` for every replica.
         """
-        every = zip(tables, table.chunks, self.problems, pairs, strict=True)
-        return slowest_times(
-            [
-                with_kv_offload(own, chunks, problem, self.costs, self.modes, mine, sharing, self.is_lockstep)
-                for own, chunks, problem, mine in every
-            ]
-        )
+        every = zip(zip(tables, table.chunks, self.problems, strict=True), pairs, strict=True)
+        shared = self.costs, self.modes
+        return slowest_times([with_kv_offload(*own, *shared, mine, sharing, self.is_lockstep) for own, mine in every])
 
     def host_room(self, order: Order, table: Aligned, pairs: tuple[Pairs, ...]) -> list[list[int]]:
         """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few.
@@ -166,19 +162,11 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     if len(tables) == 1:
         return tuple(tables)
     common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in _TIMES}
-    message_us = np.max([own.message_us for own in tables], axis=0).tolist()
-    again_us = [
-        np.max([frontier_step.layer_us for frontier_step in frontier], axis=0).tolist()
-        for frontier in zip(*(own.frontier for own in tables), strict=True)
-    ]
-    return tuple(
-        replace(
-            own,
-            **common,
-            message_us=message_us,
-            frontier=tuple(
-                replace(frontier_step, layer_us=time_us) for frontier_step, time_us in zip(own.frontier, again_us, strict=True)
-            ),
-        )
-        for own in tables
-    )
+    found = []
+    for own in tables:
+        frontier = [
+            replace(steps[0], layer_us=np.max([step.layer_us for step in steps], axis=0).tolist())
+            for steps in zip(own.frontier, *(other.frontier for other in tables), strict=True)
+        ]
+        found.append(replace(own, **common, frontier=tuple(frontier)))
+    return tuple(found)
