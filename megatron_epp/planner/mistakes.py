@@ -39,13 +39,14 @@ from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
 
-def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
+def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str, *, complete: bool = False) -> None:
     """Look at everything but the recompute.
 
     Args:
         made: the decisions of a planner.
         problem, costs: the arguments of the planner.
         planner: its name, for the error.
+        complete: look at what is missing or doubled too, which `check` would find in the plan.
 
     Raises:
         PlanError: no plan can be written from the decisions; the message is the report.
@@ -53,23 +54,10 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
     with _of_types(planner):
         _refuse_types(made, planner)
         faults = [_fault(reason) for reason in _shapes(made, problem, costs)]
-        if not faults and (made.copies or made.kv_offload or not _is_known(made, problem)):
+        if not faults and (complete or made.copies or made.kv_offload or not _is_known(made, problem)):
             plan = outline(made, problem, costs)
             faults = [*check_tokens(plan), *check_presence(plan), *_recomputes(plan)] or [*check_kv_offload(plan)]
         _refuse(faults, made, problem, costs, planner)
-
-
-def refuse_order(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
-    """Look at everything but the recompute, and at what is missing or doubled too. Raises as `refuse_mistakes` does.
-
-    Args:
-        made: decisions whose recompute is still to be chosen.
-        problem, costs, planner: as for `refuse_mistakes`.
-    """
-    refuse_mistakes(made, problem, costs, planner)
-    with _of_types(planner):
-        plan = outline(made, problem, costs)
-        _refuse([*check_tokens(plan), *check_presence(plan)], made, problem, costs, planner)
 
 
 def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> RecomputeSteps:

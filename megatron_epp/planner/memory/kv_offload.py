@@ -126,10 +126,7 @@ def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, 
     """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence.
 
     Args:
-        chunks: the chunk table.
-        problem: the batch.
-        costs: time and memory of every stage.
-        pairs: stages and sequences whose keys and values are in host memory.
+        chunks, problem, costs, pairs: as for `with_kv_offload`.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     slices = slices_in(chunks, problem.lengths)

@@ -14,7 +14,7 @@ from megatron_epp.planner.evaluate import makespan_us, play, split_off
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
 from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
-from megatron_epp.planner.mistakes import refuse_order
+from megatron_epp.planner.mistakes import refuse_mistakes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.trials import infeasible
@@ -54,7 +54,7 @@ def fitted(
     validate(problem, costs, options)
     planner = "fitted" if options.planner == "greedy" else options.planner
     made = Decisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs))
-    refuse_order(made, problem, costs, planner)
+    refuse_mistakes(made, problem, costs, planner, complete=True)
     tables = made.tables(problem, costs)
     whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
     fit = _fit(order, whole, tables, problem.cap_bytes, options)

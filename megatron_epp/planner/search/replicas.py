@@ -162,11 +162,12 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     if len(tables) == 1:
         return tuple(tables)
     common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in _TIMES}
+    again_us = [
+        np.max([step.layer_us for step in steps], axis=0).tolist()
+        for steps in zip(*(own.frontier for own in tables), strict=True)
+    ]
     found = []
     for own in tables:
-        frontier = [
-            replace(steps[0], layer_us=np.max([step.layer_us for step in steps], axis=0).tolist())
-            for steps in zip(own.frontier, *(other.frontier for other in tables), strict=True)
-        ]
+        frontier = [replace(step, layer_us=time_us) for step, time_us in zip(own.frontier, again_us, strict=True)]
         found.append(replace(own, **common, frontier=tuple(frontier)))
     return tuple(found)
