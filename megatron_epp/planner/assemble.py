@@ -12,7 +12,7 @@ from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import backward_times, moved_bytes, recompute_times
+from megatron_epp.planner.evaluate import backward_times, recompute_times
 from megatron_epp.planner.kernels.columns import kinds_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries
 from megatron_epp.planner.memory.messages import MessageRoomError
@@ -107,7 +107,7 @@ class _Writer:
     """Writer of each action with its planned time and bytes."""
 
     def __init__(self, tables: Tables, made: Decisions) -> None:
-        self.tables, self.recompute_steps, self.offload = tables, made.recompute_steps, made.offload
+        self.tables, self.made = tables, made.as_offload
         backward_us = backward_times(tables, made.recompute_steps, made.order)
         self.times_us = {Op.F: tables.forward_us, Op.B: backward_us, Op.W: tables.weight_us}
         self.times_us |= {op: rows.time_us for op, rows in tables.added.items()}
@@ -118,13 +118,13 @@ class _Writer:
 
     def share(self, stage: int, c: int) -> float:
         """Share of a chunk's kept bytes that is offloaded: as decided, but at least the input of one layer."""
-        share = self.offload[stage][c] if self.offload else 0.0
-        kept = self.tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
-        moved = moved_bytes(self.tables, self.recompute_steps, stage, c, share)
+        if not self.made.shares:
+            return 0.0
+        share, moved = self.made.shares[stage][c], self.made.moved(self.tables, stage, c)
+        kept = self.tables.kept_bytes(stage, c, self.made.recompute_steps[stage][c])
         return share if moved == int(kept * share) else moved / kept
 
     def copy(self, action: Action, after: Action | None) -> Copy:
         op, stage, c = action
-        tables = self.tables
-        moved = moved_bytes(tables, self.recompute_steps, stage, c, self.offload[stage][c])
-        return Copy(action, tables.host_us(moved), *((0, moved) if op is Op.O else (moved, 0)), after)
+        moved = self.made.moved(self.tables, stage, c)
+        return Copy(action, self.tables.host_us(moved), *((0, moved) if op is Op.O else (moved, 0)), after)

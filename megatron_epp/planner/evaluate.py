@@ -70,18 +70,6 @@ def split_off(order: Order) -> set[tuple[int, int]]:
     return {(stage, c) for actions in order for op, stage, c in actions if op is weight}
 
 
-def moved_bytes(tables: Tables, recompute_steps: RecomputeSteps, stage: int, c: int, share: float) -> int:
-    """Compute the bytes that an offload of a chunk moves (`moved_of`).
-
-    Args:
-        tables: sizes of the chunks.
-        recompute_steps: recompute ``[stage][chunk]``.
-        stage, c: the stage and chunk.
-        share: as for `moved_of`.
-    """
-    return moved_of(tables.kept_bytes(stage, c, recompute_steps[stage][c]), tables.layer_input[stage][c], share)
-
-
 def moved_of(kept: int, layer_input: int, share: float) -> int:
     """Compute the bytes that an offload moves, from the kept bytes and at least the input of one layer.
 

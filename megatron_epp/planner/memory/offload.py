@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_epp.plan import Action, Op
 from megatron_epp.plan.copy_positions import CopyTimes, copy_positions
 from megatron_epp.plan.kv_offload import in_units
-from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_bytes, play
+from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_of, play
 from megatron_epp.planner.kernels.columns import Codes, encode
 from megatron_epp.planner.memory.copy_slots import choose
 from megatron_epp.planner.memory.recompute import (
@@ -54,16 +54,16 @@ class Offload:
     shares: tuple[tuple[float, ...], ...]
     copies: CopyOrder
 
-    def moved(self, tables: Tables, action: Action) -> int:
-        """Bytes that a copy moves."""
-        _, stage, c = action
-        return moved_bytes(tables, self.recompute_steps, stage, c, self.shares[stage][c])
+    def moved(self, tables: Tables, stage: int, c: int) -> int:
+        """Bytes that a copy of a chunk moves."""
+        kept = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
+        return moved_of(kept, tables.layer_input[stage][c], self.shares[stage][c])
 
     def most_away(self, tables: Tables) -> list[int]:
         """Most bytes that each rank has away at one time."""
         return [
             max(
-                accumulate(in_units(self.moved(tables, action)) * (1 if action.op is Op.O else -1) for action, _ in row),
+                accumulate(in_units(self.moved(tables, stage, c)) * (1 if op is Op.O else -1) for (op, stage, c), _ in row),
                 default=0,
             )
             for row in self.copies
@@ -230,7 +230,7 @@ def _together(recompute_steps: RecomputeSteps, fitted: Sequence[RecomputeSteps])
 
 def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Action | None]]]:
     """List the copies of every rank with the microseconds that each takes, as `play` takes them."""
-    return [[(action, tables.host_us(made.moved(tables, action)), after) for action, after in row] for row in made.copies]
+    return [[(action, tables.host_us(made.moved(tables, *action[1:])), after) for action, after in row] for row in made.copies]
 
 
 def peaks_with_copies(order: Order | Codes, tables: Tables, made: Offload, played: Played) -> list[int]:
@@ -273,6 +273,6 @@ def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[
     starts, ends = played.start_us[rank], played.end_us[rank]
     actions = [action for action, _ in made.copies[rank]]
     ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))
-    sizes = [made.moved(tables, action) * (1 if action.op is Op.L else -1) for action in actions]
+    sizes = [made.moved(tables, stage, c) * (1 if op is Op.L else -1) for op, stage, c in actions]
     at = [position.changes for position in copy_positions(starts, ends, ran)]
     return np.array(at, dtype=np.int64), np.array(sizes, dtype=np.int64)
