@@ -35,7 +35,10 @@ def backward_peak(columns: Columns, item: int, num_steps: int, split: bool) -> i
         split: the weight gradient is split off: the backward keeps its inputs, of the head and of every layer that it has
             passed.
     """
-    num_layers, first = columns.num_layers[item], item * columns.num_frontier_steps
+    num_layers = columns.num_layers[item]
+    full, rest, frontier_step = (
+        (num_steps // num_layers, num_steps % num_layers, item * columns.num_frontier_steps) if num_layers > 0 else (0, 0, 0)
+    )
     live, release_per_layer, layer_peak = -columns.head[item], columns.release_per_layer[item], columns.layer_peak[item]
     if split:
         live += columns.weight_bytes[item] - num_layers * columns.weight_layer[item]
@@ -43,16 +46,21 @@ def backward_peak(columns: Columns, item: int, num_steps: int, split: bool) -> i
         layer_peak = columns.split_layer_peak[item]
     if num_layers == 0:
         return columns.constant[item] + max(0, live)
-    most, count, rest, partial = 0, num_layers, num_steps % num_layers, first + num_steps // num_layers
-    for at in range(first, partial + (1 if rest > 0 else 0)):
-        if at == partial:  # the layers that do not take this step come first
-            most = live + layer_peak
-            live -= (num_layers - rest) * release_per_layer
-            count = rest
+    for at in range(frontier_step, frontier_step + full):
         release_per_layer -= columns.saved[at]
-        layer_peak += columns.saved[at] + (0 if split else columns.fuller[at])
-    most = max(most, live + layer_peak)
-    return columns.constant[item] + max(0, most, live - (count - 1) * release_per_layer + layer_peak)
+        layer_peak += columns.saved[at]
+        if not split:
+            layer_peak += columns.fuller[at]
+    most = max(0, live + layer_peak)
+    if rest > 0:
+        live -= (num_layers - rest) * release_per_layer
+        release_per_layer -= columns.saved[frontier_step + full]
+        layer_peak += columns.saved[frontier_step + full]
+        if not split:
+            layer_peak += columns.fuller[frontier_step + full]
+        most = max(most, live + layer_peak)
+        return columns.constant[item] + max(most, live - (rest - 1) * release_per_layer + layer_peak)
+    return columns.constant[item] + max(most, live - (num_layers - 1) * release_per_layer + layer_peak)
 
 
 @compiled
