@@ -28,7 +28,7 @@ from megatron_epp.mcore.arguments.table import ROWS, SHAPE
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import MOST_LAYERS, naming, shown
 from megatron_epp.planner import UNLIMITED_BYTES, Problem
-from megatron_epp.planner.amounts import check_amounts
+from megatron_epp.planner.problem import check_amounts
 
 _SHAPE = tuple(row.setting for row in SHAPE)
 _SHARING = ("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel")

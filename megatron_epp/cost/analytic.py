@@ -29,8 +29,7 @@ def analytic_costs(
     """Costs of a pipeline. The first stage embeds; the last has the final norm, the logits and the loss.
 
     Args:
-        shape: of the model.
-        rates: of the machine.
+        shape, rates: as for `analytic_profile`.
         layers_per_stage: layers of each stage; their sum must be the model's.
         state_bytes_per_parameter: see `Profile.costs`.
 

@@ -95,9 +95,8 @@ def advice(
     Also None if ranks have several stages, or there are fewer layers than stages.
 
     Args:
-        costs: of the stages.
+        costs, lengths: as for `spreads`.
         placement: the rank of every stage.
-        lengths: tokens of sequences like those to come.
         setting: words that set given layers per stage, for who asked; None names the layers alone.
     """
     if len(set(placement)) < len(placement) or sum(costs.num_layers) < len(placement) or not lengths:

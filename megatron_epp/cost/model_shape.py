@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_epp.cost.context_parallel import HeadExchangeCosts, SharingCosts
+from megatron_epp.cost.context_parallel import HeadExchangeCosts
 from megatron_epp.plan.errors import EppError, Remedy
 
 
@@ -76,7 +76,7 @@ class ModelShape:
         return 2 * self.kv_width
 
     @property
-    def sharing(self) -> SharingCosts:
+    def sharing(self) -> HeadExchangeCosts:
         """Costs of sharing a chunk's tokens between context-parallel ranks."""
         return HeadExchangeCosts(self.context_parallel)
 
@@ -116,29 +116,27 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of a layer, all experts included."""
-        router = 0 if self.num_experts is None else self.hidden_size * self.num_experts
-        return self.attention_parameters + router + (self.num_experts or 1) * self.mlp_parameters
+        return self._parameters_with(self.num_experts or 1)
 
     @property
     def parameters_per_token(self) -> int:
         """Parameters of a layer that one token uses."""
-        if self.num_experts is None:
-            return self.layer_parameters
-        router = self.hidden_size * self.num_experts
-        return self.attention_parameters + router + self.experts_per_token * self.mlp_parameters
+        return self._parameters_with(1 if self.num_experts is None else self.experts_per_token)
+
+    def _parameters_with(self, num_mlps: int) -> int:
+        """Parameters of attention, of the router if there is one, and of so many MLPs or experts."""
+        return self.attention_parameters + self.hidden_size * (self.num_experts or 0) + num_mlps * self.mlp_parameters
 
     @property
     def layer_parameters_on_rank(self) -> float:
         """Parameters of a layer that one rank holds."""
-        experts = 0 if self.num_experts is None else self.num_experts * self.mlp_parameters
+        experts = (self.num_experts or 0) * self.mlp_parameters
         return (self.layer_parameters - experts) / self.tensor_parallel + self.expert_parameters_on_rank
 
     @property
     def expert_parameters_on_rank(self) -> float:
         """Expert parameters of a layer that one rank holds."""
-        if self.num_experts is None:
-            return 0.0
-        return self.num_experts * self.mlp_parameters / (self.expert_parallel * self.tensor_parallel)
+        return (self.num_experts or 0) * self.mlp_parameters / (self.expert_parallel * self.tensor_parallel)
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -165,8 +163,12 @@ class ModelShape:
     @property
     def inner_bytes_per_token(self) -> float:
         """Bytes of queries, keys, values, attention's output, and the input and output of the MLP's nonlinearity."""
-        mlp = (3 if self.gated_mlp else 2) * self.ffn_hidden_size * self.experts_per_token
-        return (2 * self.query_width + self.cached_width + mlp) * self.bytes_per_value / self.ranks
+        return (2 * self.query_width + self.cached_width + self._mlp_width) * self.bytes_per_value / self.ranks
+
+    @property
+    def _mlp_width(self) -> int:
+        """Width of the input and output of the nonlinearity of the MLP, or of a token's experts."""
+        return (3 if self.gated_mlp else 2) * self.ffn_hidden_size * self.experts_per_token
 
     @property
     def attention_result_bytes_per_token(self) -> float:
@@ -178,8 +180,7 @@ class ModelShape:
     @property
     def mlp_bytes_per_token(self) -> float:
         """Bytes kept by the MLP, or by a token's experts: input and output of the nonlinearity, and routed copies."""
-        width = (3 if self.gated_mlp else 2) * self.ffn_hidden_size * self.experts_per_token
-        return width * self.bytes_per_value / self.ranks + self.routed_bytes_per_token
+        return self._mlp_width * self.bytes_per_value / self.ranks + self.routed_bytes_per_token
 
     @property
     def mlp_parameters_per_token(self) -> int:

@@ -54,13 +54,9 @@ class Profile:
         name: for the plan's record.
         num_layers: of the profiled model; a pipeline made from the profile may have another number.
         layer, embedding, head: the parts.
-        recomputed_layer_bytes_per_token: kept by a layer that recomputes in full: its input.
-        kv_bytes_per_token: keys and values of one layer.
-        kv_heads: heads of keys and values that a rank has inside attention; 1 if unknown.
-        queries_per_key: query heads that share one of them.
-        hidden_bytes_per_token: the residual stream, which is what a message carries.
+        recomputed_layer_bytes_per_token, kv_bytes_per_token, kv_heads, queries_per_key: as in `StageCosts`.
+        hidden_bytes_per_token, message_latency_us, message_us_per_byte: as in `PipelineCosts`.
         weight_bytes: of a weight as the model computes with it.
-        message_latency_us, message_us_per_byte: of the link between stages.
         stage_ranks: ranks that share each layer, tensor and context parallel.
         host_latency_us, host_us_per_byte: of a copy between device and host, either way, of a device that does not share the
             link; infinite if there is no link.

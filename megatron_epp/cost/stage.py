@@ -75,7 +75,7 @@ class StageCosts(LayerCosts):
         kv_gradient_bytes_per_token: their gradient while it is accumulated; None if it takes as much as K and V.
         many_kv_gradient_bytes_per_token: the same for sequences with more slices than `sizing.MOST_ROUNDED_SLICES`; None if
             it is the same size.
-        kv_heads: heads of keys and values that a rank has inside attention.
+        kv_heads: heads of keys and values that a rank has inside attention; 1 if unknown.
         queries_per_key: query heads that share one of them.
         extra_weight_bytes_per_token: `weight_bytes_per_token` of the stage's extras.
         static: weights, gradients, optimizer state.

@@ -198,6 +198,10 @@ class Plan:
         """Tokens of a chunk after padding: the length of every message that carries it (before sequence parallelism)."""
         return self.chunks[chunk].padded_tokens(self.token_multiple)
 
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, in order."""
+        return [stage for stage, on in enumerate(self.placement) if on == rank]
+
     def kv_offload_on(self, stage: int) -> frozenset[int]:
         """Sequences with KV offload on a stage."""
         return frozenset(entry.sequence for entry in self.kv_offload if entry.stage == stage)

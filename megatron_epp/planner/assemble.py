@@ -12,7 +12,7 @@ from megatron_epp.plan.check import examine, report
 from megatron_epp.plan.messages import message_peaks
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.decisions import Decisions
-from megatron_epp.planner.evaluate import backward_times, moved_bytes, recompute_times
+from megatron_epp.planner.evaluate import backward_times, recompute_times
 from megatron_epp.planner.kernels.columns import kinds_of
 from megatron_epp.planner.memory.kv_offload import kv_offload_entries
 from megatron_epp.planner.memory.messages import MessageRoomError
@@ -72,12 +72,9 @@ def build_plan(problem: Problem, costs: Costs, options: Options, made: Decisions
     faults, timeline, rows = examine(plan)
     if faults or timeline is None or rows is None:
         raise PlanError(cannot_run(options.planner) + report(plan, faults))
-    at_best = (
-        replace(made, kv_offload=frozenset()).tables(problem, costs) if made.kv_offload else tables
-    )  # streaming takes time too
-    bound_us = min(
-        lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us
-    )  # they add in another order, so may differ in the last digit
+    # Streaming takes time too, and bound and makespan add in another order, so may differ in the last digit.
+    at_best = replace(made, kv_offload=frozenset()).tables(problem, costs) if made.kv_offload else tables
+    bound_us = min(lower_bound_us(at_best, made.chunks, problem, options), timeline.makespan_us)
     plan = replace(plan, predicted=Prediction(timeline.makespan_us, bound_us, timeline.peak_bytes, timeline.bubble_fraction))
     return _with_messages(plan, message_peaks(plan, rows)) if plan.messages.num_bytes else plan
 
@@ -110,7 +107,7 @@ class _Writer:
     """Writer of each action with its planned time and bytes."""
 
     def __init__(self, tables: Tables, made: Decisions) -> None:
-        self.tables, self.recompute_steps, self.offload = tables, made.recompute_steps, made.offload
+        self.tables, self.made = tables, made.as_offload
         backward_us = backward_times(tables, made.recompute_steps, made.order)
         self.times_us = {Op.F: tables.forward_us, Op.B: backward_us, Op.W: tables.weight_us}
         self.times_us |= {op: rows.time_us for op, rows in tables.added.items()}
@@ -121,13 +118,13 @@ class _Writer:
 
     def share(self, stage: int, c: int) -> float:
         """Share of a chunk's kept bytes that is offloaded: as decided, but at least the input of one layer."""
-        share = self.offload[stage][c] if self.offload else 0.0
-        kept = self.tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
-        moved = moved_bytes(self.tables, self.recompute_steps, stage, c, share)
+        if not self.made.shares:
+            return 0.0
+        share, moved = self.made.shares[stage][c], self.made.moved(self.tables, stage, c)
+        kept = self.tables.kept_bytes(stage, c, self.made.recompute_steps[stage][c])
         return share if moved == int(kept * share) else moved / kept
 
     def copy(self, action: Action, after: Action | None) -> Copy:
         op, stage, c = action
-        tables = self.tables
-        moved = moved_bytes(tables, self.recompute_steps, stage, c, self.offload[stage][c])
-        return Copy(action, tables.host_us(moved), *((0, moved) if op is Op.O else (moved, 0)), after)
+        moved = self.made.moved(self.tables, stage, c)
+        return Copy(action, self.tables.host_us(moved), *((0, moved) if op is Op.O else (moved, 0)), after)

@@ -70,22 +70,10 @@ def split_off(order: Order) -> set[tuple[int, int]]:
     return {(stage, c) for actions in order for op, stage, c in actions if op is weight}
 
 
-def moved_bytes(tables: Tables, recompute_steps: RecomputeSteps, stage: int, c: int, share: float) -> int:
-    """Compute the bytes that an offload moves: a share of a chunk's kept bytes, but at least the input of one layer.
+def moved_of(kept: int, layer_input: int, share: float) -> int:
+    """Compute the bytes that an offload moves, from the kept bytes and at least the input of one layer.
 
     Splitting one tensor takes room that another has made by leaving whole (see `runtime.offload.activations.choose`).
-
-    Args:
-        tables: sizes of the chunks.
-        recompute_steps: recompute ``[stage][chunk]``.
-        stage, c: the stage and chunk.
-        share: share of the kept bytes; nothing moves where it is zero.
-    """
-    return moved_of(tables.kept_bytes(stage, c, recompute_steps[stage][c]), tables.layer_input[stage][c], share)
-
-
-def moved_of(kept: int, layer_input: int, share: float) -> int:
-    """Compute the bytes that an offload moves, from the kept bytes (see `moved_bytes`).
 
     Args:
         kept: bytes that the chunk keeps from forward to backward.

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import (
@@ -39,21 +38,15 @@ from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 
-_EVALUATION = frozenset({Op.F})
 
-
-def _with_costs() -> frozenset[Op]:
-    """Compute operations with known costs."""
-    return frozenset({Op.F, Op.B, Op.W, *(kind.op for kind in operations(Track.COMPUTE) if kind.rows is not None)})
-
-
-def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
+def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: str, *, complete: bool = False) -> None:
     """Look at everything but the recompute.
 
     Args:
         made: the decisions of a planner.
         problem, costs: the arguments of the planner.
         planner: its name, for the error.
+        complete: look at what is missing or doubled too, which `check` would find in the plan.
 
     Raises:
         PlanError: no plan can be written from the decisions; the message is the report.
@@ -61,72 +54,40 @@ def refuse_mistakes(made: Decisions, problem: Problem, costs: Costs, planner: st
     with _of_types(planner):
         _refuse_types(made, planner)
         faults = [_fault(reason) for reason in _shapes(made, problem, costs)]
-        if not faults and (made.copies or made.kv_offload or not _is_known(made, problem)):
+        if not faults and (complete or made.copies or made.kv_offload or not _is_known(made, problem)):
             plan = outline(made, problem, costs)
             faults = [*check_tokens(plan), *check_presence(plan), *_recomputes(plan)] or [*check_kv_offload(plan)]
         _refuse(faults, made, problem, costs, planner)
-
-
-def refuse_order(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
-    """Look at everything but the recompute, and at what is missing or doubled too.
-
-    Args:
-        made: decisions whose recompute is still to be chosen.
-        problem, costs: the arguments of the planner.
-        planner: its name, for the error.
-
-    Raises:
-        PlanError: no plan can be written from the decisions; the message is the report.
-    """
-    refuse_mistakes(made, problem, costs, planner)
-    with _of_types(planner):
-        plan = outline(made, problem, costs)
-        _refuse([*check_tokens(plan), *check_presence(plan)], made, problem, costs, planner)
 
 
 def whole_layers(made: Decisions, problem: Problem, costs: Costs, tables: Tables, planner: str) -> RecomputeSteps:
     """Return the recompute as lists of whole numbers, checked against the recompute frontiers of the tables.
 
     Args:
-        made: the decisions of a planner.
-        problem, costs: the arguments of the planner.
+        made, problem, costs, planner: as for `refuse_mistakes`.
         tables: of the chunks.
-        planner: its name, for the error.
 
     Raises:
         PlanError: the shape, type or range of the recompute is wrong; the message is the report.
     """
-    stages, chunks = problem.num_stages, len(made.chunks)
+    rows, stages, chunks = made.recompute_steps, problem.num_stages, len(made.chunks)
+    reasons: list[str] = []
     with _of_types(planner):
-        num_steps, reasons = _taken(made, tables, stages, chunks)
+        if len(rows) != stages or any(len(row) != chunks for row in rows):
+            sizes = sorted({len(row) for row in rows})
+            reasons = [f"recompute_steps has {len(rows)} rows of {sizes} entries; expected {stages} rows of {chunks}"]
+            rows = []
+        num_steps = np.array(rows, dtype=None if len(rows) else np.int64)
+        if num_steps.dtype.kind != "i":
+            reasons = [f"recompute_steps holds values of type {num_steps.dtype}; how many layers recompute is a whole number"]
+        elif not reasons:
+            most = np.reshape(tables.columns.most, num_steps.shape)
+            unit = "layers" if len(made.modes) == 1 else "steps of its recompute frontier"
+            beyond = np.argwhere((num_steps < 0) | (num_steps > most)).tolist()
+            reasons = [f"stage {s} recomputes {num_steps[s, c]} {unit} of chunk {c}; it has {most[s, c]}" for s, c in beyond]
         _refuse(map(_fault, reasons), made, problem, costs, planner)
     recompute_steps: RecomputeSteps = num_steps.tolist()
     return recompute_steps
-
-
-def _taken(made: Decisions, tables: Tables, stages: int, chunks: int) -> tuple[NDArray[np.int64], list[str]]:
-    """Return the recompute as an array and what is wrong with it.
-
-    Args:
-        made: the decisions.
-        tables: of their chunks.
-        stages, chunks: the shape that is expected.
-    """
-    reasons: list[str] = []
-    if len(made.recompute_steps) != stages or any(len(row) != chunks for row in made.recompute_steps):
-        sizes = sorted({len(row) for row in made.recompute_steps})
-        reasons = [
-            f"recompute_steps has {len(made.recompute_steps)} rows of {sizes} entries; expected {stages} rows of {chunks}"
-        ]
-        num_steps = np.zeros((stages, chunks), dtype=np.int64)
-    elif (num_steps := np.array(made.recompute_steps)).dtype.kind != "i":
-        reasons = [f"recompute_steps holds values of type {num_steps.dtype}; how many layers recompute is a whole number"]
-    else:
-        most = np.reshape(tables.columns.most, num_steps.shape)
-        unit = "layers" if len(made.modes) == 1 else "steps of its recompute frontier"
-        beyond = np.argwhere((num_steps < 0) | (num_steps > most)).tolist()
-        reasons = [f"stage {s} recomputes {num_steps[s, c]} {unit} of chunk {c}; it has {most[s, c]}" for s, c in beyond]
-    return num_steps, reasons
 
 
 def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) -> None:
@@ -134,8 +95,7 @@ def refuse_table(made: Decisions, problem: Problem, costs: Costs, planner: str) 
 
     Args:
         made: decisions of which only the chunks are known.
-        problem, costs: the arguments of the planner.
-        planner: its name, for the error.
+        problem, costs, planner: as for `refuse_mistakes`.
     """
     with _of_types(planner):
         _refuse_types(made, planner)
@@ -231,7 +191,8 @@ def _shapes(made: Decisions, problem: Problem, costs: Costs) -> Iterator[str]:
 def _is_known(made: Decisions, problem: Problem) -> bool:
     """True if all chunks are of the batch and all actions of known stages and chunks; some may be missing or doubled."""
     lengths, stages, chunks = problem.lengths, problem.num_stages, len(made.chunks)
-    ops = _EVALUATION if problem.forward_only else _with_costs()
+    added = (kind.op for kind in operations(Track.COMPUTE) if kind.rows is not None)
+    ops = {Op.F} if problem.forward_only else {Op.F, Op.B, Op.W, *added}
     if not made.chunks or not all(chunk.segments for chunk in made.chunks):
         return False
     return all(

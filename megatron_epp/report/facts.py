@@ -20,11 +20,6 @@ def bubble_fraction(plan: Plan, rank: int) -> float:
     return 1.0 - busy_us(plan, rank) / makespan_us if makespan_us else 0.0
 
 
-def stages_of(plan: Plan, rank: int) -> list[int]:
-    """Stages that a rank runs, in the model's order."""
-    return [stage for stage, on in enumerate(plan.placement) if on == rank]
-
-
 def batch_text(plan: Plan) -> str:
     """Describe the batch: ``6 sequences of 500 to 2,000 tokens``."""
     return f"{len(plan.lengths):,} sequences of {min(plan.lengths):,} to {max(plan.lengths):,} tokens"
@@ -32,7 +27,7 @@ def batch_text(plan: Plan) -> str:
 
 def recompute_layers(plan: Plan, rank: int) -> tuple[int, int]:
     """Number of layers that a rank recomputes, wholly or in part, and of all layers it runs, over stages and chunks."""
-    stages = stages_of(plan, rank)
+    stages = plan.stages_of(rank)
     twice = sum(recompute.num_layers for stage in stages for recompute in plan.recompute[stage])
     return twice, sum(plan.num_layers[stage] for stage in stages) * len(plan.chunks)
 

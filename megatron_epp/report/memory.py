@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_epp.plan.account import Account
 from megatron_epp.plan.plan import is_unlimited
-from megatron_epp.report.facts import host_peak_bytes, stages_of
+from megatron_epp.report.facts import host_peak_bytes
 from megatron_epp.report.gantt import draw_caps, new_figure
 from megatron_epp.report.lanes import label_time
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, table
@@ -105,7 +105,7 @@ def figures(account: Account) -> list[dict[str, Any]]:
         found.append(
             {
                 "rank": rank,
-                "stages": stages_of(plan, rank),
+                "stages": plan.stages_of(rank),
                 "static": {name: size for name, size in account.static[rank].items() if size},
                 "static_bytes": plan.static_bytes[rank],
                 "peak": peak.items,

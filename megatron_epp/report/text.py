@@ -86,7 +86,7 @@ def rank_table(plan: Plan) -> list[str]:
     rows = []
     for rank in range(plan.num_ranks):
         twice, total = facts.recompute_layers(plan, rank)
-        stages = " ".join(map(str, facts.stages_of(plan, rank)))
+        stages = " ".join(map(str, plan.stages_of(rank)))
         busy, bubble = format_us(facts.busy_us(plan, rank)), f"{facts.bubble_fraction(plan, rank):.1%}"
         peak = f"{plan.predicted.peak_bytes[rank] / peak_size:.2f}"
         rows.append([str(rank), stages, busy, bubble, peak, format_cap(plan.cap_bytes[rank]), f"{twice}/{total}"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, Columns
+from megatron_epp.planner.kernels.columns import ADDED, BACKWARD, FORWARD, KIND_BITS, KIND_MASK, WEIGHT, Columns
 from megatron_epp.planner.kernels.compiled import Integers, compiled
 from megatron_epp.planner.kernels.frontier_sums import frontier_sum
 
@@ -109,9 +109,7 @@ def step_bytes(
     """Compute the bytes that each action allocates when it starts and frees when it ends.
 
     Args:
-        actions: of all ranks (`Codes.actions`).
-        columns: sizes by item.
-        recompute_steps: recompute steps by item, of all stages.
+        actions, columns, recompute_steps: as for `peak`.
         split: by item, nonzero if its weight gradient is an action of its own, for which its backward leaves bytes.
         takes, gives: the results, by position among the actions.
     """
@@ -154,12 +152,9 @@ def sweep(
     there is one within the limits.
 
     Args:
-        actions: of all ranks (`Codes.actions`).
-        begin, stop: the part of one rank.
-        columns: sizes by item.
+        actions, begin, stop, columns, static: as for `peak`.
         limit: most recompute steps of each item.
         caps: bytes, by position among the actions.
-        static: bytes that the rank holds throughout.
         recompute_steps: the result, by item; items of other ranks are left alone.
         leaves: working storage, a number per item.
 
@@ -176,33 +171,32 @@ def sweep(
     live = static
     for at in range(begin, stop):
         item, op = actions[at] >> KIND_BITS, actions[at] & KIND_MASK
+        if op == WEIGHT:
+            continue
+        held = change = 0  # bytes while the action runs, and what it leaves behind
         if op == FORWARD:
             live += columns.activation[item] + columns.forward_alloc[item]
             if columns.saved[item * columns.num_frontier_steps] > 0 and limit[item] > 0:
                 heapq.heappush(alive, (columns.price[item * columns.num_frontier_steps], -leaves[item], item))
-            live = give_until(live, caps[at], alive, columns, limit, recompute_steps, leaves, at)
-            if live > caps[at]:
-                return False
-            live -= columns.forward_free[item]
+            change = -columns.forward_free[item]
         elif op == BACKWARD:
             live -= kept(columns, item, recompute_steps[item])
             held = own(columns, item, recompute_steps[item])
-            while live + held > caps[at] and len(alive) > 0:
-                other = alive[0][2]
-                if other == item and recompute_steps[item] < limit[item] and own(columns, item, limit[item]) < held:
-                    recompute_steps[item] += 1
-                    held = own(columns, item, recompute_steps[item])
-                    continue
-                live -= give_cheapest(alive, columns, limit, recompute_steps, leaves, at, live + held - caps[at])
-            if live + held > caps[at]:
-                return False
-            live += columns.residual[item]
-        elif op >= ADDED:
+            change = columns.residual[item]
+        else:
             added = (op - ADDED) * columns.num_items + item
-            live = give_until(live + columns.added_takes[added], caps[at], alive, columns, limit, recompute_steps, leaves, at)
-            if live > caps[at]:
-                return False
-            live -= columns.added_gives[added]
+            live += columns.added_takes[added]
+            change = -columns.added_gives[added]
+        while live + held > caps[at] and len(alive) > 0:
+            is_own = op == BACKWARD and alive[0][2] == item and recompute_steps[item] < limit[item]
+            if is_own and own(columns, item, limit[item]) < held:
+                recompute_steps[item] += 1
+                held = own(columns, item, recompute_steps[item])
+                continue
+            live -= give_cheapest(alive, columns, limit, recompute_steps, leaves, at, live + held - caps[at])
+        if live + held > caps[at]:
+            return False
+        live += change
     return True
 
 
@@ -236,28 +230,6 @@ def fit(
 
 
 @compiled
-def give_until(
-    live: int,
-    cap: int,
-    alive: list[tuple[float, int, int]],
-    columns: Columns,
-    limit: Integers,
-    recompute_steps: Integers,
-    leaves: Integers,
-    at: int,
-) -> int:
-    """Take recompute steps until the live bytes are within a cap or none are left; return the live bytes.
-
-    Args:
-        live, cap: bytes.
-        alive, columns, limit, recompute_steps, leaves, at: as for `give_cheapest`.
-    """
-    while live > cap and len(alive) > 0:
-        live -= give_cheapest(alive, columns, limit, recompute_steps, leaves, at, live - cap)
-    return live
-
-
-@compiled
 def give_cheapest(
     alive: list[tuple[float, int, int]],
     columns: Columns,
@@ -274,10 +246,7 @@ def give_cheapest(
 
     Args:
         alive: heap of ``(price, -position where it leaves, item)``.
-        columns: sizes by item.
-        limit: most recompute steps of each item.
-        recompute_steps: recompute steps by item, updated.
-        leaves: position of each item's backward.
+        columns, limit, recompute_steps, leaves: as for `sweep`; `leaves` are the positions of the backwards.
         at: the current position.
         excess: bytes above the cap.
     """
@@ -312,12 +281,9 @@ def trim(
     """Undo recompute that the cap does not need after all, dearest first.
 
     Args:
-        actions: of all ranks (`Codes.actions`).
-        begin, stop: the part of one rank.
-        columns: sizes by item.
+        actions, begin, stop, columns, static: as for `peak`.
         recompute_steps: recompute steps by item, updated.
         cap: bytes of the rank.
-        static: bytes that the rank holds throughout.
         dearest: the rank's items, dearest first.
     """
     for position in range(len(dearest)):

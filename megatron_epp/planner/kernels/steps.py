@@ -140,16 +140,13 @@ def change(trial: Choice, facts: Facts, spare: Spare) -> tuple[int, int]:
     kind = below(numbers, 8)
     if kind < 4:
         rank = below(numbers, ranks)
-        if move(trial.actions, rank, facts, 1 if kind < 3 else 1 + below(numbers, 4), numbers):
-            return rank, rank + 1
-        return 0, 0
+        moved = move(trial.actions, rank, facts, 1 if kind < 3 else 1 + below(numbers, 4), numbers)
+        return (rank, rank + 1) if moved else (0, 0)
     if kind < 6:
-        if trade(trial.actions, facts, numbers):
-            for rank in range(ranks):
-                if not legal(trial.actions, rank, facts, spare.seen):
-                    return 0, 0
-            return 0, ranks
-        return 0, 0
+        allowed = trade(trial.actions, facts, numbers)
+        for rank in range(ranks):
+            allowed = allowed and legal(trial.actions, rank, facts, spare.seen)
+        return (0, ranks) if allowed else (0, 0)
     item = below(numbers, len(trial.limit))
     most = facts.columns.most[item]
     limit = below(numbers, most + 1) if kind == 6 else (0 if trial.limit[item] > 0 else most)
@@ -187,13 +184,11 @@ def may_swap(one: int, two: int, facts: Facts) -> bool:
         one, two: codes of the action and the next.
         facts: the fixed inputs.
     """
-    chunks = facts.columns.num_chunks
+    chunks, op = facts.columns.num_chunks, one & KIND_MASK
     if (one >> KIND_BITS) // chunks != (two >> KIND_BITS) // chunks:
         return True
-    if (one & KIND_MASK) == (two & KIND_MASK):
-        return False
     together = facts.group_of[(one >> KIND_BITS) % chunks] == facts.group_of[(two >> KIND_BITS) % chunks]
-    return not (together and (one & KIND_MASK) == FORWARD)
+    return op != two & KIND_MASK and not (together and op == FORWARD)
 
 
 @compiled

@@ -32,7 +32,6 @@ def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Ac
         timeline: of the plan; None to simulate it.
     """
     work = work_of(plan.chunks, plan.lengths, plan.token_multiple)
-    placed = [[stage for stage, on in enumerate(plan.placement) if on == rank] for rank in range(plan.num_ranks)]
     stages = [_Stage(plan, costs, stage, work) for stage in range(plan.num_stages)]
     steps = [step for _, rows in plan.tables for row in rows for step in row]
     known = {kind.op for kind in operations() if kind.rows is None}
@@ -42,8 +41,8 @@ def account_of(plan: Plan, costs: Costs, timeline: Timeline | None = None) -> Ac
     return Account(
         timeline or simulate(plan),
         tuple(
-            static_items(own, work, costs) | {item.MESSAGES: size}
-            for own, size in zip(placed, plan.message_bytes or (0,) * plan.num_ranks, strict=True)
+            static_items(plan.stages_of(rank), work, costs) | {item.MESSAGES: size}
+            for rank, size in enumerate(plan.message_bytes or (0,) * plan.num_ranks)
         ),
         {action: takes for action, (takes, _) in pairs.items()},
         {action: gives for action, (_, gives) in pairs.items()},
@@ -178,11 +177,8 @@ def _streamed(costs: Costs, stage: int, work: ChunkWork, kv_offload: BoolColumn)
 
 def _busiest(items: Mapping[str, int], recompute: Recompute) -> str:
     """Name of the item of layers that absorbs rounding."""
-    return (
-        item.LAYERS
-        if not recompute.num_layers
-        else max(item.RECOMPUTE_MODE_ITEMS.values(), key=lambda name: items.get(name, 0))
-    )
+    names = item.RECOMPUTE_MODE_ITEMS.values() if recompute.num_layers else (item.LAYERS,)
+    return max(names, key=lambda name: items.get(name, 0))
 
 
 def _filled(items: dict[str, int], num_bytes: int, name: str) -> dict[str, int]:

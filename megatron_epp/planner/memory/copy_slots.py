@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 
 from megatron_epp.plan import Action, Op
 from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_of
-from megatron_epp.planner.memory.gaps import Busy, Link, earliest, latest
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
@@ -57,7 +57,7 @@ def choose(
     """
     shared = len(set(tables.host_links)) < len(order)
     for number in dict.fromkeys(tables.host_links):
-        ranks, link = [rank for rank, other in enumerate(tables.host_links) if other == number], Link()
+        ranks, link = [rank for rank, other in enumerate(tables.host_links) if other == number], (Busy(), Busy())
         choosers = [
             Chooser(order[rank], tables, recompute_steps, excess[rank], played.of(rank), link, shared) for rank in ranks
         ]
@@ -80,6 +80,7 @@ class Chooser:
         chosen: what it has chosen.
         excess: bytes above the aim, by position in the rank's list; less with every copy.
         away: bytes that are then away, by position in the rank's list.
+        out, back: times at which either direction of the link is taken.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Chooser:
         recompute_steps: RecomputeSteps,
         excess: Integers,
         times: tuple[Floats, Floats],
-        link: Link,
+        link: tuple[Busy, Busy],
         shared: bool,
     ) -> None:
         self.actions, self.tables, self.recompute_steps = actions, tables, recompute_steps
@@ -98,7 +99,7 @@ class Chooser:
         self.away: Integers = np.zeros(len(actions), dtype=np.int64)
         self.excess = excess
         self.leaves = {(a.stage, a.chunk): position for position, a in enumerate(actions) if a.op is Op.B}
-        self.own, self.link, self.shared = Busy(), link, shared
+        self.own, (self.out, self.back), self.shared = Busy(), link, shared
 
     def walk(self) -> Iterator[float]:
         """Walk along the rank's list; wherever it is above the aim, copy away the live chunk that is needed again last.
@@ -131,15 +132,15 @@ class Chooser:
             share = min(1.0, tables.offloadable_share, -(-int(part * most) * 1024 // kept) / 1024)
             moved = moved_of(kept, least, share)
             took_us = tables.host_us(moved)
-            out = earliest((self.own, self.link.out), free_us, wanted_us, took_us)
+            out = earliest((self.own, self.out), free_us, wanted_us, took_us)
             if out is None:
                 continue
-            back = latest((self.own, self.link.back), max(out + took_us, gone_us), needed_us, took_us)
+            back = latest((self.own, self.back), max(out + took_us, gone_us), needed_us, took_us)
             if back is not None:
                 break
         else:
             return
-        for busy, start_us in ((self.own, out), (self.own, back), (self.link.out, out), (self.link.back, back)):
+        for busy, start_us in ((self.own, out), (self.own, back), (self.out, out), (self.back, back)):
             busy.take(start_us, took_us)
         first = int(np.searchsorted(self.start, out + took_us))
         last = min(int(np.searchsorted(self.end, back, side="right")), leaves)  # not behind a backward that takes no time
@@ -151,3 +152,55 @@ class Chooser:
             Chosen(out, max(left, entered), forward._replace(op=Op.O), self.actions[left] if left > entered else None, share),
             Chosen(back, last - 1, forward._replace(op=Op.L), self.actions[last - 1], share),
         ]
+
+
+class Busy:
+    """Times at which something is taken."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = [(-1.0, 0.0), (float("inf"), float("inf"))]
+
+    def earliest(self, after_us: float, before_us: float, took_us: float) -> float | None:
+        """Start of the first gap of a length within a time."""
+        at = max(1, bisect_left(self.times, (after_us, after_us)))
+        for (_, left), (right, _) in pairwise(self.times[at - 1 :]):
+            begin = max(left, after_us)
+            if begin + took_us > before_us:
+                return None
+            if begin + took_us <= right:
+                return begin
+        return None
+
+    def latest(self, after_us: float, before_us: float, took_us: float) -> float | None:
+        """End of the last gap of a length within a time."""
+        for at in range(bisect_left(self.times, (before_us, before_us)), 0, -1):
+            end = min(self.times[at][0], before_us)
+            if end - took_us < after_us:
+                return None
+            if end - took_us >= self.times[at - 1][1]:
+                return end
+        return None
+
+    def take(self, start_us: float, took_us: float) -> None:
+        insort(self.times, (start_us, start_us + took_us))
+
+
+def earliest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us: float) -> float | None:
+    """Start of the first gap of a length that both have within a time."""
+    return _of_both(both, after_us, lambda one, after_us: one.earliest(after_us, before_us, took_us))
+
+
+def latest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us: float) -> float | None:
+    """Start of the last gap of a length that both have within a time."""
+    end = _of_both(both, before_us, lambda one, before_us: one.latest(after_us, before_us, took_us))
+    return None if end is None else end - took_us
+
+
+def _of_both(both: tuple[Busy, Busy], limit_us: float, gap: Callable[[Busy, float], float | None]) -> float | None:
+    one, other = both
+    while (found := gap(one, limit_us)) is not None:
+        again = gap(other, found)
+        if again is None or again == found:
+            return again
+        limit_us = again
+    return None

@@ -17,6 +17,7 @@ from megatron_epp.plan import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.recompute import MODES, mode_of
 
 ABSENT = -1
+_NAMES = tuple(MODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,7 @@ def recompute_frontier(
         saved.append(np.maximum(gives, 0))
         took_us.append(costs.recompute_us(stage, work, one))
         fuller.append(costs.layer_peak_bytes(stage, work, name).num_bytes - plain)
-    names = list(MODES)
-    mode_indices = np.array([names.index(mode_of(name).name) for name in modes])
+    mode_indices = np.array([_NAMES.index(mode_of(name).name) for name in modes])
     if len(modes) == 1 or in_order:
         columns = (np.diff(rows, axis=0, prepend=0 * rows[0][None]) for rows in (saved, took_us, fuller))
         return [
@@ -94,16 +94,14 @@ def recompute_of(modes: Sequence[int], num_layers: int, num_steps: int) -> Recom
     """
     counts = dict.fromkeys(MODES, 0)
     if num_steps and num_layers:
-        names = list(MODES)
         complete, rest = divmod(num_steps, num_layers)
         if rest:
-            counts[names[modes[complete]]] = rest
+            counts[_NAMES[modes[complete]]] = rest
         if complete:
-            counts[names[modes[complete - 1]]] += num_layers - rest
+            counts[_NAMES[modes[complete - 1]]] += num_layers - rest
     return Recompute(**counts)
 
 
 def num_steps_of(recompute: Recompute, modes: Sequence[int]) -> int:
     """Return the number of recompute steps: the inverse of `recompute_of`."""
-    names = list(MODES)
-    return sum(count * (modes.index(names.index(name)) + 1) for name, count in recompute.by_mode())
+    return sum(count * (modes.index(_NAMES.index(name)) + 1) for name, count in recompute.by_mode())

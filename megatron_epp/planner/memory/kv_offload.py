@@ -1,9 +1,11 @@
-"""KV offload: tables and plan entries where keys and values of some sequences and stages are in host memory."""
+"""KV offload: its greedy choice, and tables and plan entries where some keys and values are in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,12 @@ import numpy as np
 from megatron_epp.cost import ChunkWork, Costs, work_of
 from megatron_epp.cost.kv_cache import KVOffloadCosts
 from megatron_epp.cost.work import BoolColumn
-from megatron_epp.plan import Chunk, KVOffload
+from megatron_epp.plan import Action, Chunk, KVOffload
+from megatron_epp.plan.kv_offload import kv_offload_changes, slices_in
 from megatron_epp.plan.recompute import MODES
+from megatron_epp.planner.kernels.columns import encode
+from megatron_epp.planner.memory.recompute import least_peaks, peaks_bytes
+from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.tables import Tables
 from megatron_epp.planner.tabulate import tabulate
@@ -61,20 +67,14 @@ def with_kv_offload(
     work = work_of(chunks, problem.lengths, problem.token_multiple)
     bare = tabulate(chunks, problem, costs, modes, in_order, without_caches(work))
     found = _kv_offload_costs(costs, work, pairs, sharing)
-    slices = [chunk.slice_of(problem.lengths) for chunk in chunks]
+    slices = slices_in(chunks, problem.lengths)
     attending = {position for position, mode in enumerate(MODES.values()) if mode.repeats_attention}
-    items = [(s, c) for s in found for c, part in enumerate(slices) if part is not None and (s, part.sequence) in pairs]
-    rows: dict[str, Any] = {}
-    for name in _ROWS:
-        rows[name] = _merged(getattr(tables, name), getattr(bare, name), items)
-    frontier = []
-    for frontier_step, other in zip(tables.frontier, bare.frontier, strict=True):
-        frontier.append(
-            replace(
-                frontier_step,
-                **{name: _merged(getattr(frontier_step, name), getattr(other, name), items) for name in _FRONTIER_COLUMNS},
-            )
-        )
+    items = [(s, c) for s, sequence in pairs for c in slices.get(sequence, ())]
+    rows = _merged(tables, bare, _ROWS, items)
+    frontier = [
+        replace(own, **_merged(own, other, _FRONTIER_COLUMNS, items))
+        for own, other in zip(tables.frontier, bare.frontier, strict=True)
+    ]
     for s, c in items:
         host = found[s]
         rows["forward_us"][s][c] += float(host.forward_us[c])
@@ -99,18 +99,19 @@ def without_caches(work: ChunkWork, which: BoolColumn | None = None) -> ChunkWor
     return replace(work, cache_tokens=np.where(True if which is None else which, 0, work.cache_tokens))
 
 
-def _merged(rows: Any, others: Any, items: Sequence[tuple[int, int]]) -> Any:
-    """Merge rows: the listed entries come from `others`. Rows that stages share are copied first.
+def _merged(own: Any, other: Any, names: Iterable[str], items: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Merge the named rows ``[stage][chunk]``: the listed entries come from `other`. Rows that stages share are copied first.
 
     Args:
-        rows: ``[stage][chunk]``.
-        others: rows of the same shape.
+        own, other: objects with these rows, in the same shapes.
+        names: of the rows.
         items: stage and chunk of the entries to replace.
     """
-    stages = {stage for stage, _ in items}
-    merged = [list(row) if stage in stages else row for stage, row in enumerate(rows)]
-    for stage, c in items if merged else ():
-        merged[stage][c] = others[stage][c]
+    stages, merged = {stage for stage, _ in items}, {}
+    for name in names:
+        merged[name] = rows = [list(row) if stage in stages else row for stage, row in enumerate(getattr(own, name))]
+        for stage, c in items if rows else ():
+            rows[stage][c] = getattr(other, name)[stage][c]
     return merged
 
 
@@ -125,17 +126,75 @@ def kv_offload_entries(chunks: Sequence[Chunk], problem: Problem, costs: Costs, 
     """List the plan's entries of KV offload: bytes of keys and values and of their gradient, by stage and sequence.
 
     Args:
-        chunks: the chunk table.
-        problem: the batch.
-        costs: time and memory of every stage.
-        pairs: stages and sequences whose keys and values are in host memory.
+        chunks, problem, costs, pairs: as for `with_kv_offload`.
     """
     work = work_of(chunks, problem.lengths, problem.token_multiple)
-    slices = [chunk.slice_of(problem.lengths) for chunk in chunks]
-    chunk_of = {part.sequence: c for c, part in enumerate(slices) if part is not None}
+    slices = slices_in(chunks, problem.lengths)
     found, entries = _kv_offload_costs(costs, work, pairs), []
     for stage, sequence in sorted(pairs):
-        sizes, c = found[stage], chunk_of[sequence]
+        sizes, c = found[stage], slices[sequence][-1]
         gradient = 0 if problem.forward_only else int(sizes.gradient_bytes[c])
         entries.append(KVOffload(stage, sequence, int(sizes.cache_bytes[c]), gradient))
     return tuple(entries)
+
+
+def choices(
+    order: Order,
+    tables: Tables,
+    chunks: Sequence[Chunk],
+    problem: Problem,
+    costs: Costs,
+    modes: Sequence[str],
+    in_order: bool = False,
+) -> tuple[Pairs, Pairs]:
+    """Choose stages and sequences for KV offload; none where no rank lacks memory or none of its sequences is cut.
+
+    Args:
+        order: of all actions.
+        tables, chunks, problem, costs, modes, in_order: as for `with_kv_offload`.
+
+    Returns:
+        two choices: on every rank that is above its cap even when all recomputes, the largest caches, until it is not; and in
+        addition to these all pairs of every rank that recomputes anything.
+    """
+    sizes = _sizes(tables, chunks, problem)
+    codes = encode(order, len(chunks))
+    none = [[0] * len(chunks) for _ in tables.rank_of]
+    caps, recomputing = problem.cap_bytes, peaks_bytes(codes, tables, none)
+    needed: Pairs = frozenset()
+    above = [rank for rank, peak in enumerate(least_peaks(codes, tables)) if peak > caps[rank]]
+    count = 1
+    while above:
+        more = {pair for rank in above for pair in sizes[rank][:count]}
+        if needed | more == needed:
+            break
+        needed |= more
+        now = with_kv_offload(tables, chunks, problem, costs, modes, needed, in_order=in_order)
+        above = [rank for rank, peak in enumerate(least_peaks(codes, now)) if peak > caps[rank]]
+        count *= 2
+    return needed, needed.union(*(sizes[rank] for rank, peak in enumerate(recomputing) if peak > caps[rank]))
+
+
+def kv_offload_host_bytes(order: Order, chunks: Sequence[Chunk], problem: Problem, costs: Costs, pairs: Pairs) -> list[int]:
+    """Compute the most bytes that every rank has in host memory by KV offload.
+
+    Args:
+        order: the actions of every rank.
+        chunks, problem, costs, pairs: as for `kv_offload_entries`.
+    """
+    entries = kv_offload_entries(chunks, problem, costs, pairs)
+    changes: Counter[tuple[Action, bool]] = Counter()
+    for action, at_end, size in kv_offload_changes(entries, slices_in(chunks, problem.lengths), problem.forward_only):
+        changes[action, at_end] += size
+    rows = (accumulate((changes[each] for each in product(row, (False, True))), initial=0) for row in order)
+    return list(map(max, rows))
+
+
+def _sizes(tables: Tables, chunks: Sequence[Chunk], problem: Problem) -> list[list[tuple[int, int]]]:
+    """List, for every rank, the stages and sequences open to KV offload, largest cache first."""
+    slices = slices_in(chunks, problem.lengths)
+
+    def largest_first(pair: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+        return -tables.forward_alloc[pair[0]][slices[pair[1]][0]], pair
+
+    return [sorted(product(stages, slices), key=largest_first) for stages in tables.stages_of]

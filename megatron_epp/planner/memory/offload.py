@@ -13,11 +13,19 @@ from numpy.typing import NDArray
 from megatron_epp.plan import Action, Op
 from megatron_epp.plan.copy_positions import CopyTimes, copy_positions
 from megatron_epp.plan.kv_offload import in_units
-from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_bytes, play
+from megatron_epp.planner.evaluate import Played, RecomputeSteps, moved_of, play
 from megatron_epp.planner.kernels.columns import Codes, encode
 from megatron_epp.planner.memory.copy_slots import choose
-from megatron_epp.planner.memory.lockstep_recompute import fit_lockstep
-from megatron_epp.planner.memory.recompute import by_stage, fit_with_copies, held_bytes, least_peaks, peaks_bytes, step_bytes
+from megatron_epp.planner.memory.recompute import (
+    by_stage,
+    fit_lockstep,
+    fit_with_copies,
+    held_bytes,
+    is_within,
+    least_peaks,
+    peaks_bytes,
+    step_bytes,
+)
 from megatron_epp.planner.orders.warm_up import CopyOrder, Order
 from megatron_epp.planner.problem import Options
 from megatron_epp.planner.tables import Tables
@@ -46,16 +54,16 @@ class Offload:
     shares: tuple[tuple[float, ...], ...]
     copies: CopyOrder
 
-    def moved(self, tables: Tables, action: Action) -> int:
-        """Bytes that a copy moves."""
-        _, stage, c = action
-        return moved_bytes(tables, self.recompute_steps, stage, c, self.shares[stage][c])
+    def moved(self, tables: Tables, stage: int, c: int) -> int:
+        """Bytes that a copy of a chunk moves."""
+        kept = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
+        return moved_of(kept, tables.layer_input[stage][c], self.shares[stage][c])
 
     def most_away(self, tables: Tables) -> list[int]:
         """Most bytes that each rank has away at one time."""
         return [
             max(
-                accumulate(in_units(self.moved(tables, action)) * (1 if action.op is Op.O else -1) for action, _ in row),
+                accumulate(in_units(self.moved(tables, stage, c)) * (1 if op is Op.O else -1) for (op, stage, c), _ in row),
                 default=0,
             )
             for row in self.copies
@@ -100,7 +108,7 @@ def fit_offload(
     best: Copied | None = None
     lacking: Copied | None = None
     codes = encode(order, len(tables[0].message_us))
-    if any(floor > cap for own in tables for floor, cap in zip(floors(order, codes, own), caps, strict=True)):
+    if not all(is_within(floors(order, codes, own), caps) for own in tables):
         return None
     none = [[0] * len(tables[0].message_us)] * len(tables[0].rank_of)
     bounds = [(least_peaks(codes, own), peaks_bytes(codes, own, none)) for own in tables]
@@ -222,7 +230,7 @@ def _together(recompute_steps: RecomputeSteps, fitted: Sequence[RecomputeSteps])
 
 def timed(made: Offload, tables: Tables) -> list[list[tuple[Action, float, Action | None]]]:
     """List the copies of every rank with the microseconds that each takes, as `play` takes them."""
-    return [[(action, tables.host_us(made.moved(tables, action)), after) for action, after in row] for row in made.copies]
+    return [[(action, tables.host_us(made.moved(tables, *action[1:])), after) for action, after in row] for row in made.copies]
 
 
 def peaks_with_copies(order: Order | Codes, tables: Tables, made: Offload, played: Played) -> list[int]:
@@ -249,9 +257,7 @@ def away_bytes(tables: Tables, made: Offload, played: Played) -> list[list[int]]
     """Compute the bytes that each rank has away in host memory while each of its actions runs, ``[rank][position]``.
 
     Args:
-        tables: sizes of the chunks.
-        made: recompute and copies.
-        played: times of the order with these copies.
+        tables, made, played: as for `peaks_with_copies`.
     """
     found = []
     for rank, starts in enumerate(played.start_us):
@@ -267,6 +273,6 @@ def _changes(tables: Tables, made: Offload, played: Played, rank: int) -> tuple[
     starts, ends = played.start_us[rank], played.end_us[rank]
     actions = [action for action, _ in made.copies[rank]]
     ran = map(CopyTimes, actions, played.copy_start_us[rank], played.copy_end_us[rank], repeat(len(starts)))
-    sizes = [made.moved(tables, action) * (1 if action.op is Op.L else -1) for action in actions]
+    sizes = [made.moved(tables, stage, c) * (1 if op is Op.L else -1) for op, stage, c in actions]
     at = [position.changes for position in copy_positions(starts, ends, ran)]
     return np.array(at, dtype=np.int64), np.array(sizes, dtype=np.int64)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.kernels import memory as inner
-from megatron_epp.planner.kernels.columns import Codes, Columns, encode_known
+from megatron_epp.planner.kernels.columns import KIND_BITS, Codes, Columns, encode_known
 from megatron_epp.planner.kernels.compiled import Integers, integers, numbers
 from megatron_epp.planner.kernels.memory import fit, peak, sweep
 from megatron_epp.planner.kernels.timing import mark_split
@@ -36,6 +36,16 @@ class Fit:
     recompute_steps: RecomputeSteps | None
     needed_bytes: int = 0
 
+    @staticmethod
+    def of(recompute_steps: RecomputeSteps, peaks: Sequence[int], caps: Sequence[int]) -> Fit:
+        """Judge a recompute by the peak bytes of every rank with it."""
+        return Fit(recompute_steps) if is_within(peaks, caps) else Fit(None, max(peaks))
+
+
+def is_within(peaks: Sequence[int], caps: Sequence[int]) -> bool:
+    """Return True if no rank's peak is above its cap."""
+    return all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
+
 
 def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], options: Options) -> Fit:
     """Keep every rank under its cap with as little recompute time as the greedy rule of `sweep` finds.
@@ -47,14 +57,54 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
     if options.recompute != "auto" or not tables.backward_us:
         fixed = options.recompute if options.recompute != "auto" and tables.backward_us else 0
         recompute_steps = [[min(fixed, count)] * columns.num_chunks for count in tables.num_layers]
-        peaks = peaks_bytes(codes, tables, recompute_steps)
-        return (
-            Fit(recompute_steps) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
-        )
+        return Fit.of(recompute_steps, peaks_bytes(codes, tables, recompute_steps), caps)
     column, leaves, allowed = integers([0] * items), integers([0] * items), integers(caps_at(codes, caps))
     if not fit(codes.actions, codes.starts, columns, integers(caps), allowed, column, leaves):
         return Fit(None, max(least_peaks(codes, tables)))
     return Fit(by_stage(column, columns.num_chunks))
+
+
+def fit_lockstep(codes: Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]], options: Options) -> Fit:
+    """Keep every rank of every replica under its cap with the same recompute in all.
+
+    The maximum over what each replica needs by itself is taken; with more recompute none holds more. Recompute that
+    the replicas then do not need is taken back, dearest first.
+
+    Args:
+        codes: the order of all replicas.
+        tables: of every replica; their times are the same (`replicas.slowest_times`).
+        caps: of the ranks of every replica.
+        options: the user's settings.
+    """
+    fits = [fit_recompute(codes, own, allowed, options) for own, allowed in zip(tables, caps, strict=True)]
+    if len(fits) == 1:
+        return fits[0]
+    if any(fit.recompute_steps is None for fit in fits):
+        return Fit(None, max(fit.needed_bytes for fit in fits))
+    found = [list(chain.from_iterable(fit.recompute_steps or ())) for fit in fits]
+    together = [max(each) for each in zip(*found, strict=True)]
+    if options.recompute == "auto" and any(one != together for one in found):
+        return Fit(_trimmed(together, codes, tables, caps))
+    return Fit(by_stage(integers(together), tables[0].columns.num_chunks))
+
+
+def _trimmed(together: list[int], codes: Codes, tables: Sequence[Tables], caps: Sequence[Sequence[int]]) -> RecomputeSteps:
+    columns, recompute_steps = tables[0].columns, integers(together)
+    for rank in range(codes.num_ranks):
+        begin, stop = codes.starts[rank], codes.starts[rank + 1]
+        items = sorted(
+            {int(action) >> KIND_BITS for action in codes.actions[begin:stop]}, key=lambda item: (-columns.dear_us[item], item)
+        )
+        for item in items:
+            while recompute_steps[item] > 0:
+                recompute_steps[item] -= 1
+                if any(
+                    peak(codes.actions, begin, stop, own.columns, recompute_steps, own.static[rank]) > allowed[rank]
+                    for own, allowed in zip(tables, caps, strict=True)
+                ):
+                    recompute_steps[item] += 1
+                    break
+    return by_stage(recompute_steps, columns.num_chunks)
 
 
 def fit_with_copies(
@@ -130,14 +180,14 @@ def held_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeS
     return [static + np.cumsum(takes) - np.cumsum([0, *gives])[:-1] for static, takes, gives in rows]
 
 
+def peaks_of(held: Sequence[NDArray[np.int64]]) -> list[int]:
+    """Most bytes of each rank among those of `held_bytes`."""
+    return [int(row.max(initial=0)) for row in held]
+
+
 def by_stage(column: Integers, num_chunks: int) -> RecomputeSteps:
     entries = numbers(column)
     return [entries[at : at + num_chunks] for at in range(0, len(entries), num_chunks)]
-
-
-def coded(order: Order | Codes, tables: Tables) -> Codes:
-    """Return an order as numbers."""
-    return _coded(order, tables)[0]
 
 
 def _coded(order: Order | Codes, tables: Tables) -> tuple[Codes, Columns]:

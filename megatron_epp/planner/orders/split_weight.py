@@ -11,7 +11,7 @@ from megatron_epp.plan import Action, Op, PlanError
 from megatron_epp.planner.evaluate import RecomputeSteps, backward_times, play
 from megatron_epp.planner.kernels.memory import backward_peak
 from megatron_epp.planner.memory.offload import Offload, away_bytes, peaks_with_copies, timed
-from megatron_epp.planner.memory.recompute import held_bytes, step_bytes
+from megatron_epp.planner.memory.recompute import held_bytes, peaks_of, step_bytes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.tables import Tables
 
@@ -62,11 +62,7 @@ def with_split_weights(order: Order, tables: Tables, made: Offload, caps: tuple[
     best, best_us = order, time_us(order)
     own = tuple(map(min, caps, peaks(order, tables, made)))
     for aims in dict.fromkeys((caps, own)):
-        split = (
-            split_with_copies(order, tables, made, aims)
-            if made.copies
-            else split_weights(order, tables, made.recompute_steps, aims)
-        )
+        split = split_with_copies(order, tables, made, aims)
         if split is not None and (took_us := time_us(split)) < best_us:
             best, best_us = split, took_us
         if best_us <= enough_us:
@@ -75,21 +71,20 @@ def with_split_weights(order: Order, tables: Tables, made: Offload, caps: tuple[
 
 
 def split_with_copies(order: Order, tables: Tables, made: Offload, caps: tuple[int, ...]) -> Order | None:
-    """Split weight gradients off an order that is overlapped with copies.
+    """Split weight gradients off an order, which may be overlapped with copies.
 
     The copies start at the ends of the same actions, as soon as their links are free. With the bytes that waiting gradients
     hold, and with the times that follow, a rank may come out above its cap; then fewer wait, each time twice as many fewer as
     seems needed.
 
     Args:
-        order: forwards and whole backwards that fit the caps.
-        tables: times and sizes of the chunks.
-        made: recompute and copies.
-        caps: bytes of the ranks.
+        order, tables, made, caps: as for `with_split_weights`.
 
     Returns:
         the order, or None if a rank is above its cap after all rounds.
     """
+    if not made.copies:
+        return split_weights(order, tables, made.recompute_steps, caps)
     before = play(order, tables, made.recompute_steps, copies := timed(made, tables))
     away, aims = away_bytes(tables, made, before), list(caps)
     for again in range(ROUNDS):
@@ -102,29 +97,15 @@ def split_with_copies(order: Order, tables: Tables, made: Offload, caps: tuple[i
     return None
 
 
-def fits_with_copies(order: Order, tables: Tables, made: Offload, caps: Sequence[int]) -> bool:
-    """Return True if every rank stays under its cap, with the copies that the order is overlapped with.
-
-    Args:
-        order: the compute actions.
-        tables: times and sizes of the chunks.
-        made: recompute and copies.
-        caps: bytes of the ranks.
-    """
-    return all(peak <= cap for peak, cap in zip(peaks(order, tables, made), caps, strict=True))
-
-
 def peaks(order: Order, tables: Tables, made: Offload) -> list[int]:
     """Compute the most bytes that each rank holds, with the copies that the order is overlapped with.
 
     Args:
-        order: the compute actions.
-        tables: times and sizes of the chunks.
-        made: recompute and copies.
+        order, tables, made: as for `with_split_weights`.
     """
     if made.copies:
         return peaks_with_copies(order, tables, made, play(order, tables, made.recompute_steps, timed(made, tables)))
-    return [int(held.max()) for held in held_bytes(order, tables, made.recompute_steps)]
+    return peaks_of(held_bytes(order, tables, made.recompute_steps))
 
 
 def _room(

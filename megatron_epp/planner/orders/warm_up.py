@@ -65,24 +65,33 @@ def elastic_1f1b(chunks: Sequence[Chunk], num_stages: int, forward_only: bool) -
         forward_only: leave the backwards out.
     """
     groups = slice_groups(chunks)
-    total = len(chunks)
+    alive = [done + len(group) for done, group in enumerate(group for group in groups for _ in group)]
+    return _run_ahead(groups, num_stages, forward_only, lambda stage: [count + num_stages - stage - 1 for count in alive])
+
+
+def _run_ahead(groups: Sequence[range], num_stages: int, forward_only: bool, ahead: Callable[[int], Sequence[int]]) -> Order:
+    """Order each rank's forwards and backwards by how many forwards have run before each backward.
+
+    Args:
+        groups: of the chunk table (`slice_groups`).
+        num_stages, forward_only: as for `elastic_1f1b`.
+        ahead: the numbers of forwards before the backwards of a stage.
+    """
+    total = groups[-1].stop if groups else 0
     descending = [c for group in groups for c in reversed(group)]
-    window = [len(group) for group in groups for _ in group]
     orders = []
     for stage in range(num_stages):
-        forward = [Action(Op.F, stage, c) for c in range(total)]
+        forward = list(map(Action, repeat(Op.F), repeat(stage), range(total)))
         if forward_only:
             orders.append(tuple(forward))
             continue
-        backward = [Action(Op.B, stage, c) for c in descending]
         actions: list[Action] = []
         run = 0
-        for done, behind in enumerate(window):
-            ahead = done + num_stages - stage - 1 + behind
-            if ahead > run:
-                actions += forward[run:ahead]
-                run = ahead
-            actions.append(backward[done])
+        for action, upto in zip(map(Action, repeat(Op.B), repeat(stage), descending), ahead(stage), strict=True):
+            if upto > run:
+                actions += forward[run:upto]
+                run = upto
+            actions.append(action)
         orders.append(tuple(actions))
     return tuple(orders)
 
@@ -119,27 +128,14 @@ class WarmUp:
     minimal: bool = False
 
     def order(self, chunks: Sequence[Chunk], tables: Tables, problem: Problem) -> Order:
-        num_stages = problem.num_stages
-        groups = slice_groups(chunks)
-        total = len(chunks)
-        if problem.forward_only:
-            return tuple(tuple(Action(Op.F, stage, c) for c in range(total)) for stage in range(num_stages))
-        descending = [c for group in groups for c in reversed(group)]
-        ahead = self._ahead(groups)
-        orders = []
-        for stage in range(num_stages):
-            forward = list(map(Action, repeat(Op.F), repeat(stage), range(total)))
-            backward = list(map(Action, repeat(Op.B), repeat(stage), descending))
+        num_stages, total, groups = problem.num_stages, len(chunks), slice_groups(chunks)
+        last = self._ahead(groups)
+
+        def ahead(stage: int) -> list[int]:
             ahead_by = math.floor(self.lead * (num_stages - 1 - stage) + 0.5)
-            actions: list[Action] = []
-            run = 0
-            for action, upto in zip(backward, [*ahead[ahead_by:], *[total] * min(ahead_by, total)], strict=True):
-                if upto > run:
-                    actions += forward[run:upto]
-                    run = upto
-                actions.append(action)
-            orders.append(tuple(actions))
-        return tuple(orders)
+            return [*last[ahead_by:], *[total] * min(ahead_by, total)]
+
+        return _run_ahead(groups, num_stages, problem.forward_only, ahead)
 
     def _ahead(self, groups: Sequence[range]) -> list[int]:
         """Forwards that the last rank has run before each of its backwards."""

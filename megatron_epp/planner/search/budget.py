@@ -47,9 +47,7 @@ def improved(
 
     Args:
         made: decisions with whole backwards that fit the caps.
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as for `plan`.
         deadline_s: time of the clock at which to end.
         clock: seconds.
     """

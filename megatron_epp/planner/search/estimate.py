@@ -27,9 +27,7 @@ def estimate_us(problem: Problem, costs: Costs, options: Options) -> float:
     Equal arguments give equal estimates, in every process. It has the pipeline's fill and the recompute that the caps force.
 
     Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as for `plan`.
 
     Raises:
         PlanError: the arguments make no sense.
@@ -42,9 +40,7 @@ def about_us(problem: Problem, costs: Costs, options: Options) -> float:
     """Estimate the makespan, or compute it where the estimate fits no cap, in microseconds. Raises what `plan` raises.
 
     Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as for `plan`.
     """
     try:
         return estimate_us(problem, costs, options)
@@ -56,9 +52,7 @@ def rough_plan(problem: Problem, costs: Costs, options: Options) -> Plan:
     """Write the plan whose makespan `estimate_us` gives. Raises what it raises.
 
     Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as for `plan`.
     """
     return planned_with_room(
         problem, lambda asked: build_plan(asked, costs, options, _few(asked, costs, options).result().only)

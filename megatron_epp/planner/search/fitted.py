@@ -13,8 +13,8 @@ from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import makespan_us, play, split_off
 from megatron_epp.planner.kernels.columns import encode
 from megatron_epp.planner.memory.offload import Copied, fit_offload, peaks_with_copies, timed
-from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes
-from megatron_epp.planner.mistakes import refuse_order
+from megatron_epp.planner.memory.recompute import Fit, by_stage, fit_recompute, fit_with_copies, held_bytes, peaks_of
+from megatron_epp.planner.mistakes import refuse_mistakes
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import Options, Problem, validate
 from megatron_epp.planner.search.trials import infeasible
@@ -54,7 +54,7 @@ def fitted(
     validate(problem, costs, options)
     planner = "fitted" if options.planner == "greedy" else options.planner
     made = Decisions(tuple(chunks), order, [[0] * len(chunks)] * problem.num_stages, options.modes(costs))
-    refuse_order(made, problem, costs, planner)
+    refuse_mistakes(made, problem, costs, planner, complete=True)
     tables = made.tables(problem, costs)
     whole = tuple(tuple(action for action in row if action.op is not Op.W) for row in order)
     fit = _fit(order, whole, tables, problem.cap_bytes, options)
@@ -104,8 +104,7 @@ def _fit(order: Order, whole: Order, tables: Tables, caps: Sequence[int], option
             if not left or not fit_with_copies(codes, tables, rank, allowed, most, recompute_steps):
                 for stage in tables.stages_of[rank]:
                     recompute_steps[stage] = most[stage]
-    peaks = [int(row.max(initial=0)) for row in held_bytes(order, tables, recompute_steps)]
-    return Fit(recompute_steps) if all(peak <= cap for peak, cap in zip(peaks, caps, strict=True)) else Fit(None, max(peaks))
+    return Fit.of(recompute_steps, peaks_of(held_bytes(order, tables, recompute_steps)), caps)
 
 
 def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Copied | None:
@@ -114,9 +113,7 @@ def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Cop
     Whole backwards are held to the caps first, and to lower ones that relieve a rank of as much as the order is above its cap.
 
     Args:
-        order: with weight gradients of their own.
-        whole: the same without.
-        tables: times and sizes of the chunks.
+        order, whole, tables: as for `_fit`.
         problem: the memory caps.
 
     Returns:
@@ -124,7 +121,7 @@ def _copied(order: Order, whole: Order, tables: Tables, problem: Problem) -> Cop
     """
     caps = problem.cap_bytes
     none = [[0] * tables.columns.num_chunks] * tables.columns.num_stages
-    most, own = ([int(row.max(initial=0)) for row in held_bytes(one, tables, none)] for one in (order, whole))
+    most, own = (peaks_of(held_bytes(one, tables, none)) for one in (order, whole))
     relieved = tuple(less - (peak - cap) if peak > cap else cap for peak, less, cap in zip(most, own, caps, strict=True))
     found = [one for aims in dict.fromkeys((caps, relieved)) if (one := _copied_to(aims, order, whole, tables, problem))]
     return min(found, key=lambda one: (one.short_bytes, one.makespan_us), default=None)
@@ -135,10 +132,7 @@ def _copied_to(aims: Sequence[int], order: Order, whole: Order, tables: Tables, 
 
     Args:
         aims: bytes of the ranks to begin with.
-        order: with weight gradients of their own.
-        whole: the same without.
-        tables: times and sizes of the chunks.
-        problem: the memory caps.
+        order, whole, tables, problem: as for `_copied`.
     """
     room = [[problem.host_cap_bytes] * problem.num_ranks]
     for _ in range(ROUNDS):

@@ -157,8 +157,7 @@ def _walk(
     """Try grains from `start` to finer ones, then to coarser ones, until they get no better, and yield those tried.
 
     Args:
-        trials: the candidates, updated.
-        chunkers: the batch and its balance.
+        trials, chunkers: as for `search_tables`.
         counts: chunks in all to aim at, rising.
         start: where in `counts` to begin.
         patience: grains in a row that may be no better.

@@ -39,9 +39,7 @@ def greedy(problem: Problem, costs: Costs, options: Options, warm: Warm | None =
     batch of like shape and ends sooner.
 
     Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as for `plan`.
         warm: grains that earlier batches chose.
 
     Raises:
@@ -66,10 +64,7 @@ def candidates(problem: Problem, costs: Costs, options: Options, warm: Warm | No
     """Search for the decisions that `greedy` finishes. Raises what it raises.
 
     Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
-        warm: grains that earlier batches chose.
+        problem, costs, options, warm: as for `greedy`.
     """
     replicas = Replicas((problem,), costs, options)
     trials = Trials(replicas)
@@ -90,8 +85,7 @@ def fastest(choices: Sequence[Decisions], problem: Problem, costs: Costs) -> Dec
 
     Args:
         choices: decisions for one batch; at least one.
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
+        problem, costs: as for `plan`.
     """
     if len(choices) == 1:
         return choices[0]
@@ -103,8 +97,7 @@ def predicted_us(made: Decisions, problem: Problem, costs: Costs) -> float:
 
     Args:
         made: the decisions.
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
+        problem, costs: as for `plan`.
     """
     tables = made.tables(problem, costs)
     return play(made.order, tables, made.recompute_steps, timed(made.as_offload, tables)).makespan_us
@@ -118,9 +111,7 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
 
     Args:
         found: what the search found.
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as for `plan`.
     """
     better = [improve(one, one.tables(problem, costs), problem, options) for one in found.best]
     if not splits(problem, costs, options):
@@ -139,12 +130,10 @@ def finished(found: Candidates, problem: Problem, costs: Costs, options: Options
 
 
 def splits(problem: Problem, costs: Costs, options: Options) -> bool:
-    """Return True if weight gradients may be split off as actions of their own.
+    """Return True if weight gradients may be split off: asked for, timed apart by the costs, and not an evaluation.
 
     Args:
-        problem: the batch; evaluations have no weight gradients.
-        costs: tell the weight gradient from the backward, or not.
-        options: the user's settings.
+        problem, costs, options: as for `plan`.
     """
     return options.split_weight and costs.splits_weight and not problem.forward_only
 

@@ -7,6 +7,7 @@ and not all of them; what is named fits, and one step more does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -114,22 +115,17 @@ class Limits:
             middle = (low + high) // 2
             fits = self._fits(self.problem.lengths, "smallest cap", middle * step)
             low, high = (low, middle) if fits else (middle, high)
-        smallest = self._try(self.problem.lengths, "smallest cap", high * step)
-        return Limit(high * step, step), smallest or made
+        with suppress(InfeasibleError):
+            made = self._plan(self.problem.lengths, "smallest cap", high * step)
+        return Limit(high * step, step), made
 
     def _fits(self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None) -> bool:
         """Return True if there is a plan. A batch that fits without offload fits with it, and that is faster to know."""
-        if self.options.offload and self._try(lengths, question, cap_bytes, replace(self.options, offload=False)) is not None:
-            return True
-        return self._try(lengths, question, cap_bytes) is not None
-
-    def _try(
-        self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None, options: Options | None = None
-    ) -> Plan | None:
-        try:
-            return self._plan(lengths, question, cap_bytes, options)
-        except InfeasibleError:
-            return None
+        for offload in (False, True) if self.options.offload else (False,):
+            with suppress(InfeasibleError):
+                self._plan(lengths, question, cap_bytes, replace(self.options, offload=offload))
+                return True
+        return False
 
     def _plan(
         self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None, options: Options | None = None

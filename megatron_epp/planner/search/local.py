@@ -61,9 +61,7 @@ def improve(made: Decisions, tables: Tables, problem: Problem, options: Options)
     steps = steps_of(options, problem.num_stages, len(made.chunks))
     if not steps or made.copies or problem.forward_only or options.recompute != "auto":
         return made
-    if made.kv_offload and not is_unlimited(
-        problem.host_cap_bytes
-    ):  # steps know nothing of what another order has in host memory
+    if made.kv_offload and not is_unlimited(problem.host_cap_bytes):  # steps count no host memory
         return made
     _say_if_slow()
     bound_us = lower_bound_us(tables, made.chunks, problem, replace(options, offload=False, split_weight=False))

@@ -11,7 +11,8 @@ from megatron_epp.plan.check.lockstep import check_lockstep
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.evaluate import play
 from megatron_epp.planner.memory.messages import planned_with_room
-from megatron_epp.planner.orders.split_weight import fits_with_copies, with_split_weights
+from megatron_epp.planner.memory.recompute import is_within
+from megatron_epp.planner.orders.split_weight import peaks, with_split_weights
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem, validate
 from megatron_epp.planner.search.grains import search
@@ -95,10 +96,8 @@ def _split(best: Candidate, replicas: Replicas) -> Order:
     replica's own split is a candidate where it fits all.
     """
     whole, recompute_steps = best.made[0].order, best.made[0].recompute_steps
-    every = [
-        (tables, made.as_offload, problem.cap_bytes)
-        for tables, made, problem in zip(best.tables, best.made, replicas.problems, strict=True)
-    ]
-    orders = dict.fromkeys(with_split_weights(whole, *one) for one in every)
-    fitting = [order for order in orders if all(fits_with_copies(order, *one) for one in every)]
+    every = [(tables, made.as_offload) for tables, made in zip(best.tables, best.made, strict=True)]
+    caps = replicas.problems[0].cap_bytes
+    orders = dict.fromkeys(with_split_weights(whole, *one, caps) for one in every)
+    fitting = [order for order in orders if all(is_within(peaks(order, *one), caps) for one in every)]
     return min([whole, *fitting], key=lambda order: play(order, best.tables[0], recompute_steps).makespan_us)

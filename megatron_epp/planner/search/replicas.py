@@ -18,10 +18,8 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.align import Aligned, align
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.kernels.columns import Codes
-from megatron_epp.planner.memory.kv_offload import Pairs, with_kv_offload
-from megatron_epp.planner.memory.kv_offload_choice import choices, kv_offload_host_bytes
-from megatron_epp.planner.memory.lockstep_recompute import fit_lockstep
-from megatron_epp.planner.memory.recompute import Fit
+from megatron_epp.planner.memory.kv_offload import Pairs, choices, kv_offload_host_bytes, with_kv_offload
+from megatron_epp.planner.memory.recompute import Fit, fit_lockstep
 from megatron_epp.planner.orders.warm_up import Order
 from megatron_epp.planner.problem import FULL_ONLY, Options, Problem
 from megatron_epp.planner.tables import Tables
@@ -29,7 +27,7 @@ from megatron_epp.planner.tabulate import tabulate
 
 LOCKSTEP_MODES = ("selective", "full")
 """recompute modes in the order of all replicas' frontiers, so that equal recompute steps are equal recompute."""
-_TIMES = ("forward_us", "backward_us", "weight_us", "hops")
+_TIMES = ("forward_us", "backward_us", "weight_us", "hops", "message_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +92,18 @@ class Replicas:
         Args:
             tables: without it.
             table: the chunk table.
-            pairs: stages and sequences of every replica whose keys and values are in host memory.
-            sharing: factor by which the link is slower for each of its uses.
+            pairs, sharing: as for `with_kv_offload`, `pairs` for every replica.
         """
-        every = zip(tables, table.chunks, self.problems, pairs, strict=True)
-        return slowest_times(
-            [
-                with_kv_offload(own, chunks, problem, self.costs, self.modes, mine, sharing, self.is_lockstep)
-                for own, chunks, problem, mine in every
-            ]
-        )
+        every = zip(zip(tables, table.chunks, self.problems, strict=True), pairs, strict=True)
+        shared = self.costs, self.modes
+        return slowest_times([with_kv_offload(*own, *shared, mine, sharing, self.is_lockstep) for own, mine in every])
 
     def host_room(self, order: Order, table: Aligned, pairs: tuple[Pairs, ...]) -> list[list[int]]:
         """Compute the bytes left in host memory besides KV offload, ``[replica][rank]``; below zero where there are too few.
 
         Args:
             order: of all actions.
-            table: the chunk table.
-            pairs: stages and sequences of every replica whose keys and values are in host memory.
+            table, pairs: as for `kv_offload`.
         """
         if not any(pairs):
             return [[problem.host_cap_bytes] * problem.num_ranks for problem in self.problems]
@@ -170,19 +162,12 @@ def slowest_times(tables: Sequence[Tables]) -> tuple[Tables, ...]:
     if len(tables) == 1:
         return tuple(tables)
     common = {name: np.max([getattr(own, name) for own in tables], axis=0).tolist() for name in _TIMES}
-    message_us = np.max([own.message_us for own in tables], axis=0).tolist()
     again_us = [
-        np.max([frontier_step.layer_us for frontier_step in frontier], axis=0).tolist()
-        for frontier in zip(*(own.frontier for own in tables), strict=True)
+        np.max([step.layer_us for step in steps], axis=0).tolist()
+        for steps in zip(*(own.frontier for own in tables), strict=True)
     ]
-    return tuple(
-        replace(
-            own,
-            **common,
-            message_us=message_us,
-            frontier=tuple(
-                replace(frontier_step, layer_us=time_us) for frontier_step, time_us in zip(own.frontier, again_us, strict=True)
-            ),
-        )
-        for own in tables
-    )
+    found = []
+    for own in tables:
+        frontier = [replace(step, layer_us=time_us) for step, time_us in zip(own.frontier, again_us, strict=True)]
+        found.append(replace(own, **common, frontier=tuple(frontier)))
+    return tuple(found)
