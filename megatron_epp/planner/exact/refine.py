@@ -30,30 +30,13 @@ NICENESS = 10
 """Niceness of the solver's process: training has priority."""
 
 
-def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Improve order and recompute of the greedy decisions by the oracle for `TIME_LIMIT_S`.
-
-    Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
-
-    Raises:
-        InfeasibleError: the greedy planner finds nothing that fits the caps.
-        PlanError: recompute is fixed, or scipy is not installed.
-    """
-    return refine(problem, costs, options, TIME_LIMIT_S)
-
-
-def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float) -> Decisions:
-    """Improve the greedy decisions as `milp` does, within a given time.
+def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float = TIME_LIMIT_S) -> Decisions:
+    """Improve order and recompute of the greedy decisions by the oracle, within a given time.
 
     Evaluations, several stages on a rank, and tables of more than `MOST_CHUNKS` chunks stay as they are.
 
     Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as `planner.plan` takes them.
         time_limit_s: seconds for the oracle.
 
     Raises:
@@ -125,4 +108,4 @@ class Refiner:
 
 
 def _refining(costs: Costs, options: Options, time_limit_s: float) -> Callable[[Problem], Decisions]:
-    return partial(refine, costs=costs, options=options, time_limit_s=time_limit_s)
+    return partial(milp, costs=costs, options=options, time_limit_s=time_limit_s)
