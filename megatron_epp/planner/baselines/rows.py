@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_epp.plan import Chunk, InfeasibleError, Remedy, Segment
-from megatron_epp.planner.baselines.contest import MOST_CHUNKS
-from megatron_epp.planner.chunks.chunker import round_up
+from megatron_epp.plan import Chunk, InfeasibleError, Remedy
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, joined, round_up
 from megatron_epp.planner.problem import Options, Problem
 
 
@@ -26,35 +25,51 @@ def context_tokens(problem: Problem, options: Options) -> int:
     return round_up(context, problem.token_multiple)
 
 
-def first_fit(items: Iterable[tuple[int, int]], room: int, bins: Sequence[int] = ()) -> list[list[int]]:
-    """Put each item into the first bin with room.
+def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken: Iterable[int] = ()) -> list[list[int]]:
+    """Put each sequence into the first bin with room.
 
     Args:
-        items: (what, tokens); one above `room` has a bin of its own.
+        sequences: in the order in which they are put; one above `room` has a bin of its own.
+        lengths: tokens of every sequence of the batch.
         room: tokens of a bin.
-        bins: tokens already in bins that stand first.
+        taken: tokens already in bins that stand first.
 
     Returns:
-        What each bin got, in the order given; as many new bins as it took follow those given.
+        The sequences of each bin, in the order given; as many new bins as it took follow those given.
     """
-    held: list[list[int]] = [[] for _ in bins]
-    left = [room - tokens for tokens in bins]
-    for what, tokens in items:
-        at = next((at for at, free in enumerate(left) if tokens <= free), None)
+    left = [room - tokens for tokens in taken]
+    held: list[list[int]] = [[] for _ in left]
+    for q in sequences:
+        at = next((at for at, free in enumerate(left) if lengths[q] <= free), None)
         if at is None:
             at = len(held)
             held.append([])
             left.append(room)
-        held[at].append(what)
-        left[at] -= tokens
+        held[at].append(q)
+        left[at] -= lengths[q]
     return held
 
 
 def pack_whole(lengths: Sequence[int], room: int) -> tuple[Chunk, ...]:
     """Whole sequences in rows of at most `room` tokens: first fit, longest first. One that is longer has a row of its own."""
     longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
-    rows = first_fit([(q, lengths[q]) for q in longest_first], room)
-    return tuple(Chunk(tuple(Segment(q, 0, lengths[q]) for q in row)) for row in rows)
+    return joined({}, first_fit(longest_first, lengths, room), lengths)
+
+
+def fixed_size_chunks(lengths: Sequence[int], size: int, *, standalone: bool = False) -> tuple[Chunk, ...]:
+    """Slices of `size` tokens, sequences with the most slices first, and short sequences, first fit.
+
+    Args:
+        lengths: tokens of every sequence.
+        size: tokens of a slice, the last of a sequence excepted, and most tokens of a chunk.
+        standalone: longest first, short sequences have chunks of their own. Otherwise in batch order, they fill up the last
+            slices too.
+    """
+    sequences = sorted(range(len(lengths)), key=lambda q: -lengths[q] if standalone else 0)
+    long = sorted((q for q in sequences if lengths[q] > size), key=lambda q: -(-lengths[q] // size), reverse=True)
+    cuts = {q: [*range(0, lengths[q], size), lengths[q]] for q in long}
+    tails = [size if standalone else lengths[q] - cuts[q][-2] for q in long]
+    return joined(cuts, first_fit((q for q in sequences if lengths[q] <= size), lengths, size, tails), lengths)
 
 
 def chunk_sizes(problem: Problem, options: Options) -> list[int]:
@@ -66,14 +81,3 @@ def chunk_sizes(problem: Problem, options: Options) -> list[int]:
     powers = [1 << power for power in range(total.bit_length(), 0, -1) if (1 << power) * MOST_CHUNKS >= total]
     sizes = dict.fromkeys(round_up(size, multiple) for size in powers if size >= min(256, total))
     return list(sizes)
-
-
-def split(sequence: int, length: int, size: int) -> list[Chunk]:
-    """Cut a sequence into slices of one size; the last may be shorter.
-
-    Args:
-        sequence: its index in the batch.
-        length: its tokens.
-        size: tokens of a slice.
-    """
-    return [Chunk((Segment(sequence, start, min(start + size, length)),)) for start in range(0, length, size)]
