@@ -15,7 +15,7 @@ from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.report import facts
-from megatron_epp.report.lanes import DPI, WIDTH_INCHES, Shades, draw_lanes, draw_legend, label_time, lane_inches, tint
+from megatron_epp.report.lanes import DPI, WIDTH_INCHES, Shades, draw_lanes, draw_legend, label_time, tint
 from megatron_epp.report.measured import Box, Measured, measured_boxes, planned_boxes
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, printable
 
@@ -58,7 +58,7 @@ def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> 
     drawn = [("planned", planned_boxes(timeline), timeline.makespan_us, timeline.bubble_fraction)]
     if measured is not None:
         drawn.append(("measured", measured_boxes(plan, measured), measured.makespan_us, measured.bubble_fraction))
-    height, rows = max(plan.num_ranks * lane_inches(plan.num_ranks), 0.8), []
+    height, rows = max(plan.num_ranks * min(0.45, max(0.26, 3.6 / plan.num_ranks)), 0.8), []
     for name, boxes, makespan_us, bubble in drawn:
         title = f"{name}: makespan {format_us(makespan_us)}, bubble {bubble:.1%}"
         rows.append(_Row(title, plan, boxes, makespan_us, height))

@@ -36,11 +36,6 @@ _ODD = 0.86
 _LEGEND_BASE = "#444444"
 
 
-def lane_inches(num_ranks: int) -> float:
-    """Height of a lane for the given number of ranks."""
-    return min(0.45, max(0.26, 3.6 / num_ranks))
-
-
 def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) -> None:
     """Draw bars per rank and stream, chunk numbers in wide boxes, and recompute at the beginning of its backward.
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_epp.plan import NO_RECOMPUTE, Op, Plan
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.baselines.chunkflow import recompute_all_but_last
-from megatron_epp.planner.baselines.rows import fixed_size_chunks
+from megatron_epp.planner.baselines.common import fixed_size_chunks
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 COSTS = pipeline(1)

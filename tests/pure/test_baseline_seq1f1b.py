@@ -6,7 +6,7 @@ import pytest
 
 from megatron_epp.plan import Op, Plan
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.baselines.rows import chunk_sizes, fixed_size_chunks
+from megatron_epp.planner.baselines.common import chunk_sizes, fixed_size_chunks
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from tests.support.plan.planner_cases import pipeline, problem, web_lengths
 

@@ -80,7 +80,8 @@ class Refiner:
         """
         validate(problem, self.costs, self.options)
         while self._asked and self._worker.is_ready():
-            self._receive()
+            asked = self._asked.popleft()
+            self.solved.remember(asked, self._worker.receive())
         return planned_with_room(problem, self._plan)
 
     def _plan(self, problem: Problem) -> Plan:
@@ -93,18 +94,9 @@ class Refiner:
                 self._asked.append(asked)
         return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
 
-    def wait(self) -> None:
-        """Wait until everything asked for so far is refined."""
-        while self._asked:
-            self._receive()
-
     def close(self) -> None:
         """End the process, and with it what is being solved."""
         self._worker.close()
-
-    def _receive(self) -> None:
-        asked = self._asked.popleft()
-        self.solved.remember(asked, self._worker.receive())
 
 
 def _refining(costs: Costs, options: Options, time_limit_s: float) -> Callable[[Problem], Decisions]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.baselines.contest import Contest, own_recompute_only
+from megatron_epp.planner.baselines.common import Contest, own_recompute_only
 from megatron_epp.planner.baselines.infinipipe.checkpoints import diagonal_checkpoints
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
