@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Action, Chunk, Op
@@ -69,17 +70,12 @@ def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only
     Returns:
         The actions of every rank: forwards group by group, ascending in it; backwards group by group, descending in it.
     """
-    forward = [c for group in groups for c in group]
-    backward = [c for group in groups for c in reversed(group)]
     window = max(map(len, groups))
     orders = []
     for stage in range(num_stages):
-        actions: list[Action] = []
-        run = len(forward) if forward_only else min(len(forward), num_stages - stage - 2 + window)
-        actions += (Action(Op.F, stage, c) for c in forward[:run])
-        for done, c in enumerate(() if forward_only else backward):
-            if run + done < len(forward):
-                actions.append(Action(Op.F, stage, forward[run + done]))
-            actions.append(Action(Op.B, stage, c))
-        orders.append(tuple(actions))
+        forwards = [Action(Op.F, stage, c) for group in groups for c in group]
+        backwards = [] if forward_only else [Action(Op.B, stage, c) for group in groups for c in reversed(group)]
+        warm_up = len(forwards) if forward_only else num_stages - stage - 2 + window
+        pairs = zip_longest(forwards[warm_up:], backwards)
+        orders.append((*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None)))
     return tuple(orders)
