@@ -42,13 +42,12 @@ class _Row(NamedTuple):
     height_inches: float
 
 
-def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> Figure:
-    """Draw the plan on top, the run below when given, then live bytes per rank; all on one time axis in ms.
+def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
+    """Draw the plan on top, the run below when given, then planned live bytes per rank; all on one time axis in ms.
 
     Args:
         plan: the plan; it is simulated.
         measured: a run of this plan.
-        memory: draw the planned live bytes of every rank against the cap.
 
     Raises:
         EppError: matplotlib is not installed.
@@ -66,9 +65,8 @@ def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> 
         f"{facts.batch_text(plan)}, {len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, "
         f"planner {printable(plan.planner)}"
     )
-    figure, axes = _figure_of(rows, title, Shades(plan).legend(), [_MEMORY_INCHES] * memory)
-    if memory:
-        _draw_memory(axes[-1], timeline)
+    figure, axes = _figure_of(rows, title, Shades(plan).legend(), [_MEMORY_INCHES])
+    _draw_memory(axes[-1], timeline)
     return figure
 
 

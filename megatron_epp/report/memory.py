@@ -121,9 +121,9 @@ def figures(account: Account) -> list[dict[str, Any]]:
     return found
 
 
-def main_items(items: dict[str, int], most: int = 3) -> str:
-    """Format the largest items of a moment: ``12.00 GiB layers that keep everything, 3.31 GiB gradients, ...``."""
-    largest = sorted(items.items(), key=lambda entry: -entry[1])[:most]
+def main_items(items: dict[str, int]) -> str:
+    """Format the three largest items of a moment: ``12.00 GiB layers that keep everything, 3.31 GiB gradients, ...``."""
+    largest = sorted(items.items(), key=lambda entry: -entry[1])[:3]
     return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest)
 
 

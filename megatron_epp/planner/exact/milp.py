@@ -87,12 +87,10 @@ class Solution:
     Attributes:
         values: of every variable, or None where no solution was found in time.
         bound: no solution has a smaller objective; infinite where there is none at all.
-        optimal: the solution is as good as the gap asked for.
     """
 
     values: list[float] | None
     bound: float
-    optimal: bool
 
 
 @dataclass(slots=True)
@@ -177,10 +175,10 @@ class Model:
             options={name: value for name, value in options.items() if value is not None},
         )
         if found.status == INFEASIBLE:
-            return Solution(None, math.inf, True)
+            return Solution(None, math.inf)
         bound = found.fun if relaxed else found.mip_dual_bound
         bound = -math.inf if bound is None else float(bound)
-        return Solution(None if found.x is None else [float(x) for x in found.x], bound, found.status == 0)
+        return Solution(None if found.x is None else [float(x) for x in found.x], bound)
 
 
 def _scipy() -> tuple[Any, Any]:

@@ -59,17 +59,16 @@ def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float =
 class Refiner:
     """Plans a batch at once and refines it in a process of its own, for the next batch of equal lengths in any order."""
 
-    def __init__(self, costs: Costs, options: Options, *, time_limit_s: float = 60.0, capacity: int = 1024) -> None:
+    def __init__(self, costs: Costs, options: Options, *, time_limit_s: float = 60.0) -> None:
         """Start the process that refines.
 
         Args:
             costs: time and memory of every stage.
             options: the user's settings.
             time_limit_s: seconds for each batch.
-            capacity: refined batches kept; the least recently used goes first.
         """
         self.costs, self.options = costs, options
-        self.solved = Recent[Problem, Decisions](capacity)
+        self.solved = Recent[Problem, Decisions]()
         self._asked: deque[Problem] = deque()  # of the worker, oldest first
         self._worker = Worker(_refining, costs, options, time_limit_s, niceness=NICENESS)
 
