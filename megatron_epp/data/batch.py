@@ -76,7 +76,7 @@ class GlobalBatch:
 
     indices: tuple[int, ...]
     lengths: tuple[int, ...]
-    plan: Plan | None
+    plan: Plan | None = None
     dataset: SequenceDataset = field(repr=False, compare=False)
     mask_loss_of: int | None = None
     global_size: int = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.kv_offload import host_peaks
 from megatron_epp.plan.plan import Plan
-from megatron_epp.plan.recompute import NO_RECOMPUTE, Recompute
 from megatron_epp.plan.simulate import Timeline, simulate
 
 
@@ -25,33 +24,15 @@ def batch_text(plan: Plan) -> str:
     return f"{len(plan.lengths):,} sequences of {min(plan.lengths):,} to {max(plan.lengths):,} tokens"
 
 
-def recompute_layers(plan: Plan, rank: int) -> tuple[int, int]:
-    """Number of layers that a rank recomputes, wholly or in part, and of all layers it runs, over stages and chunks."""
-    stages = plan.stages_of(rank)
-    twice = sum(recompute.num_layers for stage in stages for recompute in plan.recompute[stage])
-    return twice, sum(plan.num_layers[stage] for stage in stages) * len(plan.chunks)
-
-
 def recompute_share(plan: Plan) -> float:
     """Share of all ranks' compute time that is recompute, 0 to 1."""
     total_us = sum(busy_us(plan, rank) for rank in range(plan.num_ranks))
     return sum(map(sum, plan.recompute_us)) / total_us if total_us else 0.0
 
 
-def recompute_counts(plan: Plan) -> Recompute:
-    """Number of layers with each recompute mode, over stages and chunks."""
-    found = [recompute for row in plan.recompute for recompute in row]
-    return Recompute(*map(sum, zip(*found, strict=True))) if found else NO_RECOMPUTE
-
-
 def copies_us(plan: Plan) -> float:
     """Time of all ranks' copies to and from the host in microseconds; they are overlapped with compute."""
     return sum(copy.time_us for copies in plan.copies for copy in copies)
-
-
-def offloaded_bytes(plan: Plan) -> int:
-    """Bytes of activations that all ranks offload to the host."""
-    return sum(copy.free_bytes for copies in plan.copies for copy in copies)
 
 
 def recompute_in_backward(plan: Plan) -> dict[Action, float]:

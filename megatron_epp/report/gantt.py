@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_epp.plan.errors import PlanError
+from megatron_epp.plan.errors import EppError, PlanError
 from megatron_epp.plan.plan import Plan
 from megatron_epp.plan.simulate import Timeline, simulate
 from megatron_epp.report import facts
-from megatron_epp.report.lanes import DPI, WIDTH_INCHES, draw_lanes, draw_legend, label_time, lane_inches, matplotlib_classes
+from megatron_epp.report.lanes import DPI, WIDTH_INCHES, Shades, draw_lanes, draw_legend, label_time, tint
 from megatron_epp.report.measured import Box, Measured, measured_boxes, planned_boxes
-from megatron_epp.report.palette import Shades, tint
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, printable
 
 if TYPE_CHECKING:
@@ -40,37 +39,34 @@ class _Row(NamedTuple):
     plan: Plan
     boxes: Sequence[Box]
     makespan_us: float
-    shades: Shades
     height_inches: float
 
 
-def gantt(plan: Plan, measured: Measured | None = None, memory: bool = True) -> Figure:
-    """Draw the plan on top, the run below when given, then live bytes per rank; all on one time axis in ms.
+def gantt(plan: Plan, measured: Measured | None = None) -> Figure:
+    """Draw the plan on top, the run below when given, then planned live bytes per rank; all on one time axis in ms.
 
     Args:
         plan: the plan; it is simulated.
         measured: a run of this plan.
-        memory: draw the planned live bytes of every rank against the cap.
 
     Raises:
         EppError: matplotlib is not installed.
         PlanError: the order deadlocks, or the measurement is of another plan.
     """
-    timeline, shades = simulate(plan), Shades(plan)
+    timeline = simulate(plan)
     drawn = [("planned", planned_boxes(timeline), timeline.makespan_us, timeline.bubble_fraction)]
     if measured is not None:
         drawn.append(("measured", measured_boxes(plan, measured), measured.makespan_us, measured.bubble_fraction))
-    height, rows = max(plan.num_ranks * lane_inches(plan.num_ranks), 0.8), []
+    height, rows = max(plan.num_ranks * min(0.45, max(0.26, 3.6 / plan.num_ranks)), 0.8), []
     for name, boxes, makespan_us, bubble in drawn:
         title = f"{name}: makespan {format_us(makespan_us)}, bubble {bubble:.1%}"
-        rows.append(_Row(title, plan, boxes, makespan_us, shades, height))
+        rows.append(_Row(title, plan, boxes, makespan_us, height))
     title = (
         f"{facts.batch_text(plan)}, {len(plan.chunks)} chunks, {plan.num_stages} stages on {plan.num_ranks} ranks, "
         f"planner {printable(plan.planner)}"
     )
-    figure, axes = _figure_of(rows, title, shades.legend(), [_MEMORY_INCHES] * memory)
-    if memory:
-        _draw_memory(axes[-1], timeline)
+    figure, axes = _figure_of(rows, title, Shades(plan).legend(), [_MEMORY_INCHES])
+    _draw_memory(axes[-1], timeline)
     return figure
 
 
@@ -101,7 +97,7 @@ def side_by_side(plans: Sequence[tuple[str, Plan]]) -> Figure:
         figures += [f"recompute {share:.1%}"] * (share > 0)
         title = ", ".join([*figures, f"peak {format_bytes(max(predicted.peak_bytes))}", *[pipeline] * differ])
         height = max(inches * plan.num_ranks, 0.6)
-        rows.append(_Row(title, plan, planned_boxes(simulate(plan)), predicted.makespan_us, Shades(plan), height))
+        rows.append(_Row(title, plan, planned_boxes(simulate(plan)), predicted.makespan_us, height))
     title = ", ".join([facts.batch_text(plans[0][1]), *pipelines[: not differ], "as planned"])
     return _figure_of(rows, title, Shades.kinds())[0]
 
@@ -123,7 +119,7 @@ def _figure_of(
     longest_us = max(row.makespan_us for row in rows) or 1.0
     axes[0].set_xlim(0.0, longest_us / 1e3)
     for axis, row in zip(axes, rows, strict=False):
-        draw_lanes(axis, row.plan, row.boxes, row.shades, longest_us)
+        draw_lanes(axis, row.plan, row.boxes, longest_us)
         axis.set_title(row.title, loc="left", fontsize=10, parse_math=False)
         axis.axvline(row.makespan_us / 1e3, color="0.3", linewidth=0.8)
     label_time(axes[-1], longest_us)
@@ -141,9 +137,13 @@ def new_figure(size_inches: tuple[float, float], dpi: int, num_axes: int, **layo
         num_axes: number of axes.
         layout: further arguments of matplotlib's `Figure.subplots`.
     """
-    figure_class, canvas_class = matplotlib_classes()
-    figure: Figure = figure_class(figsize=size_inches, dpi=dpi, layout="constrained")
-    canvas_class(figure)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EppError('pictures need matplotlib; install it with: pip install "megatron-epp[viz]"') from error
+    figure = Figure(figsize=size_inches, dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
     axes: Sequence[Axes] = figure.subplots(num_axes, 1, sharex=True, squeeze=False, **layout)[:, 0]
     return figure, axes
 

@@ -1,17 +1,15 @@
-"""Lanes of boxes, one per rank, as all pictures of plans and runs draw them."""
+"""Lanes of boxes, one per rank, as all pictures of plans and runs draw them, and their shades."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from megatron_epp.plan.action import Op
-from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.action import Action, Op
 from megatron_epp.plan.operations import operation, operations
 from megatron_epp.plan.plan import Plan
 from megatron_epp.report.facts import recompute_in_backward
 from megatron_epp.report.measured import COMPUTE, COPY, Box
-from megatron_epp.report.palette import Shades, text_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,32 +27,25 @@ _ROOMY_PIXELS = 10
 """Average width of a box, in pixels, above which white edges are distinguishable from bubbles."""
 
 
-def matplotlib_classes() -> tuple[Any, Any]:
-    """Matplotlib's figure and canvas classes. Raises `EppError` if it is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EppError('pictures need matplotlib; install it with: pip install "megatron-epp[viz]"') from error
-    return Figure, FigureCanvasAgg
+_BATCHED = 0.5
+"""Strength of the colour of chunks of whole sequences."""
+_SLICED = (1.0, 0.7, 0.85)
+"""Strengths of the colours of chunks with slices, used in turn for the long sequences."""
+_ODD = 0.86
+"""Factor of the strength for odd chunks, which distinguishes neighbours if there is no room for edges."""
+_LEGEND_BASE = "#444444"
 
 
-def lane_inches(num_ranks: int) -> float:
-    """Height of a lane for the given number of ranks."""
-    return min(0.45, max(0.26, 3.6 / num_ranks))
-
-
-def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], shades: Shades, longest_us: float) -> None:
+def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], longest_us: float) -> None:
     """Draw bars per rank and stream, chunk numbers in wide boxes, and recompute at the beginning of its backward.
 
     Args:
         axis: to draw on; its time is in ms.
         plan: of the boxes.
         boxes: planned or measured.
-        shades: the plan's.
         longest_us: length of the time axis.
     """
-    recompute = recompute_in_backward(plan)
+    recompute, shades = recompute_in_backward(plan), Shades(plan)
     pixels_per_us = WIDTH_INCHES * DPI * 0.93 / longest_us
     edge = 0.4 if pixels_per_us * sum(box.end_us - box.start_us for box in boxes) > _ROOMY_PIXELS * len(boxes) else 0.0
     copies = any(box.stream == COPY for box in boxes)
@@ -63,7 +54,11 @@ def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], shades: Shades, lon
         top = rank - _LANE / 2
         compute = [box for box in boxes if box.rank == rank and box.stream == COMPUTE]
         _bars(axis, compute, [shades.colour(box.action) for box in compute], (top, lane), f"rank {rank} {COMPUTE}", edge)
-        fronts = [_front(box, recompute[box.action]) for box in compute if box.action in recompute]
+        fronts = [
+            box._replace(end_us=box.start_us + recompute[box.action] * (box.end_us - box.start_us))
+            for box in compute
+            if box.action in recompute
+        ]
         _bars(axis, fronts, [operation(Op.R).colour] * len(fronts), (top, lane), f"rank {rank} recompute", edge)
         covered = {front.action: front.end_us for front in fronts}
         for box in compute:
@@ -82,10 +77,6 @@ def draw_lanes(axis: Axes, plan: Plan, boxes: Sequence[Box], shades: Shades, lon
 def _bars(axis: Axes, boxes: Sequence[Box], colours: Sequence[str], lane: tuple[float, float], label: str, edge: float) -> None:
     spans = [(box.start_us / 1e3, (box.end_us - box.start_us) / 1e3) for box in boxes]
     axis.broken_barh(spans, lane, facecolors=list(colours), edgecolor="white", linewidth=edge, label=f"_{label}")
-
-
-def _front(box: Box, share: float) -> Box:
-    return box._replace(end_us=box.start_us + share * (box.end_us - box.start_us))
 
 
 def _number(axis: Axes, plan: Plan, box: Box, colour: str, y: float, pixels_per_us: float) -> None:
@@ -110,13 +101,66 @@ def label_time(axis: Axes, longest_us: float) -> None:
 
 def draw_legend(figure: Figure, plans: Sequence[Plan], shades: Sequence[tuple[str, str]]) -> None:
     """Draw the legend below a picture: the operations of the plans, then colour and meaning of shades."""
-    from matplotlib.patches import Patch
-
     steps = [step for plan in plans for _, table in plan.tables for row in table for step in row]
     present = {action.op for step in steps for action in step.actions}
     entries = [(kind.colour, kind.text) for kind in operations() if kind.op in present]
     if any(map(recompute_in_backward, plans)):
         entries.append((operation(Op.R).colour, "recompute inside a backward"))
-    handles = [Patch(facecolor=colour, label=name) for colour, name in (*entries, *shades)]
-    columns = len(handles) if len(handles) < 6 else 4
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+    entries += shades
+    draw_entries(figure, entries, len(entries) if len(entries) < 6 else 4)
+
+
+def draw_entries(figure: Figure, entries: Iterable[tuple[str, str]], num_columns: int) -> None:
+    """Draw colours and their meanings below a picture."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=name) for colour, name in entries]
+    figure.legend(handles=handles, loc="outside lower center", ncols=num_columns, fontsize=9, frameon=False)
+
+
+class Shades:
+    """Colour of every action of a plan: hue by operation, strength by the kind of chunk."""
+
+    def __init__(self, plan: Plan) -> None:
+        slices = [chunk.slice_of(plan.lengths) for chunk in plan.chunks]
+        self._lengths = plan.lengths
+        self._sliced = list(dict.fromkeys(s.sequence for s in slices if s is not None))
+        turn = {sequence: i % len(_SLICED) for i, sequence in enumerate(self._sliced)}
+        base = [_BATCHED if s is None else _SLICED[turn[s.sequence]] for s in slices]
+        self._strength = [strength * _ODD if c % 2 else strength for c, strength in enumerate(base)]
+        self._has_batched = any(s is None for s in slices)
+
+    def colour(self, action: Action) -> str:
+        return tint(operation(action.op).colour, self._strength[action.chunk])
+
+    @staticmethod
+    def kinds() -> list[tuple[str, str]]:
+        """Colour and meaning of the two kinds of shades, in grey."""
+        return [(tint(_LEGEND_BASE, _BATCHED), "light: whole sequences"), (_LEGEND_BASE, "dark: slices of long sequences")]
+
+    def legend(self) -> list[tuple[str, str]]:
+        """Colour and meaning of the shades, in grey."""
+        entries = [(tint(_LEGEND_BASE, _BATCHED), "light: whole sequences")] if self._has_batched else []
+        if len(self._sliced) > len(_SLICED):
+            longest = max(self._lengths[sequence] for sequence in self._sliced)
+            meaning = (
+                f"dark: slices of {len(self._sliced)} long sequences (up to {longest:,} tokens), {len(_SLICED)} shades in turn"
+            )
+            return [*entries, (_LEGEND_BASE, meaning)]
+        for sequence, strength in zip(self._sliced, _SLICED, strict=False):
+            entries.append(
+                (tint(_LEGEND_BASE, strength), f"dark: slices of sequence {sequence} ({self._lengths[sequence]:,} tokens)")
+            )
+        return entries
+
+
+def tint(colour: str, strength: float) -> str:
+    """Mix ``#RRGGBB`` with white: strength 1 is the colour itself, 0 is white."""
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - strength * (255 - value)):02X}" for value in channels)
+
+
+def text_colour(background: str) -> str:
+    """Return black or white, whichever has more contrast with ``#RRGGBB``."""
+    red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"

@@ -11,12 +11,11 @@ from megatron_epp.plan.account import Account
 from megatron_epp.plan.plan import is_unlimited
 from megatron_epp.report.facts import host_peak_bytes
 from megatron_epp.report.gantt import draw_caps, new_figure
-from megatron_epp.report.lanes import label_time
+from megatron_epp.report.lanes import draw_entries, label_time
 from megatron_epp.report.table import byte_unit, format_bytes, format_cap, format_us, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _COLUMNS = 8
 """Number of ranks in one table."""
@@ -122,9 +121,9 @@ def figures(account: Account) -> list[dict[str, Any]]:
     return found
 
 
-def main_items(items: dict[str, int], most: int = 3) -> str:
-    """Format the largest items of a moment: ``12.00 GiB layers that keep everything, 3.31 GiB gradients, ...``."""
-    largest = sorted(items.items(), key=lambda entry: -entry[1])[:most]
+def main_items(items: dict[str, int]) -> str:
+    """Format the three largest items of a moment: ``12.00 GiB layers that keep everything, 3.31 GiB gradients, ...``."""
+    largest = sorted(items.items(), key=lambda entry: -entry[1])[:3]
     return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest)
 
 
@@ -146,8 +145,11 @@ def _numbers(chunks: Sequence[int]) -> str:
     return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def memory_picture(account: Account) -> Figure:
+def save_memory_picture(account: Account, path: str | Path) -> None:
     """Draw the items of every rank as stacked areas over the time of the iteration, in ms.
+
+    Args:
+        path: of the file; the suffix selects the format.
 
     Raises:
         EppError: matplotlib is not installed.
@@ -166,16 +168,8 @@ def memory_picture(account: Account) -> Figure:
     axes[0].set_xlim(0.0, timeline.makespan_us / 1e3 or 1.0)
     label_time(axes[-1], timeline.makespan_us)
     axes[0].set_title(f"planned memory of {len(plan.lengths):,} sequences in {len(plan.chunks)} chunks ({note})", loc="left")
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=colours[name], label=name) for name in names]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=9, frameon=False)
-    return figure
-
-
-def save_memory_picture(account: Account, path: str | Path) -> None:
-    """Write `memory_picture` to a file; the suffix selects the format. Raises the errors of `memory_picture`."""
-    memory_picture(account).savefig(path)
+    draw_entries(figure, [(colours[name], name) for name in names], min(4, len(names)))
+    figure.savefig(path)
 
 
 def _draw(axis: Axes, account: Account, rank: int, colours: Mapping[str, str], size: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from megatron_epp.plan.chunk import Chunk
 from megatron_epp.plan.plan import Plan
+from megatron_epp.plan.recompute import Recompute
 from megatron_epp.plan.serialize import digest
 from megatron_epp.plan.simulate import simulate
 from megatron_epp.plan.text import to_grid
@@ -41,7 +42,8 @@ def headline(plan: Plan) -> list[str]:
 
 def _memory_savings(plan: Plan) -> list[str]:
     """Costs of recompute, offload and KV offload on one line; an empty list if there are none."""
-    counts, copied = facts.recompute_counts(plan), facts.offloaded_bytes(plan)
+    counts = Recompute(*map(sum, zip(*(recompute for row in plan.recompute for recompute in row), strict=True)))
+    copied = sum(copy.free_bytes for copies in plan.copies for copy in copies)
     parts = []
     if counts.num_layers:
         passes = sum(plan.num_layers) * len(plan.chunks)
@@ -56,16 +58,13 @@ def _memory_savings(plan: Plan) -> list[str]:
             parts.append(f"{plan.num_ranks} ranks share {len(set(plan.host_links))} links to host memory")
     if plan.kv_offload:
         sequences = len({entry.sequence for entry in plan.kv_offload})
+        count = len({entry.stage for entry in plan.kv_offload})
+        stages = "all stages" if count == plan.num_stages else f"{count} of {plan.num_stages} stages"
         parts.append(
-            f"KV offload of {sequences} sequence{'s' * (sequences > 1)} on {_stages(plan)}: "
+            f"KV offload of {sequences} sequence{'s' * (sequences > 1)} on {stages}: "
             f"{format_bytes(facts.kv_offload_bytes(plan))}, gradients included"
         )
     return ["; ".join(parts)] if parts else []
-
-
-def _stages(plan: Plan) -> str:
-    count = len({entry.stage for entry in plan.kv_offload})
-    return "all stages" if count == plan.num_stages else f"{count} of {plan.num_stages} stages"
 
 
 def chunk_table(plan: Plan, max_rows: int | None = 16, width: int | None = 120) -> list[str]:
@@ -85,11 +84,14 @@ def rank_table(plan: Plan) -> list[str]:
     peak_size, peak_unit = byte_unit(max(plan.predicted.peak_bytes))
     rows = []
     for rank in range(plan.num_ranks):
-        twice, total = facts.recompute_layers(plan, rank)
-        stages = " ".join(map(str, plan.stages_of(rank)))
+        stages = plan.stages_of(rank)
+        twice = sum(recompute.num_layers for stage in stages for recompute in plan.recompute[stage])
+        total = sum(plan.num_layers[stage] for stage in stages) * len(plan.chunks)
         busy, bubble = format_us(facts.busy_us(plan, rank)), f"{facts.bubble_fraction(plan, rank):.1%}"
         peak = f"{plan.predicted.peak_bytes[rank] / peak_size:.2f}"
-        rows.append([str(rank), stages, busy, bubble, peak, format_cap(plan.cap_bytes[rank]), f"{twice}/{total}"])
+        rows.append(
+            [str(rank), " ".join(map(str, stages)), busy, bubble, peak, format_cap(plan.cap_bytes[rank]), f"{twice}/{total}"]
+        )
     return table(("rank", "stages", "busy", "bubble", f"peak {peak_unit}", "cap", "recompute layers"), rows, left=())
 
 
@@ -160,15 +162,13 @@ def against(plan: Plan, measured: Measured) -> str:
         PlanError: the measurement is of another plan, or the order deadlocks.
     """
     timeline = simulate(plan)
-    totals: list[dict[str, float]] = []
-    for boxes in (planned_boxes(timeline), measured_boxes(plan, measured)):
-        total: dict[str, float] = {}
+    took_us: list[dict[str, float]] = [defaultdict(float), defaultdict(float)]
+    for total_us, boxes in zip(took_us, (planned_boxes(timeline), measured_boxes(plan, measured)), strict=True):
         for box in boxes:
             if box.stream == COMPUTE:
-                total[box.action.op] = total.get(box.action.op, 0.0) + box.end_us - box.start_us
-        totals.append(total)
+                total_us[box.action.op] += box.end_us - box.start_us
     times = [("makespan", timeline.makespan_us, measured.makespan_us)]
-    times += [(f"all {op}", totals[0][op], totals[1].get(op, 0.0)) for op in totals[0]]
+    times += [(f"all {op}", planned_us, took_us[1][op]) for op, planned_us in took_us[0].items()]
     rows = [[name, format_us(a), format_us(b), f"{b / a:.3f}" if a else ""] for name, a, b in times]
     rows.insert(1, ["bubble", f"{timeline.bubble_fraction:.1%}", f"{measured.bubble_fraction:.1%}", ""])
     return "\n".join(table(("", "planned", "measured", "ratio"), rows))

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_epp.plan import NO_RECOMPUTE, Op, Plan
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.baselines.chunkflow import recompute_all_but_last, uniform_chunks
+from megatron_epp.planner.baselines.chunkflow import recompute_all_but_last
+from megatron_epp.planner.baselines.common import fixed_size_chunks
 from tests.support.plan.planner_cases import GIB, pipeline, problem
 
 COSTS = pipeline(1)
@@ -25,14 +26,14 @@ def retained(made: Plan, rank: int) -> int:
 
 def test_long_sequences_are_cut_and_short_ones_stand_alone():
     lengths = (2500, 400, 5000, 500, 900)
-    chunks = uniform_chunks(lengths, 1000)
+    chunks = fixed_size_chunks(lengths, 1000, standalone=True)
     assert [chunk.kind(lengths) for chunk in chunks] == ["split"] * 8 + ["batched"] * 2
     assert [chunk.num_tokens for chunk in chunks] == [1000] * 5 + [1000, 1000, 500] + [900, 900]
 
 
 @pytest.mark.parametrize("retain", [1, 2, 3, 4, 9])
 def test_all_but_the_last_chunks_of_a_sequence_recompute_all_layers(retain: int):
-    chunks = uniform_chunks((4000, 2000, 500), 1000)
+    chunks = fixed_size_chunks((4000, 2000, 500), 1000, standalone=True)
     layers = recompute_all_but_last(chunks, (3, 5), retain)
     dropped = max(0, 4 - retain), max(0, 2 - retain)
     for row, most in zip(layers, (3, 5), strict=True):

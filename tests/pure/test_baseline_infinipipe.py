@@ -10,10 +10,9 @@ import pytest
 from megatron_epp.cost import Line, PipelineCosts, StageCosts
 from megatron_epp.plan import Action, Chunk, Op, Segment
 from megatron_epp.planner import Options, plan
-from megatron_epp.planner.baselines.contest import Contest, peaks_bytes
+from megatron_epp.planner.baselines.common import Contest, peaks_bytes
 from megatron_epp.planner.baselines.infinipipe.checkpoints import diagonal_checkpoints
-from megatron_epp.planner.baselines.infinipipe.chunks import algorithm_1
-from megatron_epp.planner.baselines.infinipipe.search import Grouping
+from megatron_epp.planner.baselines.infinipipe.search import Grouping, algorithm_1
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.evaluate import makespan_us

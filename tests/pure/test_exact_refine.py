@@ -12,7 +12,7 @@ from megatron_epp.plan import InfeasibleError, PlanError
 from megatron_epp.plan.check import check
 from megatron_epp.planner import Options, plan
 from megatron_epp.planner.assemble import build_plan
-from megatron_epp.planner.exact.refine import MOST_CHUNKS, Refiner, refine
+from megatron_epp.planner.exact.refine import MOST_CHUNKS, Refiner, milp
 from megatron_epp.planner.search.greedy import greedy
 from megatron_epp.planner.search.recent import canonical, relabelled
 from tests.support.plan.planner_cases import pipeline, problem
@@ -34,15 +34,15 @@ def refiner() -> Iterator[Refiner]:
 def test_the_same_lengths_in_another_order_get_the_refined_plan(refiner: Refiner):
     first = refiner.plan(problem(LENGTHS, 2))
     assert first.predicted.makespan_us == plan(problem(LENGTHS, 2), COSTS, Options(slices=2)).predicted.makespan_us
-    refiner.wait()
-    assert refiner.solved.recall(canonical(problem(LENGTHS, 2))[0]) is not None
+    assert refiner._worker._connection.poll(60)
     shuffled = LENGTHS[2], LENGTHS[0], LENGTHS[1]
     second = refiner.plan(problem(shuffled, 2))
+    assert refiner.solved.recall(canonical(problem(LENGTHS, 2))[0]) is not None
     assert second.lengths == shuffled
     assert check(second) == []
     assert second.predicted.makespan_us <= first.predicted.makespan_us
     asked, sequences = canonical(problem(shuffled, 2))
-    refined = relabelled(refine(asked, COSTS, OPTIONS, 20), sequences)
+    refined = relabelled(milp(asked, COSTS, OPTIONS, 20), sequences)
     assert second == build_plan(problem(shuffled, 2), COSTS, OPTIONS, refined)
 
 
@@ -51,7 +51,7 @@ def test_what_only_offload_makes_fit_stays_as_it_is():
     with pytest.raises(InfeasibleError) as error:
         plan(problem([60_000], 2, 1), costs, replace(options, offload=False, planner="greedy"))
     asked = problem([60_000], 2, int(0.9 * (error.value.least_cap_bytes or 0)))
-    found = refine(asked, costs, options, 20)
+    found = milp(asked, costs, options, 20)
     assert len(found.chunks) <= MOST_CHUNKS
     assert found == greedy(asked, costs, options)
 
@@ -99,4 +99,4 @@ def test_long_tables_evaluations_and_several_stages_on_a_rank_stay_greedy():
     evaluation = problem(LENGTHS, 2, forward_only=True)
     looped = replace(problem(LENGTHS, 4), placement=(0, 1, 0, 1), cap_bytes=(1 << 40,) * 2)
     for asked, costs in ((long, COSTS), (evaluation, COSTS), (looped, pipeline(4, 2))):
-        assert refine(asked, costs, OPTIONS, 1.0) == greedy(asked, costs, OPTIONS)
+        assert milp(asked, costs, OPTIONS, 1.0) == greedy(asked, costs, OPTIONS)

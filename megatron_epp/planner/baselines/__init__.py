@@ -7,9 +7,8 @@ from collections.abc import Callable
 from megatron_epp.cost import Costs
 from megatron_epp.planner.baselines.chunkflow import chunkflow
 from megatron_epp.planner.baselines.infinipipe.search import infinipipe
-from megatron_epp.planner.baselines.packed_1f1b import packed_1f1b
-from megatron_epp.planner.baselines.padded_1f1b import padded_1f1b
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b
+from megatron_epp.planner.baselines.stock_1f1b import packed_1f1b, padded_1f1b
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.problem import Options, Problem
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_recompute_only
-from megatron_epp.planner.baselines.rows import chunk_sizes, first_fit, split
+from megatron_epp.plan import Chunk
+from megatron_epp.planner.baselines.common import Contest, chunk_sizes, fixed_size_chunks, own_recompute_only
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.orders.warm_up import elastic_1f1b, slice_groups
@@ -26,9 +26,7 @@ def chunkflow(problem: Problem, costs: Costs, options: Options) -> Decisions:
     the whole stage at once. With `options.chunk_tokens` that is C.
 
     Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as `planner.plan` takes them.
 
     Raises:
         InfeasibleError: no C fits the cap with K = 1.
@@ -36,7 +34,7 @@ def chunkflow(problem: Problem, costs: Costs, options: Options) -> Decisions:
     own_recompute_only(options)
     contest = Contest(problem, costs, options)
     for size in chunk_sizes(problem, options):
-        chunks = uniform_chunks(problem.lengths, size)
+        chunks = fixed_size_chunks(problem.lengths, size, standalone=True)
         tables = contest.tables(chunks)
         order = elastic_1f1b(chunks, problem.num_stages, problem.forward_only)
         most = max(map(len, slice_groups(chunks)))
@@ -45,15 +43,6 @@ def chunkflow(problem: Problem, costs: Costs, options: Options) -> Decisions:
             if contest.enter(Decisions(chunks, order, recompute_all_but_last(chunks, tables.num_layers, retain)), tables):
                 break
     return contest.result()
-
-
-def uniform_chunks(lengths: Sequence[int], size: int) -> tuple[Chunk, ...]:
-    """Dependent chunks, most of one sequence first, then standalone chunks in as few bins as first fit makes of them."""
-    long = sorted((q for q, length in enumerate(lengths) if length > size), key=lambda q: (-lengths[q], q))
-    short = sorted((q for q, length in enumerate(lengths) if length <= size), key=lambda q: (-lengths[q], q))
-    bins = first_fit([(q, lengths[q]) for q in short], size)
-    standalone = (Chunk(tuple(Segment(q, 0, lengths[q]) for q in held)) for held in bins)
-    return (*(chunk for q in long for chunk in split(q, lengths[q], size)), *standalone)
 
 
 def budgets(most: int) -> list[int]:
@@ -69,8 +58,5 @@ def recompute_all_but_last(chunks: Sequence[Chunk], num_layers: Sequence[int], r
         num_layers: of every stage.
         retain: number of chunks at the end of each sequence that keep their activations.
     """
-    dropped = [False] * len(chunks)
-    for group in slice_groups(chunks):
-        for c in group[:-retain]:
-            dropped[c] = True
-    return [[count if drop else 0 for drop in dropped] for count in num_layers]
+    kept = {c for group in slice_groups(chunks) for c in group[-retain:]}
+    return [[0 if c in kept else count for c in range(len(chunks))] for count in num_layers]

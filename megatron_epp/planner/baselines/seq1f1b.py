@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import Action, Chunk, Op, Segment
-from megatron_epp.planner.baselines.contest import Contest
-from megatron_epp.planner.baselines.rows import chunk_sizes, first_fit, split
+from megatron_epp.plan import Action, Chunk, Op
+from megatron_epp.planner.baselines.common import Contest, chunk_sizes, fixed_size_chunks
 from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.orders.warm_up import Order, slice_groups
 from megatron_epp.planner.problem import Options, Problem
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
 
 
 def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
@@ -20,34 +24,37 @@ def seq1f1b(problem: Problem, costs: Costs, options: Options) -> Decisions:
     With `options.chunk_tokens` that is the size.
 
     Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as `planner.plan` takes them.
 
     Raises:
         InfeasibleError: no size fits the cap, even with all layers recomputed.
     """
     contest = Contest(problem, costs, options)
     for size in chunk_sizes(problem, options):
-        chunks = fixed_size_chunks(problem.lengths, size)
-        order = seq1f1b_order(slice_groups(chunks), problem.num_stages, problem.forward_only)
-        contest.enter_uniform(chunks, order)
+        enter_uniform(contest, fixed_size_chunks(problem.lengths, size))
     return contest.result()
 
 
-def fixed_size_chunks(lengths: Sequence[int], size: int) -> tuple[Chunk, ...]:
-    """Slices of `size` tokens; short sequences fill up the last slices and then chunks of their own, first fit in batch order.
+def enter_uniform(contest: Contest, chunks: tuple[Chunk, ...], token_multiple: int | None = None) -> None:
+    """Judge a table with the same number of recomputed layers everywhere: the smallest that fits, or the one asked for.
 
-    Sequences with the most slices come first.
+    Args:
+        contest: of the batch.
+        chunks: the chunk table.
+        token_multiple: chunks are padded to a multiple of this; None for the problem's own.
     """
-    slices = [split(q, length, size) for q, length in enumerate(lengths) if length > size]
-    slices.sort(key=len, reverse=True)
-    short = [(q, length) for q, length in enumerate(lengths) if length <= size]
-    bins = first_fit(short, size, [parts[-1].num_tokens for parts in slices])
-    whole = [tuple(Segment(q, 0, lengths[q]) for q in held) for held in bins]
-    for parts, riders in zip(slices, whole, strict=False):
-        parts[-1] = Chunk(parts[-1].segments + riders)
-    return (*(chunk for parts in slices for chunk in parts), *map(Chunk, whole[len(slices) :]))
+    problem = contest.problem if token_multiple is None else replace(contest.problem, token_multiple=token_multiple)
+    tables = tabulate(chunks, problem, contest.costs)
+    order = seq1f1b_order(slice_groups(chunks), problem.num_stages, problem.forward_only)
+    fixed = 0 if problem.forward_only else contest.options.recompute
+    for count in range(max(tables.num_layers) + 1) if fixed == "auto" else (fixed,):
+        if contest.enter(Decisions(chunks, order, uniform_layers(tables, count), token_multiple=token_multiple), tables):
+            break
+
+
+def uniform_layers(tables: Tables, count: int) -> RecomputeSteps:
+    """Return the same number of recomputed layers for every chunk, or all layers where a stage has fewer."""
+    return [[min(count, most)] * len(tables.message_us) for most in tables.num_layers]
 
 
 def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only: bool = False) -> Order:
@@ -63,17 +70,12 @@ def seq1f1b_order(groups: Sequence[Sequence[int]], num_stages: int, forward_only
     Returns:
         The actions of every rank: forwards group by group, ascending in it; backwards group by group, descending in it.
     """
-    forward = [c for group in groups for c in group]
-    backward = [c for group in groups for c in reversed(group)]
     window = max(map(len, groups))
     orders = []
     for stage in range(num_stages):
-        actions: list[Action] = []
-        run = len(forward) if forward_only else min(len(forward), num_stages - stage - 2 + window)
-        actions += (Action(Op.F, stage, c) for c in forward[:run])
-        for done, c in enumerate(() if forward_only else backward):
-            if run + done < len(forward):
-                actions.append(Action(Op.F, stage, forward[run + done]))
-            actions.append(Action(Op.B, stage, c))
-        orders.append(tuple(actions))
+        forwards = [Action(Op.F, stage, c) for group in groups for c in group]
+        backwards = [] if forward_only else [Action(Op.B, stage, c) for group in groups for c in reversed(group)]
+        warm_up = len(forwards) if forward_only else num_stages - stage - 2 + window
+        pairs = zip_longest(forwards[warm_up:], backwards)
+        orders.append((*forwards[:warm_up], *(action for pair in pairs for action in pair if action is not None)))
     return tuple(orders)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from megatron_epp.cost import causal_pairs
 from megatron_epp.plan import Chunk, Segment
@@ -60,10 +60,9 @@ def _side_by_side(units: list[list[Unit]]) -> tuple[tuple[Chunk, ...], ...]:
     long = [sorted((unit for unit in own if len(unit) > 1), key=len, reverse=True) for own in units]
     single = [[unit[0] for unit in own if len(unit) == 1] for own in units]
     tables: list[list[Chunk]] = [[] for _ in units]
-    for number in range(max(map(len, long))):
-        width = max(len(own[number]) for own in long if number < len(own))
-        for table, own, rest in zip(tables, long, single, strict=True):
-            slices = own[number] if number < len(own) else ()
+    for units_of_each in zip_longest(*long, fillvalue=()):
+        width = max(map(len, units_of_each))
+        for table, slices, rest in zip(tables, units_of_each, single, strict=True):
             table += slices
             table += rest[: width - len(slices)]
             del rest[: width - len(slices)]

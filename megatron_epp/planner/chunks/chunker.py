@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_epp.cost import Costs, Line, causal_pairs
 from megatron_epp.plan import Chunk, Segment
-from megatron_epp.planner.chunks.packing import Bucket, Item, pack
+from megatron_epp.planner.chunks.packing import Item, pack
 from megatron_epp.planner.problem import Problem
 
 MOST_CHUNKS = 1024
@@ -165,9 +165,8 @@ class Chunker:
         tails = [Item(self.slice_us(cuts[q][-2], lengths[q]), lengths[q] - cuts[q][-2], q) for q in long]
         shorts = [Item(self.sequence_us(length), length, q) for q, length in enumerate(lengths) if length <= ends[0]]
         buckets = pack(tails, shorts, grain.time_us, self._token_limit(ends[0], shorts, grain.time_us))
-        groups = [_slices(q, cuts[q], bucket, lengths) for q, bucket in zip(long, buckets, strict=False)]
         fresh = sorted(buckets[len(long) :], key=lambda bucket: (-bucket.time_us, bucket.sequences))
-        return (*(chunk for group in groups for chunk in group), *(Chunk(_whole(b.sequences, lengths)) for b in fresh))
+        return joined(cuts, [bucket.sequences for bucket in (*buckets[: len(long)], *fresh)], lengths)
 
     def _token_limit(self, first_slice: int, shorts: Sequence[Item], time_us: float) -> int:
         """Tokens of a bucket: what the short sequences make of the time aimed at, and at least the first slice."""
@@ -181,13 +180,20 @@ def whole_sequences(lengths: Sequence[int]) -> tuple[Chunk, ...]:
     return tuple(Chunk((Segment(q, 0, length),)) for q, length in enumerate(lengths))
 
 
-def _slices(sequence: int, cuts: Sequence[int], bucket: Bucket, lengths: Sequence[int]) -> list[Chunk]:
-    parts = [(Segment(sequence, start, end),) for start, end in pairwise(cuts)]
-    return [*map(Chunk, parts[:-1]), Chunk(parts[-1] + _whole(bucket.sequences, lengths))]
+def joined(cuts: Mapping[int, Sequence[int]], held: Iterable[Sequence[int]], lengths: Sequence[int]) -> tuple[Chunk, ...]:
+    """Chunk table of slices and whole sequences.
 
-
-def _whole(sequences: Sequence[int], lengths: Sequence[int]) -> tuple[Segment, ...]:
-    return tuple(Segment(q, 0, lengths[q]) for q in sequences)
+    Args:
+        cuts: of every sliced sequence in forward order: its start, and the end of each slice.
+        held: whole sequences that follow the tail slice of each of these, then those of every batched chunk.
+        lengths: tokens of every sequence.
+    """
+    whole = (tuple(Segment(q, 0, lengths[q]) for q in sequences) for sequences in held)
+    chunks: list[Chunk] = []
+    for q, ends in cuts.items():
+        *parts, tail = ((Segment(q, start, end),) for start, end in pairwise(ends))
+        chunks += [*map(Chunk, parts), Chunk(tail + next(whole))]
+    return (*chunks, *map(Chunk, whole))
 
 
 def round_up(number: int, multiple: int) -> int:

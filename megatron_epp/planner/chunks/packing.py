@@ -96,12 +96,8 @@ class _Shelf:
         for number in self.parked:
             insort(self.open, (self.buckets[number].ratio, number))
         self.parked.clear()
-        times = [
-            self.buckets[number].time_us
-            for _, number in self.open
-            if self.buckets[number].tokens + item.tokens <= self.token_limit
-        ]
-        return min(times, default=None)
+        buckets = (self.buckets[number] for _, number in self.open)
+        return min((bucket.time_us for bucket in buckets if bucket.tokens + item.tokens <= self.token_limit), default=None)
 
     def put(self, number: int, item: Item, time_limit_us: float) -> None:
         bucket = self.buckets[number]

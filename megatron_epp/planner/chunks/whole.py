@@ -37,7 +37,8 @@ def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) 
         chunker = Chunker.of(replace(problem, lengths=tuple(lengths[q] for q in others)), costs, chunk_tokens)
         for share in CHUNKS_PER_STAGE:
             rest = _renumbered(chunker.table(chunker.grain(chunks=problem.num_ranks * share)), others)
-            middle = _middle(rest)
+            batched = [group.start for group in slice_groups(rest) if len(group) == 1]
+            middle = batched[len(batched) // 2] if batched else len(rest)
             yield rest + alone
             yield rest[:middle] + alone + rest[middle:]
 
@@ -47,13 +48,6 @@ def plainly(lengths: Sequence[int]) -> list[tuple[Chunk, ...]]:
     chunks = whole_sequences(lengths)
     rising = tuple(chunks[q] for q in sorted(range(len(lengths)), key=lambda q: (lengths[q], q)))
     return [rising[::-1], rising]
-
-
-def _middle(chunks: tuple[Chunk, ...]) -> int:
-    """Index of the first chunk in the second half of the batched chunks; the end of the table if there are none."""
-    groups = slice_groups(chunks)
-    batched = [group.start for group in groups if len(group) == 1]
-    return batched[len(batched) // 2] if batched else len(chunks)
 
 
 def _renumbered(chunks: tuple[Chunk, ...], sequences: Sequence[int]) -> tuple[Chunk, ...]:

@@ -1,45 +1,21 @@
 """Live bytes in the oracle's program: the account that the steps of a plan carry, as rows.
 
-A moment is the start of an action. The live bytes then depend on the actions that have run and on the layers they
-recompute; at the start of a backward its own needs are added. All of that is exact: a product of a literal and a number of
-layers is a variable of its own, and so is the fact that a chunk recomputes all its layers. Nothing is copied to the host.
+When an action starts, the live bytes depend on the actions that have run and on the layers they recompute; at the start of a
+backward its own needs are added. All of that is exact: a product of a literal and a number of layers is a variable of its own,
+and so is the fact that a chunk recomputes all its layers. Nothing is copied to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from megatron_epp.plan import Op
 from megatron_epp.planner.exact.milp import ALWAYS, NEVER, Linear, Model, total
 from megatron_epp.planner.exact.orders import Item, Orders
 from megatron_epp.planner.tables import Tables, Times
 
-Literals = Sequence[Linear]
-
-SIZES = (
-    "activation",
-    "saved",
-    "forward_alloc",
-    "backward_residual",
-    "weight_bytes",
-)
+SIZES = ("activation", "saved", "forward_alloc", "backward_residual", "weight_bytes")
 """Columns of `Tables` that the account is made of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """State of a rank at one moment, as literals by chunk.
-
-    Attributes:
-        forward: the forward has started.
-        backward: the backward has ended.
-        weight: the weight gradient has ended, where it is an action of its own; else the same as `backward`.
-    """
-
-    forward: Literals
-    backward: Literals
-    weight: Literals
 
 
 class Memory:
@@ -79,29 +55,20 @@ class Memory:
             c: the chunk.
             item: an action of the stage.
         """
-        done = self.orders.before[s][(Op.B, c), item]
         if (s, c, item) not in self._recomputed:
-            self._recomputed[s, c, item] = self.product(self.recompute_steps[s][c], done, self.tables.num_layers[s])
+            done, steps, most = self.orders.before[s][(Op.B, c), item], self.recompute_steps[s][c], self.tables.num_layers[s]
+            if done.never or done.always:
+                made = steps * done.constant
+            else:
+                made = self.model.variable(0.0, most)
+                self.model.at_most(made - steps)
+                self.model.at_most(made - most * done)
+                self.model.at_least(made - steps + most * ~done)
+            self._recomputed[s, c, item] = made
         return self._recomputed[s, c, item]
 
-    def product(self, number: Linear, literal: Linear, most: float) -> Linear:
-        """Return a number times a literal.
-
-        Args:
-            number: between 0 and `most`.
-            literal: 0 or 1.
-            most: upper bound of the number.
-        """
-        if literal.never or literal.always:
-            return number * literal.constant
-        made = self.model.variable(0.0, most)
-        self.model.at_most(made - number)
-        self.model.at_most(made - most * literal)
-        self.model.at_least(made - number + most * ~literal)
-        return made
-
     def hold(self) -> None:
-        """No action lifts its rank above the cap.
+        """Add rows by which no action lifts its rank above the cap.
 
         Between backwards bytes only rise, so where all backwards are whole the forwards need no rows.
         """
@@ -109,79 +76,66 @@ class Memory:
             split = any(op is Op.W for op, _ in items)
             for op, c in items:
                 if op is Op.B:
-                    self.limit(s, self.at(s, (op, c)), self.needs(s, c))
+                    self._limit(s, (op, c), self._needs(s, c))
                 elif op is Op.F and split:
-                    self.limit(s, self.at(s, (op, c)), [NEVER])
+                    self._limit(s, (op, c), [NEVER])
 
-    def at(self, s: int, item: Item) -> Moment:
-        """The moment at which an action starts; if it is a forward, what it keeps is live already."""
-        before, own = self.orders.before[s], item[1]
-
-        def ran(op: Op, c: int) -> Linear:
-            if (op, c) == item:
-                return ALWAYS if op is Op.F else NEVER
-            return before[(op, c), item]
-
-        backward = [ran(Op.B, c) for c in self.size]
-        weight = [backward[c] if self.orders.split[s][c].never or c == own else ran(Op.W, c) for c in self.size]
-        return Moment([ran(Op.F, c) for c in self.size], backward, weight)
-
-    def limit(self, s: int, moment: Moment, needs: Iterable[Linear]) -> None:
-        """Add rows by which the live bytes at a moment, together with each need on its own, fit the cap.
+    def _limit(self, s: int, item: Item, needs: Iterable[Linear]) -> None:
+        """Add rows by which the live bytes when an action starts, together with each need on its own, fit the cap.
 
         Args:
             s: the stage.
-            moment: the state of its rank.
+            item: the action; if it is a forward, what it keeps is live already.
             needs: bytes above the live ones, as shares of the cap; not needed at the same time.
         """
-        live = self._plain(s, moment)
+        begun, ended = self._ran(s, Op.F, item), self._ran(s, Op.B, item)
+        live = total(self._plain(s, item, begun, ended))
         tight = [need for need in needs if self.model.highest(live + need) > self.room]
         if not tight:
             return
-        live = live - total(self._relief(s, moment))
+        live = live - total(self._relief(s, begun, ended))
         for need in tight:
             self.model.at_most(live + need, self.room)
 
-    def _plain(self, s: int, moment: Moment) -> Linear:
-        """Live bytes at a moment without any recompute, as a share of the cap."""
+    def _ran(self, s: int, op: Op, item: Item) -> list[Linear]:
+        """Return a literal per chunk that its forward has started, or its backward has ended, when an item starts."""
+        before, own = self.orders.before[s], ALWAYS if op is Op.F else NEVER
+        return [own if (op, c) == item else before[(op, c), item] for c in self.size]
+
+    def _plain(self, s: int, item: Item, begun: Sequence[Linear], ended: Sequence[Linear]) -> Iterator[Linear]:
+        """Yield the live bytes when an item starts, without any recompute, as shares of the cap."""
         kept, opened, residual, stays = (
             self.sizes[name][s] for name in ("activation", "forward_alloc", "backward_residual", "weight_bytes")
         )
-        parts = [Linear(self.static[s])]
+        yield Linear(self.static[s])
         for c in self.size:
-            parts.append((kept[c] + opened[c]) * moment.forward[c])
-            parts.append((residual[c] - kept[c]) * moment.backward[c])
-            if moment.weight[c] is not moment.backward[c]:
-                parts.append(stays[c] * (moment.backward[c] - moment.weight[c]))
-        return total(parts)
+            yield (kept[c] + opened[c]) * begun[c]
+            yield (residual[c] - kept[c]) * ended[c]
+            if c != item[1] and not self.orders.split[s][c].never:
+                yield stays[c] * (ended[c] - self.orders.before[s][(Op.W, c), item])
 
-    def _relief(self, s: int, moment: Moment) -> Iterator[Linear]:
+    def _relief(self, s: int, begun: Sequence[Linear], ended: Sequence[Linear]) -> Iterator[Linear]:
         """Yield the bytes that recompute saves on each chunk that is alive, as shares of the cap."""
         most = float(self.tables.num_layers[s])
         for c in self.size:
-            begun, ended, recompute_steps = moment.forward[c], moment.backward[c], self.recompute_steps[s][c]
-            saved = self.sizes["saved"][s][c]
-            if begun.never or ended.always or not saved:
+            recompute_steps, saved = self.recompute_steps[s][c], self.sizes["saved"][s][c]
+            if begun[c].never or ended[c].always or not saved:
                 continue
-            if begun.always and ended.never:
+            if begun[c].always and ended[c].never:
                 yield saved * recompute_steps
                 continue
             relief = self.model.variable(0.0, most)
             self.model.at_most(relief - recompute_steps)
-            self.model.at_most(relief - most * (begun - ended))
+            self.model.at_most(relief - most * (begun[c] - ended[c]))
             yield saved * relief
 
-    def kept(self, s: int, c: int) -> Linear:
-        """Bytes that a chunk keeps from forward to backward, as a share of the cap."""
-        return self.sizes["activation"][s][c] - self.sizes["saved"][s][c] * self.recompute_steps[s][c]
-
-    def needs(self, s: int, c: int) -> Iterator[Linear]:
+    def _needs(self, s: int, c: int) -> Iterator[Linear]:
         """Yield the bytes that a backward may need above those live at its start; the most counts
         (`kernels.memory.backward_peak`).
         """
         size = {name: rows[s][c] for name, rows in self.sizes.items()}
         split = self.orders.split[s][c]
-        stays = size["weight_bytes"] * split
+        kept = size["activation"] - size["saved"] * self.recompute_steps[s][c]
         most, made = self.tables.num_layers[s], NEVER
         if most and size["saved"] > 0.0:
             everything = self.recompute_steps[s][c]
@@ -192,5 +146,5 @@ class Memory:
         (first, last), (first_split, last_split) = (self.ends[split][s][c] for split in (False, True))
         yield NEVER
         yield made + first + (first_split - first) * split
-        yield last + (last_split - last) * split - self.kept(s, c)
-        yield stays - self.kept(s, c) + size["backward_residual"]
+        yield last + (last_split - last) * split - kept
+        yield size["weight_bytes"] * split - kept + size["backward_residual"]

@@ -87,12 +87,10 @@ class Solution:
     Attributes:
         values: of every variable, or None where no solution was found in time.
         bound: no solution has a smaller objective; infinite where there is none at all.
-        optimal: the solution is as good as the gap asked for.
     """
 
     values: list[float] | None
     bound: float
-    optimal: bool
 
 
 @dataclass(slots=True)
@@ -141,11 +139,9 @@ class Model:
         if not expression.terms and expression.constant >= least - ROUNDING:
             return
         rows, columns, values = self.entries
-        number = len(self.row_lower)
-        for variable, factor in expression.terms.items():
-            rows.append(number)
-            columns.append(variable)
-            values.append(factor)
+        rows += [len(self.row_lower)] * len(expression.terms)
+        columns += expression.terms
+        values += expression.terms.values()
         self.row_lower.append(least - expression.constant)
 
     def at_most(self, expression: Linear, most: float = 0.0) -> None:
@@ -167,11 +163,7 @@ class Model:
             PlanError: scipy is not installed.
         """
         optimize, sparse = _scipy()
-        options: dict[str, float] = {"mip_rel_gap": gap}
-        if time_limit_s is not None:
-            options["time_limit"] = time_limit_s
-        if node_limit is not None:
-            options["node_limit"] = node_limit
+        options = {"mip_rel_gap": gap, "time_limit": time_limit_s, "node_limit": node_limit}
         rows, columns, values = self.entries
         shape = (len(self.row_lower), len(self.cost))
         matrix = sparse.csr_array((values, (rows, columns)), shape=shape)
@@ -180,13 +172,13 @@ class Model:
             integrality=[int(flag and not relaxed) for flag in self.integer],
             bounds=optimize.Bounds(self.lower, self.upper),
             constraints=[optimize.LinearConstraint(matrix, self.row_lower, math.inf)] if self.row_lower else [],
-            options=options,
+            options={name: value for name, value in options.items() if value is not None},
         )
         if found.status == INFEASIBLE:
-            return Solution(None, math.inf, True)
+            return Solution(None, math.inf)
         bound = found.fun if relaxed else found.mip_dual_bound
         bound = -math.inf if bound is None else float(bound)
-        return Solution(None if found.x is None else [float(x) for x in found.x], bound, found.status == 0)
+        return Solution(None if found.x is None else [float(x) for x in found.x], bound)
 
 
 def _scipy() -> tuple[Any, Any]:

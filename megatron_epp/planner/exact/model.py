@@ -76,12 +76,12 @@ class OracleModel:
             for op, c in self.orders.items[s]:
                 split_off = w.weight[s][c] * self.orders.split[s][c]
                 if op is Op.F:
-                    took[op, c] = Linear(w.forward[s][c])
+                    took[op, c] = Linear(w.least[s][op, c])
                 elif op is Op.B:
-                    took[op, c] = w.backward[s][c] + w.layer[s][c] * self.recompute_steps[s][c] + w.weight[s][c] - split_off
+                    took[op, c] = w.least[s][op, c] + w.layer[s][c] * self.recompute_steps[s][c] + w.weight[s][c] - split_off
                 else:
                     took[op, c] = split_off
-                start[op, c] = variable(w.head(s, (op, c)), 1.0 - w.tail(s, (op, c)) - w.least(s, (op, c)))
+                start[op, c] = variable(w.head[s][op, c], 1.0 - w.tail[s][op, c] - w.least[s][op, c])
             self.start.append(start)
             self.took.append(took)
 
@@ -104,14 +104,14 @@ class OracleModel:
             for a, b in permutations(self.orders.items[s], 2):
                 turn = self.orders.before[s][a, b]
                 if not turn.never:
-                    slack = 1.0 - self.windows.tail(s, a) - self.windows.head(s, b)
+                    slack = 1.0 - self.windows.tail[s][a] - self.windows.head[s][b]
                     self.model.at_least(self.start[s][b] - self.end(s, a) + max(0.0, slack) * ~turn)
 
     def _ends(self) -> None:
         for s in self.stages:
             for item in self.orders.items[s]:
                 if item[0] is not Op.F:
-                    tail = self.windows.tail(s, item)
+                    tail = self.windows.tail[s][item]
                     self.model.at_least(self.makespan - self.end(s, item), tail)
                     self.model.at_most(self.end(s, item), 1.0 - tail)
 
@@ -124,8 +124,8 @@ class OracleModel:
         w, at_least = self.windows, self.model.at_least
         first, last = self._extremes(Op.F), self._extremes(Op.B)
         for s in self.stages:
-            head = total(w.forward_head[s][c] * first[c] for c in self.size)
-            tail = total(w.backward_tail[s][c] * last[c] for c in self.size)
+            head = total(w.head[s][Op.F, c] * first[c] for c in self.size)
+            tail = total(w.tail[s][Op.B, c] * last[c] for c in self.size)
             core = [item for item in self.orders.items[s] if item[0] is not Op.W]
             weights = [took for item, took in self.took[s].items() if item[0] is Op.W]
             work = total(self.took[s][item] for item in core)
@@ -147,8 +147,8 @@ class OracleModel:
         for op, c in core:
             if (op, c) == item:
                 continue
-            earlier.append(w.least(s, (op, c)) * before[(op, c), item])
-            later.append(w.least(s, (op, c)) * before[item, (op, c)])
+            earlier.append(w.least[s][op, c] * before[(op, c), item])
+            later.append(w.least[s][op, c] * before[item, (op, c)])
             if op is Op.B and item[0] is Op.B:
                 done = self.memory.recomputed(s, c, item)
                 earlier.append(w.layer[s][c] * done)

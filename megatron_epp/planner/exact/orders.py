@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_epp.plan import Action, Chunk, Op
 from megatron_epp.plan.chunk import slice_neighbours
 from megatron_epp.planner.exact.milp import ALWAYS, NEVER, Linear, Model, total
@@ -21,6 +24,7 @@ Item = tuple[Op, int]
 """An action of a given stage: its kind and chunk."""
 
 Pairs = dict[tuple[Item, Item], Linear]
+Array = NDArray[np.float64]
 
 ROUNDING = 1e-9
 """Tolerance for sums of the same times in different orders."""
@@ -28,29 +32,26 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Times ``[stage][chunk]`` in units of a horizon, for one stage on each rank.
+    """Times in units of a horizon, for one stage on each rank.
 
     Whatever the order, a chunk comes through all earlier stages before it comes to a stage, a slice after the slices before
     it, and backwards the other way round.
 
     Attributes:
-        forward, backward: least duration; a backward's is without recompute and without what can be split off.
-        weight: of the weight gradient where it can be split off, else zero.
-        layer: each recomputed layer adds.
+        least: least duration, by stage and item; a backward's is without recompute and without what can be split off.
+        head: earliest start, by stage and item.
+        tail: least time from the end of the action to the end of the last, by stage and item.
+        weight: ``[stage][chunk]``, of the weight gradient where it can be split off, else zero.
+        layer: ``[stage][chunk]``, each recomputed layer adds.
         hop: message ``[boundary][chunk]``.
-        forward_head, backward_head: earliest start.
-        forward_tail, backward_tail: least time from the end of the action to the end of the last.
     """
 
-    forward: Times
-    backward: Times
+    least: list[dict[Item, float]]
+    head: list[dict[Item, float]]
+    tail: list[dict[Item, float]]
     weight: Times
     layer: Times
     hop: Times
-    forward_head: Times
-    backward_head: Times
-    forward_tail: Times
-    backward_tail: Times
 
     @staticmethod
     def of(chunks: Sequence[Chunk], tables: Tables, horizon_us: float, split: bool) -> Windows:
@@ -62,41 +63,27 @@ class Windows:
             horizon_us: the unit of all times.
             split: weight gradients can run as actions of their own, where anything is held for them.
         """
-
-        def scaled(times: Times) -> Times:
-            return [[time_us / horizon_us for time_us in row] for row in times]
-
+        forward, whole, weight, layer, hop = (
+            np.array(times) / horizon_us
+            for times in (tables.forward_us, tables.backward_us, tables.weight_us, tables.layer_us, tables.hops)
+        )
+        weight *= np.array(tables.weight_bytes, dtype=bool) & split
+        backward, none = whole - weight, np.zeros_like(whole)
         links = slice_neighbours(chunks)
         ascending = sorted(range(len(chunks)), key=lambda c: chunks[c].segments[0].start)
-        forward, hop = scaled(tables.forward_us), scaled(tables.hops)
-        rows = zip(tables.weight_us, tables.weight_bytes, strict=True)
-        weight_us = [[time_us if split and held else 0.0 for time_us, held in zip(*row, strict=True)] for row in rows]
-        weight = scaled(weight_us)
-        backward = _plus(scaled(tables.backward_us), weight, -1.0)
-        forward_head = _along(forward, hop, links.previous, ascending)
-        backward_tail = _along(backward, hop, links.previous, ascending)
-        descending = ascending[::-1]
-        backward_head = _back(backward, hop, links.following, descending, _plus(forward_head, forward))
-        forward_tail = _back(forward, hop, links.following, descending, _plus(backward_tail, backward))
-        rest = backward, weight, scaled(tables.layer_us), hop
-        return Windows(forward, *rest, forward_head, backward_head, forward_tail, backward_tail)
-
-    def least(self, s: int, item: Item) -> float:
-        """Least duration of an action."""
-        op, c = item
-        return {Op.F: self.forward, Op.B: self.backward}[op][s][c] if op is not Op.W else 0.0
-
-    def head(self, s: int, item: Item) -> float:
-        """Earliest start of an action."""
-        op, c = item
-        return (
-            self.forward_head[s][c] if op is Op.F else self.backward_head[s][c] + (self.backward[s][c] if op is Op.W else 0.0)
+        forward_head = _longest(forward, hop, none, links.previous, ascending)
+        backward_tail = _longest(backward, hop, none, links.previous, ascending)
+        behind = links.following, ascending[::-1]
+        backward_head = _longest(backward[::-1], hop[::-1], (forward_head + forward)[::-1], *behind)[::-1]
+        forward_tail = _longest(forward[::-1], hop[::-1], (backward_tail + backward)[::-1], *behind)[::-1]
+        return Windows(
+            least=_by_item(forward, backward, none),
+            head=_by_item(forward_head, backward_head, backward_head + backward),
+            tail=_by_item(forward_tail, backward_tail, none),
+            weight=weight.tolist(),
+            layer=layer.tolist(),
+            hop=hop.tolist(),
         )
-
-    def tail(self, s: int, item: Item) -> float:
-        """Least time from an action's end to the end of all."""
-        op, c = item
-        return {Op.F: self.forward_tail, Op.B: self.backward_tail}[op][s][c] if op is not Op.W else 0.0
 
 
 class Orders:
@@ -131,14 +118,14 @@ class Orders:
         Settled for slices of one sequence, for forwards of chunks that are equal in everything, and where one of the two ways
         takes longer than the horizon.
         """
-        root = _roots(self.chunks)
+        root = [chunk.segments[0].sequence for chunk in self.chunks]  # a slice is the first segment of its chunk
         shared: Pairs = {}
         for u, v in combinations(self.size, 2):
             for op in (Op.F, Op.B):
                 if root[u] == root[v]:
                     earlier = self.chunks[u].segments[0].start < self.chunks[v].segments[0].start
                     literal = ALWAYS if earlier == (op is Op.F) else NEVER
-                elif op is Op.F and self._whole(u, root) and self._whole(v, root) and self._profile(u) == self._profile(v):
+                elif op is Op.F and root.count(root[u]) == root.count(root[v]) == 1 and self._profile(u) == self._profile(v):
                     literal = ALWAYS
                 else:
                     literal = self._possible((op, u), (op, v), range(len(self.items)))
@@ -202,18 +189,14 @@ class Orders:
     def _least(self, s: int, a: Item, b: Item) -> float:
         """Least time in which a runs before b."""
         w = self.windows
-        return w.head(s, a) + w.least(s, a) + w.least(s, b) + w.tail(s, b)
-
-    def _whole(self, c: int, root: Sequence[int]) -> bool:
-        return root.count(root[c]) == 1
+        return w.head[s][a] + w.least[s][a] + w.least[s][b] + w.tail[s][b]
 
     def _profile(self, c: int) -> tuple[float, ...]:
         t = self.tables
-        times = [row[c] for row in (*t.forward_us, *t.backward_us, *t.layer_us, *t.weight_us, *t.hops)]
-        kept = [row[c] for row in (*t.activation, *t.saved, *t.weight_bytes)]
-        kept += [size for s in range(len(self.items)) for split in (False, True) for size in t.at_ends(s, c, split)]
-        more = [row[c] for row in (*t.forward_alloc, *t.forward_free, *t.backward_residual)]
-        return *times, *kept, *more
+        times = *t.forward_us, *t.backward_us, *t.layer_us, *t.weight_us, *t.hops
+        sizes = *t.activation, *t.saved, *t.weight_bytes, *t.forward_alloc, *t.forward_free, *t.backward_residual
+        ends = [size for s in range(len(self.items)) for split in (False, True) for size in t.at_ends(s, c, split)]
+        return *(row[c] for row in times), *(row[c] for row in sizes), *ends
 
     def order(self, values: Sequence[float]) -> Order:
         """The order of a solution."""
@@ -230,43 +213,27 @@ def _enter(table: Pairs, a: Item, b: Item, literal: Linear) -> None:
     table[b, a] = NEVER if literal.always else ALWAYS if literal.never else ~literal
 
 
-def _roots(chunks: Sequence[Chunk]) -> list[int]:
-    """Map every chunk to the chunk with the first slice of its sequence, or to itself if it is not sliced."""
-    previous = slice_neighbours(chunks).previous
-    roots = list(range(len(chunks)))
-    for c in range(len(chunks)):
-        while (earlier := previous[roots[c]]) is not None:
-            roots[c] = earlier
-    return roots
+def _by_item(forward: Array, backward: Array, weight: Array) -> list[dict[Item, float]]:
+    kinds = {Op.F: forward.tolist(), Op.B: backward.tolist(), Op.W: weight.tolist()}
+    return [{(op, c): value for op, rows in kinds.items() for c, value in enumerate(rows[s])} for s in range(len(forward))]
 
 
-def _along(times: Times, hop: Times, previous: Sequence[int | None], ascending: Sequence[int]) -> Times:
-    """The longest way to every action through earlier stages and earlier slices."""
-    ways: Times = []
-    for stage, row in enumerate(times):
-        way = [0.0] * len(row)
-        for c in ascending:
+def _longest(times: Array, hop: Array, least: Array, near: Sequence[int | None], walk: Sequence[int]) -> Array:
+    """Compute the longest way to every action through the stages above it and the slices that come before it.
+
+    Args:
+        times: of the actions ``[stage][chunk]``.
+        hop: of the messages ``[boundary][chunk]``.
+        least: of every way ``[stage][chunk]``.
+        near: of every chunk, the slice just before it.
+        walk: the chunks, each after the slices before it.
+    """
+    ways = least.copy()
+    for stage, way in enumerate(ways):
+        for c in walk:
             if stage:
-                way[c] = ways[-1][c] + times[stage - 1][c] + hop[stage - 1][c]
-            before = previous[c]
+                way[c] = max(way[c], ways[stage - 1, c] + times[stage - 1, c] + hop[stage - 1, c])
+            before = near[c]
             if before is not None:
-                way[c] = max(way[c], way[before] + row[before])
-        ways.append(way)
+                way[c] = max(way[c], way[before] + times[stage, before])
     return ways
-
-
-def _back(times: Times, hop: Times, following: Sequence[int | None], descending: Sequence[int], least: Times) -> Times:
-    """The longest way to every action through later stages and later slices, and at least `least`."""
-    ways = [list(row) for row in least]
-    for stage in reversed(range(len(times))):
-        for c in descending:
-            if stage + 1 < len(times):
-                ways[stage][c] = max(ways[stage][c], ways[stage + 1][c] + times[stage + 1][c] + hop[stage][c])
-            after = following[c]
-            if after is not None:
-                ways[stage][c] = max(ways[stage][c], ways[stage][after] + times[stage][after])
-    return ways
-
-
-def _plus(one: Times, other: Times, sign: float = 1.0) -> Times:
-    return [[a + sign * b for a, b in zip(*rows, strict=True)] for rows in zip(one, other, strict=True)]

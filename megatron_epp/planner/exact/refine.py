@@ -30,30 +30,13 @@ NICENESS = 10
 """Niceness of the solver's process: training has priority."""
 
 
-def milp(problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """Improve order and recompute of the greedy decisions by the oracle for `TIME_LIMIT_S`.
-
-    Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
-
-    Raises:
-        InfeasibleError: the greedy planner finds nothing that fits the caps.
-        PlanError: recompute is fixed, or scipy is not installed.
-    """
-    return refine(problem, costs, options, TIME_LIMIT_S)
-
-
-def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float) -> Decisions:
-    """Improve the greedy decisions as `milp` does, within a given time.
+def milp(problem: Problem, costs: Costs, options: Options, time_limit_s: float = TIME_LIMIT_S) -> Decisions:
+    """Improve order and recompute of the greedy decisions by the oracle, within a given time.
 
     Evaluations, several stages on a rank, and tables of more than `MOST_CHUNKS` chunks stay as they are.
 
     Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as `planner.plan` takes them.
         time_limit_s: seconds for the oracle.
 
     Raises:
@@ -76,17 +59,16 @@ def refine(problem: Problem, costs: Costs, options: Options, time_limit_s: float
 class Refiner:
     """Plans a batch at once and refines it in a process of its own, for the next batch of equal lengths in any order."""
 
-    def __init__(self, costs: Costs, options: Options, *, time_limit_s: float = 60.0, capacity: int = 1024) -> None:
+    def __init__(self, costs: Costs, options: Options, *, time_limit_s: float = 60.0) -> None:
         """Start the process that refines.
 
         Args:
             costs: time and memory of every stage.
             options: the user's settings.
             time_limit_s: seconds for each batch.
-            capacity: refined batches kept; the least recently used goes first.
         """
         self.costs, self.options = costs, options
-        self.solved = Recent[Problem, Decisions](capacity)
+        self.solved = Recent[Problem, Decisions]()
         self._asked: deque[Problem] = deque()  # of the worker, oldest first
         self._worker = Worker(_refining, costs, options, time_limit_s, niceness=NICENESS)
 
@@ -97,7 +79,8 @@ class Refiner:
         """
         validate(problem, self.costs, self.options)
         while self._asked and self._worker.is_ready():
-            self._receive()
+            asked = self._asked.popleft()
+            self.solved.remember(asked, self._worker.receive())
         return planned_with_room(problem, self._plan)
 
     def _plan(self, problem: Problem) -> Plan:
@@ -110,19 +93,10 @@ class Refiner:
                 self._asked.append(asked)
         return build_plan(problem, self.costs, self.options, relabelled(made, sequences))
 
-    def wait(self) -> None:
-        """Wait until everything asked for so far is refined."""
-        while self._asked:
-            self._receive()
-
     def close(self) -> None:
         """End the process, and with it what is being solved."""
         self._worker.close()
 
-    def _receive(self) -> None:
-        asked = self._asked.popleft()
-        self.solved.remember(asked, self._worker.receive())
-
 
 def _refining(costs: Costs, options: Options, time_limit_s: float) -> Callable[[Problem], Decisions]:
-    return partial(refine, costs=costs, options=options, time_limit_s=time_limit_s)
+    return partial(milp, costs=costs, options=options, time_limit_s=time_limit_s)

@@ -44,12 +44,6 @@ class PackedPlan(NamedTuple):
 PackedPlans = tuple[PackedPlan, ...]
 """Plans of the replicas of a group, in their order."""
 
-Lengths = tuple[tuple[int, ...], ...]
-"""Lengths of the sequences of every replica of a group, ``[replica][sequence]``."""
-
-PlanGroup = Callable[[Problem, Lengths], tuple[Plan, ...]]
-"""Function from the problem that all shares have in common, and the lengths of each, to their plans."""
-
 
 class BackgroundPlanner:
     """Plans the batches of one run for a group of its replicas, from any thread, one at a time.
@@ -93,46 +87,35 @@ def _planning(
 ) -> Callable[[Problem], PackedPlans]:
     """Make the function that the process calls for every batch."""
     steady = replace(options, planner="greedy" if options.planner == "milp" else options.planner, budget_ms=None)
+    plan_one: Callable[[Problem], Plan] | None = None
+    if options.planner == "milp":
+        plan_one = Refiner(costs, options).plan
+    elif options.budget_ms:
+        plan_one = Anytime(costs, options).plan
 
     @functools.lru_cache(KEPT)
-    def repeatable(problem: Problem, shares: Lengths) -> tuple[Plan, ...]:
-        problems = [replace(problem, lengths=share) for share in shares]
-        return plan_lockstep(problems, costs, steady) if len(shares) > 1 else (planner.plan(problems[0], costs, steady),)
-
-    plan: PlanGroup = repeatable
-    if options.planner == "milp":
-        plan = _of_one(Refiner(costs, options).plan)
-    elif options.budget_ms:
-        plan = _of_one(Anytime(costs, options).plan)
+    def repeatable(problems: tuple[Problem, ...]) -> tuple[Plan, ...]:
+        return plan_lockstep(problems, costs, steady) if len(problems) > 1 else (planner.plan(problems[0], costs, steady),)
 
     @functools.lru_cache(KEPT)
     def divided(problem: Problem) -> Division:
         if lockstep_groups == ((0,),):
             return Division((tuple(range(len(problem.lengths))),), (0.0,))
 
-        def slowest_us(shares: Lengths) -> float:
+        def slowest_us(shares: tuple[tuple[int, ...], ...]) -> float:
             return max(about_us(replace(problem, lengths=share), costs, steady) for share in shares)
 
         return divide(problem, costs, lockstep_groups, slowest_us)
 
-    return functools.partial(_packed, plan, divided, lockstep_groups[lockstep_group])
+    def packed(problem: Problem) -> PackedPlans:
+        start_s = time.perf_counter()
+        division = divided(problem)
+        shares = [division.shares[replica] for replica in lockstep_groups[lockstep_group]]
+        problems = tuple(replace(problem, lengths=tuple(problem.lengths[at] for at in share)) for share in shares)
+        plans = repeatable(problems) if plan_one is None else (plan_one(problems[0]),)
+        planning_us = (time.perf_counter() - start_s) * 1e6
+        return tuple(
+            PackedPlan(pack(one), planning_us, share, division.checksum) for one, share in zip(plans, shares, strict=True)
+        )
 
-
-def _of_one(plan: Callable[[Problem], Plan]) -> PlanGroup:
-    """Wrap a planner of one replica as a planner of a group of one."""
-    return lambda problem, shares: (plan(replace(problem, lengths=shares[0])),)
-
-
-def _packed(
-    plan: PlanGroup,
-    divided: Callable[[Problem], Division],
-    lockstep_group: tuple[int, ...],
-    problem: Problem,
-) -> PackedPlans:
-    start_s = time.perf_counter()
-    division = divided(problem)
-    shares = [division.shares[replica] for replica in lockstep_group]
-    lengths = tuple(tuple(problem.lengths[at] for at in share) for share in shares)
-    made = plan(replace(problem, lengths=()), lengths)
-    planning_us = (time.perf_counter() - start_s) * 1e6
-    return tuple(PackedPlan(pack(one), planning_us, share, division.checksum) for one, share in zip(made, shares, strict=True))
+    return packed

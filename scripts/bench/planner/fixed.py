@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, InfeasibleError, PlanError
-from megatron_epp.planner.baselines.chunkflow import budgets, recompute_all_but_last, uniform_chunks
-from megatron_epp.planner.baselines.contest import uniform_layers
-from megatron_epp.planner.baselines.rows import chunk_sizes, context_tokens, pack_whole
-from megatron_epp.planner.baselines.seq1f1b import fixed_size_chunks, seq1f1b_order
+from megatron_epp.planner.baselines.chunkflow import budgets, recompute_all_but_last
+from megatron_epp.planner.baselines.common import chunk_sizes, context_tokens, fixed_size_chunks, pack_whole
+from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order, uniform_layers
 from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.chunks.chunker import whole_sequences
 from megatron_epp.planner.decisions import Decisions
@@ -133,7 +132,7 @@ def _chunks(problem: Problem, options: Options, size: int | None) -> tuple[Chunk
         return whole_sequences(problem.lengths)
     if size is None:
         return pack_whole(problem.lengths, context_tokens(problem, options))
-    return (fixed_size_chunks if options.planner == "seq1f1b" else uniform_chunks)(problem.lengths, size)
+    return fixed_size_chunks(problem.lengths, size, standalone=options.planner == "chunkflow")
 
 
 def _settings(planner: str, arranged: Sequence[_Arranged], size: int | None) -> list[Setting]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk
-from megatron_epp.planner.baselines.contest import MOST_CHUNKS, Contest, own_recompute_only
+from megatron_epp.planner.baselines.common import Contest, own_recompute_only
 from megatron_epp.planner.baselines.infinipipe.checkpoints import diagonal_checkpoints
-from megatron_epp.planner.baselines.infinipipe.chunks import algorithm_1
 from megatron_epp.planner.baselines.seq1f1b import seq1f1b_order
 from megatron_epp.planner.bound import lower_bound_us
-from megatron_epp.planner.chunks.chunker import Chunker
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, Chunker, joined
 from megatron_epp.planner.decisions import Decisions
 from megatron_epp.planner.evaluate import RecomputeSteps
 from megatron_epp.planner.memory.recompute import peaks_bytes
@@ -36,9 +38,7 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
     capacity.
 
     Args:
-        problem: the batch, the pipeline and its memory caps.
-        costs: time and memory of every stage.
-        options: the user's settings.
+        problem, costs, options: as `planner.plan` takes them.
 
     Raises:
         InfeasibleError: nothing fits the cap for any K.
@@ -61,6 +61,74 @@ def infinipipe(problem: Problem, costs: Costs, options: Options) -> Decisions:
         if worse == PATIENCE:
             break
     return contest.result()
+
+
+def algorithm_1(chunker: Chunker, slices: int, *, more_tokens: bool = False) -> tuple[Chunk, ...]:
+    """Cut the longest sequence into slices of equal time, all others at the same places, and pack the short ones.
+
+    Longest in time first, a short sequence goes to the bucket with the smallest time per token that has room for it under the
+    time and the token threshold. A bucket of its own is opened when the emptiest has no token room; the time threshold is
+    loosened when only time stands in the way. Where the paper takes the least time of all buckets for that, which need not
+    have token room (and then nothing changes, for ever), this takes the least of those that have.
+
+    Args:
+        chunker: times and the token capacity.
+        slices: of the longest sequence, the paper's K.
+        more_tokens: the paper's expression for the token threshold did not survive. False takes the tokens of the first, which
+            is the longest, slice; True takes as many as short sequences need to fill the time threshold.
+
+    Returns:
+        Chunks in forward order: long sequences first, the longest first, then batched chunks.
+    """
+    lengths, ends = chunker.problem.lengths, chunker.mesh(slices)
+    longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
+    long = [q for q in longest_first if lengths[q] > ends[0]]
+    short = [q for q in longest_first if lengths[q] <= ends[0]]
+    cuts = {q: [0, *(end for end in ends if end < lengths[q]), lengths[q]] for q in long}
+    time_limit_us = max(chunker.slice_us(start, end) for start, end in pairwise([0, *ends]))
+    token_limit = max(end - start for start, end in pairwise([0, *ends]))
+    short_us = sum(chunker.sequence_us(lengths[q]) for q in short)
+    if more_tokens and short_us > 0:
+        fill = round(time_limit_us * sum(lengths[q] for q in short) / short_us)
+        token_limit = min(chunker.token_cap, max(token_limit, fill))
+    tails = [(cuts[q][-2], lengths[q]) for q in long]
+    return joined(cuts, _buckets(chunker, tails, short, time_limit_us, token_limit), lengths)
+
+
+def _buckets(
+    chunker: Chunker, tails: Sequence[tuple[int, int]], short: Sequence[int], time_limit_us: float, token_limit: int
+) -> list[list[int]]:
+    """Pack the short sequences as `algorithm_1` says.
+
+    Args:
+        chunker: times.
+        tails: start and end of the tail slices, each of which is in a bucket at the start.
+        short: the short sequences, in the order in which they are packed.
+        time_limit_us: of a bucket, loosened if need be.
+        token_limit: of a bucket.
+
+    Returns:
+        The short sequences of every bucket, those of the tails first.
+    """
+    held: list[list[int]] = [[] for _ in tails]
+    times_us, sizes = np.zeros(len(tails) + len(short)), np.zeros(len(tails) + len(short), dtype=np.int64)
+    times_us[: len(tails)] = [chunker.slice_us(start, end) for start, end in tails]
+    sizes[: len(tails)] = [end - start for start, end in tails]
+    for q in short:
+        tokens = chunker.problem.lengths[q]
+        time_us, open_us, taken = chunker.sequence_us(tokens), times_us[: len(held)], sizes[: len(held)]
+        room = taken + tokens <= token_limit
+        if room.any():
+            time_limit_us = max(time_limit_us, float(open_us[room].min()) + time_us)
+            fits = room & (open_us + time_us <= time_limit_us)
+            number = int(np.where(fits, open_us / taken, np.inf).argmin())
+        else:
+            number = len(held)
+            held.append([])
+        times_us[number] += time_us
+        sizes[number] += tokens
+        held[number].append(q)
+    return held
 
 
 def _enter(contest: Contest, chunks: tuple[Chunk, ...]) -> None:
@@ -97,25 +165,18 @@ class Pipeline:
     cost_us: float
 
 
-@dataclass(slots=True)
 class Grouping:
-    """Partition of the sequences into pipelines by dynamic programming (Equations 12 to 14).
+    """Partition of the sequences into pipelines by dynamic programming (Equations 12 to 14)."""
 
-    Attributes:
-        contest: the problem, and the record of caps that would suffice.
-        tables: of the chunk table.
-        groups: the chunks of every sequence; batched chunks stand alone.
-    """
+    def __init__(self, contest: Contest, tables: Tables, groups: Sequence[Sequence[int]]) -> None:
+        """Estimate a pipeline's start-up as ``(stages - 1)`` average chunks, forward and backward; a layer is the average one.
 
-    contest: Contest
-    tables: Tables
-    groups: Sequence[Sequence[int]]
-    startup_us: float = field(init=False)
-    layer_us: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        """A pipeline's start-up is ``(stages - 1)`` average chunks, forward and backward; a layer is the average one."""
-        tables = self.tables
+        Args:
+            contest: the problem, and the record of caps that would suffice.
+            tables: of the chunk table.
+            groups: the chunks of every sequence; batched chunks stand alone.
+        """
+        self.contest, self.tables, self.groups = contest, tables, groups
         cells = len(tables.num_layers) * len(tables.message_us)
         pass_us = sum(map(sum, tables.forward_us)) + sum(map(sum, tables.backward_us))
         self.startup_us = (len(tables.num_layers) - 1) * pass_us / cells
@@ -149,21 +210,13 @@ class Grouping:
         return None if found is None else Pipeline(order, found[1], self.startup_us + self.layer_us * found[0])
 
     def _order(self, counts: Sequence[int]) -> Order:
-        chosen = [group for group in self.groups if len(group) in set(counts)]
-        chosen.sort(key=len, reverse=True)
-        return seq1f1b_order(chosen, len(self.tables.num_layers))
+        chosen = (group for group in self.groups if len(group) in counts)
+        return seq1f1b_order(sorted(chosen, key=len, reverse=True), len(self.tables.num_layers))
 
     def _note_cap(self, counts: Sequence[int]) -> None:
         """Record a cap that suffices if each number of chunks runs as its own pipeline, all layers recomputed or none."""
-        least = []
-        for count in counts:
-            order = self._order([count])
-            rows = (
-                [[recompute_steps] * len(self.tables.message_us) for recompute_steps in most]
-                for most in ((0,) * len(order), self._full())
-            )
-            least.append(min(max(peaks_bytes(order, self.tables, row)) for row in rows))
+        tables, least = self.tables, []
+        for order in (self._order([count]) for count in counts):
+            rows = ([[layers] * len(tables.message_us)] * len(order) for layers in (0, min(tables.num_layers)))
+            least.append(min(max(peaks_bytes(order, tables, row)) for row in rows))
         self.contest.would_do(max(least))
-
-    def _full(self) -> tuple[int, ...]:
-        return (min(self.tables.num_layers),) * len(self.tables.num_layers)

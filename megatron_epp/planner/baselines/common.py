@@ -1,0 +1,136 @@
+"""Comparison of a baseline's candidates by the rules for every planner, and chunks of a fixed number of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from megatron_epp.cost import Costs
+from megatron_epp.plan import Chunk, InfeasibleError, PlanError, Remedy
+from megatron_epp.planner.chunks.chunker import MOST_CHUNKS, joined, round_up
+from megatron_epp.planner.decisions import Decisions
+from megatron_epp.planner.evaluate import makespan_us
+from megatron_epp.planner.memory.recompute import peaks_bytes
+from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank
+from megatron_epp.planner.search.trials import infeasible
+from megatron_epp.planner.tables import Tables
+from megatron_epp.planner.tabulate import tabulate
+
+
+class Contest:
+    """Candidates for one batch: the fastest that fits so far, and where none fits the smallest cap that would suffice."""
+
+    def __init__(self, problem: Problem, costs: Costs, options: Options) -> None:
+        """Raise `PlanError` if the placement is not one stage per rank in order, the only one that the baselines support."""
+        require_one_stage_per_rank(problem, options)
+        self.problem, self.costs, self.options = problem, costs, options
+        self.best: Decisions | None = None
+        self.best_us = math.inf
+        self.needed_bytes = 0
+
+    def tables(self, chunks: Sequence[Chunk]) -> Tables:
+        return tabulate(chunks, self.problem, self.costs)
+
+    def enter(self, made: Decisions, tables: Tables) -> bool:
+        """Judge a candidate: True if it fits the caps, whether or not it is the fastest. Otherwise its peak is recorded."""
+        peaks = peaks_bytes(made.order, tables, made.recompute_steps)
+        if any(peak > cap for peak, cap in zip(peaks, self.problem.cap_bytes, strict=True)):
+            self.would_do(max(peaks))
+            return False
+        took_us = makespan_us(made.order, tables, made.recompute_steps)
+        if took_us < self.best_us:
+            self.best, self.best_us = made, took_us
+        return True
+
+    def would_do(self, cap: int) -> None:
+        """Record a cap, in bytes per rank, under which some candidate fits."""
+        self.needed_bytes = min(cap, self.needed_bytes or cap)
+
+    def result(self) -> Decisions:
+        """The fastest candidate. Raises `InfeasibleError` with a cap that would have let one through."""
+        if self.best is not None:
+            return self.best
+        raise infeasible(self.problem, self.needed_bytes, planner=self.options.planner)
+
+
+def own_recompute_only(options: Options) -> None:
+    """Raise `PlanError` if the user fixed the recompute that a planner chooses itself."""
+    if options.recompute != "auto":
+        raise PlanError(
+            f"planner {options.planner!r} chooses recompute itself; it cannot take {options.recompute} layers",
+            Remedy("set", "recompute", "auto"),
+        )
+
+
+def context_tokens(problem: Problem, options: Options) -> int:
+    """Tokens of a row, padding included: the context length, or the longest sequence where none is given.
+
+    Raises:
+        InfeasibleError: a sequence is longer.
+    """
+    longest = max(problem.lengths)
+    context = longest if options.context is None else options.context
+    if longest > context:
+        raise InfeasibleError(
+            f"planner {options.planner!r} does not cut sequences: one of {longest} tokens does not fit rows of {context}",
+            Remedy("raise", "context", longest),
+        )
+    return round_up(context, problem.token_multiple)
+
+
+def first_fit(sequences: Iterable[int], lengths: Sequence[int], room: int, taken: Iterable[int] = ()) -> list[list[int]]:
+    """Put each sequence into the first bin with room.
+
+    Args:
+        sequences: in the order in which they are put; one above `room` has a bin of its own.
+        lengths: tokens of every sequence of the batch.
+        room: tokens of a bin.
+        taken: tokens already in bins that stand first.
+
+    Returns:
+        The sequences of each bin, in the order given; as many new bins as it took follow those given.
+    """
+    left = [room - tokens for tokens in taken]
+    held: list[list[int]] = [[] for _ in left]
+    for q in sequences:
+        at = next((at for at, free in enumerate(left) if lengths[q] <= free), None)
+        if at is None:
+            at = len(held)
+            held.append([])
+            left.append(room)
+        held[at].append(q)
+        left[at] -= lengths[q]
+    return held
+
+
+def pack_whole(lengths: Sequence[int], room: int) -> tuple[Chunk, ...]:
+    """Whole sequences in rows of at most `room` tokens: first fit, longest first. One that is longer has a row of its own."""
+    longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))
+    return joined({}, first_fit(longest_first, lengths, room), lengths)
+
+
+def fixed_size_chunks(lengths: Sequence[int], size: int, *, standalone: bool = False) -> tuple[Chunk, ...]:
+    """Slices of `size` tokens, sequences with the most slices first, and short sequences, first fit.
+
+    Args:
+        lengths: tokens of every sequence.
+        size: tokens of a slice, the last of a sequence excepted, and most tokens of a chunk.
+        standalone: longest first, short sequences have chunks of their own. Otherwise in batch order, they fill up the last
+            slices too.
+    """
+    sequences = sorted(range(len(lengths)), key=lambda q: -lengths[q] if standalone else 0)
+    long = sorted((q for q in sequences if lengths[q] > size), key=lambda q: -(-lengths[q] // size), reverse=True)
+    cuts = {q: [*range(0, lengths[q], size), lengths[q]] for q in long}
+    tails = [size if standalone else lengths[q] - cuts[q][-2] for q in long]
+    return joined(cuts, first_fit((q for q in sequences if lengths[q] <= size), lengths, size, tails), lengths)
+
+
+def chunk_sizes(problem: Problem, options: Options) -> list[int]:
+    """Fixed chunk sizes worth trying: the one the user gave, or powers of two from a single chunk to `MOST_CHUNKS`, falling."""
+    multiple = problem.token_multiple
+    if options.chunk_tokens is not None:
+        return [options.chunk_tokens // multiple * multiple]
+    total = sum(problem.lengths)
+    powers = [1 << power for power in range(total.bit_length(), 0, -1) if (1 << power) * MOST_CHUNKS >= total]
+    sizes = dict.fromkeys(round_up(size, multiple) for size in powers if size >= min(256, total))
+    return list(sizes)
