@@ -16,6 +16,7 @@ from megatron_epp.report.table import byte_unit, format_bytes, format_cap, forma
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLUMNS = 8
 """Number of ranks in one table."""
@@ -145,11 +146,8 @@ def _numbers(chunks: Sequence[int]) -> str:
     return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def save_memory_picture(account: Account, path: str | Path) -> None:
+def memory_picture(account: Account) -> Figure:
     """Draw the items of every rank as stacked areas over the time of the iteration, in ms.
-
-    Args:
-        path: of the file; the suffix selects the format.
 
     Raises:
         EppError: matplotlib is not installed.
@@ -169,7 +167,12 @@ def save_memory_picture(account: Account, path: str | Path) -> None:
     label_time(axes[-1], timeline.makespan_us)
     axes[0].set_title(f"planned memory of {len(plan.lengths):,} sequences in {len(plan.chunks)} chunks ({note})", loc="left")
     draw_entries(figure, [(colours[name], name) for name in names], min(4, len(names)))
-    figure.savefig(path)
+    return figure
+
+
+def save_memory_picture(account: Account, path: str | Path) -> None:
+    """Write `memory_picture` to a file; the suffix selects the format. Raises the errors of `memory_picture`."""
+    memory_picture(account).savefig(path)
 
 
 def _draw(axis: Axes, account: Account, rank: int, colours: Mapping[str, str], size: int) -> None:

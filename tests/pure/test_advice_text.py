@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.advice.judge import Entry, Parts, Plain, Refusal
-from megatron_epp.advice.layout import Layout
-from megatron_epp.advice.question import Question
+from megatron_epp.advice.question import Layout, Question
 from megatron_epp.advice.report import as_json, as_text, why_slower
 from megatron_epp.advice.search import Advice
 from megatron_epp.cost import H100

@@ -30,7 +30,8 @@ def test_every_rank_has_its_peak_in_items_that_add_up_and_what_is_left_of_its_ca
 
 
 def test_the_largest_items_are_told_first():
-    assert main_items({"few": 1 << 30, "most": 3 << 30, "some": 2 << 30}, most=2) == "3.00 GiB most, 2.00 GiB some"
+    items = {"few": 1 << 30, "most": 4 << 30, "least": 1 << 20, "some": 2 << 30}
+    assert main_items(items) == "4.00 GiB most, 2.00 GiB some, 1.00 GiB few"
 
 
 def test_the_areas_of_a_rank_are_stacked_up_to_its_live_bytes(account):

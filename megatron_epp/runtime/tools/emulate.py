@@ -54,7 +54,7 @@ class Rehearsed:
 
 
 @dataclass(slots=True)
-class _Rank:
+class EmulatedRank:
     """State shared by the stages of one rank: the clock and the recorded events."""
 
     plan: Plan
@@ -93,7 +93,7 @@ class _Rank:
 class WaitingStage:
     """Implements `runtime.context.Stage` by timed waits: its hidden states are the time at which they were produced."""
 
-    def __init__(self, stage: int, rank: _Rank) -> None:
+    def __init__(self, stage: int, rank: EmulatedRank) -> None:
         self.stage, self.rank, self.relay = stage, rank, KVRelay()
         self._inputs: dict[int, Tensor] = {}
 
@@ -136,7 +136,7 @@ class WaitingOffload:
     Copies run in a thread of their own, one at a time among ranks that share a link.
     """
 
-    def __init__(self, rank: _Rank, locks: Locks) -> None:
+    def __init__(self, rank: EmulatedRank, locks: Locks) -> None:
         self.loaded_s = 0.0
         plan, self._rank, self._locks = rank.plan, rank, locks
         self._times_us = {copy.action: copy.time_us for copy in plan.copies[rank.rank]}
@@ -178,13 +178,18 @@ class WaitingOffload:
             raise EppError(f"copies have not ended: {' '.join(left)}")
 
 
+def host_locks(plan: Plan, context: Any) -> Locks:
+    """Return locks, from a multiprocessing context, for both directions of all host links that several ranks share."""
+    links = plan.host_links
+    return {(link, op): context.Lock() for link in set(links) if links.count(link) > 1 for op in (Op.O, Op.L)}
+
+
 def rehearse(plan: Plan, scale: float, timeout_s: float) -> Rehearsed:
     """Emulate a checked plan, with its ranks as processes that sleep `scale` seconds per planned second.
 
     Raises `EppError` if a rank failed, or the whole emulation took longer than `timeout_s`.
     """
-    links = plan.host_links
-    locks = {(link, op): CONTEXT.Lock() for link in set(links) if links.count(link) > 1 for op in (Op.O, Op.L)}
+    locks = host_locks(plan, CONTEXT)
     done = run_ranks(_run, plan.num_ranks, plan, scale, locks, timeout_s=timeout_s)
     late_s = sum(late for _, late in done)
     return Rehearsed(tuple(tuple(events) for events, _ in done), late_s * 1e6 / max(1, sum(map(len, plan.ranks))))
@@ -196,7 +201,7 @@ def _run(rank: int, plan: Plan, scale: float, locks: Locks) -> tuple[Events, flo
     if plan.num_ranks > 1:
         links = Links.create(everyone, everyone, Groups(), both_ways=len(set(placement)) < len(placement))
         links.connect(torch.device("cpu"))
-    shared = _Rank(plan, rank, scale)
+    shared = EmulatedRank(plan, rank, scale)
     stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(placement) if on == rank}
     if plan.copies and plan.copies[rank]:
         shared.offload = WaitingOffload(shared, locks)
