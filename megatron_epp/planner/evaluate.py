@@ -84,7 +84,13 @@ def moved_of(kept: int, layer_input: int, share: float) -> int:
 
 
 def makespan_us(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> float:
-    """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks."""
+    """End of the last action, equal to what `simulate` says of the plan. Raises `PlanError` when the order deadlocks.
+
+    Args:
+        order: actions of every rank.
+        tables: times and sizes.
+        recompute_steps: recompute steps ``[stage][chunk]``.
+    """
     return _play(order, tables, recompute_steps, ())[0]
 
 
@@ -93,6 +99,12 @@ def play(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps, 
 
     The order must have the slices of a sequence ascending in forward and descending in backward on every rank, which is then
     all they ask for; `check` has the last word on that.
+
+    Args:
+        order: actions of every rank.
+        tables: times and sizes.
+        recompute_steps: recompute steps ``[stage][chunk]``.
+        copies: offloads and loads of every rank, in order.
 
     Raises:
         PlanError: the order deadlocks.

@@ -129,6 +129,11 @@ def require_whole(problem: Problem, options: Options, tokens: int) -> None:
 def validate(problem: Problem, costs: Costs, options: Options) -> None:
     """Refuse a problem that no planner here can plan.
 
+    Args:
+        problem: the batch, the pipeline and its memory caps.
+        costs: time and memory of every stage.
+        options: the user's settings.
+
     Raises:
         PlanError: sizes do not match, a number is out of range, a rank has no stage, or the batch is larger than plans hold.
         InfeasibleError: the token cap is below the multiple that chunks are padded to.

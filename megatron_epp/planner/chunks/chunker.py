@@ -52,6 +52,13 @@ class Chunker:
 
     @staticmethod
     def of(problem: Problem, costs: Costs, chunk_tokens: int | None) -> Chunker:
+        """Return the chunker of a problem's batch.
+
+        Args:
+            problem: the batch and its padding.
+            costs: time of a stage, by which work is balanced.
+            chunk_tokens: most padded tokens of a chunk; None for no limit.
+        """
         tokens = sum(problem.lengths)
         pairs = sum(causal_pairs(0, length) for length in problem.lengths)
         lines = [

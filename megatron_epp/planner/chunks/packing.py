@@ -100,6 +100,13 @@ class _Shelf:
         return min((bucket.time_us for bucket in buckets if bucket.tokens + item.tokens <= self.token_limit), default=None)
 
     def put(self, number: int, item: Item, time_limit_us: float) -> None:
+        """Add an item to a bucket.
+
+        Args:
+            number: of the bucket.
+            item: the sequences to add.
+            time_limit_us: work above which a bucket counts as full.
+        """
         bucket = self.buckets[number]
         if bucket.tokens:
             key = (bucket.ratio, number)

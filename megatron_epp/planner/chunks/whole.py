@@ -26,6 +26,11 @@ def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) 
     """Tables in which the longest sequences run whole and the others are sliced and packed as ever.
 
     The whole ones come last, or amid the batched chunks: what comes before keeps the ranks busy while the first of them passes.
+
+    Args:
+        problem: the batch and its padding.
+        costs: time of a stage, by which work is balanced.
+        chunk_tokens: most padded tokens of a chunk; None for no limit.
     """
     lengths = problem.lengths
     longest_first = sorted(range(len(lengths)), key=lambda q: (-lengths[q], q))

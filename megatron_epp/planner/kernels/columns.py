@@ -101,7 +101,13 @@ class Codes(NamedTuple):
 
 
 def by_node(tables: Sequence[Sequence[Sequence[float]]], num_items: int, dtype: type) -> Numbers:
-    """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries."""
+    """Flatten ``[site][chunk]`` tables one after another, each filled with zeros to `num_items` entries.
+
+    Args:
+        tables: by kind of action.
+        num_items: `Columns.num_items`.
+        dtype: of the result.
+    """
     found: Numbers = np.zeros((len(tables), num_items), dtype=dtype)
     for row, table in zip(found, tables, strict=True):
         values: Numbers = np.array(table, dtype=dtype).ravel()
@@ -148,13 +154,25 @@ def need_columns(
 
 
 def code_of(action: Action, num_chunks: int, kinds: Kinds = KINDS) -> int:
-    """Return the number of an action (see `Codes`)."""
+    """Return the number of an action (see `Codes`).
+
+    Args:
+        action: of a kind among `kinds`.
+        num_chunks: of the chunk table.
+        kinds: operations of the order.
+    """
     op, site, c = action
     return (site * num_chunks + c) << KIND_BITS | kinds.index(op)
 
 
 def encode(order: Sequence[Sequence[Action]], num_chunks: int, kinds: Kinds = KINDS) -> Codes:
-    """Return the order as numbers. Raises `PlanError` if it has actions without known costs."""
+    """Return the order as numbers. Raises `PlanError` if it has actions without known costs.
+
+    Args:
+        order: actions of every rank.
+        num_chunks: of the chunk table.
+        kinds: operations of the order.
+    """
     number = {op: kind for kind, op in enumerate(kinds)}
     try:
         actions = integers([(site * num_chunks + c) << KIND_BITS | number[op] for row in order for op, site, c in row])
@@ -175,6 +193,12 @@ def encode_known(order: Sequence[Sequence[Action]], num_chunks: int) -> tuple[Co
 
 
 def decode(codes: Codes, num_chunks: int, kinds: Kinds = KINDS) -> tuple[tuple[Action, ...], ...]:
-    """Return the order that numbers stand for."""
+    """Return the order that numbers stand for.
+
+    Args:
+        codes: the numbers.
+        num_chunks: of the chunk table.
+        kinds: operations of the order.
+    """
     actions = [Action(kinds[code & KIND_MASK], *divmod(code >> KIND_BITS, num_chunks)) for code in map(int, codes.actions)]
     return tuple(tuple(actions[codes.starts[rank] : codes.starts[rank + 1]]) for rank in range(codes.num_ranks))

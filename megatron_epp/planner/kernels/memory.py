@@ -11,7 +11,13 @@ from megatron_epp.planner.kernels.frontier_sums import frontier_sum
 
 @compiled
 def kept(columns: Columns, item: int, num_steps: int) -> int:
-    """Bytes of activations kept from forward to backward after `num_steps` recompute steps."""
+    """Bytes of activations kept from forward to backward after `num_steps` recompute steps.
+
+    Args:
+        columns: sizes by item.
+        item: a stage and a chunk (`Columns`).
+        num_steps: recompute steps.
+    """
     return columns.activation[item] - frontier_sum(
         columns.saved, item * columns.num_frontier_steps, columns.num_layers[item], num_steps
     )
@@ -68,6 +74,11 @@ def own(columns: Columns, item: int, num_steps: int) -> int:
     """Peak bytes of a backward and its chunk's activations together, where it computes the weight gradients itself.
 
     It never grows with `num_steps`, except where layers that recompute hold more bytes while their own backward runs.
+
+    Args:
+        columns: sizes by item.
+        item: a stage and a chunk (`Columns`).
+        num_steps: recompute steps.
     """
     return max(kept(columns, item, num_steps) + backward_peak(columns, item, num_steps, False), columns.residual[item])
 

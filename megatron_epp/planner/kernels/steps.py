@@ -135,7 +135,13 @@ def below(numbers: Integers, count: int) -> int:
 
 @compiled
 def change(trial: Choice, facts: Facts, spare: Spare) -> tuple[int, int]:
-    """Change one thing; the ranks concerned, from and to. Nothing concerned where the change is not allowed."""
+    """Change one thing; the ranks concerned, from and to. Nothing concerned where the change is not allowed.
+
+    Args:
+        trial: the state, changed in place.
+        facts: inputs that stay fixed.
+        spare: working storage.
+    """
     ranks, numbers = len(facts.starts) - 1, spare.numbers
     kind = below(numbers, 8)
     if kind < 4:
@@ -159,7 +165,15 @@ def change(trial: Choice, facts: Facts, spare: Spare) -> tuple[int, int]:
 
 @compiled
 def move(actions: Integers, rank: int, facts: Facts, far: int, numbers: Integers) -> bool:
-    """Move an action of a rank past its next neighbours, as far as that is allowed; whether anything moved."""
+    """Move an action of a rank past its next neighbours, as far as that is allowed; whether anything moved.
+
+    Args:
+        actions: of every rank, changed in place.
+        rank: whose action is moved.
+        facts: inputs that stay fixed.
+        far: most places to move it.
+        numbers: state of the random numbers.
+    """
     begin, stop = facts.starts[rank], facts.starts[rank + 1]
     if stop - begin < 2:
         return False
@@ -193,7 +207,13 @@ def may_swap(one: int, two: int, facts: Facts) -> bool:
 
 @compiled
 def trade(actions: Integers, facts: Facts, numbers: Integers) -> bool:
-    """Trade two chunks of different sequences that follow each other in the forwards or backwards of stage 0, on all ranks."""
+    """Trade two chunks of different sequences that follow each other in the forwards or backwards of stage 0, on all ranks.
+
+    Args:
+        actions: of every rank, changed in place.
+        facts: inputs that stay fixed.
+        numbers: state of the random numbers.
+    """
     chunks = facts.columns.num_chunks
     which = below(numbers, 3)  # forwards, backwards, both
     op = BACKWARD if which == 1 else FORWARD
@@ -248,7 +268,15 @@ def legal(actions: Integers, rank: int, facts: Facts, seen: Integers) -> bool:
 
 @compiled
 def judge(trial: Choice, facts: Facts, first: int, stop: int, room: Room, spare: Spare) -> float:
-    """Fit recompute again on the ranks ``first`` to ``stop`` and time it all; `NEVER` where it does not fit or deadlocks."""
+    """Fit recompute again on the ranks ``first`` to ``stop`` and time it all; `NEVER` where it does not fit or deadlocks.
+
+    Args:
+        trial: the state, whose recompute is changed.
+        facts: inputs that stay fixed.
+        first, stop: ranks that changed.
+        room: storage for times.
+        spare: working storage.
+    """
     columns, starts = facts.columns, facts.starts
     for rank in range(first, stop):
         cap, static = facts.caps[rank], columns.static[rank]

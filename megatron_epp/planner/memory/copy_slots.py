@@ -161,7 +161,12 @@ class Busy:
         self.times: list[tuple[float, float]] = [(-1.0, 0.0), (float("inf"), float("inf"))]
 
     def earliest(self, after_us: float, before_us: float, took_us: float) -> float | None:
-        """Start of the first gap of a length within a time."""
+        """Start of the first gap of a length within a time.
+
+        Args:
+            after_us, before_us: the time within which it is.
+            took_us: the length.
+        """
         at = max(1, bisect_left(self.times, (after_us, after_us)))
         for (_, left), (right, _) in pairwise(self.times[at - 1 :]):
             begin = max(left, after_us)
@@ -172,7 +177,12 @@ class Busy:
         return None
 
     def latest(self, after_us: float, before_us: float, took_us: float) -> float | None:
-        """End of the last gap of a length within a time."""
+        """End of the last gap of a length within a time.
+
+        Args:
+            after_us, before_us: the time within which it is.
+            took_us: the length.
+        """
         for at in range(bisect_left(self.times, (before_us, before_us)), 0, -1):
             end = min(self.times[at][0], before_us)
             if end - took_us < after_us:
@@ -186,12 +196,24 @@ class Busy:
 
 
 def earliest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us: float) -> float | None:
-    """Start of the first gap of a length that both have within a time."""
+    """Start of the first gap of a length that both have within a time.
+
+    Args:
+        both: times taken, of either.
+        after_us, before_us: the time within which it is.
+        took_us: the length.
+    """
     return _of_both(both, after_us, lambda one, after_us: one.earliest(after_us, before_us, took_us))
 
 
 def latest(both: tuple[Busy, Busy], after_us: float, before_us: float, took_us: float) -> float | None:
-    """Start of the last gap of a length that both have within a time."""
+    """Start of the last gap of a length that both have within a time.
+
+    Args:
+        both: times taken, of either.
+        after_us, before_us: the time within which it is.
+        took_us: the length.
+    """
     end = _of_both(both, before_us, lambda one, before_us: one.latest(after_us, before_us, took_us))
     return None if end is None else end - took_us
 

@@ -55,7 +55,12 @@ class Offload:
     copies: CopyOrder
 
     def moved(self, tables: Tables, stage: int, c: int) -> int:
-        """Bytes that a copy of a chunk moves."""
+        """Bytes that a copy of a chunk moves.
+
+        Args:
+            tables: sizes.
+            stage, c: the stage and the chunk.
+        """
         kept = tables.kept_bytes(stage, c, self.recompute_steps[stage][c])
         return moved_of(kept, tables.layer_input[stage][c], self.shares[stage][c])
 
@@ -133,6 +138,10 @@ def floors(order: Order, codes: Codes, tables: Tables) -> list[int]:
     """Compute the least bytes of every rank in some forward, if all layers recompute and all that other chunks keep is away.
 
     Not in a backward: that may hold a little less where not all layers recompute (see `least_peaks`).
+
+    Args:
+        order, codes: the order, as actions and as numbers.
+        tables: times and sizes.
     """
     most, found = by_stage(tables.columns.most, tables.columns.num_chunks), []
     for actions, live in zip(order, held_bytes(codes, tables, most), strict=True):

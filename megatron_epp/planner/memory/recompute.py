@@ -38,7 +38,13 @@ class Fit:
 
     @staticmethod
     def of(recompute_steps: RecomputeSteps, peaks: Sequence[int], caps: Sequence[int]) -> Fit:
-        """Judge a recompute by the peak bytes of every rank with it."""
+        """Judge a recompute by the peak bytes of every rank with it.
+
+        Args:
+            recompute_steps: recompute steps ``[stage][chunk]``.
+            peaks: most bytes of every rank.
+            caps: bytes that every rank may hold.
+        """
         return Fit(recompute_steps) if is_within(peaks, caps) else Fit(None, max(peaks))
 
 
@@ -51,6 +57,12 @@ def fit_recompute(order: Order | Codes, tables: Tables, caps: Sequence[int], opt
     """Keep every rank under its cap with as little recompute time as the greedy rule of `sweep` finds.
 
     When recompute of everything meets the caps, they are met (`least_peaks`).
+
+    Args:
+        order: actions of every rank.
+        tables: times and sizes.
+        caps: bytes of every rank.
+        options: recompute that the user fixed, if any.
     """
     codes, columns = _coded(order, tables)
     items = columns.num_stages * columns.num_chunks
@@ -141,7 +153,13 @@ def caps_at(codes: Codes, caps: Sequence[int]) -> list[int]:
 
 
 def peaks_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> list[int]:
-    """Most bytes live at one time on every rank."""
+    """Most bytes live at one time on every rank.
+
+    Args:
+        order: actions of every rank.
+        tables: times and sizes.
+        recompute_steps: recompute steps ``[stage][chunk]``.
+    """
     return _peaks(order, tables, integers(chain.from_iterable(recompute_steps)))
 
 
@@ -175,7 +193,13 @@ def step_bytes(
 
 
 def held_bytes(order: Order | Codes, tables: Tables, recompute_steps: RecomputeSteps) -> list[NDArray[np.int64]]:
-    """Bytes live while each action runs, ``[rank][position]``."""
+    """Bytes live while each action runs, ``[rank][position]``.
+
+    Args:
+        order: actions of every rank.
+        tables: times and sizes.
+        recompute_steps: recompute steps ``[stage][chunk]``.
+    """
     rows = zip(tables.static, *step_bytes(order, tables, recompute_steps), strict=True)
     return [static + np.cumsum(takes) - np.cumsum([0, *gives])[:-1] for static, takes, gives in rows]
 
