@@ -69,12 +69,12 @@ class Shards:
 def run_plan(rank, links, make, num_layers):
     """Run a plan with the operation on this rank; the sums, and the gradient sums of its stages."""
     from megatron_epp.runtime.executor import Executor
-    from megatron_epp.runtime.tools.emulate import WaitingStage, _Rank
+    from megatron_epp.runtime.tools.emulate import EmulatedRank, WaitingStage
 
     with defined():
         plan = make(num_layers)
         shards = Shards(rank, plan.num_ranks, plan.placement[-1])
-        shared = _Rank(plan, rank, 1.0)
+        shared = EmulatedRank(plan, rank, 1.0)
         stages = {stage: WaitingStage(stage, shared) for stage, on in enumerate(plan.placement) if on == rank}
         Executor(plan, rank, stages, links, handlers=shards.handlers()).run()
         return shards.sums, [text for text, _, _ in shared.events]
