@@ -127,9 +127,11 @@ def test_what_was_found_with_weight_gradients_split_off_is_kept():
     assert spans == sorted(spans, reverse=True)
 
 
-def test_what_fits_nothing_is_said_at_once():
+def test_what_fits_nothing_is_said_without_any_local_search(monkeypatch: pytest.MonkeyPatch):
+    runs = runs_of(monkeypatch)
     with pytest.raises(InfeasibleError):
         plan(replace(GIVEN, cap_bytes=(GIB,) * 3), COSTS, replace(OPTIONS, budget_ms=60_000))
+    assert runs == []
 
 
 def test_a_warm_start_tries_less_and_finds_about_the_same(monkeypatch: pytest.MonkeyPatch):

@@ -78,7 +78,12 @@ class Anytime:
         """Plan one batch. Raises what `planner.plan` raises."""
         deadline_s = self.clock() + (self.options.budget_ms or 0) / 1000
         validate(problem, self.costs, self.options)
-        return planned_with_room(problem, lambda asked: self._plan(asked, deadline_s))
+
+        def make(asked: Problem) -> Plan:
+            # Under larger caps than those given it is planned only to name the least that would do, which takes no budget.
+            return self._plan(asked, deadline_s if asked.cap_bytes == problem.cap_bytes else 0.0)
+
+        return planned_with_room(problem, make)
 
     def _plan(self, problem: Problem, deadline_s: float) -> Plan:
         asked, sequences = canonical(problem)
