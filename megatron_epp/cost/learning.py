@@ -1,0 +1,152 @@
+"""Costs learnt from the first iterations of a training: measured times and bytes of whole microbatches on every stage."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from megatron_epp.cost.fit import Point, fit_line
+from megatron_epp.cost.memory import Static
+from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.work import NO_TIME, causal_pairs
+from megatron_epp.plan import Action, Op, Plan
+
+WARM_UP = 1
+"""Iterations that are not recorded: kernels are chosen and buffers allocated in them."""
+RECORDED = 3
+"""Iterations whose times costs are fitted to."""
+
+
+class Learnt(NamedTuple):
+    """Measurements of one rank.
+
+    Attributes:
+        times: points of forwards and backwards by stage.
+        sizes: tokens and bytes kept from forward to backward by stage; empty where memory is not measured.
+        peak_bytes: most bytes allocated in the recorded iterations; 0 where memory is not measured.
+    """
+
+    times: dict[tuple[int, Op], list[Point]]
+    sizes: dict[int, list[tuple[int, int]]]
+    peak_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Learner:
+    """Collects times and bytes of actions, iteration by iteration."""
+
+    seen: int = 0
+    learnt: Learnt = field(default_factory=lambda: Learnt({}, {}))
+
+    @property
+    def is_recording(self) -> bool:
+        return WARM_UP <= self.seen < WARM_UP + RECORDED
+
+    @property
+    def recorded(self) -> int:
+        """Number of iterations that were recorded."""
+        return min(max(0, self.seen - WARM_UP), RECORDED)
+
+    @property
+    def is_done(self) -> bool:
+        return self.seen >= WARM_UP + RECORDED
+
+    def add(
+        self,
+        plan: Plan,
+        events: Sequence[tuple[str, float, float, float | None]],
+        kept_bytes: Mapping[tuple[int, int], int],
+        peak_bytes: int = 0,
+    ) -> None:
+        """Add a training iteration.
+
+        Args:
+            plan: its plan.
+            events: of this rank: action, start, end and processor time in microseconds; empty if it was not recorded.
+            kept_bytes: bytes that each forward left allocated, by stage and chunk; empty where memory is not measured.
+            peak_bytes: most bytes allocated on this rank so far; 0 where memory is not measured.
+        """
+        self.seen += 1
+        for text, start_us, end_us, _ in events:
+            op, stage, chunk = action = Action.parse(text)
+            if op in (Op.F, Op.B):
+                tokens, pairs = size_of(plan, chunk)
+                self.learnt.times.setdefault((stage, action.op), []).append(Point(tokens, pairs, end_us - start_us))
+        self.learnt = self.learnt._replace(peak_bytes=max(peak_bytes, self.learnt.peak_bytes))
+        for (stage, chunk), size in kept_bytes.items():
+            self.learnt.sizes.setdefault(stage, []).append((size_of(plan, chunk)[0], size))
+
+
+def size_of(plan: Plan, chunk: int) -> tuple[int, int]:
+    """Padded tokens of a chunk, and its causal query-key pairs."""
+    return plan.padded_tokens(chunk), sum(causal_pairs(start, end) for _, start, end in plan.chunks[chunk].segments)
+
+
+def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt]) -> PipelineCosts:
+    """Fit costs to the measurements of all ranks; equal on every rank, for equal inputs.
+
+    Args:
+        base: costs by formula, whose layers, messages and static bytes stay.
+        everyone: measurements of every rank of the replica; ranks that share a stage count together.
+    """
+    times: dict[tuple[int, Op], list[Point]] = {}
+    sizes: dict[int, list[tuple[int, int]]] = {}
+    for one in everyone:
+        for key, points in one.times.items():
+            times.setdefault(key, []).extend(points)
+        for number, found in one.sizes.items():
+            sizes.setdefault(number, []).extend(found)
+    stages = []
+    for number, stage in enumerate(base.stages):
+        forward, backward = (fit_line(_medians(times[number, op])).line.scaled(1 / stage.num_layers) for op in (Op.F, Op.B))
+        known = replace(stage, forward=forward, backward=backward, extra_forward=NO_TIME, extra_backward=NO_TIME)
+        if number in sizes:
+            per_token = max(size / tokens for tokens, size in sizes[number])
+            kept = per_token / stage.num_layers
+            known = replace(
+                known,
+                layer_bytes_per_token=kept,
+                recomputed_layer_bytes_per_token=kept,
+                full_bytes_per_token=None,
+                extra_bytes_per_token=0.0,
+                head_bytes_per_token=0.0,
+                working_bytes_per_token=0.0,
+            )
+        stages.append(replace(known, recompute={}, kv_bytes_per_token=0.0))
+    return replace(base, stages=tuple(stages), name="learnt")
+
+
+def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineCosts:
+    """Set the bytes that stages hold throughout.
+
+    Args:
+        costs: the learnt costs.
+        num_bytes: by stage; 0 for those that are not named.
+    """
+    stages = (replace(stage, static=Static(weights=num_bytes.get(number, 0))) for number, stage in enumerate(costs.stages))
+    return replace(costs, stages=tuple(stages))
+
+
+def _medians(points: Sequence[Point]) -> list[Point]:
+    """Replace points of equal sizes by one with the median of their times."""
+    by_size: dict[tuple[float, float], list[float]] = {}
+    for tokens, pairs, time_us in points:
+        by_size.setdefault((tokens, pairs), []).append(time_us)
+    return [Point(*size, statistics.median(found)) for size, found in sorted(by_size.items())]
+
+
+def error_of(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int]]) -> float:
+    """Ratio of the learnt time of microbatches to that by the earlier costs, over all stages, forwards and backwards.
+
+    Args:
+        base, learnt: the earlier and the learnt costs.
+        sizes: tokens and pairs of each microbatch.
+    """
+
+    def total_us(costs: PipelineCosts) -> float:
+        lines = [line for stage in costs.stages for line in (stage.stage_forward, stage.stage_backward)]
+        return sum(line.time_us(tokens, pairs) for line in lines for tokens, pairs in sizes)
+
+    return total_us(learnt) / total_us(base)

@@ -1,0 +1,88 @@
+"""Costs learnt from measured iterations reproduce the times and bytes that they were learnt from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.cost import CPU, Line, ModelShape, analytic_profile
+from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, error_of, fitted_costs, size_of, with_static
+from megatron_epp.plan import Chunk, Op, Segment
+from tests.support.plan.small_plans import one_f_one_b
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=128)
+FORMULAS = analytic_profile(SHAPE, CPU).costs((2, 2))
+FORWARD = {0: Line(100.0, 2.0, 0.01), 1: Line(50.0, 1.0, 0.0)}
+BACKWARD = {0: Line(200.0, 4.0, 0.02), 1: Line(80.0, 3.0, 0.01)}
+LENGTHS = (64, 500, 1000, 3000)
+
+
+def plan_of_sizes():
+    segments = [Chunk((Segment(number, 0, length),)) for number, length in enumerate(LENGTHS)]
+    return replace(one_f_one_b(), lengths=LENGTHS, chunks=tuple(segments))
+
+
+def events(plan, stage, scale=1.0):
+    """Events of an iteration that took `scale` times as long as `FORWARD` and `BACKWARD` say."""
+    found, now = [], 0.0
+    for op, lines in ((Op.F, FORWARD), (Op.B, BACKWARD)):
+        for chunk in range(len(LENGTHS)):
+            took = scale * lines[stage].time_us(*size_of(plan, chunk))
+            found.append((f"{stage}{op}{chunk}", now, now + took, None))
+            now += took
+    return tuple(found)
+
+
+def learnt(scales=(1.0,) * RECORDED, kept_per_token=0):
+    """Learners of both ranks."""
+    plan, found = plan_of_sizes(), []
+    for rank in (0, 1):
+        learner = Learner()
+        for _ in range(WARM_UP):
+            assert not learner.is_recording
+            learner.add(plan, (), {})
+        for scale in scales:
+            assert learner.is_recording
+            kept = {(rank, chunk): kept_per_token * size_of(plan, chunk)[0] for chunk in range(len(LENGTHS))}
+            learner.add(plan, events(plan, rank, scale), kept if kept_per_token else {}, peak_bytes=7)
+        assert learner.is_done
+        found.append(learner.learnt)
+    return fitted_costs(FORMULAS, found)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_times_are_those_that_were_measured(stage):
+    costs = learnt()
+    for tokens, pairs in ((64, 2080), (700, 245_350), (3000, 4_501_500)):
+        assert costs.stages[stage].stage_forward.time_us(tokens, pairs) == pytest.approx(FORWARD[stage].time_us(tokens, pairs))
+        assert costs.stages[stage].stage_backward.time_us(tokens, pairs) == pytest.approx(
+            BACKWARD[stage].time_us(tokens, pairs)
+        )
+
+
+def test_one_slow_iteration_does_not_count():
+    assert learnt((1.0, 9.0, 1.0)).stages[0].stage_forward.time_us(64, 2080) == pytest.approx(FORWARD[0].time_us(64, 2080))
+
+
+def test_bytes_are_those_that_were_measured():
+    (stage, _) = learnt(kept_per_token=1000).stages
+    assert stage.layer_bytes_per_token * stage.num_layers == 1000
+    assert learnt().stages[0].layer_bytes_per_token == FORMULAS.stages[0].layer_bytes_per_token
+
+
+def test_equal_measurements_give_equal_costs():
+    assert learnt() == learnt()
+
+
+def test_the_error_of_formulas_is_told_as_a_ratio():
+    def slower(stage):
+        names = ("forward", "backward", "extra_forward", "extra_backward")
+        return replace(stage, **{name: getattr(stage, name).scaled(2) for name in names})
+
+    twice = replace(FORMULAS, stages=tuple(map(slower, FORMULAS.stages)))
+    assert error_of(FORMULAS, twice, [(64, 2080), (3000, 4_501_500)]) == pytest.approx(2.0)
+
+
+def test_static_bytes_are_set_by_stage():
+    assert [stage.static_bytes for stage in with_static(learnt(), {1: 5}).stages] == [0, 5]
