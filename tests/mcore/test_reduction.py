@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.mcore.training.forward_backward import Reduction
+from megatron_epp.mcore.training.reduction import Reduction
 
 
 class Chunk:

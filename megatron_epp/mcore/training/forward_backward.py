@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
@@ -22,6 +20,7 @@ from megatron_epp.mcore.model.losses import average_router_losses
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
+from megatron_epp.mcore.training.reduction import Reduction, process_groups
 from megatron_epp.mcore.training.report import IterationReport, count_tokens
 from megatron_epp.mcore.training.session import Session
 from megatron_epp.plan import EppError
@@ -103,8 +102,7 @@ def forward_backward_elastic(
     with session.watchdog.watch(lambda: f"rank {session.rank} waits for gradient finalisation (--epp-wait-limit-seconds)"):
         loss, num_tokens = _hand_on(session)
         if not forward_only and config.finalize_model_grads_func is not None:
-            pg_collection = pg_collection or get_attr_wrapped_model(models[0], "pg_collection")
-            pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+            pg_collection = pg_collection or process_groups(models[0])
             # Data-parallel and embedding reductions, and the division by the number of tokens.
             config.finalize_model_grads_func(models, num_tokens, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
     if config.timers is not None:
@@ -166,51 +164,3 @@ def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, ses
             f"{batch.global_size} in all"
         )
     return batch
-
-
-class Reduction:
-    """Context manager around an iteration's actions that delays the reduction of a rank's gradients.
-
-    Megatron sets `config.no_sync_func` if reduction may overlap with compute (`--overlap-grad-reduce`); otherwise this class
-    does nothing and finalisation reduces. Reduction is started in one of two ways. *By hooks*, bucket by bucket during the last
-    backward: on the first stage, if it is the rank's only one and weight gradients are not split, because no gradient has to be
-    sent after it. *At once*, by the plan's `REDUCE`: in all other cases. There, a reduction started by hooks would precede the
-    stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
-
-    Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
-    stage to the first. The rank's chunks are given by ascending stage.
-    """
-
-    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
-        self._chunks = chunks
-        self._no_sync = _one_each(config.no_sync_func, chunks)
-        self._by_hooks = len(chunks) == 1 and has_first and not splits_weights
-        self._starts = _one_each(config.grad_sync_func, chunks) or [chunk.start_grad_sync for chunk in chunks]
-        if self._by_hooks or not self._no_sync:
-            self._starts = []
-        self._held = contextlib.ExitStack()
-
-    def __enter__(self) -> Reduction:
-        for no_sync in self._no_sync:
-            self._held.enter_context(no_sync())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._held.close()
-
-    def before_last_gradient(self, index: int) -> None:
-        """Release the hooks if reduction is by hooks: chunk `index` is about to get its last gradients."""
-        if self._by_hooks:
-            self._held.close()
-
-    def reduce(self, index: int) -> None:
-        """Start the reduction of chunk `index`, whose gradients are complete."""
-        if self._starts:
-            self._starts[index](self._chunks[index].parameters())
-
-
-def _one_each(functions: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    """Return a function per chunk from Megatron's setting: one function, a list with one per chunk, or None (empty)."""
-    if functions is None:
-        return []
-    return list(functions) if isinstance(functions, list) else [functions] * len(chunks)

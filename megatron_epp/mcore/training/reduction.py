@@ -1,0 +1,64 @@
+"""Reduction of gradients over data-parallel replicas, at the points of a plan where a stage's gradients are complete."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model
+
+
+class Reduction:
+    """Context manager around an iteration's actions that delays the reduction of a rank's gradients.
+
+    Megatron sets `config.no_sync_func` if reduction may overlap with compute (`--overlap-grad-reduce`); otherwise this class
+    does nothing and finalisation reduces. Reduction is started in one of two ways. *By hooks*, bucket by bucket during the last
+    backward: on the first stage, if it is the rank's only one and weight gradients are not split, because no gradient has to be
+    sent after it. *At once*, by the plan's `REDUCE`: in all other cases. There, a reduction started by hooks would precede the
+    stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
+
+    Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
+    stage to the first. The rank's chunks are given by ascending stage.
+    """
+
+    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
+        self._chunks = chunks
+        self._no_sync = one_each(config.no_sync_func, chunks)
+        self._by_hooks = len(chunks) == 1 and has_first and not splits_weights
+        self._starts: list[Any] = []
+        if self._no_sync and not self._by_hooks:
+            self._starts = one_each(config.grad_sync_func, chunks) or [chunk.start_grad_sync for chunk in chunks]
+        self._held = contextlib.ExitStack()
+
+    def __enter__(self) -> Reduction:
+        for no_sync in self._no_sync:
+            self._held.enter_context(no_sync())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    def before_last_gradient(self, index: int) -> None:
+        """Release the hooks if reduction is by hooks: chunk `index` is about to get its last gradients."""
+        if self._by_hooks:
+            self._held.close()
+
+    def reduce(self, index: int) -> None:
+        """Start the reduction of chunk `index`, whose gradients are complete."""
+        if self._starts:
+            self._starts[index](self._chunks[index].parameters())
+
+
+def process_groups(model: torch.nn.Module) -> Any:
+    """Return the process groups that a model was built with; Megatron's own if it does not say."""
+    return get_attr_wrapped_model(model, "pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
+
+
+def one_each(functions: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """Return a function per chunk from Megatron's setting: one function, a list with one per chunk, or None (empty)."""
+    if functions is None:
+        return []
+    return list(functions) if isinstance(functions, list) else [functions] * len(chunks)
