@@ -1,3 +1,13 @@
 """Elastic pipeline parallelism for Megatron-LM: plan each iteration from the lengths in its batch, prove it, run it."""
 
+from typing import Any
+
+__all__ = ["wrap"]
 __version__ = "0.2.0"
+
+
+def wrap(**settings: Any) -> Any:
+    """Return a schedule function that runs a framework's own microbatches by plans; see `mcore.microbatches.wrap.wrap`."""
+    from megatron_epp.mcore.microbatches.wrap import wrap as make
+
+    return make(**settings)

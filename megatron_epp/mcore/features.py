@@ -76,6 +76,12 @@ def epp_args() -> Namespace | None:
     return args if getattr(args, "epp", False) else None
 
 
+def document_args() -> Namespace | None:
+    """Return Megatron's arguments if plans cut documents into chunks; None without `--epp` and for a script's microbatches."""
+    args = epp_args()
+    return args if args is not None and getattr(args, "epp_microbatches", "plan") == "plan" else None
+
+
 def bound(function: Callable[..., Any], *rest: Any, **named: Any) -> inspect.BoundArguments:
     """Bind a call's arguments to the names that they have in this release, whose order of parameters differs from others'."""
     return inspect.signature(function).bind(*rest, **named)

@@ -155,6 +155,8 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_launch_runs.py": (),
     "pure/test_launch_settings.py": (),
     "pure/test_layers.py": ("test_only_mcore_imports_megatron_and_planning_imports_no_torch",),
+    "cpu/test_microbatch_sources.py": (),
+    "pure/test_cost_learning.py": (),
     "pure/test_plan_check.py": (),
     "pure/test_plan_check_memory.py": (),
     "pure/test_plan_check_predicted.py": (),

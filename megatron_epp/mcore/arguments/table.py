@@ -57,6 +57,10 @@ _PLANNING = (
     Flag("seed", "", "--seed", SEED, "Of the planner's search (default: 0).", default=0, metavar="S"),
 )
 _BATCH = (
+    Flag("microbatches", "--epp-microbatches", choices=("plan", "user"), default="plan").described(
+        "plan: documents are cut and packed into chunks by the plan. user: the script's own microbatches run whole, with its "
+        "data, forward step, loss and model; the plan gives their order (default: plan)."
+    ),
     Flag("documents", "--epp-documents", "--documents", choices=LONG_DOCUMENTS, default="split").described(
         "What becomes of a document longer than --seq-length. split: several sequences of that length and one of what is "
         "left, each by itself, with positions from 0; each begins with the last label of the one before, so that every token "

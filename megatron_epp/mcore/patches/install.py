@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_epp.mcore.features import bound, epp_args, hybrid_model
+from megatron_epp.mcore.features import bound, document_args, epp_args, hybrid_model
 from megatron_epp.mcore.patches import patching, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 
@@ -45,15 +45,17 @@ def _read_yaml(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
 def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: Any) -> Any:
     """Check the --epp flags."""
     from megatron_epp.mcore.arguments.consequences import prepare_epp_args
+    from megatron_epp.mcore.arguments.microbatches import check_user_microbatches
 
-    prepare_epp_args(args)
+    own = getattr(args, "epp", False) and args.epp_microbatches == "user"
+    (check_user_microbatches if own else prepare_epp_args)(args)
     stock_functions.check_call(args)
     return original(args, *rest, **named)
 
 
 def _adopt(original: Callable[..., None], *rest: Any, **named: Any) -> None:
     """Build the model with our attention if --epp is given."""
-    args = epp_args()
+    args = document_args()
     if args is None or args.epp_schedule == "stock":
         original(*rest, **named)
         return
@@ -90,7 +92,7 @@ def _embedding_ranks(original: Callable[..., list[int]], pp_ranks: list[int], *r
 
 def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any, **named: Any) -> Any:
     """Give a training with --epp our documents."""
-    if epp_args() is None:  # without it not even the imports may matter
+    if document_args() is None:  # without it not even the imports may matter
         return original(provider, *rest, **named)
     from megatron_epp.mcore.training.forward_backward import provide_documents
 
@@ -103,7 +105,7 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
 
 def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
     """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens."""
-    args = epp_args()
+    args = document_args()
     if args is None:
         original(*rest, **named)
         return
@@ -118,7 +120,7 @@ def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any)
 def _compare_order(original: Callable[..., None], checkpoint_args: Any, *rest: Any, **named: Any) -> None:
     """Compare the order of sequences with that of the run that saved a checkpoint, if --epp is given."""
     original(checkpoint_args, *rest, **named)
-    if (args := epp_args()) is not None:
+    if (args := document_args()) is not None:
         from megatron_epp.mcore.data.documents import check_order
 
         check_order(checkpoint_args, args)
@@ -142,6 +144,10 @@ def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> 
     stock = original(*rest, **named)
     if (args := epp_args()) is None:
         return stock
+    if args.epp_microbatches == "user":
+        from megatron_epp.mcore.microbatches.forward_backward import forward_backward_user
+
+        return forward_backward_user
     from megatron_epp.mcore.training.forward_backward import schedule_for
 
     return schedule_for(args, stock)

@@ -64,7 +64,7 @@ def checked_call(call: Mapping[str, Any]) -> Iterator[None]:
 
 def check_call(args: argparse.Namespace) -> None:
     """Raise `EppError` for arguments of the running `pretrain`, if any, that are incompatible with these flags."""
-    if _call is None or not getattr(args, "epp", False):
+    if _call is None or not getattr(args, "epp", False) or args.epp_microbatches == "user":
         return
     for name in _REFUSED:
         if _call.get(name) is not None:

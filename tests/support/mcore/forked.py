@@ -30,12 +30,14 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
     return Finished(code, output)
 
 
-def train(folder: Path, num_processes: int, *flags: object, iterations: int, timeout_s: float = 180) -> Finished:
-    """Train TINY with `flags` until `iterations`, recorded in `folder`. Raises AssertionError if it fails."""
+def train(
+    folder: Path, num_processes: int, *flags: object, iterations: int, timeout_s: float = 180, program: Path = RECORDER
+) -> Finished:
+    """Train TINY with `flags` until `iterations`, recorded in `folder` by `program`. Raises AssertionError if it fails."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     arguments = [*TINY, "--train-iters", iterations, *flags]
-    finished = launch(num_processes, RECORDER, *arguments, env={"RECORD_TO": str(folder)}, timeout_s=timeout_s)
+    finished = launch(num_processes, program, *arguments, env={"RECORD_TO": str(folder)}, timeout_s=timeout_s)
     assert finished.returncode == 0, finished.output[-5000:]
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
     steps = next(

@@ -1,0 +1,127 @@
+"""Schedule that runs a script's own microbatches by a plan, in place of Megatron's pipeline schedules."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.utils import get_model_config
+from megatron.training import get_args
+
+from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
+from megatron_epp.mcore.microbatches.planning import agree_on_shapes
+from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
+from megatron_epp.mcore.microbatches.stage import Call
+from megatron_epp.mcore.training.reduction import one_each, process_groups
+from megatron_epp.plan import EppError
+
+
+class Schedule:
+    """Schedule function for a script's own microbatches, called as Megatron's pipeline schedules are.
+
+    Args:
+        arguments: returns Megatron's arguments, or what stands for them, given the rank's model chunks.
+        shape_of: finds the shape of a microbatch: a `Microbatch`, or the lengths of its sequences if they are packed.
+    """
+
+    def __init__(
+        self,
+        arguments: Callable[[list[torch.nn.Module]], argparse.Namespace],
+        shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
+    ) -> None:
+        self._arguments, self._shape_of = arguments, shape_of
+        self._pipelines: list[MicrobatchPipeline] = []
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run one call of the schedule by a plan. Arguments and results are those of Megatron's pipeline schedules.
+
+        `seq_length`, `micro_batch_size` and `decoder_seq_length` are not used: shapes of messages follow from the microbatches.
+
+        Raises:
+            EppError: an argument cannot be honoured, or microbatches are missing, differ between ranks or have no lengths.
+        """
+        _refuse(adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator)
+        models = model if isinstance(model, list) else [model]
+        pipeline, config = self._pipeline(models), get_model_config(models[0])
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        sources, mine, problem = self._taken(iterators, num_microbatches)
+        shapes = agree_on_shapes(mine, problem, pipeline.links.control)
+        call = Call(
+            forward_step_func=forward_step_func,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            context_ranks=mpu.get_context_parallel_world_size() if pg_collection is None else pg_collection.cp.size(),
+        )
+        for synchronise, chunk in zip(one_each(config.param_sync_func, models), models, strict=False):
+            synchronise(chunk.parameters())
+        results, num_tokens = pipeline.run(call, sources, shapes)
+        for source in sources:
+            source.finish()
+        if not forward_only and config.finalize_model_grads_func is not None:
+            groups = process_groups(models[0]) if pg_collection is None else pg_collection
+            counted = num_tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(models, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return results
+
+    def _pipeline(self, models: list[torch.nn.Module]) -> MicrobatchPipeline:
+        """Return the pipeline of these model chunks, made at their first use."""
+        for pipeline in self._pipelines:
+            if pipeline.models == models:
+                return pipeline
+        self._pipelines.append(MicrobatchPipeline(self._arguments(models), models))
+        return self._pipelines[-1]
+
+    def _taken(self, iterators: list[Any], count: int) -> tuple[list[Microbatches], tuple[Microbatch, ...] | None, str]:
+        """Take the microbatches of every chunk; return them, their shapes if a chunk has some, and an error instead of raising.
+
+        A rank that raised by itself would leave the others waiting for its shapes.
+        """
+        sources: list[Microbatches] = []
+        try:
+            sources = [take(iterator, count, self._shape) for iterator in iterators]
+            known = [shapes for source in sources if (shapes := source.shapes()) is not None]
+        except Exception as error:
+            return sources, None, str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
+        if any(shapes != known[0] for shapes in known):
+            return sources, None, "the iterators of this rank's model chunks yield different microbatches"
+        return sources, known[0] if known else None, ""
+
+    def _shape(self, item: Any) -> Microbatch:
+        found = self._shape_of(item)
+        return found if isinstance(found, Microbatch) else Microbatch(tuple(map(int, found)))
+
+
+def _refuse(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise EppError(f"--epp cannot honour {name}: messages follow the plan. Leave it out, or start without --epp")
+
+
+forward_backward_user = Schedule(lambda models: get_args())
+"""Schedule of a training with `--epp-microbatches user`."""

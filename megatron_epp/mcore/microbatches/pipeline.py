@@ -1,0 +1,174 @@
+"""A script's pipeline: its stages, links, costs and plans, which last over calls of the schedule."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_epp.cost import CPU, H100, analytic_profile
+from megatron_epp.cost.learning import Learner, error_of, fitted_costs, size_of, with_static
+from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
+from megatron_epp.mcore.arguments.parser import options_from
+from megatron_epp.mcore.costs.sources import gathered, model_shape
+from megatron_epp.mcore.microbatches.planning import Planned, Shapes, agree_on_plan, plan_as_given, plan_microbatches
+from megatron_epp.mcore.microbatches.source import Microbatches
+from megatron_epp.mcore.microbatches.stage import Call, MicrobatchStage
+from megatron_epp.mcore.training.caps import cap_bytes
+from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
+from megatron_epp.mcore.training.reduction import Reduction
+from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError
+from megatron_epp.planner import Problem
+from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.links.links import Groups, Links, from_each
+from megatron_epp.runtime.trace import Recorder
+from megatron_epp.runtime.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+_MOST_PLANS = 64
+"""Plans that are kept; batches of equal shapes repeat where microbatches have a fixed size."""
+
+
+class MicrobatchPipeline:
+    """A script's pipeline across calls of the schedule. Every rank of the job must create it together.
+
+    The first training iterations run the microbatches in the script's order, in 1F1B, and are measured; then plans are made
+    from what was measured.
+
+    Args:
+        args: Megatron's arguments.
+        models: this rank's model chunks.
+    """
+
+    def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module]) -> None:
+        self.args, self.models = args, models
+        self.rank, self.placement = mpu.get_pipeline_model_parallel_rank(), placement_of(args)
+        self.watchdog, self.learner = Watchdog(args.epp_wait_limit_seconds), Learner()
+        config = get_model_config(models[0])
+        self._on_gpu = torch.cuda.is_initialized()
+        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+        last, multiple, is_virtual = self.placement.num_stages - 1, token_multiple(args), len(models) > 1
+        self.stages = {
+            stage: MicrobatchStage(model, config, stage == last, number if is_virtual else None, multiple, device)
+            for number, (stage, model) in enumerate(zip(self.placement.stages(self.rank), models, strict=True))
+        }
+        pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+        options = link_options(args, len(pipeline), is_virtual)
+        self.links = Links.create(pipeline, _replica_ranks(), Groups(time_limit(args), mpu.create_group), is_virtual, options)
+        with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
+            self.links.connect(device)
+            reduce_once(groups_in_use(args), device)
+            layers = gathered({stage: _num_layers(one.model) for stage, one in self.stages.items()}, self.links)
+            caps = gathered(cap_bytes(args), self.links, min)
+        by_stage = {stage: count for found in layers for stage, count in found.items()}
+        profile = analytic_profile(model_shape(args), H100 if self._on_gpu else CPU)
+        self.costs = profile.costs(tuple(by_stage[stage] for stage in sorted(by_stage)), replicas=args.data_parallel_size)
+        if not self._on_gpu:
+            caps = [UNLIMITED_BYTES] * len(caps)  # nothing measures how much the script's model holds
+        self.problem = Problem((), self.placement.rank_of, tuple(caps), multiple)
+        self._options = options_from(args, training=True)
+        self._plans: dict[tuple[Shapes, bool], Planned] = {}
+
+    def planned(self, shapes: Shapes, forward_only: bool) -> Planned:
+        """Return the plan for microbatches of some shapes, made at their first use. A collective call then."""
+        key = shapes, forward_only
+        if key not in self._plans:
+            problem = replace(self.problem, forward_only=forward_only)
+            made = agree_on_plan(lambda: self._make(shapes, problem), self.links.control)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[key] = made
+            if dist.get_rank() == 0:
+                _tell(made, shapes, self.learner.is_done)
+        return self._plans[key]
+
+    def run(self, call: Call, sources: list[Microbatches], shapes: Shapes) -> tuple[list[Any], torch.Tensor]:
+        """Run all microbatches.
+
+        Args:
+            call: arguments of the schedule.
+            sources: microbatches of each of this rank's chunks.
+            shapes: of the microbatches.
+
+        Returns:
+            what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
+        """
+        planned = self.planned(shapes, call.forward_only)
+        measures = self.learner.is_recording and not call.forward_only
+        recorder = Recorder(enabled=measures)
+        with Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, False) as reduction:
+            for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
+                first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
+                stage.begin(call, microbatches, shapes, planned.order, first, last)
+            Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog).run()
+        if not call.forward_only and not self.learner.is_done:
+            self._learn(planned, shapes, recorder if measures else None)
+        *_, stage = self.stages.values()
+        return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
+
+    def _make(self, shapes: Shapes, problem: Problem) -> Planned:
+        if not self.learner.is_done:
+            return plan_as_given(shapes, problem, self.costs, self._options)
+        try:
+            return plan_microbatches(shapes, problem, self.costs, self._options)
+        except InfeasibleError as error:
+            logger.warning("microbatches run in their own order, in 1F1B, for no plan fits: %s", error)
+            return plan_as_given(shapes, problem, self.costs, self._options)
+
+    def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None) -> None:
+        """Take in a training iteration; behind the last that is measured, fit costs to those of all ranks (a collective)."""
+        if recorder is None:
+            self.learner.add(planned.plan, (), {})
+            if self._on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            return
+        kept = {(number, c): size for number, stage in self.stages.items() for c, size in stage.kept_bytes.items()}
+        peak_bytes = torch.cuda.max_memory_allocated() if self._on_gpu else 0
+        self.learner.add(planned.plan, recorder.events(), kept if self._on_gpu else {}, peak_bytes)
+        if not self.learner.is_done:
+            return
+        everyone = from_each(self.learner.learnt, self.links.control)
+        learnt = fitted_costs(self.costs, everyone)
+        if self._on_gpu:
+            peaks = gathered(self.learner.learnt.peak_bytes, self.links, max)
+            without = plan_as_given(shapes, self.problem, learnt, self._options).plan.predicted.peak_bytes
+            first = {self.placement.stages(rank)[0]: max(0, peaks[rank] - without[rank]) for rank in range(len(peaks))}
+            learnt = with_static(learnt, first)
+        if dist.get_rank() == 0:
+            sizes = [size_of(planned.plan, chunk) for chunk in range(len(shapes))]
+            ratio = error_of(self.costs, learnt, sizes)
+            logger.info("costs learnt from %d iterations: they took %.2f of the time by formulas", self.learner.recorded, ratio)
+        self.costs = learnt
+        self._plans.clear()
+
+
+def _replica_ranks() -> list[int]:
+    """Global ranks of this replica, in order: they run the same plan."""
+    mine = mpu.get_data_parallel_rank()
+    return [rank for rank, replica in enumerate(from_each(mine)) if replica == mine]
+
+
+def _num_layers(model: torch.nn.Module) -> int:
+    return len(get_attr_wrapped_model(model, "decoder").layers)
+
+
+def _tell(made: Planned, shapes: Shapes, is_learnt: bool) -> None:
+    """Log a plan: number and sizes of microbatches, and the predicted time."""
+    predicted, sizes = made.plan.predicted, [sum(one.lengths) for one in shapes]
+    spread = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
+    logger.info(
+        "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%",
+        len(sizes),
+        spread,
+        "" if is_learnt else " in their own order, while costs are learnt",
+        predicted.makespan_us / 1e3,
+        100 * predicted.bubble_fraction,
+    )

@@ -1,0 +1,143 @@
+"""Plans for whole microbatches, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from megatron_epp.cost import Costs
+from megatron_epp.mcore.microbatches.source import Microbatch
+from megatron_epp.plan import UNLIMITED_BYTES, Chunk, EppError, Plan, Segment, from_json, to_json
+from megatron_epp.planner import ListScheduling, Options, Problem, elastic_1f1b, fitted, for_table, tabulate
+from megatron_epp.planner.assemble import build_plan
+from megatron_epp.planner.orders.warm_up import OneStagePerRank
+from megatron_epp.runtime.links.links import from_each, from_first
+
+logger = logging.getLogger(__name__)
+
+Shapes = tuple[Microbatch, ...]
+
+
+class Planned(NamedTuple):
+    """A plan of whole microbatches.
+
+    Attributes:
+        plan: the plan, a chunk per microbatch.
+        order: the microbatch of every chunk.
+    """
+
+    plan: Plan
+    order: tuple[int, ...]
+
+
+def plan_microbatches(shapes: Shapes, problem: Problem, costs: Costs, options: Options) -> Planned:
+    """Plan whole microbatches: the best of their orders as given, longest first and shortest first.
+
+    Args:
+        shapes: of the microbatches, in the caller's order.
+        problem: the pipeline; its lengths are ignored.
+        costs: time and memory of every stage.
+        options: of the planner; those of cutting and packing are ignored.
+
+    Raises:
+        InfeasibleError: nothing that was tried fits the caps.
+    """
+    chunks, problem = _chunks(shapes, problem)
+    found: list[Planned] = []
+    for order in _orders(shapes):
+        table = tuple(chunks[index] for index in order)
+        plan = build_plan(problem, costs, options, for_table(table, problem, costs, options))
+        found.append(Planned(plan, tuple(chunks.index(chunk) for chunk in plan.chunks)))
+    return min(found, key=lambda one: one.plan.predicted.makespan_us)
+
+
+def plan_as_given(shapes: Shapes, problem: Problem, costs: Costs, options: Options) -> Planned:
+    """Plan whole microbatches in the caller's order and in 1F1B, without caps: no more are alive than in Megatron's schedules.
+
+    Arguments as of `plan_microbatches`.
+    """
+    chunks, problem = _chunks(shapes, replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks))
+    rule = OneStagePerRank(elastic_1f1b) if problem.has_one_stage_per_rank else ListScheduling(1)
+    order = rule.order(chunks, tabulate(chunks, problem, costs), problem)
+    plan = build_plan(problem, costs, options, fitted(order, chunks, problem, costs, options))
+    return Planned(plan, tuple(range(len(chunks))))
+
+
+def _chunks(shapes: Shapes, problem: Problem) -> tuple[tuple[Chunk, ...], Problem]:
+    """Return a chunk per microbatch, and the problem with their sequences."""
+    lengths = tuple(length for one in shapes for length in one.lengths)
+    segments = [Segment(sequence, 0, length) for sequence, length in enumerate(lengths)]
+    ends = accumulate((len(one.lengths) for one in shapes), initial=0)
+    return tuple(Chunk(tuple(segments[start:end])) for start, end in pairwise(ends)), replace(problem, lengths=lengths)
+
+
+def _orders(shapes: Shapes) -> Iterable[tuple[int, ...]]:
+    """Yield orders of microbatches, without repeats; the caller's first, so that it wins between equals."""
+    work = [(sum(length * length for length in one.lengths), sum(one.lengths)) for one in shapes]
+    given = tuple(range(len(shapes)))
+    shortest = tuple(sorted(given, key=work.__getitem__))
+    longest = tuple(sorted(given, key=lambda index: (*(-size for size in work[index]), index)))
+    return dict.fromkeys((given, longest, shortest))
+
+
+def agree_on_shapes(mine: Shapes | None, problem: str, group: dist.ProcessGroup) -> Shapes:
+    """Return the shapes of the iteration's microbatches, known to every rank of a pipeline. A collective call on the CPU.
+
+    Args:
+        mine: shapes that this rank knows; None if the caller has no data here.
+        problem: error of this rank in finding them; empty if there was none.
+        group: all ranks that run the same plan.
+
+    Raises:
+        EppError: on every rank: a rank failed, no rank has data, or ranks have different microbatches.
+    """
+    everyone = from_each((mine, problem, dist.get_rank()), group)
+    if failed := [f"rank {rank}: {text}" for _, text, rank in everyone if text]:
+        raise EppError("; ".join(failed))
+    known = [(shapes, rank) for shapes, _, rank in everyone if shapes is not None]
+    if not known:
+        raise EppError("no rank of this pipeline has a data iterator, so lengths of microbatches are unknown")
+    first, first_rank = known[0]
+    for shapes, rank in known[1:]:
+        if shapes != first:
+            raise EppError(f"microbatches differ between ranks: {_difference(first, first_rank, shapes, rank)}")
+    return first
+
+
+def _difference(first: Shapes, first_rank: int, other: Shapes, rank: int) -> str:
+    if len(first) != len(other):
+        return f"rank {first_rank} has {len(first)}, rank {rank} has {len(other)}"
+    index = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+    ones = (sum(first[index].lengths), len(first[index].lengths), sum(other[index].lengths), len(other[index].lengths))
+    return "microbatch {} has {} tokens in {} sequences on rank {} and {} in {} on rank {}".format(
+        index, *ones[:2], first_rank, *ones[2:], rank
+    )
+
+
+def agree_on_plan(make: Callable[[], Planned], group: dist.ProcessGroup) -> Planned:
+    """Plan on every rank and return the same plan on all: that of the group's first rank where they differ.
+
+    A collective call on the CPU. Raises `EppError` on every rank if planning fails on one.
+    """
+    made, problem = None, ""
+    try:
+        made = make()
+    except EppError as error:
+        problem = str(error)
+    text = "" if made is None else to_json(made.plan)
+    digests = from_each((hashlib.sha256(text.encode()).hexdigest(), problem), group)
+    if failed := next((text for _, text in digests if text), ""):
+        raise EppError(failed)
+    assert made is not None
+    if len({digest for digest, _ in digests}) == 1:
+        return made
+    if dist.get_rank(group) == 0:
+        logger.warning("ranks of a pipeline made different plans from equal inputs; all use that of the first")
+    text, order = from_first([text, made.order], group)
+    return Planned(from_json(text), tuple(order))

@@ -1,0 +1,162 @@
+"""A caller's model chunk as a pipeline stage: runs the caller's forward step and loss on whole microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.context import ChunkContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Arguments of a call of the schedule that its forward steps need, named as there.
+
+    Attributes:
+        forward_step_func: the caller's forward step.
+        num_microbatches: by which two-part losses are divided.
+        forward_only: no backward follows.
+        collect_non_loss_data: the loss function returns data of any kind.
+        first_val_step: the first step of an evaluation; None for training.
+        context_ranks: number of context-parallel ranks, by which two-part losses are multiplied.
+    """
+
+    forward_step_func: Callable[..., Any]
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    context_ranks: int
+
+
+class MicrobatchStage:
+    """One model chunk of a caller. Implements `runtime.context.Stage` by Megatron's own forward and backward steps.
+
+    Args:
+        model: the model chunk as the caller built and wrapped it.
+        config: its `TransformerConfig`.
+        is_last: the stage computes the loss.
+        virtual_stage: number of the chunk on its rank; None if the rank has one.
+        shards: ranks that share the tokens of the hidden states, by sequence and context parallelism.
+        device: of the hidden states.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, config: Any, is_last: bool, virtual_stage: int | None, shards: int, device: torch.device
+    ) -> None:
+        self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
+        self.relay = KVRelay()  # stays empty: microbatches are whole
+        self._shards, self._device = shards, device
+        self.before_last_gradient: Callable[[], None] = _nothing
+        self.reduce_gradients: Callable[[], None] = _nothing
+
+    def begin(
+        self,
+        call: Call,
+        microbatches: Microbatches,
+        shapes: Sequence[Microbatch],
+        order: Sequence[int],
+        before_last_gradient: Callable[[], None],
+        reduce_gradients: Callable[[], None],
+    ) -> None:
+        """Start an iteration.
+
+        Args:
+            call: arguments of the schedule.
+            microbatches: of this chunk.
+            shapes: of every microbatch, in the caller's order.
+            order: the microbatch of every chunk of the plan.
+            before_last_gradient, reduce_gradients: see `runtime.context.Stage`.
+        """
+        self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
+        self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
+        self._has_run = False
+        self.results: dict[int, list[Any]] = {}
+        self.kept_bytes: dict[int, int] = {}
+        """Bytes that each chunk's forward left allocated; 0 without a GPU."""
+        self.total_tokens = torch.zeros([], dtype=torch.int, device=self._device)
+
+    def forward(self, context: ChunkContext, hidden: Tensor | None) -> Any:
+        """Run the caller's forward step on a microbatch, and on the last stage its loss."""
+        index, call = self._order[context.chunk], self._call
+        store: list[Any] = []
+        before = _allocated()
+        is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, not self._has_run)
+        self._has_run = True
+        output, num_tokens = schedules.forward_step(
+            call.forward_step_func,
+            self._microbatches.at(index),
+            self.model,
+            call.num_microbatches,
+            None if hidden is None else hidden.view(self._shape(index)),
+            store,
+            self.config,
+            cp_group_size=call.context_ranks,
+            collect_non_loss_data=call.collect_non_loss_data,
+            is_first_microbatch=is_first,
+            current_microbatch=index,
+            vp_stage=self._virtual_stage,
+            is_last_stage=self.is_last,
+        )
+        get_attr_wrapped_model(self.model, "set_input_tensor")([None])  # or it would hold the last one
+        self.kept_bytes[context.chunk] = _allocated() - before
+        if self.is_last:
+            self.results[index] = store
+            self.total_tokens += num_tokens
+        else:
+            self._check(index, output)
+        return output
+
+    def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
+        """Run the backward of a microbatch."""
+        if grad is not None:
+            grad = grad.view(self._shape(self._order[context.chunk]))
+        schedules.backward_step(None, output, grad, self.config)
+
+    def weight(self, chunk: int) -> None:
+        raise EppError("weight gradients of a caller's model are not split")
+
+    def release_output(self, output: Tensor) -> None:
+        """Free the storage of an output that has been sent, which autograd does not need."""
+        schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+
+    def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        """Return shape, dtype and device of hidden states, flattened over the rows of a microbatch."""
+        shape = (num_tokens // self._shards, 1, self.config.hidden_size)
+        return shape, self.config.pipeline_dtype or torch.float32, self._device
+
+    def _shape(self, index: int) -> tuple[int, int, int]:
+        """Shape of a microbatch's hidden states, ``[tokens of a row / shards, rows, hidden]``."""
+        one = self._shapes[index]
+        return sum(one.lengths) // one.rows // self._shards, one.rows, self.config.hidden_size
+
+    def _check(self, index: int, output: object) -> None:
+        wanted = self._shape(index)
+        if not isinstance(output, Tensor) or tuple(output.shape) != wanted:
+            got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise EppError(
+                f"the forward step of microbatch {index} made {got} where lengths {_shown(self._shapes[index].lengths)} ask "
+                f"for {list(wanted)}: give the function that finds lengths in a microbatch, shape_of"
+            )
+
+
+def _shown(lengths: Sequence[int]) -> str:
+    return f"{list(lengths)}" if len(lengths) <= 8 else f"{list(lengths[:8])} and {len(lengths) - 8} more"
+
+
+def _allocated() -> int:
+    """Bytes that torch has allocated on this rank's GPU; 0 without one. The host counts them, so it does not wait."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+
+
+def _nothing() -> None:
+    pass

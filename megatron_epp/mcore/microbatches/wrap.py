@@ -1,0 +1,90 @@
+"""Plans for frameworks that call Megatron's schedules without Megatron's argument parser."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron_epp.mcore.arguments.microbatches import check_settings
+from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.microbatches.forward_backward import Schedule
+from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
+from megatron_epp.plan import EppError
+from megatron_epp.runtime.links.links import from_each
+
+_MINUTES = 30
+"""Default time limit of messages, in minutes; torch's own for gloo."""
+
+
+def wrap(*, shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of, **settings: object) -> Schedule:
+    """Return a schedule function that plans the caller's microbatches, to call instead of Megatron's.
+
+    Megatron's parallel state is initialised before its first call, and every rank of the job makes that call.
+
+    Args:
+        shape_of: finds the lengths of a microbatch's sequences where `tokens`, `input_ids` or `cu_seqlens` do not say them; a
+            `Microbatch` where several rows are not packed.
+        settings: flags of training by their names behind ``--epp-``, with underscores: ``memory_cap_gb=60``; and
+            ``distributed_timeout_minutes``.
+
+    Raises:
+        EppError: there is no such setting, or it needs this package's own data or layers.
+    """
+    defaults = add_epp_args(argparse.ArgumentParser()).parse_args([])
+    minutes = settings.pop("distributed_timeout_minutes", _MINUTES)
+    if unknown := [name for name in settings if not hasattr(defaults, f"epp_{name}")]:
+        raise EppError(f"wrap has no setting {', '.join(unknown)}: settings have the names of flags behind --epp-")
+    given = vars(defaults) | {f"epp_{name}": value for name, value in settings.items()}
+    check_settings(given)
+    given |= {"epp": True, "epp_microbatches": "user", "distributed_timeout_minutes": minutes}
+    return Schedule(lambda models: arguments_of(models, given), shape_of)
+
+
+def arguments_of(models: Sequence[torch.nn.Module], given: dict[str, Any]) -> argparse.Namespace:
+    """Return what stands for Megatron's arguments, from the parallel state and the model. A collective call.
+
+    Args:
+        models: the rank's model chunks.
+        given: values of the `--epp-*` flags.
+    """
+    config = get_model_config(models[0])
+    vocabulary = max(from_each(max(getattr(unwrap_model(model), "vocab_size", 1) for model in models)))
+    return argparse.Namespace(
+        **given,
+        rank=dist.get_rank(),
+        data_parallel_size=mpu.get_data_parallel_world_size(),
+        pipeline_model_parallel_size=mpu.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=len(models) if len(models) > 1 else None,
+        tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
+        context_parallel_size=mpu.get_context_parallel_world_size(),
+        expert_model_parallel_size=mpu.get_expert_model_parallel_world_size(),
+        sequence_parallel=config.sequence_parallel,
+        use_distributed_optimizer=any(_is_sharded(model) for model in models),
+        nccl_communicator_config_path=None,
+        high_priority_stream_groups=None,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        group_query_attention=True,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        swiglu=config.gated_linear_unit,
+        num_experts=config.num_moe_experts,
+        moe_router_topk=config.moe_router_topk,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        padded_vocab_size=vocabulary,
+        bf16=config.bf16,
+        fp16=config.fp16,
+    )
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    """True if Megatron's data parallelism shards a model's optimizer."""
+    return bool(getattr(getattr(model, "ddp_config", None), "use_distributed_optimizer", False))

@@ -1,0 +1,120 @@
+"""A script's own microbatches, run by plans, train as Megatron's own schedules train them: its data, forward step and loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.mcore.forked import launch, train
+from tests.support.mcore.launch import TINY, Finished
+
+PLANS = "--epp --epp-microbatches user"
+ITERATIONS = 6
+"""One to warm up, three to learn costs from, two with plans made from these."""
+TOLERANCE = 1e-5
+"""Largest relative difference of losses and of norms of gradients: replicas and stages may add in another order."""
+
+ONE_LAYER = "--recompute-num-layers 1"
+PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
+CELLS = {
+    "one process": (1, ""),
+    "pipeline": (2, "--pipeline-model-parallel-size 2"),
+    "pipeline, several stages per rank": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "tensor and sequence parallel": (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+    "distributed optimizer": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce"),
+    "experts": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
+        "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --no-bias-gelu-fusion --disable-bias-linear",
+    ),
+    "multi-token prediction": (2, "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope"),
+    "full recompute": (
+        2,
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform " + ONE_LAYER,
+    ),
+    "loss per token": (2, "--pipeline-model-parallel-size 2 --calculate-per-token-loss"),
+}
+
+
+@pytest.fixture(params=CELLS)
+def cell(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
+    processes, flags = CELLS[request.param]
+    return processes, flags.split()
+
+
+def both(folder: Path, processes: int, *flags: object, program: object = None) -> tuple[Finished, Finished]:
+    """Train with Megatron's own schedule and by plans."""
+    named = {} if program is None else {"program": program}
+    own = train(folder / "stock", processes, *flags, iterations=ITERATIONS, **named)
+    planned = train(folder / "planned", processes, *flags, *PLANS.split(), iterations=ITERATIONS, **named)
+    return own, planned
+
+
+def check_equal(own: Finished, planned: Finished) -> None:
+    assert planned.steps.keys() == own.steps.keys()
+    for iteration, step in own.steps.items():
+        assert planned.steps[iteration] == pytest.approx(step, rel=TOLERANCE)
+
+
+def test_a_stock_script_trains_as_without_plans(tmp_path: Path, cell: tuple[int, list[str]]) -> None:
+    processes, flags = cell
+    own, planned = both(tmp_path, processes, *flags)
+    check_equal(own, planned)
+    assert "in their own order, while costs are learnt" in planned.output
+    assert "costs learnt from 3 iterations" in planned.output
+
+
+def test_a_hybrid_model_trains_as_without_plans(tmp_path: Path) -> None:
+    pattern = "--hybrid-layer-pattern *-*-|*-*- --spec tests.support.mcore.local_hybrid stack_spec"
+    check_equal(
+        *both(tmp_path, 2, "--pipeline-model-parallel-size", 2, *pattern.split(), program=PROGRAMS / "hybrid_training.py")
+    )
+
+
+def test_a_loss_of_the_scripts_own_really_runs(tmp_path: Path) -> None:
+    program = PROGRAMS / "own_loss_training.py"
+    flags = CELLS["pipeline"][1].split()
+    own, planned = both(tmp_path, 2, *flags, program=program)
+    check_equal(own, planned)
+    stock = train(tmp_path / "without", 2, *flags, iterations=ITERATIONS)
+    assert planned.steps[2]["loss"] > stock.steps[2]["loss"]  # it climbs
+
+
+def test_flags_that_need_our_own_layers_or_data_are_named_together(tmp_path: Path) -> None:
+    flags = [*TINY, "--train-iters", 1, *PLANS.split(), "--epp-offload", "on", "--epp-placement", "v"]
+    finished = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
+    assert finished.returncode == 1
+    assert "leave out --epp-placement v, --epp-offload on" in finished.output
+
+
+UNEVEN = "24,8,32,16,8,32"
+EVEN = "24,24,24,24,24,24"
+LOOPS = {
+    "one stage": (1, 1, UNEVEN),
+    "pipeline": (2, 2, UNEVEN),
+    "several stages per rank": (2, 4, EVEN),  # of uneven ones stock's interleaved schedule mixes up the messages over gloo
+}
+
+
+@pytest.fixture(scope="module", params=LOOPS)
+def wrapped(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What the ranks of a framework's own loop say: one run by stock, six planned, one evaluation."""
+    ranks, *rest = LOOPS[request.param]
+    finished = launch(ranks, PROGRAMS / "wrap_worker.py", *rest)
+    assert finished.returncode == 0, finished.output[-5000:]
+    return [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+
+
+def test_a_loop_without_megatrons_parser_gets_the_gradients_of_stock(wrapped: list[dict[str, Any]]) -> None:
+    assert max(one["worst"] for one in wrapped if "worst" in one) < TOLERANCE
+
+
+def test_results_come_in_the_callers_order(wrapped: list[dict[str, Any]]) -> None:
+    for one in wrapped:
+        results, stock = one.get("results", one.get("evaluated")), one["stock"]
+        assert [entry["tokens"] for entry in results] == [entry["tokens"] for entry in stock]
+        assert [entry["loss"] for entry in results] == pytest.approx([entry["loss"] for entry in stock], rel=TOLERANCE)
+    assert any(one["stock"] for one in wrapped)

@@ -1,0 +1,126 @@
+"""A loop of a framework's own around Megatron's schedules: uneven microbatches, once with stock's and several times by plans.
+
+Prints the largest relative difference of gradients, the results in order, and for each planned run whether both agree.
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+LENGTHS = tuple(map(int, sys.argv[2].split(",")))
+HIDDEN = 16
+
+
+def main():
+    from megatron_epp.mcore import entry
+
+    entry.prepare()
+    dist.init_process_group("gloo")
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    import megatron_epp
+
+    stages = int(sys.argv[1])
+    virtual = dist.get_world_size() < stages
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=dist.get_world_size(),
+        virtual_pipeline_model_parallel_size=stages // dist.get_world_size() if virtual else None,
+    )
+    model_parallel_cuda_manual_seed(1)
+    models = build(stages, virtual)
+    stock = run(get_forward_backward_func(), models)
+    planned = megatron_epp.wrap(**json.loads(os.environ.get("SETTINGS", "{}")))
+    for _ in range(6):
+        found = run(planned, models)
+        worst = max(
+            float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
+            for ours, theirs in zip(found[1], stock[1], strict=True)
+        )
+        print(json.dumps({"rank": dist.get_rank(), "worst": worst, "results": found[0], "stock": stock[0]}), flush=True)
+    with torch.no_grad():
+        evaluated = run(planned, models, forward_only=True)
+    print(json.dumps({"rank": dist.get_rank(), "evaluated": evaluated[0], "stock": stock[0]}), flush=True)
+
+
+def build(stages, virtual):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=world,
+        virtual_pipeline_model_parallel_size=stages // world if virtual else None,
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # which Megatron asks for even without experts
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        deallocate_pipeline_outputs=not virtual,
+    )
+    config.batch_p2p_comm = False
+    chunks = []
+    for number in range(stages // world):
+        stage = number * world + rank
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=64,
+            max_sequence_length=64,
+            pre_process=stage == 0,
+            post_process=stage == stages - 1,
+            vp_stage=number if virtual else None,
+        )
+        model.vp_stage = number if virtual else None
+        chunks.append(model)
+    return chunks
+
+
+def batches(seed=5):
+    made = torch.Generator().manual_seed(seed)
+    for length in LENGTHS:
+        yield {name: torch.randint(64, (1, length), generator=made) for name in ("tokens", "labels")}
+
+
+def forward_step(data_iterator, model):
+    batch = next(data_iterator)
+    length = batch["tokens"].shape[1]
+    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    output = model(batch["tokens"], torch.arange(length)[None], mask, labels=batch["labels"])
+
+    def loss_func(losses):
+        return 3.0 * losses.mean(), {"tokens": length, "loss": float(losses.mean())}
+
+    return output, loss_func
+
+
+def run(schedule, models, forward_only=False):
+    """Gradients and results of one call."""
+    for model in models:
+        model.zero_grad()
+    several = len(models) > 1
+    results = schedule(
+        forward_step_func=forward_step,
+        data_iterator=[batches() for _ in models] if several else batches(),
+        model=models if several else models[0],
+        num_microbatches=len(LENGTHS),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    gradients = [p.grad.clone() for model in models for p in model.parameters() if p.grad is not None]
+    return results, gradients
+
+
+if __name__ == "__main__":
+    main()
