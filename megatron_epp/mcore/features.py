@@ -79,7 +79,12 @@ def epp_args() -> Namespace | None:
 def document_args() -> Namespace | None:
     """Return Megatron's arguments if plans cut documents into chunks; None without `--epp` and for a script's microbatches."""
     args = epp_args()
-    return args if args is not None and getattr(args, "epp_microbatches", "plan") == "plan" else None
+    return None if args is None or has_user_microbatches(args) else args
+
+
+def has_user_microbatches(args: Namespace) -> bool:
+    """Return True if plans are of a script's own microbatches."""
+    return getattr(args, "epp", False) and getattr(args, "epp_microbatches", "plan") == "user"
 
 
 def bound(function: Callable[..., Any], *rest: Any, **named: Any) -> inspect.BoundArguments:

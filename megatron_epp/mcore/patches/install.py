@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_epp.mcore.features import bound, document_args, epp_args, hybrid_model
+from megatron_epp.mcore.features import bound, document_args, epp_args, has_user_microbatches, hybrid_model
 from megatron_epp.mcore.patches import patching, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
 
@@ -47,8 +47,7 @@ def _check_flags(original: Callable[..., Any], args: Any, *rest: Any, **named: A
     from megatron_epp.mcore.arguments.consequences import prepare_epp_args
     from megatron_epp.mcore.arguments.microbatches import check_user_microbatches
 
-    own = getattr(args, "epp", False) and args.epp_microbatches == "user"
-    (check_user_microbatches if own else prepare_epp_args)(args)
+    (check_user_microbatches if has_user_microbatches(args) else prepare_epp_args)(args)
     stock_functions.check_call(args)
     return original(args, *rest, **named)
 
@@ -144,7 +143,7 @@ def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> 
     stock = original(*rest, **named)
     if (args := epp_args()) is None:
         return stock
-    if args.epp_microbatches == "user":
+    if has_user_microbatches(args):
         from megatron_epp.mcore.microbatches.forward_backward import forward_backward_user
 
         return forward_backward_user

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
-from megatron_epp.mcore.features import epp_args
+from megatron_epp.mcore.features import epp_args, has_user_microbatches
 from megatron_epp.mcore.patches.fingerprints import SCRIPTS, attribute_chains, definition, digest, fingerprint, global_names
 from megatron_epp.plan.errors import EppError
 
@@ -64,7 +64,7 @@ def checked_call(call: Mapping[str, Any]) -> Iterator[None]:
 
 def check_call(args: argparse.Namespace) -> None:
     """Raise `EppError` for arguments of the running `pretrain`, if any, that are incompatible with these flags."""
-    if _call is None or not getattr(args, "epp", False) or args.epp_microbatches == "user":
+    if _call is None or not getattr(args, "epp", False) or has_user_microbatches(args):
         return
     for name in _REFUSED:
         if _call.get(name) is not None:
