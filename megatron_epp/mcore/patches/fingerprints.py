@@ -39,6 +39,9 @@ PATCHED: dict[str, tuple[str, ...]] = {
 
 RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving": ("79bb2ba211d5", "c8fd558b6fdc", "772d6b7d8182"),
+    f"{_SCHEDULES}:forward_step": ("24c526af4445",),
+    f"{_SCHEDULES}:backward_step": ("435628e2479e",),
+    f"{_SCHEDULES}:check_first_val_step": ("04a8a2d43b70",),
     f"{_SCHEDULES}:custom_backward": ("134012de6fb7",),
     f"{_SCHEDULES}:deallocate_output_tensor": ("ec45aab59f27",),
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads": ("8e8e2bb919cc", "1ea6af88d1ec", "36d18a1e1730"),
