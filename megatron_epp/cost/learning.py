@@ -10,6 +10,7 @@ from typing import NamedTuple
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
+from megatron_epp.cost.stage import StageCosts
 from megatron_epp.cost.work import NO_TIME, causal_pairs
 from megatron_epp.plan import Action, Op, Plan
 
@@ -103,17 +104,7 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt]) -> PipelineCos
         forward, backward = (fit_line(_medians(times[number, op])).line.scaled(1 / stage.num_layers) for op in (Op.F, Op.B))
         known = replace(stage, forward=forward, backward=backward, extra_forward=NO_TIME, extra_backward=NO_TIME)
         if number in sizes:
-            per_token = max(size / tokens for tokens, size in sizes[number])
-            kept = per_token / stage.num_layers
-            known = replace(
-                known,
-                layer_bytes_per_token=kept,
-                recomputed_layer_bytes_per_token=kept,
-                full_bytes_per_token=None,
-                extra_bytes_per_token=0.0,
-                head_bytes_per_token=0.0,
-                working_bytes_per_token=0.0,
-            )
+            known = _with_bytes(known, max(size / tokens for tokens, size in sizes[number]))
         stages.append(replace(known, recompute={}, kv_bytes_per_token=0.0))
     return replace(base, stages=tuple(stages), name="learnt")
 
@@ -127,6 +118,24 @@ def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineC
     """
     stages = (replace(stage, static=Static(weights=num_bytes.get(number, 0))) for number, stage in enumerate(costs.stages))
     return replace(costs, stages=tuple(stages))
+
+
+def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
+    """Share the bytes that a stage was measured to keep per token between its layers, besides its extras by formula.
+
+    A layer keeps its input at least, which is what it keeps if it recomputes in full.
+    """
+    least = stage.recomputed_layer_bytes_per_token
+    of_layers = max(kept_per_token - stage.extra_bytes_per_token, stage.num_layers * least)
+    return replace(
+        stage,
+        layer_bytes_per_token=of_layers / stage.num_layers,
+        full_bytes_per_token=None,
+        attended_bytes_per_token=None,
+        extra_bytes_per_token=max(0.0, kept_per_token - of_layers),
+        head_bytes_per_token=0.0,
+        working_bytes_per_token=0.0,
+    )
 
 
 def _medians(points: Sequence[Point]) -> list[Point]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,17 @@ def test_results_come_in_the_callers_order(wrapped: list[dict[str, Any]]) -> Non
         assert [entry["tokens"] for entry in results] == [entry["tokens"] for entry in stock]
         assert [entry["loss"] for entry in results] == pytest.approx([entry["loss"] for entry in stock], rel=TOLERANCE)
     assert any(one["stock"] for one in wrapped)
+
+
+def test_under_a_cap_layers_of_some_microbatches_recompute_and_gradients_stay() -> None:
+    cap_bytes = 236_000  # weights, gradients and optimizer included, by formula
+    settings = {"SETTINGS": json.dumps({"memory_cap_gb": cap_bytes / 2**30})}
+    finished = launch(2, PROGRAMS / "wrap_worker.py", 2, UNEVEN, env=settings)
+    assert finished.returncode == 0, finished.output[-5000:]
+    (share,) = re.findall(r"planned .* bubble [\d.]+%, ([\d.]+)% of layers recompute", finished.output)[1:2]
+    assert 0 < float(share) < 100
+    said = [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+    assert max(one["worst"] for one in said if "worst" in one) < TOLERANCE
+    peaks = {rank: [one["peak_bytes"] for one in said if one["rank"] == rank and "peak_bytes" in one] for rank in (0, 1)}
+    for of_rank in peaks.values():  # the first iteration runs without plans for the cap, the last with one
+        assert of_rank[-1] < min(of_rank[0], cap_bytes)

@@ -66,9 +66,15 @@ def test_one_slow_iteration_does_not_count():
 
 
 def test_bytes_are_those_that_were_measured():
-    (stage, _) = learnt(kept_per_token=1000).stages
-    assert stage.layer_bytes_per_token * stage.num_layers == 1000
+    for stage in learnt(kept_per_token=20_000).stages:
+        assert stage.layer_bytes_per_token * stage.num_layers + stage.extra_bytes_per_token == pytest.approx(20_000)
     assert learnt().stages[0].layer_bytes_per_token == FORMULAS.stages[0].layer_bytes_per_token
+
+
+def test_a_layer_that_recomputes_keeps_its_input_as_by_formula():
+    (stage, _) = learnt(kept_per_token=20_000).stages
+    assert stage.recomputed_layer_bytes_per_token == FORMULAS.stages[0].recomputed_layer_bytes_per_token
+    assert learnt(kept_per_token=1).stages[0].layer_bytes_per_token == stage.recomputed_layer_bytes_per_token
 
 
 def test_equal_measurements_give_equal_costs():

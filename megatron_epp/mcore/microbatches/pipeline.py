@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import CPU, H100, analytic_profile
 from megatron_epp.cost.learning import Learner, error_of, fitted_costs, size_of, with_static
@@ -20,12 +21,13 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.sources import gathered, model_shape
 from megatron_epp.mcore.microbatches.planning import Planned, Shapes, agree_on_plan, plan_as_given, plan_microbatches
 from megatron_epp.mcore.microbatches.source import Microbatches
-from megatron_epp.mcore.microbatches.stage import Call, MicrobatchStage
+from megatron_epp.mcore.microbatches.stage import Call, MicrobatchStage, layers_of
 from megatron_epp.mcore.training.caps import cap_bytes
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.reduction import Reduction
-from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError
+from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Problem
+from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Groups, Links, from_each
 from megatron_epp.runtime.trace import Recorder
@@ -61,20 +63,20 @@ class MicrobatchPipeline:
             for number, (stage, model) in enumerate(zip(self.placement.stages(self.rank), models, strict=True))
         }
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        options = link_options(args, len(pipeline), is_virtual)
-        self.links = Links.create(pipeline, _replica_ranks(), Groups(time_limit(args), mpu.create_group), is_virtual, options)
+        link = link_options(args, len(pipeline), is_virtual)
+        self.links = Links.create(pipeline, _replica_ranks(), Groups(time_limit(args), mpu.create_group), is_virtual, link)
         with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
             self.links.connect(device)
             reduce_once(groups_in_use(args), device)
-            layers = gathered({stage: _num_layers(one.model) for stage, one in self.stages.items()}, self.links)
+            layers = gathered({stage: len(layers_of(one.model)) for stage, one in self.stages.items()}, self.links)
             caps = gathered(cap_bytes(args), self.links, min)
+            recomputes = all(from_each(all(one.recomputes for one in self.stages.values()), self.links.control))
         by_stage = {stage: count for found in layers for stage, count in found.items()}
         profile = analytic_profile(model_shape(args), H100 if self._on_gpu else CPU)
         self.costs = profile.costs(tuple(by_stage[stage] for stage in sorted(by_stage)), replicas=args.data_parallel_size)
-        if not self._on_gpu:
-            caps = [UNLIMITED_BYTES] * len(caps)  # nothing measures how much the script's model holds
         self.problem = Problem((), self.placement.rank_of, tuple(caps), multiple)
-        self._options = options_from(args, training=True)
+        options = options_from(args, training=True)
+        self._options = options if recomputes else replace(options, recompute=0)
         self._plans: dict[tuple[Shapes, bool], Planned] = {}
 
     def planned(self, shapes: Shapes, forward_only: bool) -> Planned:
@@ -104,10 +106,13 @@ class MicrobatchPipeline:
         planned = self.planned(shapes, call.forward_only)
         measures = self.learner.is_recording and not call.forward_only
         recorder = Recorder(enabled=measures)
-        with Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, False) as reduction:
+        saved = SavedTensors(parameter for model in self.models for parameter in model.parameters())
+        counting = saved if measures and not self._on_gpu else nullcontext()
+        held_bytes = torch.cuda.memory_allocated if self._on_gpu else lambda: saved.live_bytes
+        with counting, Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, False) as reduction:
             for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
-                stage.begin(call, microbatches, shapes, planned.order, first, last)
+                stage.begin(call, microbatches, shapes, planned.order, first, last, held_bytes)
             Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog).run()
         if not call.forward_only and not self.learner.is_done:
             self._learn(planned, shapes, recorder if measures else None)
@@ -132,7 +137,7 @@ class MicrobatchPipeline:
             return
         kept = {(number, c): size for number, stage in self.stages.items() for c, size in stage.kept_bytes.items()}
         peak_bytes = torch.cuda.max_memory_allocated() if self._on_gpu else 0
-        self.learner.add(planned.plan, recorder.events(), kept if self._on_gpu else {}, peak_bytes)
+        self.learner.add(planned.plan, recorder.events(), kept, peak_bytes)
         if not self.learner.is_done:
             return
         everyone = from_each(self.learner.learnt, self.links.control)
@@ -156,19 +161,16 @@ def _replica_ranks() -> list[int]:
     return [rank for rank, replica in enumerate(from_each(mine)) if replica == mine]
 
 
-def _num_layers(model: torch.nn.Module) -> int:
-    return len(get_attr_wrapped_model(model, "decoder").layers)
-
-
 def _tell(made: Planned, shapes: Shapes, is_learnt: bool) -> None:
     """Log a plan: number and sizes of microbatches, and the predicted time."""
     predicted, sizes = made.plan.predicted, [sum(one.lengths) for one in shapes]
     spread = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     logger.info(
-        "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%",
+        "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%, %.1f%% of layers recompute",
         len(sizes),
         spread,
         "" if is_learnt else " in their own order, while costs are learnt",
         predicted.makespan_us / 1e3,
         100 * predicted.bubble_fraction,
+        100 * sum(one.num_layers for row in made.plan.recompute for one in row) / (sum(made.plan.num_layers) * len(sizes)),
     )

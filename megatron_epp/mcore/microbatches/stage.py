@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches
+from megatron_epp.mcore.model.recompute import run_again
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.context import ChunkContext
@@ -55,9 +57,17 @@ class MicrobatchStage:
     ) -> None:
         self.model, self.config, self.is_last, self._virtual_stage = model, config, is_last, virtual_stage
         self.relay = KVRelay()  # stays empty: microbatches are whole
+        self._num_recomputed = 0
+        for number, layer in enumerate(layers_of(model) if self.recomputes else ()):
+            layer.forward = partial(self._run_layer, number, layer.forward)
         self._shards, self._device = shards, device
         self.before_last_gradient: Callable[[], None] = _nothing
         self.reduce_gradients: Callable[[], None] = _nothing
+
+    @property
+    def recomputes(self) -> bool:
+        """True if plans may choose which layers recompute: the model's own configuration recomputes none of them."""
+        return self.config.recompute_granularity is None and not self.config.fp8
 
     def begin(
         self,
@@ -67,6 +77,7 @@ class MicrobatchStage:
         order: Sequence[int],
         before_last_gradient: Callable[[], None],
         reduce_gradients: Callable[[], None],
+        held_bytes: Callable[[], int],
     ) -> None:
         """Start an iteration.
 
@@ -76,20 +87,21 @@ class MicrobatchStage:
             shapes: of every microbatch, in the caller's order.
             order: the microbatch of every chunk of the plan.
             before_last_gradient, reduce_gradients: see `runtime.context.Stage`.
+            held_bytes: returns the bytes that are allocated, or saved for backwards; 0 where nothing measures them.
         """
         self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
-        self._has_run = False
+        self._has_run, self._held_bytes = False, held_bytes
         self.results: dict[int, list[Any]] = {}
         self.kept_bytes: dict[int, int] = {}
-        """Bytes that each chunk's forward left allocated; 0 without a GPU."""
+        """Bytes that each chunk's forward left allocated, or saved for its backward."""
         self.total_tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Any:
         """Run the caller's forward step on a microbatch, and on the last stage its loss."""
         index, call = self._order[context.chunk], self._call
         store: list[Any] = []
-        before = _allocated()
+        before, self._num_recomputed = self._held_bytes(), context.recompute.num_layers
         is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, not self._has_run)
         self._has_run = True
         output, num_tokens = schedules.forward_step(
@@ -108,7 +120,7 @@ class MicrobatchStage:
             is_last_stage=self.is_last,
         )
         get_attr_wrapped_model(self.model, "set_input_tensor")([None])  # or it would hold the last one
-        self.kept_bytes[context.chunk] = _allocated() - before
+        self.kept_bytes[context.chunk] = self._held_bytes() - before
         if self.is_last:
             self.results[index] = store
             self.total_tokens += num_tokens
@@ -134,6 +146,11 @@ class MicrobatchStage:
         shape = (num_tokens // self._shards, 1, self.config.hidden_size)
         return shape, self.config.pipeline_dtype or torch.float32, self._device
 
+    def _run_layer(self, number: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer; the first layers of a chunk recompute in full, as many as its plan says."""
+        again = number < self._num_recomputed and torch.is_grad_enabled()
+        return run_again(run, args, kwargs) if again else run(*args, **kwargs)
+
     def _shape(self, index: int) -> tuple[int, int, int]:
         """Shape of a microbatch's hidden states, ``[tokens of a row / shards, rows, hidden]``."""
         one = self._shapes[index]
@@ -153,9 +170,10 @@ def _shown(lengths: Sequence[int]) -> str:
     return f"{list(lengths)}" if len(lengths) <= 8 else f"{list(lengths[:8])} and {len(lengths) - 8} more"
 
 
-def _allocated() -> int:
-    """Bytes that torch has allocated on this rank's GPU; 0 without one. The host counts them, so it does not wait."""
-    return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+def layers_of(model: torch.nn.Module) -> Sequence[Any]:
+    """Return the layers of a model chunk."""
+    layers: Sequence[Any] = get_attr_wrapped_model(model, "decoder").layers
+    return layers
 
 
 def _nothing() -> None:

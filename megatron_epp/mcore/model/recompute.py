@@ -65,10 +65,10 @@ class _Layer:
                 self._parts, self._normed = frozenset(), None
         if CORE_ATTENTION not in parts:
             kwargs["packed_seq_params"] = ChunkParams(replace(params.context, attention_output=CachedAttentionOutput()))
-        return _again(self._run, args, kwargs)
+        return run_again(self._run, args, kwargs)
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
-        return _again(self._run_mlp, args, kwargs) if MLP in self._parts else self._run_mlp(*args, **kwargs)
+        return run_again(self._run_mlp, args, kwargs) if MLP in self._parts else self._run_mlp(*args, **kwargs)
 
     def _norm(self, x: Tensor) -> Tensor:
         output = self._run_norm(x)
@@ -82,7 +82,7 @@ class _Layer:
             self._normed = None
 
 
-def _again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_again(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function now and again in the backward. Tensor arguments are saved through autograd."""
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     others = {name: value for name, value in kwargs.items() if name not in names}

@@ -24,6 +24,7 @@ def main():
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     import megatron_epp
+    from megatron_epp.runtime.autograd.saved import SavedTensors
 
     stages = int(sys.argv[1])
     virtual = dist.get_world_size() < stages
@@ -35,13 +36,16 @@ def main():
     models = build(stages, virtual)
     stock = run(get_forward_backward_func(), models)
     planned = megatron_epp.wrap(**json.loads(os.environ.get("SETTINGS", "{}")))
+    parameters = [parameter for model in models for parameter in model.parameters()]
     for _ in range(6):
-        found = run(planned, models)
+        with SavedTensors(parameters) as saved:
+            found = run(planned, models)
         worst = max(
             float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
             for ours, theirs in zip(found[1], stock[1], strict=True)
         )
-        print(json.dumps({"rank": dist.get_rank(), "worst": worst, "results": found[0], "stock": stock[0]}), flush=True)
+        figures = {"worst": worst, "results": found[0], "stock": stock[0], "peak_bytes": saved.peak_bytes}
+        print(json.dumps({"rank": dist.get_rank()} | figures), flush=True)
     with torch.no_grad():
         evaluated = run(planned, models, forward_only=True)
     print(json.dumps({"rank": dist.get_rank(), "evaluated": evaluated[0], "stock": stock[0]}), flush=True)
