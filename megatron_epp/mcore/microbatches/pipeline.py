@@ -125,7 +125,7 @@ class MicrobatchPipeline:
         try:
             return plan_microbatches(shapes, problem, self.costs, self._options)
         except InfeasibleError as error:
-            logger.warning("microbatches run in their own order, in 1F1B, for no plan fits: %s", error)
+            logger.warning("microbatches run in their own order, in 1F1B: %s", error)
             return plan_as_given(shapes, problem, self.costs, self._options)
 
     def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None) -> None:
