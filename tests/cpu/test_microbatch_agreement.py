@@ -32,7 +32,9 @@ def test_a_rank_without_data_learns_the_shapes(ranks: Ranks) -> None:
     ],
 )
 def test_different_microbatches_end_every_rank_with_the_numbers(ranks: Ranks, other: object, said: str) -> None:
-    assert ranks.outcomes(shapes, [SHAPES, other]) == [f"refused: microbatches differ between ranks: {said}"] * 2
+    for outcome in ranks.outcomes(shapes, [SHAPES, other]):
+        assert outcome.startswith("refused: microbatches differ between ranks that run the same plan")
+        assert outcome.endswith(said)
 
 
 def test_an_error_of_one_rank_ends_every_rank(ranks: Ranks) -> None:

@@ -31,6 +31,12 @@ CELLS = {
         "--pipeline-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
         "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --no-bias-gelu-fusion --disable-bias-linear",
     ),
+    "experts shared by replicas": (
+        4,
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall "
+        "--no-bias-gelu-fusion --disable-bias-linear",
+    ),
     "multi-token prediction": (2, "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope"),
     "full recompute": (
         2,

@@ -25,6 +25,7 @@ from megatron_epp.mcore.microbatches.stage import Call, MicrobatchStage, layers_
 from megatron_epp.mcore.training.caps import cap_bytes
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.reduction import Reduction
+from megatron_epp.mcore.training.session import lockstep_groups
 from megatron_epp.plan import InfeasibleError
 from megatron_epp.planner import Problem
 from megatron_epp.runtime.autograd.saved import SavedTensors
@@ -64,7 +65,9 @@ class MicrobatchPipeline:
         }
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
         link = link_options(args, len(pipeline), is_virtual)
-        self.links = Links.create(pipeline, _replica_ranks(), Groups(time_limit(args), mpu.create_group), is_virtual, link)
+        groups, ranks = lockstep_groups()
+        control = next(ranks[number] for number, group in enumerate(groups) if mpu.get_data_parallel_rank() in group)
+        self.links = Links.create(pipeline, control, Groups(time_limit(args), mpu.create_group), is_virtual, link)
         with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
             self.links.connect(device)
             reduce_once(groups_in_use(args), device)
@@ -153,12 +156,6 @@ class MicrobatchPipeline:
             logger.info("costs learnt from %d iterations: they took %.2f of the time by formulas", self.learner.recorded, ratio)
         self.costs = learnt
         self._plans.clear()
-
-
-def _replica_ranks() -> list[int]:
-    """Global ranks of this replica, in order: they run the same plan."""
-    mine = mpu.get_data_parallel_rank()
-    return [rank for rank, replica in enumerate(from_each(mine)) if replica == mine]
 
 
 def _tell(made: Planned, shapes: Shapes, is_learnt: bool) -> None:

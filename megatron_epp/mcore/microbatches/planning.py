@@ -92,7 +92,7 @@ def agree_on_shapes(mine: Shapes | None, problem: str, group: dist.ProcessGroup)
     Args:
         mine: shapes that this rank knows; None if the caller has no data here.
         problem: error of this rank in finding them; empty if there was none.
-        group: all ranks that run the same plan.
+        group: all ranks that run the same plan: those of a replica, or of replicas that share experts.
 
     Raises:
         EppError: on every rank: a rank failed, no rank has data, or ranks have different microbatches.
@@ -106,7 +106,10 @@ def agree_on_shapes(mine: Shapes | None, problem: str, group: dist.ProcessGroup)
     first, first_rank = known[0]
     for shapes, rank in known[1:]:
         if shapes != first:
-            raise EppError(f"microbatches differ between ranks: {_difference(first, first_rank, shapes, rank)}")
+            raise EppError(
+                f"microbatches differ between ranks that run the same plan (of a replica, or of replicas that share experts): "
+                f"{_difference(first, first_rank, shapes, rank)}"
+            )
     return first
 
 

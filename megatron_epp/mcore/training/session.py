@@ -61,7 +61,7 @@ class Session:
         self.rank = mpu.get_pipeline_model_parallel_rank()
         self.placement = placement_of(args)
         self.replica, self.replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        self.lockstep_groups, self._lockstep_ranks = _lockstep_groups()
+        self.lockstep_groups, self._lockstep_ranks = lockstep_groups()
         self.lockstep_group = next(
             number for number, lockstep_group in enumerate(self.lockstep_groups) if self.replica in lockstep_group
         )
@@ -218,7 +218,7 @@ def problem_of(
     )
 
 
-def _lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:
+def lockstep_groups() -> tuple[LockstepGroups, list[list[int]]]:
     """Return the replicas and the global ranks of each group (replicas that share experts). Every rank must call this."""
     mine = (mpu.get_data_parallel_rank(), dist.get_process_group_ranks(mpu.get_expert_tensor_and_model_parallel_group()))
     everyone = from_each(mine)
