@@ -25,7 +25,10 @@ CELLS = {
     "pipeline": (2, "--pipeline-model-parallel-size 2"),
     "pipeline, several stages per rank": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "tensor and sequence parallel": (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
-    "distributed optimizer": (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce"),
+    "distributed optimizer": (
+        4,
+        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
     "experts": (
         2,
         "--pipeline-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
