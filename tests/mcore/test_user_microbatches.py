@@ -130,6 +130,15 @@ def test_results_come_in_the_callers_order(wrapped: list[dict[str, Any]]) -> Non
     assert any(one["stock"] for one in wrapped)
 
 
+def test_data_that_is_no_loss_is_collected_in_the_callers_order(wrapped: list[dict[str, Any]]) -> None:
+    seen = [(one["collected"], one["collected by stock"]) for one in wrapped if "collected" in one]
+    for ours, theirs in seen:
+        assert [entry["tokens"] for entry in ours] == [entry["tokens"] for entry in theirs]
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine["of each"] == pytest.approx(other["of each"], rel=TOLERANCE)
+    assert any(theirs for _, theirs in seen)
+
+
 def test_under_a_cap_layers_of_some_microbatches_recompute_and_gradients_stay() -> None:
     cap_bytes = 236_000  # weights, gradients and optimizer included, by formula
     settings = {"SETTINGS": json.dumps({"memory_cap_gb": cap_bytes / 2**30})}

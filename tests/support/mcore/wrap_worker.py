@@ -34,7 +34,8 @@ def main():
     )
     model_parallel_cuda_manual_seed(1)
     models = build(stages, virtual)
-    stock = run(get_forward_backward_func(), models)
+    schedule = get_forward_backward_func()
+    stock = run(schedule, models)
     planned = megatron_epp.wrap(**json.loads(os.environ.get("SETTINGS", "{}")))
     parameters = [parameter for model in models for parameter in model.parameters()]
     for _ in range(6):
@@ -48,7 +49,9 @@ def main():
         print(json.dumps({"rank": dist.get_rank()} | figures), flush=True)
     with torch.no_grad():
         evaluated = run(planned, models, forward_only=True)
-    print(json.dumps({"rank": dist.get_rank(), "evaluated": evaluated[0], "stock": stock[0]}), flush=True)
+        collected, by_stock = (run(one, models, forward_only=True, collect=True)[0] for one in (planned, schedule))
+    figures = {"evaluated": evaluated[0], "stock": stock[0], "collected": collected, "collected by stock": by_stock}
+    print(json.dumps({"rank": dist.get_rank()} | figures), flush=True)
 
 
 def build(stages, virtual):
@@ -102,13 +105,15 @@ def forward_step(data_iterator, model):
     mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
     output = model(batch["tokens"], torch.arange(length)[None], mask, labels=batch["labels"])
 
-    def loss_func(losses):
+    def loss_func(losses, non_loss_data=False):
+        if non_loss_data:
+            return {"tokens": length, "of each": losses.flatten().tolist()}
         return 3.0 * losses.mean(), {"tokens": length, "loss": float(losses.mean())}
 
     return output, loss_func
 
 
-def run(schedule, models, forward_only=False):
+def run(schedule, models, forward_only=False, collect=False):
     """Gradients and results of one call."""
     for model in models:
         model.zero_grad()
@@ -121,6 +126,7 @@ def run(schedule, models, forward_only=False):
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
+        collect_non_loss_data=collect,
     )
     gradients = [p.grad.clone() for model in models for p in model.parameters() if p.grad is not None]
     return results, gradients
