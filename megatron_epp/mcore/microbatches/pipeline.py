@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,9 +110,7 @@ class MicrobatchPipeline:
         planned = self.planned(shapes, call.forward_only)
         measures = self.learner.is_recording and not call.forward_only
         recorder = Recorder(enabled=measures)
-        saved = SavedTensors(parameter for model in self.models for parameter in model.parameters())
-        counting = saved if measures and not self._on_gpu else nullcontext()
-        held_bytes = torch.cuda.memory_allocated if self._on_gpu else lambda: saved.live_bytes
+        counting, held_bytes = self._meter(measures)
         with counting, Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, False) as reduction:
             for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
@@ -119,8 +118,18 @@ class MicrobatchPipeline:
             Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog).run()
         if not call.forward_only and not self.learner.is_done:
             self._learn(planned, shapes, recorder if measures else None)
-        *_, stage = self.stages.values()
+        for stage in self.stages.values():
+            stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
+
+    def _meter(self, measures: bool) -> tuple[AbstractContextManager[object], Callable[[], int]]:
+        """Return a context in which bytes are counted, and the function that tells them: allocated ones on a GPU, else saved."""
+        if self._on_gpu:
+            return nullcontext(), torch.cuda.memory_allocated
+        if not measures:
+            return nullcontext(), lambda: 0
+        saved = SavedTensors(parameter for model in self.models for parameter in model.parameters())
+        return saved, lambda: saved.live_bytes
 
     def _make(self, shapes: Shapes, problem: Problem) -> Planned:
         if not self.learner.is_done:

@@ -35,15 +35,9 @@ class Microbatches(Protocol):
     def finish(self) -> None:
         """Leave the caller's iterator behind the last microbatch of the iteration."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the microbatches that were taken ahead, in bytes."""
-
 
 class Nothing:
     """Microbatches of a rank on which the caller has no iterator."""
-
-    num_bytes = 0
 
     def shapes(self) -> None:
         return None
@@ -85,10 +79,6 @@ class Taken:
     def finish(self) -> None:
         pass
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(_device_bytes(item) for item in self._items)
-
 
 class _One:
     """Iterator over a single microbatch."""
@@ -116,8 +106,6 @@ class ByOffset:
         shape_of: shape of a microbatch, given its columns.
         keys: columns that are read to find lengths.
     """
-
-    num_bytes = 0
 
     def __init__(
         self, iterator: Any, count: int, shape_of: Callable[[Any], Microbatch], keys: Sequence[str] = ("total_lengths",)
@@ -193,14 +181,3 @@ def _packed(ends: Tensor, num_tokens: int | None) -> Microbatch:
     if num_tokens is not None and num_tokens > marks[-1]:
         marks.append(num_tokens)
     return Microbatch(tuple(int(end - start) for start, end in pairwise(marks)))
-
-
-def _device_bytes(item: Any) -> int:
-    """Bytes of the tensors of an item that are on a device."""
-    if isinstance(item, Tensor):
-        return item.nbytes if item.device.type != "cpu" else 0
-    if isinstance(item, Mapping):
-        return sum(map(_device_bytes, item.values()))
-    if isinstance(item, (tuple, list)):
-        return sum(map(_device_bytes, item))
-    return 0

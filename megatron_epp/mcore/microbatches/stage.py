@@ -97,6 +97,10 @@ class MicrobatchStage:
         """Bytes that each chunk's forward left allocated, or saved for its backward."""
         self.total_tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
+    def end(self) -> None:
+        """Let go of the iteration's microbatches."""
+        del self._call, self._microbatches
+
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Any:
         """Run the caller's forward step on a microbatch, and on the last stage its loss."""
         index, call = self._order[context.chunk], self._call
