@@ -123,7 +123,7 @@ class MicrobatchPipeline:
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
 
     def _meter(self, measures: bool) -> tuple[AbstractContextManager[object], Callable[[], int]]:
-        """Return a context in which bytes are counted, and the function that tells them: allocated ones on a GPU, else saved."""
+        """Return a context in which bytes are counted, and a function that tells them: allocated on a GPU, else saved."""
         if self._on_gpu:
             return nullcontext(), torch.cuda.memory_allocated
         if not measures:
