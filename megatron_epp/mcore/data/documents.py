@@ -22,7 +22,7 @@ from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
 from megatron_epp.mcore import features
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
-from megatron_epp.mcore.data.document_file import DocumentFile, check_pair, check_tokens
+from megatron_epp.mcore.data.document_file import DocumentFile, check_mask, check_pair, check_tokens
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.plan.errors import EppError
 
@@ -159,6 +159,7 @@ def _open_part(
     if prefix not in files:
         files[prefix] = DocumentFile(prefix, args.mmap_bin_files)
         check_tokens(files[prefix], tokenizer, masks_eod=args.eod_mask_loss)
+        check_mask(files[prefix])
     file = files[prefix]
     # Rounded as Megatron rounds, so that splits join up without gap or overlap.
     first, last = (round(edge * len(file)) for edge in share)
