@@ -98,12 +98,15 @@ class _Chat:
         return Tokens(ids, trained)
 
     def _start(self, ids: Ids, number: int) -> int:
-        """Return the index of the first trained token of a message: behind the generation prompt, if an assistant writes it."""
-        start = self._end(ids, number)
+        """Return the index of the first trained token of a message: behind the generation prompt, if an assistant writes it.
+
+        A prompt that joins with the answer's first token, or goes on in another way, is left out as far as the two agree.
+        """
         if self.messages[number]["role"] != ASSISTANT or number == 0:
-            return start
+            return self._end(ids, number)
         prompted = _ids(self._applied(self.messages[:number], add_generation_prompt=True))
-        return max(start, _num_common(prompted, ids))
+        common = _num_common(prompted, ids)
+        return common if common == len(prompted) else max(common, self._end(ids, number))
 
     def _end(self, ids: Ids, count: int) -> int:
         """Return the number of tokens of the first `count` messages, which must be the beginning of those of all messages."""

@@ -9,7 +9,7 @@ import torch
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate
 from megatron_epp.mcore.data.document_file import DocumentFile, check_mask
-from megatron_epp.mcore.data.documents import build_splits
+from megatron_epp.mcore.data.documents import build_splits, check_files_of
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.mcore.model.losses import report_of
 from megatron_epp.plan import Segment
@@ -73,6 +73,7 @@ def test_masks_survive_pickle(tmp_path):
 def test_a_mask_is_logged_once_and_files_without_are_not(tmp_path, caplog):
     masked, plain = write_masked(tmp_path / "masked"), write_pair(tmp_path / "plain", DOCUMENTS)
     args = data_arguments(data_path=[masked, plain])
+    check_files_of(args)
     with caplog.at_level("INFO", logger="megatron_epp"):
         build_splits(args, (1, 1, 1), identity_of_run(args))
     (line,) = [record.getMessage() for record in caplog.records if ".mask" in record.getMessage()]
@@ -88,6 +89,8 @@ def test_a_mask_of_other_tokens_is_refused_when_it_is_opened(tmp_path):
         EppError, match=rf"corpus\.mask has {num_tokens + 1:,} bytes and .*corpus\.bin has {num_tokens:,} tokens"
     ):
         DocumentFile(prefix)
+    with pytest.raises(EppError, match=rf"corpus\.mask has {num_tokens + 1:,} bytes"):
+        check_files_of(data_arguments(data_path=[prefix]))
 
 
 def test_values_that_are_no_mask_are_refused_before_training_where_the_sample_has_them_and_else_when_read(tmp_path):

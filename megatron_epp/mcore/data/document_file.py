@@ -86,6 +86,12 @@ def check_pair(prefix: str) -> None:
             )
 
 
+def check_mask_size(prefix: str) -> None:
+    """Raise `EppError` if a prefix has a mask of another number of tokens than its ``.bin`` file. No token is read."""
+    if os.path.exists(prefix + MASK_SUFFIX):
+        open_mask(prefix, os.path.getsize(f"{prefix}.bin") // _item_bytes(f"{prefix}.idx"))
+
+
 def _item_bytes(path: str) -> int:
     """Return the bytes of one token, from the header of an ``.idx`` file."""
     code = read_header(path).type_code
