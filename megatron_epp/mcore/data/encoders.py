@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_epp.data.chat import ApplyTemplate, ChatEncoder
 from megatron_epp.data.token_record import Tokenizer, digest_of
+from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.reading import naming, read_text
 
@@ -47,20 +48,17 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
     """Build an encoder from any tokenizer that Megatron can build.
 
     Args:
-        options: fields of Megatron's ``TokenizerConfig``, at least ``tokenizer_type``.
+        options: fields of Megatron's ``TokenizerConfig`` by name, at least ``tokenizer_type``.
         flags: the same options as command-line flags of Megatron.
 
     Raises:
         EppError: Megatron cannot build it.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training.config import TokenizerConfig
 
-    # Padding the vocabulary concerns the model, not the data.
-    config = TokenizerConfig(**options, pad_vocab_size=False)
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    config = features.tokenizer_settings(options)
     try:
-        tokenizer = build_tokenizer(Namespace(**fields))
+        tokenizer = build_tokenizer(config)
     except Exception as error:  # each tokenizer library raises its own kinds
         raise EppError(f"Megatron cannot build the tokenizer {flags}: {error}") from error
 
