@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import shown
 
 ASSISTANT = "assistant"
 """Role of the messages that models learn to write, and whose tokens templates can mark."""
@@ -117,7 +116,7 @@ class _Chat:
             raise EppError(
                 f"the chat template is not incremental: its tokens of the first {count} of {len(self.messages)} messages are "
                 f"not the beginning of its tokens of all, from token {common:,} on, so tokens cannot be assigned to messages; "
-                "train on the assistant alone with a template that marks its answers with {% generation %} (--chat-template)"
+                "train on the assistant alone, with a template that marks its answers with {% generation %}"
             )
         return len(first)
 
@@ -145,25 +144,3 @@ def _num_common(a: Ids, b: Ids) -> int:
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if len(differ) else length
-
-
-def messages_of(record: object, key: str, origin: str) -> list[Message]:
-    """Return the messages of a line of JSONL.
-
-    Args:
-        record: value of the line.
-        key: of the messages.
-        origin: file and number of the line, for errors.
-
-    Raises:
-        EppError: there are none under the key, or one has no role, or neither content nor calls of tools.
-    """
-    messages = record.get(key) if isinstance(record, dict) else None
-    if not isinstance(messages, list):
-        raise EppError(f"{origin} has no list of messages under {key!r}; name the key with --json-key")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise EppError(f"{origin}: message {number} has no text under 'role': {shown(message)}")
-        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            raise EppError(f"{origin}: message {number} has no text under 'content': {shown(message)}")
-    return messages

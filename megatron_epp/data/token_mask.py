@@ -35,7 +35,7 @@ class TokenMask:
         if num_bytes != num_tokens:
             raise EppError(
                 f"{self.path} has {num_bytes:,} bytes and {prefix}.bin has {num_tokens:,} tokens, and a mask has one byte per"
-                " token: it is of another pair, or incomplete; make both again with `megatron-epp prepare --chat`, or remove"
+                " token: it is of another pair, or incomplete; make both again with `megatron-epp prepare`, or remove"
                 " the mask to train on all tokens"
             )
         self._mapped = np.memmap(self.path, dtype=np.uint8, mode="r") if mmap else None
@@ -53,7 +53,7 @@ class TokenMask:
             at = int(np.argmax(found > 1))
             raise EppError(
                 f"{self.path} has {int(found[at])} for token {start + at:,}, where 1 (trained) or 0 (not) is expected; make it"
-                " again with `megatron-epp prepare --chat`, or remove it to train on all tokens"
+                " again with `megatron-epp prepare`, or remove it to train on all tokens"
             )
         return found
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from megatron_epp.data.chat import ChatEncoder, messages_of
+from megatron_epp.data.chat import ChatEncoder
+from megatron_epp.mcore.data.inputs import messages_of
 from megatron_epp.plan.errors import EppError
 
 USER, ANSWER, ASK, REPLY, SYSTEM = (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_epp.data.chat import ChatEncoder, Tokens, messages_of
+from megatron_epp.data.chat import ChatEncoder, Message, Tokens
 from megatron_epp.mcore.data.encoders import Encoder
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import parse_json
+from megatron_epp.plan.reading import parse_json, shown
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str, end: int |
             try:
                 ids, trained = encoder.encode(messages, record.get("tools"))
             except EppError as error:
-                raise EppError(f"{origin}: {error.message}", *error.remedies) from error
+                raise error.within(before=f"{origin}: ", after="; see --chat-template and --train-on") from error
             assert trained is not None  # of a conversation
             if end is not None:
                 ids = np.append(ids, end)
@@ -119,6 +119,28 @@ def chats(files: Sequence[Path], encoder: ChatEncoder, json_key: str, end: int |
             f"no message is of the roles that are trained ({', '.join(encoder.roles)}): the messages are of "
             f"{', '.join(sorted(roles))}; name the roles to train with --train-on"
         )
+
+
+def messages_of(record: object, key: str, origin: str) -> list[Message]:
+    """Return the messages of a line of JSONL.
+
+    Args:
+        record: value of the line.
+        key: of the messages.
+        origin: file and number of the line, for errors.
+
+    Raises:
+        EppError: there are none under the key, or one has no role, or neither content nor calls of tools.
+    """
+    messages = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(messages, list):
+        raise EppError(f"{origin} has no list of messages under {key!r}; name the key with --json-key")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise EppError(f"{origin}: message {number} has no text under 'role': {shown(message)}")
+        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+            raise EppError(f"{origin}: message {number} has no text under 'content': {shown(message)}")
+    return messages
 
 
 def _lines(file: Path) -> Iterator[tuple[str, bytes]]:
