@@ -10,10 +10,13 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_epp.cli.terminal import Command, Parser, say
+from megatron_epp.data.chat import ASSISTANT
+from megatron_epp.data.token_mask import MASK_SUFFIX
 from megatron_epp.data.token_record import SUFFIX
 from megatron_epp.mcore.arguments.flag import COUNT
-from megatron_epp.mcore.data.encoders import BYTES, Encoder, megatron_encoder
-from megatron_epp.mcore.data.prepare import SUFFIXES, prepare
+from megatron_epp.mcore.data.encoders import BYTES, Encoder, chat_encoder, megatron_encoder
+from megatron_epp.mcore.data.inputs import JSONL_SUFFIXES, SUFFIXES
+from megatron_epp.mcore.data.prepare import prepare
 from megatron_epp.plan.errors import EppError
 
 # Flags and, where it differs, the field of Megatron's TokenizerConfig that each sets.
@@ -72,31 +75,57 @@ def add_arguments(parser: Parser) -> None:
         help=f"writes PREFIX.bin, PREFIX.idx for --data-path PREFIX, and PREFIX{SUFFIX}",
     )
     parser.add_argument(
-        "--suffixes", nargs="+", default=list(SUFFIXES), help=f"files to take from folders (default: {' '.join(SUFFIXES)})"
+        "--suffixes",
+        nargs="+",
+        help=f"files to take from folders (default: {' '.join(SUFFIXES)}; with --chat {' '.join(JSONL_SUFFIXES)})",
     )
-    parser.add_argument("--json-key", default="text", help="where a JSONL line holds its document (%(default)s)")
-    parser.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end documents with a token")
+    parser.add_argument("--json-key", help="where a JSONL line holds its document (default: text; with --chat messages)")
+    parser.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        help="end documents with a token (default: yes; with --chat no, since chat templates end them)",
+    )
     add_tokenizer_arguments(parser)
+    add_chat_arguments(parser)
+
+
+def add_chat_arguments(parser: ArgumentParser) -> None:
+    """Flags of conversations, of which only some messages are trained."""
+    group = parser.add_argument_group(
+        "chats",
+        "lines of JSONL with a list of messages, each with role and content, for a Hugging Face tokenizer with a chat template",
+    )
+    group.add_argument(
+        "--chat", action="store_true", help=f"every line is a conversation; also writes PREFIX{MASK_SUFFIX}, the trained tokens"
+    )
+    group.add_argument("--train-on", nargs="+", metavar="ROLE", help=f"roles whose messages are trained (default: {ASSISTANT})")
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja template in place of the tokenizer's own (default: the tokenizer's)"
+    )
 
 
 def run(args: Namespace) -> int:
     """The ``megatron-epp prepare`` command: prepare, then print the summary."""
+    if not args.chat and (args.train_on or args.chat_template):
+        raise EppError(f"{'--train-on' if args.train_on else '--chat-template'} is for conversations: add --chat")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("megatron_epp").setLevel(logging.INFO)
     with warnings.catch_warnings():
         # On import Megatron warns of missing GPU libraries, which play no part here.
         warnings.filterwarnings("ignore", module=r"megatron\.")
+        encoder = encoder_from(args)
         summary = prepare(
             args.input,
             args.output_prefix,
-            encoder=encoder_from(args),
+            encoder=encoder,
             append_eod=args.append_eod,
             suffixes=args.suffixes,
             json_key=args.json_key,
+            chat=chat_encoder(encoder, args.train_on or [ASSISTANT], args.chat_template) if args.chat else None,
         )
     say(str(summary))
     return 0
 
 
-_PURPOSE = "make Megatron .bin/.idx files of folders, JSONL files or single files (needs torch and Megatron)"
+_PURPOSE = "make Megatron .bin/.idx files of folders, JSONL files, chats or single files (needs torch and Megatron)"
 COMMAND = Command("prepare", _PURPOSE, add_arguments, run)

@@ -30,6 +30,10 @@ class SequenceDataset(Protocol):
         """Tokens ``[start, end)`` of the ``lengths[index] + 1`` tokens of a sequence; any integer type."""
         ...
 
+    def trained(self, index: int, start: int, end: int) -> np.ndarray | None:
+        """Mask of these tokens: 1 for a token that is trained where it is a label, 0 for others; None if all are trained."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrays:
@@ -38,7 +42,8 @@ class ChunkArrays:
     Attributes:
         tokens: int64 inputs.
         labels: int64, the token that follows each input.
-        loss_mask: float32, 1 where the position counts in the loss, 0 elsewhere and in padding.
+        loss_mask: float32, 1 where the position counts in the loss, 0 elsewhere and in padding. A position counts if its label
+            is a trained token of the dataset, and its input is not the batch's `mask_loss_of`.
         position_ids: int64, position in its own sequence; 0, 1, 2, ... in padding.
     """
 
@@ -103,6 +108,7 @@ class GlobalBatch:
         tokens = np.full(num_padded, PADDING_TOKEN, dtype=np.int64)
         labels = np.full(num_padded, PADDING_TOKEN, dtype=np.int64)
         position_ids = np.empty(num_padded, dtype=np.int64)
+        loss_mask = np.ones(num_padded, dtype=np.float32)
         at = 0
         for sequence, start, end in chunk.segments:
             # One token more than there are positions: the last position's label.
@@ -111,9 +117,11 @@ class GlobalBatch:
             tokens[at:after] = text[:-1]
             labels[at:after] = text[1:]
             position_ids[at:after] = np.arange(start, end)
+            trained = self.dataset.trained(self.indices[sequence], start + 1, end + 1)
+            if trained is not None:
+                loss_mask[at:after] = trained
             at = after
         position_ids[at:] = np.arange(num_padded - at)
-        loss_mask = np.ones(num_padded, dtype=np.float32)
         if self.mask_loss_of is not None:
             loss_mask[tokens == self.mask_loss_of] = 0.0
         loss_mask[at:] = 0.0

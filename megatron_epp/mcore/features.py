@@ -8,10 +8,11 @@ needs it.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
-from argparse import Namespace
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,26 @@ def evaluation_batch_size(args: Namespace) -> int:
     """Return the sequences of a global batch in evaluation, which has a flag of its own in 0.18 and later."""
     size: int = getattr(args, "eval_global_batch_size", args.global_batch_size)
     return size
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def tokenizer_settings(options: Mapping[str, object]) -> Namespace:
+    """Return the settings from which Megatron builds a tokenizer: fields of `TokenizerConfig`, in 0.17 all flags.
+
+    The vocabulary is not padded, which concerns the model and not the data (0.17 pads it, without effect on the ids).
+    """
+    try:
+        from megatron.training.config import TokenizerConfig
+    except ImportError:
+        from megatron.training.arguments import add_megatron_arguments
+
+        flags = {action.dest: action.default for action in add_megatron_arguments(ArgumentParser())._actions}
+        # It logs on rank 0 only, and special tokens have the name of their flag.
+        return Namespace(**flags | {"rank": 1, "tokenizer_special_tokens": options.get("special_tokens")} | dict(options))
+    config = TokenizerConfig(**options, pad_vocab_size=False)
+    return Namespace(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
 
 # ---- hybrid models ---------------------------------------------------------------------------------------------------

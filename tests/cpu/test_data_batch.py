@@ -21,9 +21,9 @@ CHUNKS = {
 }
 
 
-def batch_with(chunks, multiple=1, mask_loss_of=None):
+def batch_with(chunks, multiple=1, mask_loss_of=None, masks=None):
     by_index = dict(zip(INDICES, LENGTHS, strict=True))
-    dataset = MemoryDataset([by_index.get(index, 9) for index in range(8)])
+    dataset = MemoryDataset([by_index.get(index, 9) for index in range(8)], masks=masks)
     plan = plan_of(LENGTHS, chunks, multiple)
     return GlobalBatch(indices=INDICES, lengths=LENGTHS, plan=plan, dataset=dataset, mask_loss_of=mask_loss_of)
 
@@ -100,6 +100,31 @@ def test_padding_never_counts_even_when_its_token_is_ordinary():
 def test_end_of_document_inputs_are_masked_only_on_request():
     assert batch_with([[(1, 0, 3)]]).chunk(0).loss_mask.tolist() == [1.0, 1.0, 1.0]
     assert batch_with([[(1, 0, 3)]], mask_loss_of=2001).chunk(0).loss_mask.tolist() == [1.0, 0.0, 1.0]
+
+
+MASKS = {6: np.arange(51) % 3 == 0, 2: np.array([1, 0, 0, 1], np.uint8), 4: np.zeros(2, np.uint8)}
+"""Which tokens of some of the batch's sequences are trained; of the last one all are."""
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("kind", CHUNKS)
+def test_a_position_counts_if_its_label_is_trained_and_its_input_ends_no_document(kind, multiple):
+    plain = batch_with(CHUNKS[kind], multiple, mask_loss_of=6021)
+    masked = batch_with(CHUNKS[kind], multiple, mask_loss_of=6021, masks=MASKS)
+    for chunk in range(len(CHUNKS[kind])):
+        before, after = plain.chunk(chunk), masked.chunk(chunk)
+        expected = []
+        for label, counts in zip(before.labels.tolist(), before.loss_mask.tolist(), strict=True):
+            sequence, position = divmod(label, 1000)
+            expected.append(counts * float(MASKS[sequence][position]) if sequence in MASKS else counts)
+        assert after.loss_mask.tolist() == expected
+        assert after.loss_mask.dtype == torch.float32
+        for name in ("tokens", "labels", "position_ids"):
+            assert torch.equal(getattr(after, name), getattr(before, name))
+
+
+def test_a_chunk_may_have_no_trained_token():
+    assert batch_with([[(2, 0, 1)]], 8, masks=MASKS).chunk(0).loss_mask.tolist() == [0.0] * 8
 
 
 def test_batches_survive_copy_and_pickle():

@@ -2,7 +2,6 @@
 
 import pickle
 from itertools import islice
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.serialize import pack
 from megatron_epp.planner import UNLIMITED_BYTES, Problem, plan
 from megatron_epp.planner.service.background import PackedPlan
+from tests.support.mcore.megatron_flags import data_arguments
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 DOCUMENTS = documents_of(long_tailed_lengths(60, longest=2000))
@@ -27,33 +27,6 @@ DOCUMENTS = documents_of(long_tailed_lengths(60, longest=2000))
 @pytest.fixture
 def pair(tmp_path):
     return write_pair(tmp_path / "corpus", DOCUMENTS)
-
-
-def megatron_args(**given):
-    defaults = {
-        "data_path": None,
-        "data_args_path": None,
-        "train_data_path": None,
-        "valid_data_path": None,
-        "test_data_path": None,
-        "per_split_data_args_path": None,
-        "split": "80,15,5",
-        "seq_length": 300,
-        "seed": 1234,
-        "mmap_bin_files": True,
-        "global_batch_size": 6,
-        "eval_global_batch_size": 4,
-        "eval_iters": 2,
-        "skip_train": False,
-        "epp_documents": "split",
-        "eod_mask_loss": False,
-        "tokenizer_type": "NullTokenizer",
-        "vocab_size": 257,
-        "pad_vocab_size": False,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-    }
-    return SimpleNamespace(**(defaults | given))
 
 
 def splits_of(args, num_samples):
@@ -76,7 +49,7 @@ def drawn(iterator, count):
 
 @pytest.mark.parametrize("split", ["80,15,5", "969,30,1", "1,1,1", "0.5,0.25,0.25", "90,10"])
 def test_splits_are_disjoint_and_leave_nothing_out(pair, split):
-    splits = splits_of(megatron_args(data_path=[pair], split=split), (1, 1, 1))
+    splits = splits_of(data_arguments(data_path=[pair], split=split), (1, 1, 1))
     seen = [tuple(each[0].tokens(i).tolist()) for each in splits if each for i in range(len(each[0]))]
     assert [sequence[0] for sequence in seen] == [token for document in DOCUMENTS for token in document[:-1:300]]
     assert [label for sequence in seen for label in sequence[1:]] == [label for document in DOCUMENTS for label in document[1:]]
@@ -87,12 +60,12 @@ def test_splits_are_disjoint_and_leave_nothing_out(pair, split):
 )
 def test_split_edges_are_rounded_as_megatron_rounds_them(tmp_path, split, num_documents, expected):
     prefix = write_pair(tmp_path / "corpus", documents_of([5] * num_documents))
-    splits = splits_of(megatron_args(data_path=[prefix], split=split), (1, 1, 1))
+    splits = splits_of(data_arguments(data_path=[prefix], split=split), (1, 1, 1))
     assert [each and len(each[0]) for each in splits] == expected
 
 
 def test_iterators_yield_global_batches_of_each_split(pair):
-    args = megatron_args(data_path=[pair])
+    args = data_arguments(data_path=[pair])
     train, valid, test = iterators(args)
     assert [len(next(iterator).indices) for iterator in (train, valid, test)] == [6, 4, 4]
     batch = next(train)
@@ -101,7 +74,7 @@ def test_iterators_yield_global_batches_of_each_split(pair):
 
 
 def test_megatrons_replay_sees_the_same_batch_again(pair):
-    train, valid, test = iterators(megatron_args(data_path=[pair]))
+    train, valid, test = iterators(data_arguments(data_path=[pair]))
     machine = get_rerun_state_machine()
     mode = machine.get_mode()
     machine.set_mode(RerunMode.VALIDATE_RESULTS)
@@ -118,7 +91,7 @@ def test_megatrons_replay_sees_the_same_batch_again(pair):
 
 
 def test_training_resumes_from_consumed_samples(pair):
-    whole, resumed = (iterators(megatron_args(data_path=[pair], consumed_train_samples=n))[0] for n in (0, 18))
+    whole, resumed = (iterators(data_arguments(data_path=[pair], consumed_train_samples=n))[0] for n in (0, 18))
     expected = drawn(whole, 20)
     assert drawn(resumed, 17) == expected[3:]
     close(whole, resumed)
@@ -126,7 +99,7 @@ def test_training_resumes_from_consumed_samples(pair):
 
 def test_validation_resumes_and_a_run_without_training_validates_from_the_start(pair):
     start, resumed, only_eval = (
-        iterators(megatron_args(data_path=[pair], consumed_valid_samples=n, skip_train=skip))[1]
+        iterators(data_arguments(data_path=[pair], consumed_valid_samples=n, skip_train=skip))[1]
         for n, skip in ((0, False), (8, False), (8, True))
     )
     expected = drawn(start, 4)
@@ -136,7 +109,7 @@ def test_validation_resumes_and_a_run_without_training_validates_from_the_start(
 
 
 def test_replicas_take_different_sequences_of_the_same_batch(pair):
-    args = megatron_args(data_path=[pair])
+    args = data_arguments(data_path=[pair])
     shares = [iterators(args, rank, 2)[0] for rank in range(2)]
     ((first,), (second,)) = (drawn(share, 1) for share in shares)
     whole = iterators(args)[0]
@@ -156,7 +129,7 @@ def test_train_and_evaluation_have_their_own_planners(pair):
 
         return PlanSource(make)
 
-    opened = build_document_iterators(megatron_args(data_path=[pair]), source("train"), source("eval"), 0, 1, (60, 8, 8))
+    opened = build_document_iterators(data_arguments(data_path=[pair]), source("train"), source("eval"), 0, 1, (60, 8, 8))
     batches = [next(iterator) for iterator in opened]
     assert asked["train"][0] == batches[0].lengths
     assert {batches[1].lengths, batches[2].lengths} <= set(asked["eval"])
@@ -164,35 +137,35 @@ def test_train_and_evaluation_have_their_own_planners(pair):
 
 
 def test_unwanted_splits_are_none(pair):
-    train, valid, test = iterators(megatron_args(data_path=[pair], eval_iters=0, split="100,0,0"))
+    train, valid, test = iterators(data_arguments(data_path=[pair], eval_iters=0, split="100,0,0"))
     assert (valid, test) == (None, None)
     close(train)
-    train, valid, test = iterators(megatron_args(data_path=[pair], skip_train=True))
+    train, valid, test = iterators(data_arguments(data_path=[pair], skip_train=True))
     assert train is None
     close(valid, test)
-    train, valid, test = iterators(megatron_args(data_path=[pair], split="90,10,0"))
+    train, valid, test = iterators(data_arguments(data_path=[pair], split="90,10,0"))
     assert test is None
     close(train, valid)
 
 
 def test_end_of_document_loss_is_masked_when_asked(pair):
-    opened = iterators(megatron_args(data_path=[pair], eod_mask_loss=True))
+    opened = iterators(data_arguments(data_path=[pair], eod_mask_loss=True))
     assert {next(iterator).mask_loss_of for iterator in opened} == {256}
     close(*opened)
 
 
 def test_a_run_looks_at_the_tokens_of_every_file_before_it_trains(pair):
     with pytest.raises(EppError, match=r"corpus has token \d+, and this run's tokenizer has a vocabulary of 200"):
-        iterators(megatron_args(data_path=[pair], vocab_size=200))
+        iterators(data_arguments(data_path=[pair], vocab_size=200))
     made = Tokenizer("HuggingFaceTokenizer", "a/model", 257, 256, "0123456789abcdef")
     record = TokenRecord(made, "--tokenizer-model a/model", len(DOCUMENTS), sum(map(len, DOCUMENTS)), 256)
     record.save(f"{pair}{SUFFIX}")
     with pytest.raises(EppError, match=r"tokens of HuggingFaceTokenizer a/model .* this run's tokenizer is NullTokenizer"):
-        iterators(megatron_args(data_path=[pair]))
+        iterators(data_arguments(data_path=[pair]))
 
 
 def test_data_paths_of_their_own_leave_the_split_without_effect_which_is_said(pair, caplog):
-    splits_of(megatron_args(train_data_path=[pair], eval_iters=0), (10, 0, 0))
+    splits_of(data_arguments(train_data_path=[pair], eval_iters=0), (10, 0, 0))
     assert "--split 80,15,5 changes nothing: every split has data paths of its own" in caplog.text
 
 
@@ -211,7 +184,7 @@ def source_counts(dataset, start, stop):
 def test_a_weighted_blend_has_its_proportions_at_every_point(tmp_path):
     a, b = sources_of(tmp_path, [50, 5])
     ((dataset, shuffle), _, _) = splits_of(
-        megatron_args(data_path=["30", a, "70", b], split="1,0,0", eval_iters=0), (1000, 0, 0)
+        data_arguments(data_path=["30", a, "70", b], split="1,0,0", eval_iters=0), (1000, 0, 0)
     )
     assert not shuffle
     assert len(dataset) == 1000
@@ -238,7 +211,7 @@ def test_more_iterations_only_lengthen_a_blend(tmp_path):
 
 def test_prefixes_without_weights_give_every_document_once_per_epoch(tmp_path):
     a, b = sources_of(tmp_path, [20, 10])
-    ((dataset, shuffle), _, _) = splits_of(megatron_args(data_path=[a, b], split="1,0,0", eval_iters=0), (1000, 0, 0))
+    ((dataset, shuffle), _, _) = splits_of(data_arguments(data_path=[a, b], split="1,0,0", eval_iters=0), (1000, 0, 0))
     assert shuffle
     assert len(dataset) == 30
     assert source_counts(dataset, 0, 30)[:2] == [20, 10]
@@ -248,7 +221,7 @@ def test_prefixes_without_weights_give_every_document_once_per_epoch(tmp_path):
 
 def test_each_split_can_have_its_own_blend(tmp_path):
     a, b, c = sources_of(tmp_path, [20, 10, 8])
-    args = megatron_args(train_data_path=["1", a, "3", b], valid_data_path=[c], split=None)
+    args = data_arguments(train_data_path=["1", a, "3", b], valid_data_path=[c], split=None)
     (train, _), (valid, _), test = splits_of(args, (400, 8, 0))
     assert source_counts(train, 0, 400)[:2] == [100, 300]
     assert source_counts(valid, 0, 8) == [0, 0, 8]
@@ -258,7 +231,7 @@ def test_each_split_can_have_its_own_blend(tmp_path):
 def test_data_paths_can_come_from_a_file(tmp_path):
     a, b = sources_of(tmp_path, [20, 10])
     (tmp_path / "blend.txt").write_text(f"1 {a}\n1 {b}\n")
-    args = megatron_args(data_args_path=str(tmp_path / "blend.txt"), split="1,0,0", eval_iters=0)
+    args = data_arguments(data_args_path=str(tmp_path / "blend.txt"), split="1,0,0", eval_iters=0)
     ((dataset, _), _, _) = splits_of(args, (40, 0, 0))
     assert source_counts(dataset, 0, 40)[:2] == [20, 20]
 
@@ -298,5 +271,5 @@ def test_flags_that_cannot_be_honoured_are_refused_by_name(pair, case):
     given, says = REFUSED[case]
     given = {name: [pair if part == "PAIR" else part for part in v] if isinstance(v, list) else v for name, v in given.items()}
     with pytest.raises(EppError, match=says) as caught:
-        iterators(megatron_args(**given), rank=0, size=2)
+        iterators(data_arguments(**given), rank=0, size=2)
     assert str(caught.value).count("\n") <= 1

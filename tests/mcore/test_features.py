@@ -1,5 +1,6 @@
 """Differences between releases of Megatron are behind functions of one module, and the installed release is checked."""
 
+import argparse
 import ast
 import re
 import subprocess
@@ -36,6 +37,23 @@ def test_the_version_is_that_of_the_megatron_that_would_be_imported(tmp_path: Pa
 )
 def test_the_supported_range_is_0_17_to_0_19(version: str, supported: bool) -> None:
     assert features.matches(version, features.SUPPORTED) is supported
+
+
+def test_a_tokenizer_is_built_from_the_same_settings_with_and_without_a_config_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.17 has none, and takes all flags."""
+    from megatron.training import arguments, config
+
+    given = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "m", "special_tokens": ["<a>"]}
+    expected = vars(features.tokenizer_settings(given))
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+    monkeypatch.delattr(config, "TokenizerConfig")
+    monkeypatch.setattr(arguments, "add_megatron_arguments", lambda _: parser)
+    found = vars(features.tokenizer_settings(given))
+    assert found["tokenizer_special_tokens"] == ["<a>"]
+    del expected["pad_vocab_size"]  # which 0.17 does not have
+    assert {name: found[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(

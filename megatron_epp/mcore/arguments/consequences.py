@@ -38,7 +38,7 @@ NO_RESTART = MegatronFlag(
     "--inprocess-restart", advice="leave it out: the watchdog of the run that failed goes on, and would end the restarted one"
 )
 _NEVER = """
-    --experimental-attention-variant --log-max-attention-logit --window-size --qk-clip --sft --fim-data
+    --experimental-attention-variant --log-max-attention-logit --window-size --qk-clip --fim-data
     --use-varlen-dataset --use-legacy-models --sequence-packing-scheduler --use-megatron-fsdp --use-torch-fsdp2
     --hybrid-context-parallel --fine-grained-activation-offloading --defer-embedding-wgrad-compute
     --overlap-moe-expert-parallel-comm --overlap-param-gather-with-optimizer-step --enable-cuda-graph
@@ -55,6 +55,7 @@ CONFLICTS = (
     MegatronFlag("--micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     MegatronFlag("--eval-micro-batch-size", (None, 1), "set it to 1: a microbatch is one sequence"),
     MegatronFlag("--mock-data", advice="give real documents with --data-path"),
+    MegatronFlag("--sft", advice="leave it out, and make documents and their mask with `megatron-epp prepare --chat`"),
     MegatronFlag("--moe-token-dispatcher-type", (None, "allgather", "alltoall"), "use alltoall"),
     MegatronFlag("--recompute-granularity", advice="use --epp-recompute"),
     MegatronFlag("--recompute-activations", advice="use --epp-recompute"),

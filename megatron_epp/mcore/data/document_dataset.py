@@ -84,6 +84,17 @@ class DocumentDataset:
             check_ids(self.file.prefix, found, self._vocab_size)
         return found
 
+    def trained(self, index: int, start: int, end: int) -> np.ndarray | None:
+        """Return the mask of tokens ``[start, end)`` of a sequence; None if the file has no mask, and all tokens are trained.
+
+        Raises `EppError` for a value that is neither 0 nor 1.
+        """
+        if self.file.mask is None:
+            return None
+        document, before = self._sequences.locate(index)
+        first = self.file.first_token(self._first + document) + before
+        return self.file.mask.read(first + start, first + end)
+
     def _tell(self, name: str, long_documents: str, num_tokens: int) -> None:
         """Log the counts of documents and sequences, and warn of tokens that truncation leaves out."""
         limit, become = self._sequences.limit, "split" if long_documents == "split" else "truncated"
@@ -123,6 +134,10 @@ class DocumentBlend:
     def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
         """Return tokens of a sequence, as the dataset that it is drawn from does."""
         return self._sources[self._source_of[index]].tokens(int(self._index_of[index]), start, end)
+
+    def trained(self, index: int, start: int, end: int) -> np.ndarray | None:
+        """Return the mask of tokens of a sequence, as the dataset that it is drawn from does."""
+        return self._sources[self._source_of[index]].trained(int(self._index_of[index]), start, end)
 
 
 def concatenate(sources: Sequence[SequenceDataset]) -> DocumentBlend:

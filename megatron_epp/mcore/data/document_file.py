@@ -11,15 +11,16 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.documents import REMAKE, read_header, sequence_ends
+from megatron_epp.data.token_mask import MASK_SUFFIX, open_mask
 from megatron_epp.data.token_record import SUFFIX, Tokenizer, check_ids, check_tokenizer, load_record
 from megatron_epp.plan.errors import EppError
 
 logger = logging.getLogger(__name__)
 
 _SAMPLED_DOCUMENTS, _SAMPLED_TOKENS = 16, 4096
-"""Number of documents, evenly spaced, that are sampled in a file without a record, and number of tokens of each.
+"""Number of documents, evenly spaced, that are sampled in a file without a record or in a mask, and number of tokens of each.
 
-Every token is checked again when it is trained on; the sample finds most mistakes earlier.
+Every token and every value of a mask is checked again when it is used; the sample finds most mistakes earlier.
 """
 
 
@@ -28,14 +29,15 @@ class DocumentFile:
 
     Args:
         prefix: path without suffix, as in ``--data-path``.
-        mmap: map the ``.bin`` file instead of reading from it (``--no-mmap-bin-files`` turns it off).
+        mmap: map the ``.bin`` file and the mask instead of reading from them (``--no-mmap-bin-files`` turns it off).
 
     Attributes:
         data: Megatron's indexed dataset.
         num_tokens: number of tokens of each document, int64, summed over its sentences.
+        mask: mask of trained tokens, from the file next to the pair; None without one.
 
     Raises:
-        EppError: a file is missing, empty, truncated, not an index, or does not match the other one.
+        EppError: a file is missing, empty, truncated, not an index, or does not match the others.
     """
 
     def __init__(self, prefix: str, mmap: bool = True) -> None:
@@ -50,6 +52,8 @@ class DocumentFile:
         except (AssertionError, ValueError) as error:
             raise EppError(f"{prefix}.idx contradicts itself ({str(error) or 'document boundaries'}); {REMAKE}") from error
         self.num_tokens: np.ndarray = _document_tokens(prefix, self.data, item_bytes, num_bytes)
+        self._item_bytes = item_bytes
+        self.mask = open_mask(prefix, self.total_tokens, mmap)
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -58,6 +62,16 @@ class DocumentFile:
     def total_tokens(self) -> int:
         """Number of tokens of all documents."""
         return int(self.num_tokens.sum(dtype=np.int64))
+
+    def first_token(self, document: int) -> int:
+        """Return the number of tokens before those of a document, which must have some."""
+        sentence = self.data.document_indices[document]
+        return int(self.data.index.sequence_pointers[sentence]) // self._item_bytes
+
+    def sampled_documents(self) -> list[int]:
+        """Return the indices of `_SAMPLED_DOCUMENTS` documents with tokens, evenly spaced, or of fewer."""
+        sampled = np.unique(np.linspace(0, len(self) - 1, _SAMPLED_DOCUMENTS, dtype=np.int64))
+        return sampled[self.num_tokens[sampled] > 0].tolist()
 
 
 def check_pair(prefix: str) -> None:
@@ -70,6 +84,12 @@ def check_pair(prefix: str) -> None:
                 f"there is no file {path}; --data-path takes prefixes of .bin/.idx pairs without the suffix, or weight and"
                 " prefix in turn"
             )
+
+
+def check_mask_size(prefix: str) -> None:
+    """Raise `EppError` if a prefix has a mask of another number of tokens than its ``.bin`` file. No token is read."""
+    if os.path.exists(prefix + MASK_SUFFIX):
+        open_mask(prefix, os.path.getsize(f"{prefix}.bin") // _item_bytes(f"{prefix}.idx"))
 
 
 def _item_bytes(path: str) -> int:
@@ -117,8 +137,24 @@ def check_tokens(file: DocumentFile, run: Tokenizer, *, masks_eod: bool = False)
         f"{file.prefix} has no record of its tokenizer ({SUFFIX}, as `megatron-epp prepare` writes it): its tokens are taken to"
         f" be those of this run's, {run}",
     )
-    for document in np.unique(np.linspace(0, len(file) - 1, _SAMPLED_DOCUMENTS, dtype=np.int64)).tolist():
+    for document in file.sampled_documents():
         length = min(_SAMPLED_TOKENS, int(file.num_tokens[document]))
-        if length:
-            first = int(file.data.document_indices[document])
-            check_ids(file.prefix, file.data.get(first, offset=0, length=length), run.vocab_size)
+        first = int(file.data.document_indices[document])
+        check_ids(file.prefix, file.data.get(first, offset=0, length=length), run.vocab_size)
+
+
+def check_mask(file: DocumentFile) -> None:
+    """Log that a file has a mask of trained tokens, and check a sample of it.
+
+    Raises `EppError` for values other than 0 and 1.
+    """
+    if file.mask is None:
+        return
+    log_single_rank(
+        logger,
+        logging.INFO,
+        f"{file.prefix}{MASK_SUFFIX}: only tokens that this mask marks with 1 count in the loss, as labels",
+    )
+    for document in file.sampled_documents():
+        first = file.first_token(document)
+        file.mask.read(first, first + min(_SAMPLED_TOKENS, int(file.num_tokens[document])))

@@ -22,7 +22,7 @@ from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
 from megatron_epp.mcore import features
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
-from megatron_epp.mcore.data.document_file import DocumentFile, check_pair, check_tokens
+from megatron_epp.mcore.data.document_file import DocumentFile, check_mask, check_mask_size, check_pair, check_tokens
 from megatron_epp.mcore.data.encoders import identity_of_run
 from megatron_epp.plan.errors import EppError
 
@@ -114,11 +114,15 @@ def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokeniz
 
 
 def check_files_of(args: Namespace) -> None:
-    """Raise `EppError` for a data path without files, or with tokens of another kind of tokenizer. No token is read."""
+    """Raise `EppError` for a data path without files, with a mask of another size, or with tokens of another kind of tokenizer.
+
+    No token is read.
+    """
     blend, blend_per_split = _blends(args)
     for one in (blend, *(blend_per_split or ())):
         for prefix in one[0] if one else ():
             check_pair(prefix)
+            check_mask_size(prefix)
             record = load_record(prefix)
             if record is not None and args.tokenizer_type is not None:
                 check_kind(prefix, record, args.tokenizer_type, args.tokenizer_model)
@@ -159,6 +163,7 @@ def _open_part(
     if prefix not in files:
         files[prefix] = DocumentFile(prefix, args.mmap_bin_files)
         check_tokens(files[prefix], tokenizer, masks_eod=args.eod_mask_loss)
+        check_mask(files[prefix])
     file = files[prefix]
     # Rounded as Megatron rounds, so that splits join up without gap or overlap.
     first, last = (round(edge * len(file)) for edge in share)

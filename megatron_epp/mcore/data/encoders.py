@@ -1,16 +1,20 @@
-"""Encoders from text to token ids: byte-level, or any tokenizer that Megatron builds."""
+"""Encoders from text to token ids: byte-level, or any tokenizer that Megatron builds; and from conversations."""
 
 from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_epp.data.chat import ApplyTemplate, ChatEncoder
 from megatron_epp.data.token_record import Tokenizer, digest_of
+from megatron_epp.mcore import features
 from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.reading import naming, read_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,11 +25,15 @@ class Encoder:
         encode: converts bytes to integer ids; raises UnicodeDecodeError for bytes it cannot read.
         tokenizer: the description that is recorded with the tokens.
         flags: Megatron's command-line flags for training on these tokens.
+        apply_template: applies a chat template; None for tokenizers that have none.
+        template: the tokenizer's own chat template, or several by name; None if it has none.
     """
 
     encode: Callable[[bytes], np.ndarray]
     tokenizer: Tokenizer
     flags: str
+    apply_template: ApplyTemplate | None = None
+    template: str | Mapping[str, str] | None = None
 
 
 # Ids 0 to 255 are the bytes of the document and 256 ends it. Megatron's NullTokenizer ends documents with its last id.
@@ -40,27 +48,57 @@ def megatron_encoder(options: Mapping[str, object], flags: str) -> Encoder:
     """Build an encoder from any tokenizer that Megatron can build.
 
     Args:
-        options: fields of Megatron's ``TokenizerConfig``, at least ``tokenizer_type``.
+        options: fields of Megatron's ``TokenizerConfig`` by name, at least ``tokenizer_type``.
         flags: the same options as command-line flags of Megatron.
 
     Raises:
         EppError: Megatron cannot build it.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training.config import TokenizerConfig
 
-    # Padding the vocabulary concerns the model, not the data.
-    config = TokenizerConfig(**options, pad_vocab_size=False)
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    config = features.tokenizer_settings(options)
     try:
-        tokenizer = build_tokenizer(Namespace(**fields))
+        tokenizer = build_tokenizer(config)
     except Exception as error:  # each tokenizer library raises its own kinds
         raise EppError(f"Megatron cannot build the tokenizer {flags}: {error}") from error
 
     def encode(raw: bytes) -> np.ndarray:
         return np.asarray(tokenizer.tokenize(raw.decode("utf-8")), dtype=np.int64)
 
-    return Encoder(encode, identity_of(tokenizer, config), flags)
+    apply, template = None, None
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        apply, template = tokenizer.apply_chat_template, tokenizer.chat_template
+    return Encoder(encode, identity_of(tokenizer, config), flags, apply, template)
+
+
+def chat_encoder(encoder: Encoder, roles: Sequence[str], template_file: str | Path | None = None) -> ChatEncoder:
+    """Build an encoder of conversations from one of text.
+
+    Args:
+        encoder: of a Hugging Face tokenizer.
+        roles: roles whose messages are trained.
+        template_file: file with the chat template; the tokenizer's own by default.
+
+    Raises:
+        EppError: the tokenizer has no chat template, or the file cannot be read.
+    """
+    if encoder.apply_template is None:
+        raise EppError(
+            f"--chat needs a tokenizer with a chat template: pass --tokenizer-type HuggingFaceTokenizer and --tokenizer-model "
+            f"(the tokenizer is {encoder.tokenizer})"
+        )
+    template = encoder.template if template_file is None else None
+    if template_file is not None:
+        with naming(template_file):
+            template = read_text(template_file)
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if not template:
+        raise EppError(
+            f"the tokenizer {encoder.tokenizer} has no chat template, as is usual for models that were not trained on chats; "
+            "pass the template of a chat model with --chat-template FILE"
+        )
+    return ChatEncoder(encoder.apply_template, template, tuple(roles))
 
 
 def identity_of(tokenizer: Any, options: Any) -> Tokenizer:

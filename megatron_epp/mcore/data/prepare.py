@@ -1,26 +1,43 @@
-"""Conversion of text to a Megatron ``.bin``/``.idx`` pair. Megatron is imported only when there is something to write."""
+"""Conversion of texts and chats to a ``.bin``/``.idx`` pair. Megatron is imported only when there is something to write."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_epp.data.token_record import SUFFIX, TokenRecord
+from megatron_epp.data.chat import ChatEncoder, Tokens
+from megatron_epp.data.token_mask import MASK_SUFFIX
+from megatron_epp.data.token_record import SUFFIX, Tokenizer, TokenRecord
 from megatron_epp.mcore.data.encoders import BYTES, Encoder
+from megatron_epp.mcore.data.inputs import JSONL_SUFFIXES, SUFFIXES, Documents, chats, files_of, texts
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.reading import parse_json
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".txt", ".md", ".rst", ".py")
-_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _LOG_EVERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Counts of the trained tokens of conversations.
+
+    Attributes:
+        roles: roles whose messages are trained.
+        num_tokens: tokens that are trained as labels; the first one of a document never is.
+        num_documents_without: documents without any, which are in the pair all the same.
+    """
+
+    roles: tuple[str, ...]
+    num_tokens: int
+    num_documents_without: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +50,7 @@ class Summary:
         num_empty: number of documents left out because they have no tokens.
         num_unreadable: number of documents left out because they are not UTF-8 (byte-level tokens take any document).
         record: record of the tokens, as written next to the pair.
+        trained: counts of trained tokens; None for texts, all of whose tokens are trained.
     """
 
     prefix: str
@@ -40,6 +58,7 @@ class Summary:
     num_empty: int
     num_unreadable: int
     record: TokenRecord
+    trained: Trained | None = None
 
     def __str__(self) -> str:
         lengths = self.lengths
@@ -50,7 +69,17 @@ class Summary:
             *histogram(lengths),
             f"train on them with: --data-path {self.prefix} {self.record.flags}",
         ]
+        if self.trained is not None:
+            lines.insert(1, _told(self.prefix, self.trained, int(lengths.sum())))
         return "\n".join(lines)
+
+
+def _told(prefix: str, trained: Trained, num_tokens: int) -> str:
+    return (
+        f"{prefix}{MASK_SUFFIX}: {trained.num_tokens:,} tokens ({trained.num_tokens / num_tokens:.1%}) are trained, messages of"
+        f" {', '.join(trained.roles)}; conversations without any: {trained.num_documents_without:,} (they take time and train"
+        " nothing)"
+    )
 
 
 def prepare(
@@ -58,120 +87,136 @@ def prepare(
     output_prefix: str | Path,
     *,
     encoder: Encoder = BYTES,
-    append_eod: bool = True,
-    suffixes: Sequence[str] = SUFFIXES,
-    json_key: str = "text",
+    append_eod: bool | None = None,
+    suffixes: Sequence[str] | None = None,
+    json_key: str | None = None,
+    chat: ChatEncoder | None = None,
 ) -> Summary:
     """Write the documents of `inputs` as ``output_prefix.bin`` and ``output_prefix.idx``, with a record of the tokenizer.
 
-    Existing files are replaced. The record (`TokenRecord`) is a third file. All files are written under temporary names and
-    renamed when complete: on any error, earlier files stay as they were.
+    Existing files are replaced. The record (`TokenRecord`) is a third file, and the mask of trained tokens of conversations
+    (`TokenMask`) a fourth; one of an earlier pair is removed if texts replace it. All files are written under temporary names
+    and renamed when complete: on any error, earlier files stay as they were.
 
     Args:
         inputs: folders (every file with one of `suffixes` below them is a document, in sorted order), JSONL files (every line
             is an object whose `json_key` is a document), and other files (each one document).
         encoder: converts text to tokens.
-        append_eod: end every document with the tokenizer's `eod`.
+        append_eod: end every document with the tokenizer's `eod`; by default texts, and not conversations, since templates do.
+        suffixes: by default `SUFFIXES`, for conversations `JSONL_SUFFIXES`.
+        json_key: by default ``text``, for conversations ``messages``.
+        chat: converts conversations to tokens, with the tokenizer of `encoder`: every line of every file is one.
 
     Raises:
         EppError: there is nothing to read, a line is malformed, or a file cannot be read or written.
     """
+    if append_eod is None:
+        append_eod = chat is None
     if append_eod and encoder.tokenizer.eod is None:
         raise EppError("this tokenizer has no end-of-document token; pass --no-append-eod")
+    end = encoder.tokenizer.eod if append_eod else None
     prefix = str(output_prefix)
-    files = [file for path in inputs for file in _files(Path(path), suffixes)]
-    if not files:
-        raise EppError(
-            f"no documents: no file ending in {', '.join(suffixes)} under {', '.join(map(str, inputs))}; see --suffixes"
-        )
+    files = files_of(inputs, suffixes or (SUFFIXES if chat is None else JSONL_SUFFIXES))
+    if chat is None:
+        documents = texts(files, encoder, json_key or "text", end)
+    else:
+        documents = chats(files, chat, json_key or "messages", end)
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        return _write_and_rename(files, prefix, encoder, append_eod, json_key)
+        return _write_and_rename(documents, prefix, encoder, None if chat is None else chat.roles)
     except OSError as error:
         raise EppError(f"{error.filename or prefix}: {error.strerror or error}") from error
 
 
-def _write_and_rename(files: list[Path], prefix: str, encoder: Encoder, append_eod: bool, json_key: str) -> Summary:
+def _write_and_rename(documents: Documents, prefix: str, encoder: Encoder, roles: tuple[str, ...] | None) -> Summary:
     partial = f"{prefix}.partial-{os.getpid()}"
+    suffixes = (".bin", SUFFIX, *((MASK_SUFFIX,) if roles else ()), ".idx")
     try:
-        summary = _write(files, prefix, partial, encoder, append_eod, json_key)
+        summary = _write(documents, prefix, partial, encoder, roles)
         summary.record.save(partial + SUFFIX)
         # The old index goes first: whenever this is interrupted, there is no index rather than one of another .bin.
         Path(f"{prefix}.idx").unlink(missing_ok=True)
-        for suffix in (".bin", SUFFIX, ".idx"):
+        if not roles:
+            Path(prefix + MASK_SUFFIX).unlink(missing_ok=True)
+        for suffix in suffixes:
             os.replace(partial + suffix, prefix + suffix)
     finally:
-        for suffix in (".bin", SUFFIX, ".idx"):
+        for suffix in suffixes:
             Path(partial + suffix).unlink(missing_ok=True)
     return summary
 
 
-def _write(files: list[Path], prefix: str, partial: str, encoder: Encoder, append_eod: bool, json_key: str) -> Summary:
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    tokenizer = encoder.tokenizer
-    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
-    end = np.array([tokenizer.eod] if append_eod else [], dtype=np.int64)
-    lengths: list[int] = []
-    num_empty = num_unreadable = max_token = 0
+def _write(documents: Documents, prefix: str, partial: str, encoder: Encoder, roles: tuple[str, ...] | None) -> Summary:
+    num_empty = num_unreadable = 0
     last_log = time.monotonic()
-    try:
-        for origin, raw in _documents(files, json_key):
-            try:
-                ids = encoder.encode(raw)
-            except UnicodeDecodeError as error:
-                logger.warning("left out %s: it is not UTF-8 (%s)", origin, error.reason)
+    with ExitStack() as opened:
+        writer = _open_writer(partial, encoder.tokenizer, opened, has_mask=roles is not None)
+        for origin, tokens in documents:
+            if tokens is None:
                 num_unreadable += 1
                 continue
-            if len(ids) == 0:
+            if len(tokens.ids) == 0:
                 num_empty += 1
                 continue
-            ids = np.concatenate((ids, end))
-            max_token = max(max_token, int(ids.max()))
-            if max_token >= tokenizer.vocab_size:
-                raise EppError(f"{origin} has token {max_token}, outside the tokenizer's vocabulary of {tokenizer.vocab_size}")
-            ids = ids.astype(builder.dtype)
-            builder.add_document(ids, [len(ids)])
-            lengths.append(len(ids))
+            writer.add(origin, tokens)
             if time.monotonic() - last_log > _LOG_EVERY_SECONDS:
                 last_log = time.monotonic()
-                logger.info("prepared %s documents, %s tokens; now at %s", f"{len(lengths):,}", f"{sum(lengths):,}", origin)
-        if not lengths:
+                done = f"{len(writer.lengths):,}", f"{sum(writer.lengths):,}"
+                logger.info("prepared %s documents, %s tokens; now at %s", *done, origin)
+        if not writer.lengths:
             raise EppError(f"no documents: all {num_empty + num_unreadable} in the input are empty or not UTF-8")
-        builder.finalize(f"{partial}.idx")
-    finally:
-        builder.data_file.close()
-    record = TokenRecord(tokenizer, encoder.flags, len(lengths), sum(lengths), max_token)
-    return Summary(prefix, np.asarray(lengths, dtype=np.int64), num_empty, num_unreadable, record)
+        writer.builder.finalize(f"{partial}.idx")
+    lengths = np.asarray(writer.lengths, dtype=np.int64)
+    record = TokenRecord(encoder.tokenizer, encoder.flags, len(lengths), int(lengths.sum()), writer.max_token)
+    trained = None if roles is None else Trained(roles, sum(writer.num_trained), writer.num_trained.count(0))
+    return Summary(prefix, lengths, num_empty, num_unreadable, record, trained)
 
 
-def _files(path: Path, suffixes: Sequence[str]) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise EppError(f"--input {path} does not exist")
-    return sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+@dataclass(slots=True)
+class _Writer:
+    """Open files of a pair, and counts of what has been written.
+
+    Attributes:
+        builder: Megatron's builder of the pair.
+        mask: file of the mask; None for a pair without.
+        tokenizer: the tokenizer of the tokens.
+        lengths: tokens of each document.
+        num_trained: tokens of each document that are trained as labels, with a mask.
+        max_token: largest id.
+    """
+
+    builder: Any
+    mask: BinaryIO | None
+    tokenizer: Tokenizer
+    lengths: list[int] = field(default_factory=list)
+    num_trained: list[int] = field(default_factory=list)
+    max_token: int = 0
+
+    def add(self, origin: str, tokens: Tokens) -> None:
+        """Write a document. Raises `EppError` if a token is not in the vocabulary."""
+        self.max_token = max(self.max_token, int(tokens.ids.max()))
+        if self.max_token >= self.tokenizer.vocab_size:
+            raise EppError(
+                f"{origin} has token {self.max_token}, outside the tokenizer's vocabulary of {self.tokenizer.vocab_size}"
+            )
+        ids = tokens.ids.astype(self.builder.dtype)
+        self.builder.add_document(ids, [len(ids)])
+        self.lengths.append(len(ids))
+        if self.mask is not None:
+            assert tokens.trained is not None
+            self.mask.write(tokens.trained.astype(np.uint8).tobytes())
+            self.num_trained.append(int(tokens.trained[1:].sum(dtype=np.int64)))
 
 
-def _documents(files: list[Path], json_key: str) -> Iterator[tuple[str, bytes]]:
-    """Yield each document's origin and bytes."""
-    for file in files:
-        if file.suffix not in _JSONL_SUFFIXES:
-            yield str(file), file.read_bytes()
-            continue
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{file}:{number}", _text_of(f"{file}:{number}", line, json_key)
+def _open_writer(partial: str, tokenizer: Tokenizer, opened: ExitStack, *, has_mask: bool) -> _Writer:
+    """Open the files of a pair, which `opened` closes."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-
-def _text_of(origin: str, line: bytes, json_key: str) -> bytes:
-    record = parse_json(line, origin, with_nan=True)
-    text = record.get(json_key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise EppError(f"{origin} has no text under {json_key!r}; name the key with --json-key")
-    # JSON can hold half a surrogate pair, which has no UTF-8 form; byte-level tokens can carry it all the same.
-    return text.encode("utf-8", errors="surrogatepass")
+    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
+    opened.callback(builder.data_file.close)
+    if not has_mask:
+        return _Writer(builder, None, tokenizer)
+    return _Writer(builder, opened.enter_context(open(partial + MASK_SUFFIX, "wb")), tokenizer)
 
 
 def histogram(lengths: np.ndarray, width: int = 40) -> list[str]:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megatron_epp.mcore import features
 
+_INSTEAD_OF_NO_TOKENS = 1e-30
+"""Number of tokens that Megatron is given in place of 0. It is lost in rounding as soon as 1 is added to it in fp32."""
+
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum the losses of the unmasked tokens of a microbatch, and check the sum.
@@ -21,7 +24,17 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[
     """
     loss, num_tokens, report = summed_loss(loss_mask, losses)
     check_loss(loss, "this microbatch")
-    return loss, num_tokens, {"lm loss": report}
+    return loss, num_tokens, report_of(report)
+
+
+def report_of(summed: Tensor) -> dict[str, Tensor]:
+    """Return a sum of losses and its number of tokens as the report that Megatron adds up over replicas, divides and logs.
+
+    Megatron divides without a check, so a batch without a trained token would be logged as NaN: it is reported as a sum of 0 of
+    next to 0 tokens, which gives 0. Sums that include a trained token are the same as with 0.
+    """
+    loss, num_tokens = summed.unbind()
+    return {"lm loss": torch.stack([loss, num_tokens.clamp(min=_INSTEAD_OF_NO_TOKENS)])}
 
 
 def summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from megatron.training import get_args
 
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.mcore.data.documents import build_document_iterators
-from megatron_epp.mcore.model.losses import average_router_losses
+from megatron_epp.mcore.model.losses import average_router_losses, report_of
 from megatron_epp.mcore.patches.stock_functions import FORWARD_STEP, require_stock
 from megatron_epp.mcore.training import session as sessions
 from megatron_epp.mcore.training.baseline import baseline_schedule
@@ -82,7 +82,7 @@ def forward_backward_elastic(
     unless it is Megatron's own.
 
     Returns:
-        on the last rank one report, ``{"lm loss": [sum, tokens]}``; elsewhere an empty list.
+        on the last rank one report, ``{"lm loss": [sum, tokens]}`` (see `report_of`); elsewhere an empty list.
     """
     if collect_non_loss_data:
         raise EppError("--epp does not collect non-loss data: leave out process_non_loss_data_func")
@@ -110,7 +110,7 @@ def forward_backward_elastic(
     if not forward_only and batch.plan is not None:
         average_router_losses(num_microbatches, len(batch.plan.chunks))
     report.finish(loss)
-    return [] if loss is None else [{"lm loss": loss}]
+    return [] if loss is None else [report_of(loss)]
 
 
 def _run(session: Session, models: list[torch.nn.Module], config: Any, batch: GlobalBatch, report: IterationReport) -> None:

@@ -78,6 +78,9 @@ def of_batches(executor, batches):
         def tokens(self, index, start=0, end=None):
             return np.random.default_rng(index).integers(VOCABULARY, size=self.lengths[index] + 1)[start:end]
 
+        def trained(self, index, start, end):
+            return None
+
     class OfBatches(executor):
         def run(self):
             session = sessions.current()

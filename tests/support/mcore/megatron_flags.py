@@ -37,3 +37,31 @@ def arguments(*epp, **megatron):
     """Parsed from `--epp` and other flags of ours, next to Megatron's."""
     parser = add_epp_args(argparse.ArgumentParser())
     return argparse.Namespace(**(MEGATRON | megatron), **vars(parser.parse_args(["--epp", *epp])))
+
+
+def data_arguments(**given):
+    """Megatron's parsed arguments as far as the documents of a run are concerned."""
+    defaults = {
+        "data_path": None,
+        "data_args_path": None,
+        "train_data_path": None,
+        "valid_data_path": None,
+        "test_data_path": None,
+        "per_split_data_args_path": None,
+        "split": "80,15,5",
+        "seq_length": 300,
+        "seed": 1234,
+        "mmap_bin_files": True,
+        "global_batch_size": 6,
+        "eval_global_batch_size": 4,
+        "eval_iters": 2,
+        "skip_train": False,
+        "epp_documents": "split",
+        "eod_mask_loss": False,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": 257,
+        "pad_vocab_size": False,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+    return argparse.Namespace(**(defaults | given))

@@ -32,6 +32,9 @@ class RandomText:
     def tokens(self, index, start=0, end=None):
         return np.random.default_rng(index).integers(VOCAB, size=self.lengths[index] + 1)[start:end]
 
+    def trained(self, index, start, end):
+        return None
+
 
 def batch_of(plan):
     """The batch a plan was made for, in random tokens."""

@@ -6,11 +6,15 @@ from megatron_epp.plan import NO_RECOMPUTE, Chunk, Messages, Plan, Prediction, S
 
 
 class MemoryDataset:
-    """Token t of sequence i is ``1000 * i + t``, so that every token tells where it came from."""
+    """Token t of sequence i is ``1000 * i + t``, so that every token tells where it came from.
 
-    def __init__(self, lengths, dtype=np.uint16):
+    `masks` has by sequence which of its tokens are trained; all are of a sequence without.
+    """
+
+    def __init__(self, lengths, dtype=np.uint16, masks=None):
         self.lengths = np.asarray(lengths)
         self._dtype = dtype
+        self._masks = masks or {}
 
     def __len__(self):
         return len(self.lengths)
@@ -18,6 +22,9 @@ class MemoryDataset:
     def tokens(self, index, start=0, end=None):
         whole = 1000 * index + np.arange(self.lengths[index] + 1)
         return whole[start:end].astype(self._dtype)
+
+    def trained(self, index, start, end):
+        return self._masks[index][start:end] if index in self._masks else None
 
 
 def plan_of(lengths, chunks, token_multiple=1):
