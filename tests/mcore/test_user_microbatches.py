@@ -93,6 +93,13 @@ def test_a_loss_of_the_scripts_own_really_runs(tmp_path: Path) -> None:
     assert planned.steps[2]["loss"] > stock.steps[2]["loss"]  # it climbs
 
 
+def test_an_iterator_that_ends_early_ends_every_rank_with_the_count() -> None:
+    finished = launch(2, PROGRAMS / "wrap_worker.py", 2, UNEVEN, env={"MICROBATCHES": "7"})
+    assert finished.returncode != 0
+    said = "rank 0: the data iterator ended after 6 of 7 microbatches; rank 1: the data iterator ended after 6 of 7"
+    assert f"EppError: {said}" in finished.output
+
+
 def test_flags_that_need_our_own_layers_or_data_are_named_together(tmp_path: Path) -> None:
     flags = [*TINY, "--train-iters", 1, *PLANS.split(), "--epp-offload", "on", "--epp-placement", "v"]
     finished = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)

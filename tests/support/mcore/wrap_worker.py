@@ -35,7 +35,7 @@ def main():
     model_parallel_cuda_manual_seed(1)
     models = build(stages, virtual)
     schedule = get_forward_backward_func()
-    stock = run(schedule, models)
+    stock = [None, []] if "MICROBATCHES" in os.environ else run(schedule, models)
     planned = megatron_epp.wrap(**json.loads(os.environ.get("SETTINGS", "{}")))
     parameters = [parameter for model in models for parameter in model.parameters()]
     for _ in range(6):
@@ -122,7 +122,7 @@ def run(schedule, models, forward_only=False, collect=False):
         forward_step_func=forward_step,
         data_iterator=[batches() for _ in models] if several else batches(),
         model=models if several else models[0],
-        num_microbatches=len(LENGTHS),
+        num_microbatches=int(os.environ.get("MICROBATCHES", len(LENGTHS))),
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
