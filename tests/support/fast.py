@@ -256,5 +256,10 @@ LONG: tuple[str, ...] = (
     "mcore/test_recompute_modes.py",
     "mcore/test_memory_of_batches.py",
     "pure/test_planner_property.py",
+    "mcore/test_options.py",
+    "mcore/test_user_microbatches.py",
+    "mcore/test_resume.py",
+    "mcore/test_ways_in.py",
+    "mcore/test_releases.py",
 )
 """A file is one process's: the longest begin first, or one would leave the other idle at the end."""
