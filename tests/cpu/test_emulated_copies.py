@@ -71,3 +71,8 @@ def test_ranks_that_share_a_link_take_turns_in_each_direction():
         copies[rank].free((rank, 0))
     (first, second) = sorted(copies[rank].spans_s[str(Action(Op.O, rank, 0))] for rank in (0, 1))
     assert first[1] <= second[0]
+
+
+def test_links_that_one_rank_has_alone_need_no_lock():
+    assert host_locks(offload(), threading) == {}
+    assert host_locks(replace(shared_link(), host_links=(0, 1)), threading) == {}

@@ -1,5 +1,7 @@
 """The watchdog, with a clock that the test turns."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -148,3 +150,18 @@ def test_a_device_that_answers_with_errors_makes_no_progress_and_is_reported(clo
         with watchdog.watch(lambda: "still watched"):
             clock.advance(11)
         assert reports[1:] == ["still watched"]
+
+
+def test_a_process_that_ends_tells_where_each_of_its_threads_stands():
+    program = """
+from megatron_epp.runtime.watchdog import Watchdog
+import time
+def waits_for_ever():
+    with Watchdog(0.05).watch(lambda: "nothing comes"):
+        time.sleep(60)
+waits_for_ever()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == watchdog_module.EXIT_CODE
+    assert "nothing comes" in ended.stderr
+    assert "in waits_for_ever" in ended.stderr

@@ -50,6 +50,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_experts.py": (),
     "mcore/test_install.py": (),
     "mcore/test_linear.py": (),
+    "mcore/test_losses.py": (),
     "mcore/test_loggers.py": ("test_a_batch_that_cannot_be_planned_is_named_in_the_error",),
     "mcore/test_memory_probe.py": (),
     "mcore/test_planner_flags.py": (),
