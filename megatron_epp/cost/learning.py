@@ -71,10 +71,10 @@ class Learner:
         """
         self.seen += 1
         for text, start_us, end_us, _ in events:
-            op, stage, chunk = action = Action.parse(text)
+            op, stage, chunk = Action.parse(text)
             if op in (Op.F, Op.B):
                 tokens, pairs = size_of(plan, chunk)
-                self.learnt.times.setdefault((stage, action.op), []).append(Point(tokens, pairs, end_us - start_us))
+                self.learnt.times.setdefault((stage, op), []).append(Point(tokens, pairs, end_us - start_us))
         self.learnt = self.learnt._replace(peak_bytes=max(peak_bytes, self.learnt.peak_bytes))
         for (stage, chunk), size in kept_bytes.items():
             self.learnt.sizes.setdefault(stage, []).append((size_of(plan, chunk)[0], size))

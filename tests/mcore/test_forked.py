@@ -14,7 +14,7 @@ from tests.support.mcore.forked import launch
 
 @pytest.fixture
 def light(monkeypatch):
-    """What this test forks from imports no Megatron."""
+    """Forks of a process that has not imported Megatron."""
     monkeypatch.setattr("megatron_epp.launch.forked.serve", light_forks.serve)
 
 

@@ -39,7 +39,7 @@ CHATS = [
     [("user", "again"), ("assistant", "\n\nyes")],
 ]
 ANSWERS = [["two<|im_end|>", "\u00fc \U0001f600<|im_end|>"], [], ["\n\nyes<|im_end|>"]]
-"""What is trained of each."""
+"""Texts of the messages that are trained, by conversation."""
 
 
 @pytest.fixture(scope="module")

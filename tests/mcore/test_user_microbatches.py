@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_epp import wrap
+from megatron_epp.plan import EppError
 from tests.support.mcore.forked import launch, train
 from tests.support.mcore.launch import TINY, Finished
 
@@ -100,11 +103,32 @@ def test_an_iterator_that_ends_early_ends_every_rank_with_the_count() -> None:
     assert f"EppError: {said}" in finished.output
 
 
-def test_flags_that_need_our_own_layers_or_data_are_named_together(tmp_path: Path) -> None:
-    flags = [*TINY, "--train-iters", 1, *PLANS.split(), "--epp-offload", "on", "--epp-placement", "v"]
-    finished = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", *flags)
+def test_flags_that_would_have_no_effect_are_named_together(tmp_path: Path) -> None:
+    ours = ["--epp-offload", "on", "--epp-placement", "v", "--epp-slices", 3, "--epp-planner", "seq1f1b"]
+    finished = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", *TINY, "--train-iters", 1, *PLANS.split(), *ours)
     assert finished.returncode == 1
-    assert "leave out --epp-placement v, --epp-offload on" in finished.output
+    (said,) = re.findall(r"own model and data: leave out (.*)", finished.output)
+    assert {"--epp-offload on", "--epp-placement v", "--epp-slices 3", "--epp-planner seq1f1b"} == set(said.split(", "))
+
+
+def test_settings_of_wrap_that_would_have_no_effect_are_refused() -> None:
+    with pytest.raises(EppError, match="leave out --epp-slices 3"):
+        wrap(slices=3)
+    with pytest.raises(EppError, match="no setting colour"):
+        wrap(colour="red")
+
+
+@pytest.mark.parametrize("groups", [Namespace(pp="other"), Namespace(), Namespace(pp=None)])
+def test_process_groups_of_another_pipeline_are_refused(groups: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_epp.mcore.microbatches import forward_backward
+
+    ranks = {"own": [0, 1], "other": [0, 2], "again": [0, 1]}
+    monkeypatch.setattr(forward_backward.mpu, "get_pipeline_model_parallel_group", lambda: "own")
+    monkeypatch.setattr(forward_backward.dist, "get_process_group_ranks", ranks.__getitem__)
+    with pytest.raises(EppError, match="pg_collection"):
+        forward_backward._check_groups(groups)
+    forward_backward._check_groups(Namespace(pp="again"))
+    forward_backward._check_groups(None)
 
 
 UNEVEN = "24,8,32,16,8,32"
@@ -118,7 +142,7 @@ LOOPS = {
 
 @pytest.fixture(scope="module", params=LOOPS)
 def wrapped(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What the ranks of a framework's own loop say: one run by stock, six planned, one evaluation."""
+    """Output of the ranks of a framework's own loop: one run by stock, six planned, one evaluation."""
     ranks, *rest = LOOPS[request.param]
     finished = launch(ranks, PROGRAMS / "wrap_worker.py", *rest)
     assert finished.returncode == 0, finished.output[-5000:]

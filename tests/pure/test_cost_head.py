@@ -79,7 +79,7 @@ def test_plan_takes_the_flag_and_by_itself_goes_by_the_longest_sequence(tmp_path
 
 
 def test_a_workspace_counts_the_tensors_of_a_block():
-    """Of 10 tokens, 100 entries and a hidden size of 8: logits, copies in bf16, and what the weight's gradient takes."""
+    """Bytes of 10 tokens, 100 entries and a hidden size of 8: logits, copies in bf16, and what the weight's gradient takes."""
     assert loss_workspace_bytes(10, 100, 8, 4) == 100 * (10 * 4 + 8 * 4)
     assert loss_workspace_bytes(10, 100, 8, 2) == 100 * (10 * (4 + 2) + 8 * (4 + 2))
     assert loss_workspace_bytes(10, 100, 8, 2, fused_accumulation=True) == 100 * (10 * (4 + 2) + 8 * 2)

@@ -1,4 +1,4 @@
-"""What the quickstart says of its three runs, from runs whose figures are given."""
+"""The report of the quickstart's three runs, from runs whose figures are given."""
 
 import pytest
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.mcore.arguments.consequences import MegatronFlag, check_conflicts
+from megatron_epp.mcore.arguments.parser import add_epp_args
+from megatron_epp.mcore.arguments.table import TABLE
 
 _ORDER = "leave it out: it belongs to Megatron's own schedules"
 _SHAPES = "leave it out: graphs are recorded for the order of Megatron's own schedules"
@@ -24,14 +26,14 @@ CONFLICTS = (
     MegatronFlag("--use-torch-fsdp2"),
     MegatronFlag("--hybrid-context-parallel"),
 )
-_OWN = {
-    "--epp-schedule": "elastic",
-    "--epp-placement": "looped",
-    "--epp-recompute": "auto",
-    "--epp-offload": "off",
-    "--epp-split-weight-gradient": False,
+_HONOURED = {
+    "epp",
+    "epp_microbatches",
+    "epp_memory_cap_gb",
+    "epp_wait_limit_seconds",
+    "epp_allow_unknown_megatron",
 }
-"""Flags of our own that need our layers or our data, and the values that ask for nothing."""
+"""Our own flags that apply to a script's microbatches; all others need this package's data, layers or planners."""
 
 
 def check_user_microbatches(args: argparse.Namespace) -> None:
@@ -41,7 +43,8 @@ def check_user_microbatches(args: argparse.Namespace) -> None:
 
 
 def check_settings(given: Mapping[str, object]) -> None:
-    """Raise `ArgumentError` if `--epp-*` flags, by their names with underscores, need this package's own data or layers."""
-    names = {flag: flag[2:].replace("-", "_") for flag in _OWN}
-    if clashes := [f"{flag} {given[name]}" for flag, name in names.items() if given[name] != _OWN[flag]]:
+    """Raise `ArgumentError` if `--epp-*` flags, by their names with underscores, would have no effect."""
+    defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
+    rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in _HONOURED]
+    if clashes := [f"{row.training} {given[row.dest]}" for row in rows if given[row.dest] != defaults[row.dest]]:
         raise ArgumentError(f"--epp-microbatches user runs the script's own model and data: leave out {', '.join(clashes)}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
@@ -61,6 +62,7 @@ class Schedule:
             EppError: an argument cannot be honoured, or microbatches are missing, differ between ranks or have no lengths.
         """
         _refuse(adjust_tensor_shapes_fn=adjust_tensor_shapes_fn, p2p_communicator=p2p_communicator)
+        _check_groups(pg_collection)
         models = model if isinstance(model, list) else [model]
         pipeline, config = self._pipeline(models), get_model_config(models[0])
         if config.timers is not None:
@@ -121,6 +123,15 @@ def _refuse(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise EppError(f"--epp cannot honour {name}: messages follow the plan. Leave it out, or start without --epp")
+
+
+def _check_groups(groups: Any) -> None:
+    """Raise `EppError` for process groups whose pipeline is not that of Megatron's parallel state, along which messages go."""
+    if groups is None:
+        return
+    wanted, own = getattr(groups, "pp", None), mpu.get_pipeline_model_parallel_group()
+    if wanted is None or dist.get_process_group_ranks(wanted) != dist.get_process_group_ranks(own):
+        raise EppError("--epp cannot honour pg_collection: its pipeline is not the one of megatron.core.parallel_state")
 
 
 forward_backward_user = Schedule(lambda models: get_args())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,33 +23,22 @@ class Microbatch(NamedTuple):
     rows: int = 1
 
 
-class Microbatches(Protocol):
-    """Microbatches of one model chunk in one iteration."""
+class Microbatches:
+    """Microbatches of one model chunk in one iteration; as it stands, those of a rank on which the caller has no iterator."""
 
     def shapes(self) -> tuple[Microbatch, ...] | None:
         """Return the shape of every microbatch; None if the caller has no data on this rank."""
+        return None
 
     def at(self, index: int) -> Any:
         """Return the iterator whose next item is microbatch `index`, for the caller's forward step."""
+        return None
 
     def finish(self) -> None:
         """Leave the caller's iterator behind the last microbatch of the iteration."""
 
 
-class Nothing:
-    """Microbatches of a rank on which the caller has no iterator."""
-
-    def shapes(self) -> None:
-        return None
-
-    def at(self, index: int) -> None:
-        return None
-
-    def finish(self) -> None:
-        pass
-
-
-class Taken:
+class Taken(Microbatches):
     """Microbatches taken from an iterator, all of an iteration at once.
 
     Args:
@@ -76,9 +65,6 @@ class Taken:
     def at(self, index: int) -> Iterator[Any]:
         return _One(self._items[index], index)
 
-    def finish(self) -> None:
-        pass
-
 
 class _One:
     """Iterator over a single microbatch."""
@@ -97,7 +83,7 @@ class _One:
         return self._items.pop()
 
 
-class ByOffset:
+class ByOffset(Microbatches):
     """Microbatches of an iterator with random access: ``get_next(keys)`` reads the one at ``offset`` and advances that.
 
     Args:
@@ -136,7 +122,7 @@ def take(iterator: Any, count: int, shape_of: Callable[[Any], Microbatch]) -> Mi
         EppError: the iterator is of another kind, or ends early.
     """
     if iterator is None:
-        return Nothing()
+        return Microbatches()
     if hasattr(iterator, "get_next") and hasattr(iterator, "offset"):
         return ByOffset(iterator, count, shape_of)
     if hasattr(iterator, "__next__"):
