@@ -59,6 +59,7 @@ def test_where_plans_differ_all_use_that_of_the_first_rank(ranks: Ranks) -> None
 
 def test_a_rank_that_cannot_plan_ends_every_rank(ranks: Ranks) -> None:
     assert ranks.outcomes(plans, ["best", "fails"]) == ["refused: no plan"] * 2
+    assert ranks.outcomes(plans, ["breaks", "best"]) == ["refused: ZeroDivisionError: a bug"] * 2
 
 
 def test_each_microbatch_is_a_chunk_of_whole_sequences_in_any_order() -> None:

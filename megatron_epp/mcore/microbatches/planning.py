@@ -131,8 +131,8 @@ def agree_on_plan(make: Callable[[], Planned], group: dist.ProcessGroup) -> Plan
     made, problem = None, ""
     try:
         made = make()
-    except EppError as error:
-        problem = str(error)
+    except Exception as error:  # a rank that raised by itself would leave the others waiting for its digest
+        problem = str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}"
     text = "" if made is None else to_json(made.plan)
     digests = from_each((hashlib.sha256(text.encode()).hexdigest(), problem), group)
     if failed := next((text for _, text in digests if text), ""):

@@ -28,6 +28,8 @@ def plans(rank, links, makes):
         way = makes[rank]
         if way == "fails":
             raise PlanError("no plan")
+        if way == "breaks":
+            raise ZeroDivisionError("a bug")
         made = plan_microbatches if way == "best" else plan_as_given
         return made(SHAPES, replace(PROBLEM), COSTS, Options())
 
