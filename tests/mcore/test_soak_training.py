@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tests.support.mcore.forked import launch
-from tests.support.mcore.soak_cases import LONGEST, LOOKED_AT, VOCABULARY
+from tests.support.mcore.soak_cases import EARLY, LATE, LONGEST, VOCABULARY
 from tests.support.mcore.synthetic_documents import documents_of, write_pair
 
 WORKER = "tests.support.mcore.soak_worker"
@@ -15,7 +15,7 @@ def test_hundreds_of_iterations_of_training_leave_no_tensor_behind(tmp_path: Pat
     data = write_pair(tmp_path / "documents", documents_of(lengths, vocab_size=VOCABULARY))
     finished = launch(1, "-m", WORKER, env={"SOAK_DATA": data})
     assert finished.returncode == 0, finished.output[-5000:]
-    seen = json.loads(next(line for line in finished.output.splitlines() if line.startswith("[{")))
-    assert tuple(look["iteration"] for look in seen) == LOOKED_AT
-    before, after = (look["tensors"] for look in seen)
-    assert after <= before
+    line = next(line for line in finished.output.splitlines() if line.startswith('{"tensors"'))
+    tensors = {int(iteration): count for iteration, count in json.loads(line)["tensors"].items()}
+    # The thread that reads ahead may or may not hold the next batch when tensors are counted.
+    assert min(tensors[i] for i in LATE) <= max(tensors[i] for i in EARLY)

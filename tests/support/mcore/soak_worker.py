@@ -1,4 +1,4 @@
-"""Trains some hundred tiny iterations through Megatron's loop and prints how many tensors there are after two of them."""
+"""Trains some hundred tiny iterations through Megatron's loop and prints how many tensors there are after some of them."""
 
 import gc
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_epp.mcore import entry
-from tests.support.mcore.soak_cases import FLAGS, LOOKED_AT
+from tests.support.mcore.soak_cases import EARLY, FLAGS, LATE
 
 
 def main() -> None:
@@ -18,22 +18,22 @@ def main() -> None:
 
     from megatron_epp.mcore.model import gpt
 
-    step, seen, count = training.train_step, [], 0
+    step, seen, count = training.train_step, {}, 0
 
     def train_step(*args: Any, **named: Any) -> Any:
         nonlocal count
         answer = step(*args, **named)
         count += 1
-        if count in LOOKED_AT:
+        if count in EARLY or count in LATE:
             gc.collect()
             tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-            seen.append({"iteration": count, "tensors": tensors})
+            seen[count] = tensors
         return answer
 
     training.train_step = train_step
     sys.argv = [sys.argv[0], *FLAGS, "--data-path", os.environ["SOAK_DATA"]]
     gpt.pretrain()
-    print(json.dumps(seen))
+    print(json.dumps({"tensors": seen}))
 
 
 if __name__ == "__main__":
