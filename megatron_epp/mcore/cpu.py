@@ -96,6 +96,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # for copies to a device; it needs CUDA's driver
         return factory(*args, **kwargs)
 
     return create

@@ -114,6 +114,16 @@ def sequence_length_counter() -> Callable[[Any], None] | None:
     return getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
 
 
+def on_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return this context-parallel rank's part of a batch of whole sequences, by a function with one more flag since 0.18."""
+    from megatron.core import mpu
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    flags = {"is_hybrid_cp": False} if has(">=0.18") else {}
+    part: dict[str, Any] = get_batch_on_this_cp_rank(batch, cp_group=mpu.get_context_parallel_group(), **flags)
+    return part
+
+
 def evaluation_batch_size(args: Namespace) -> int:
     """Return the sequences of a global batch in evaluation, which has a flag of its own in 0.18 and later."""
     size: int = getattr(args, "eval_global_batch_size", args.global_batch_size)

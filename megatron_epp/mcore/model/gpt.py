@@ -85,7 +85,7 @@ def read_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> B
         for name in layout:
             source, group = mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
             torch.distributed.broadcast(batch[name], source, group=group)
-    return batch
+    return features.on_context_rank(batch) if mpu.get_context_parallel_world_size() > 1 else batch
 
 
 def forward_step(data_iterator: Iterator[Batch] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
