@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_epp.runtime.failures import PATIENCE_S
+
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 70
@@ -39,12 +41,20 @@ class Watchdog:
 
     A collective or receive that never completes blocks in native code, where no exception can reach it, or on the device, where
     the host does not even notice; ending the process is what lets the launcher end the others. Activities may lie inside each
-    other; each has its own time. For tests, `on_expiry` is called with the message instead of ending the process.
+    other; each has its own time.
+
+    Args:
+        limit_s: limit of an activity without progress, in seconds.
+        on_expiry: called with the message instead of ending the process, for tests.
+        cause: returns why another rank failed, empty if none has. This process ends then too, from its first activity on.
     """
 
-    def __init__(self, limit_s: float, on_expiry: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, limit_s: float, on_expiry: Callable[[str], None] | None = None, cause: Callable[[], str] = lambda: ""
+    ) -> None:
         self.limit_s = limit_s
         self._on_expiry = on_expiry or self._end_process
+        self._on_cause, self._cause = on_expiry or self._end_after, cause
         self._activities: list[_Activity] = []  # innermost last
         self._thread: threading.Thread | None = None
 
@@ -76,6 +86,9 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             time.sleep(min(1.0, self.limit_s / 4))
+            if text := self._cause():
+                self._on_cause(text)
+                return
             for activity in reversed(self._activities.copy()):
                 self._look_at(activity)
 
@@ -109,6 +122,16 @@ class Watchdog:
             logger.critical("%s", message)
             logging.shutdown()
             faulthandler.dump_traceback()  # where every thread of this process stands
+        finally:
+            os._exit(EXIT_CODE)
+
+    @staticmethod
+    def _end_after(text: str) -> None:
+        """End the process because another rank failed, which ends first: a launcher names the first that ends."""
+        try:
+            logger.critical("%s", text)
+            logging.shutdown()
+            time.sleep(PATIENCE_S)
         finally:
             os._exit(EXIT_CODE)
 

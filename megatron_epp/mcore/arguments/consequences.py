@@ -29,7 +29,7 @@ class MegatronFlag(NamedTuple):
     def attribute(self) -> str:
         return self.dest or self.flag[2:].replace("-", "_")
 
-    def is_given(self, args: argparse.Namespace) -> bool:
+    def is_given(self, args: object) -> bool:
         """Return True if this Megatron has the flag and its value asks for something."""
         return hasattr(args, self.attribute) and getattr(args, self.attribute) not in self.allowed
 
@@ -77,7 +77,7 @@ CONFLICTS = (
 )
 
 
-def check_conflicts(args: argparse.Namespace, conflicts: Iterable[MegatronFlag] = CONFLICTS) -> None:
+def check_conflicts(args: object, conflicts: Iterable[MegatronFlag] = CONFLICTS) -> None:
     """Raise `ArgumentError` that names all given flags that cannot be honoured, with advice for each."""
     clashes = [f"{one.flag} {getattr(args, one.attribute)} ({one.advice})" for one in conflicts if one.is_given(args)]
     if clashes:

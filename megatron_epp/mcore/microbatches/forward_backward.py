@@ -12,10 +12,10 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
+from megatron_epp.mcore.microbatches.call import Call
 from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
 from megatron_epp.mcore.microbatches.planning import agree_on_shapes
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
-from megatron_epp.mcore.microbatches.stage import Call
 from megatron_epp.mcore.training.reduction import one_each, process_groups
 from megatron_epp.plan import EppError
 
@@ -67,9 +67,6 @@ class Schedule:
         pipeline, config = self._pipeline(models), get_model_config(models[0])
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        sources, mine, problem = self._taken(iterators, num_microbatches)
-        shapes = agree_on_shapes(mine, problem, pipeline.links.control)
         call = Call(
             forward_step_func=forward_step_func,
             num_microbatches=num_microbatches,
@@ -78,15 +75,22 @@ class Schedule:
             first_val_step=first_val_step,
             context_ranks=mpu.get_context_parallel_world_size() if pg_collection is None else pg_collection.cp.size(),
         )
-        for synchronise, chunk in zip(one_each(config.param_sync_func, models), models, strict=False):
-            synchronise(chunk.parameters())
-        results, num_tokens = pipeline.run(call, sources, shapes)
-        for source in sources:
-            source.finish()
-        if not forward_only and config.finalize_model_grads_func is not None:
-            groups = process_groups(models[0]) if pg_collection is None else pg_collection
-            counted = num_tokens if config.calculate_per_token_loss else None
-            config.finalize_model_grads_func(models, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        with pipeline.telling_others(agreed=True):
+            sources, mine, problem = self._taken(iterators, num_microbatches, len(models))
+            shapes = agree_on_shapes(mine, problem, pipeline.links.control)
+            pipeline.planned(shapes, forward_only)
+        with pipeline.telling_others():
+            synchronised = [] if forward_only else one_each(config.param_sync_func, models)
+            for synchronise, chunk in zip(synchronised, models, strict=False):
+                synchronise(chunk.parameters())
+            results, num_tokens = pipeline.run(call, sources, shapes)
+            for source in sources:
+                source.finish()
+            if not forward_only and config.finalize_model_grads_func is not None:
+                groups = process_groups(models[0]) if pg_collection is None else pg_collection
+                counted = num_tokens if config.calculate_per_token_loss else None
+                config.finalize_model_grads_func(models, counted, pg_collection=groups, force_all_reduce=force_all_reduce)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return results
@@ -99,12 +103,20 @@ class Schedule:
         self._pipelines.append(MicrobatchPipeline(self._arguments(models), models))
         return self._pipelines[-1]
 
-    def _taken(self, iterators: list[Any], count: int) -> tuple[list[Microbatches], tuple[Microbatch, ...] | None, str]:
+    def _taken(
+        self, iterators: list[Any], count: int, num_chunks: int
+    ) -> tuple[list[Microbatches], tuple[Microbatch, ...] | None, str]:
         """Take the microbatches of every chunk; return them, their shapes if a chunk has some, and an error instead of raising.
 
         A rank that raised by itself would leave the others waiting for its shapes.
         """
         sources: list[Microbatches] = []
+        if len(iterators) != num_chunks:
+            return (
+                sources,
+                None,
+                f"there are {len(iterators)} data iterators for {num_chunks} model chunks: give a list of as many",
+            )
         try:
             sources = [take(iterator, count, self._shape) for iterator in iterators]
             known = [shapes for source in sources if (shapes := source.shapes()) is not None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,17 +20,20 @@ from megatron_epp.cost.learning import Learner, error_of, fitted_costs, size_of,
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.sources import gathered, model_shape
+from megatron_epp.mcore.microbatches.call import Call
 from megatron_epp.mcore.microbatches.planning import Planned, Shapes, agree_on_plan, plan_as_given, plan_microbatches
+from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatches
-from megatron_epp.mcore.microbatches.stage import Call, MicrobatchStage, layers_of
+from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
 from megatron_epp.mcore.training.caps import cap_bytes
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.mcore.training.session import lockstep_groups
-from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan import EppError, InfeasibleError
 from megatron_epp.planner import Problem
 from megatron_epp.runtime.autograd.saved import SavedTensors
 from megatron_epp.runtime.executor import Executor
+from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Groups, Links, from_each
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
@@ -55,7 +58,8 @@ class MicrobatchPipeline:
     def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module]) -> None:
         self.args, self.models = args, models
         self.rank, self.placement = mpu.get_pipeline_model_parallel_rank(), placement_of(args)
-        self.watchdog, self.learner = Watchdog(args.epp_wait_limit_seconds), Learner()
+        self.failures, self.learner = FailureBoard.of_job(), Learner()
+        self.watchdog = Watchdog(args.epp_wait_limit_seconds, cause=self.failures.cause)
         config = get_model_config(models[0])
         self._on_gpu = torch.cuda.is_initialized()
         device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
@@ -82,10 +86,16 @@ class MicrobatchPipeline:
         options = options_from(args, training=True)
         self._options = options if recomputes else replace(options, recompute=0)
         self._plans: dict[tuple[Shapes, bool], Planned] = {}
+        self._last: tuple[tuple[Shapes, bool], Planned] | None = None
 
     def planned(self, shapes: Shapes, forward_only: bool) -> Planned:
-        """Return the plan for microbatches of some shapes, made at their first use. A collective call then."""
+        """Return the plan for microbatches of some shapes, made at their first use. A collective call then.
+
+        An iteration that Megatron's rerun machine repeats has the plan of the first time, whatever was learnt from that.
+        """
         key = shapes, forward_only
+        if self._last is not None and self._last[0] == key and is_replay():
+            return self._last[1]
         if key not in self._plans:
             problem = replace(self.problem, forward_only=forward_only)
             made = agree_on_plan(lambda: self._make(shapes, problem), self.links.control)
@@ -94,6 +104,7 @@ class MicrobatchPipeline:
             self._plans[key] = made
             if dist.get_rank() == 0:
                 _tell(made, shapes, self.learner.is_done)
+        self._last = key, self._plans[key]
         return self._plans[key]
 
     def run(self, call: Call, sources: list[Microbatches], shapes: Shapes) -> tuple[list[Any], torch.Tensor]:
@@ -121,6 +132,23 @@ class MicrobatchPipeline:
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
+
+    @contextmanager
+    def telling_others(self, agreed: bool = False) -> Iterator[None]:
+        """Tell all ranks of the job why this one fails; raise `EppError` with another's failure if this one follows from it.
+
+        Args:
+            agreed: every rank that has the same plan raises the same error, so that only those of other replicas wait.
+        """
+        try:
+            yield
+        except Exception as error:
+            is_ours = isinstance(error, EppError) and (error.__cause__ is None or isinstance(error.__cause__, EppError))
+            if not is_ours and (cause := self.failures.cause()):
+                raise EppError(cause) from None
+            if not agreed or dist.get_world_size() > dist.get_world_size(self.links.control):
+                self.failures.tell(str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}")
+            raise
 
     def _meter(self, measures: bool) -> tuple[AbstractContextManager[object], Callable[[], int]]:
         """Return a context in which bytes are counted, and a function that tells them: allocated on a GPU, else saved."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,32 +11,13 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_epp.mcore.microbatches.call import Call, checked_step
+from megatron_epp.mcore.microbatches.replay import numbered_by
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches
 from megatron_epp.mcore.model.recompute import run_again
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import KVRelay
 from megatron_epp.runtime.context import ChunkContext
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """Arguments of a call of the schedule that its forward steps need, named as there.
-
-    Attributes:
-        forward_step_func: the caller's forward step.
-        num_microbatches: by which two-part losses are divided.
-        forward_only: no backward follows.
-        collect_non_loss_data: the loss function returns data of any kind.
-        first_val_step: the first step of an evaluation; None for training.
-        context_ranks: number of context-parallel ranks, by which two-part losses are multiplied.
-    """
-
-    forward_step_func: Callable[..., Any]
-    num_microbatches: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    context_ranks: int
 
 
 class MicrobatchStage:
@@ -108,21 +88,22 @@ class MicrobatchStage:
         before, self._num_recomputed = self._held_bytes(), context.recompute.num_layers
         is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, not self._has_run)
         self._has_run = True
-        output, num_tokens = schedules.forward_step(
-            call.forward_step_func,
-            self._microbatches.at(index),
-            self.model,
-            call.num_microbatches,
-            None if hidden is None else hidden.view(self._shape(index)),
-            store,
-            self.config,
-            cp_group_size=call.context_ranks,
-            collect_non_loss_data=call.collect_non_loss_data,
-            is_first_microbatch=is_first,
-            current_microbatch=index,
-            vp_stage=self._virtual_stage,
-            is_last_stage=self.is_last,
-        )
+        with numbered_by(index):
+            output, num_tokens = schedules.forward_step(
+                checked_step(call, index) if self.is_last else call.forward_step_func,
+                self._microbatches.at(index),
+                self.model,
+                call.num_microbatches,
+                None if hidden is None else hidden.view(self._shape(index)),
+                store,
+                self.config,
+                cp_group_size=call.context_ranks,
+                collect_non_loss_data=call.collect_non_loss_data,
+                is_first_microbatch=is_first,
+                current_microbatch=index,
+                vp_stage=self._virtual_stage,
+                is_last_stage=self.is_last,
+            )
         get_attr_wrapped_model(self.model, "set_input_tensor")([None])  # or it would hold the last one
         self.kept_bytes[context.chunk] = self._held_bytes() - before
         if self.is_last:
@@ -152,8 +133,9 @@ class MicrobatchStage:
 
     def _run_layer(self, number: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer; the first layers of a chunk recompute in full, as many as its plan says."""
-        again = number < self._num_recomputed and torch.is_grad_enabled()
-        return run_again(run, args, kwargs) if again else run(*args, **kwargs)
+        if number >= self._num_recomputed or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        return run_again(_as_now(run, self._device.type), args, kwargs)
 
     def _shape(self, index: int) -> tuple[int, int, int]:
         """Shape of a microbatch's hidden states, ``[tokens of a row / shards, rows, hidden]``."""
@@ -168,6 +150,19 @@ class MicrobatchStage:
                 f"the forward step of microbatch {index} made {got} where lengths {_shown(self._shapes[index].lengths)} ask "
                 f"for {list(wanted)}: give the function that finds lengths in a microbatch, shape_of"
             )
+
+
+def _as_now(run: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """Return a function that runs another under the autocast in force now, which a backward has left."""
+    if not torch.is_autocast_enabled(device):
+        return run
+    dtype = torch.get_autocast_dtype(device)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype=dtype):
+            return run(*args, **kwargs)
+
+    return call
 
 
 def _shown(lengths: Sequence[int]) -> str:

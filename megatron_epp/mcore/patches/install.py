@@ -152,6 +152,19 @@ def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> 
     return schedule_for(args, stock)
 
 
+def _run_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """Run a script's own microbatches by a plan where a framework calls one of Megatron's schedules by its name."""
+    args = epp_args()
+    if args is None or not has_user_microbatches(args):
+        return original(*rest, **named)
+    from megatron_epp.mcore.microbatches.forward_backward import forward_backward_user
+
+    return forward_backward_user(*rest, **named)
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
 @functools.cache
 def patches() -> tuple[Patch, ...]:
     """Return the patches for the installed release, in the order in which they are applied."""
@@ -167,5 +180,8 @@ def patches() -> tuple[Patch, ...]:
         wrapping("megatron.training.initialize:set_jit_fusion_options", _warm_up_on_a_chunk),
         wrapping("megatron.training.training:pretrain", _pretrain),
         wrapping("megatron.training.checkpointing:check_checkpoint_args", _compare_order),
-        wrapping("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose_schedule),
+        wrapping(f"{_SCHEDULES}:get_forward_backward_func", _choose_schedule),
+        wrapping(f"{_SCHEDULES}:forward_backward_no_pipelining", _run_schedule),
+        wrapping(f"{_SCHEDULES}:forward_backward_pipelining_with_interleaving", _run_schedule),
+        wrapping(f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving", _run_schedule),
     )

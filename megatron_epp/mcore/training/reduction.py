@@ -14,42 +14,50 @@ from megatron.core.utils import get_attr_wrapped_model
 class Reduction:
     """Context manager around an iteration's actions that delays the reduction of a rank's gradients.
 
-    Megatron sets `config.no_sync_func` if reduction may overlap with compute (`--overlap-grad-reduce`); otherwise this class
-    does nothing and finalisation reduces. Reduction is started in one of two ways. *By hooks*, bucket by bucket during the last
-    backward: on the first stage, if it is the rank's only one and weight gradients are not split, because no gradient has to be
-    sent after it. *At once*, by the plan's `REDUCE`: in all other cases. There, a reduction started by hooks would precede the
-    stage's last gradient in the device's queue, and that rank's whole pipeline would wait for all replicas.
+    Megatron sets `config.no_sync_func` if reduction may overlap with compute (`--overlap-grad-reduce`); otherwise finalisation
+    reduces, unless `config.grad_sync_func` is set alone. Reduction is started in one of two ways. *By hooks*, bucket by bucket
+    during the last backward: on the first stage, if it is the rank's only one and weight gradients are not split, because no
+    gradient has to be sent after it, and where there is no function that starts it. *At once*, by the plan's `REDUCE`: in all
+    other cases. There, a reduction started by hooks would precede the stage's last gradient in the device's queue, and that
+    rank's whole pipeline would wait for all replicas.
 
     Replicas must start the same reductions in the same order although their plans differ: lowering orders them from the last
     stage to the first. The rank's chunks are given by ascending stage.
     """
 
     def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], has_first: bool, splits_weights: bool) -> None:
-        self._chunks = chunks
-        self._no_sync = one_each(config.no_sync_func, chunks)
-        self._by_hooks = len(chunks) == 1 and has_first and not splits_weights
-        self._starts: list[Any] = []
-        if self._no_sync and not self._by_hooks:
-            self._starts = one_each(config.grad_sync_func, chunks) or [chunk.start_grad_sync for chunk in chunks]
-        self._held = contextlib.ExitStack()
+        self._chunks, self._remaining = chunks, len(chunks)
+        self._no_sync = (
+            config.no_sync_func if isinstance(config.no_sync_func, list) else one_each(config.no_sync_func, chunks[:1])
+        )
+        starts = one_each(config.grad_sync_func, chunks)
+        if self._no_sync and not starts and all(hasattr(chunk, "start_grad_sync") for chunk in chunks):
+            starts = [chunk.start_grad_sync for chunk in chunks]
+        self._by_hooks = not starts or (len(chunks) == 1 and has_first and not splits_weights)
+        self._starts = [] if self._by_hooks else starts
+        self._held = [contextlib.ExitStack() for _ in self._no_sync]
 
     def __enter__(self) -> Reduction:
-        for no_sync in self._no_sync:
-            self._held.enter_context(no_sync())
+        for held, no_sync in zip(self._held, self._no_sync, strict=True):
+            held.enter_context(no_sync())
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._held.close()
+        for held in reversed(self._held):
+            held.close()
 
     def before_last_gradient(self, index: int) -> None:
         """Release the hooks if reduction is by hooks: chunk `index` is about to get its last gradients."""
-        if self._by_hooks:
-            self._held.close()
+        if self._by_hooks and self._held:
+            self._held[index % len(self._held)].close()
 
     def reduce(self, index: int) -> None:
         """Start the reduction of chunk `index`, whose gradients are complete."""
+        self._remaining -= 1
         if self._starts:
             self._starts[index](self._chunks[index].parameters())
+        elif self._remaining and len(self._held) == 1:  # one function for all chunks: the others go on
+            self._held[0].enter_context(self._no_sync[0]())
 
 
 def process_groups(model: torch.nn.Module) -> Any:

@@ -31,12 +31,25 @@ def main():
 
 
 def keep(train_step, kept):
+    """Keep what a training step made, whose losses and gradients are scaled by another power of two each time."""
+
     def step(forward_step, data_iterator, model, *args, **kwargs):
+        from megatron.training import get_args
+
+        from megatron_epp.mcore import features
+
+        number, config = len(kept["losses"]) + 1, args[2]
+        config.grad_scale_func = lambda loss: loss * 2.0 ** (number % 3)
         loss, *rest = train_step(forward_step, data_iterator, model, *args, **kwargs)
-        kept["losses"].append({name: torch.as_tensor(value).detach().clone() for name, value in (loss or {}).items()})
+        sums = dict(loss or {}) | features.logged_router_losses()
+        kept["losses"].append({name: torch.as_tensor(value).detach().clone() for name, value in sums.items()})
         named = {f"{number}.{name}": one for number, chunk in enumerate(model) for name, one in chunk.named_parameters()}
         kept["gradients"].append({name: one.main_grad.detach().clone() for name, one in named.items()})
-        kept["weights"] = {name: one.detach().clone() for name, one in named.items()}
+        if number == get_args().train_iters:
+            for chunk in model:
+                if chunk.ddp_config.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
+            kept["weights"] = {name: one.detach().clone() for name, one in named.items()}
         return (loss, *rest)
 
     return step

@@ -1,0 +1,42 @@
+"""Megatron's rerun machine: iterations that run again must run alike, and results are compared by microbatch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core import rerun_state_machine
+from megatron.core.rerun_state_machine import RerunState
+
+_MOST_CALLS = 1000
+"""Results with one message that a microbatch may have validated; those of the next are numbered from here on."""
+
+
+def is_replay() -> bool:
+    """Return True if the iteration runs for the second time, to see whether its results are the same."""
+    machine = _machine()
+    return machine is not None and machine.state is RerunState.RERUNNING_IN_PLACE
+
+
+@contextlib.contextmanager
+def numbered_by(index: int) -> Iterator[None]:
+    """Number the results that are validated here by microbatch `index`, not by the order in which microbatches run.
+
+    The machine knows a result by its number among those of the iteration. After a restart the order may be another.
+    """
+    machine = _machine()
+    if machine is None:
+        yield
+        return
+    counts, machine.validation_counts = machine.validation_counts, defaultdict(lambda: index * _MOST_CALLS)
+    try:
+        yield
+    finally:
+        machine.validation_counts = counts
+
+
+def _machine() -> Any:
+    """Return Megatron's machine; None where nothing has made one, which a call of its own function would do."""
+    return rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE

@@ -1,0 +1,80 @@
+"""Board on which a rank that fails says why, for all ranks of the job: others would wait for it without an error of their own.
+
+It is a key of the store through which torch's process groups meet, so no collective is needed, and it works while other ranks
+wait in native code.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""Time in seconds for which a rank that fails waits until the others have read why, and those that have read it for its end."""
+_KEY, _READ, _POLL_S = "failed", "read", 0.05
+
+
+class FailureBoard:
+    """Board of a job. A rank's first failure is kept; later ones, which often follow from it, are not.
+
+    Args:
+        store: a store of the job; None if there is none, and then nobody is told.
+        rank: of this process.
+        num_ranks: of the job.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+        self._store: Any = store if num_ranks > 1 else None
+        self._rank, self._num_ranks = rank, num_ranks
+        self._lock, self._has_read = threading.Lock(), False
+
+    @staticmethod
+    def of_job() -> FailureBoard:
+        """Return the board of the default process group. Every rank of a job must have as many of them as the others."""
+        try:
+            base = dist.distributed_c10d._get_default_store()
+            store = PrefixStore("epp/failures", base.clone() if hasattr(base, "clone") else base)
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # a backend that meets without a store
+            logger.debug("no rank can tell others why it fails: %s", error)
+            store = None
+        return FailureBoard(store, dist.get_rank(), dist.get_world_size())
+
+    def tell(self, text: str) -> None:
+        """Say why this rank fails, and wait until the others know, for at most `PATIENCE_S`."""
+        if self._store is None:
+            return
+        try:
+            self._store.compare_set(_KEY, "", f"rank {self._rank} failed: {text}")
+            self._read()
+            limit_s = time.monotonic() + PATIENCE_S
+            while self._store.add(_READ, 0) < self._num_ranks and time.monotonic() < limit_s:
+                time.sleep(_POLL_S)
+        except RuntimeError as error:  # the process that has the store is gone
+            logger.debug("others are not told: %s", error)
+
+    def cause(self) -> str:
+        """Return why another rank failed; empty if none has, or if this one has failed first."""
+        if self._store is None:
+            return ""
+        try:
+            if not self._store.check([_KEY]):
+                return ""
+            text: str = self._store.get(_KEY).decode()
+            self._read()
+        except RuntimeError as error:
+            logger.debug("failures cannot be read: %s", error)
+            return ""
+        return "" if text.startswith(f"rank {self._rank} failed") else text
+
+    def _read(self) -> None:
+        with self._lock:
+            if not self._has_read:
+                self._has_read = True
+                self._store.add(_READ, 1)
