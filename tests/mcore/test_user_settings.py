@@ -1,0 +1,121 @@
+"""What a model's configuration asks of a schedule is honoured by plans as by Megatron's schedules, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_epp.mcore.training.reduction import Reduction
+from megatron_epp.plan import EppError
+from tests.support.mcore.forked import launch
+
+PROGRAM = Path(__file__).parents[1] / "support" / "mcore" / "honoured_worker.py"
+TOLERANCE = 1e-5
+PIPELINES = {
+    "a stage per rank": (2, "24,8,32,16,8,32"),
+    "two stages per rank, no token trained": (4, "24,24,24,24,24,24"),
+}
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
+def cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What every rank says of every case."""
+    finished = launch(2, PROGRAM, *PIPELINES[request.param])
+    assert finished.returncode == 0, finished.output[-5000:]
+    return [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+
+
+def of(cases: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    found = [case for case in cases if case["case"] == name]
+    assert len(found) == 2
+    return found
+
+
+def called(events: list[list[Any]], *names: str) -> list[list[Any]]:
+    return sorted((event for event in events if event[0] in names), key=str)
+
+
+def test_gradients_are_those_of_stock_in_every_case(cases: list[dict[str, Any]]) -> None:
+    assert [case for case in cases if case["worst"] > TOLERANCE or not case["finite"]] == []
+
+
+def test_reductions_start_once_with_complete_gradients_and_finalisation_runs_once(cases: list[dict[str, Any]]) -> None:
+    for case in of(cases, "synchronised"):
+        for names in (("gradients", "complete", "incomplete"), ("finalize",)):
+            assert called(case["planned"], *names) == called(case["stock"], *names)
+        assert len(called(case["planned"], "finalize")) == 1 == len(called(case["planned"][-1:], "finalize"))
+        assert not called(case["planned"], "incomplete")
+        held, released = called(case["planned"], "held"), called(case["planned"], "released")
+        assert [number for _, number in held] == [number for _, number in released] == [*range(case["world"])]
+        assert called(case["planned"][: case["world"]], "parameters") == [["parameters", n] for n in range(case["world"])]
+
+
+def test_without_a_function_that_starts_reductions_nothing_holds_hooks_in_the_last_backward(
+    cases: list[dict[str, Any]],
+) -> None:
+    for case in of(cases, "synchronised_by_hooks"):
+        assert case["planned"] == case["stock"] == [["held in the last backward", 0]] * case["world"]
+
+
+@pytest.mark.parametrize("name", ["three_parts", "per_token", "autocast", "forward_only"])
+def test_calls_are_those_of_stock(cases: list[dict[str, Any]], name: str) -> None:
+    for case in of(cases, name):
+        assert case["planned"] == case["stock"]
+        assert bool(case["stock"]) == (name != "forward_only")
+
+
+def test_layers_that_run_again_do_so_under_the_autocast_of_their_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_epp.mcore.microbatches import stage as module
+
+    again: list[Any] = []
+
+    def run_again(run: Any, args: Any, kwargs: Any) -> Any:
+        again.append(run)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(module, "run_again", run_again)
+    stage, start = module.MicrobatchStage.__new__(module.MicrobatchStage), torch.eye(2, requires_grad=True)
+    stage._num_recomputed, stage._device = 1, torch.device("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert stage._run_layer(0, torch.matmul, start, start).dtype == torch.bfloat16
+    assert again[0](start, start).dtype == torch.bfloat16  # as a backward would
+    assert stage._run_layer(0, torch.matmul, start, start).dtype == torch.float32
+
+
+def test_settings_of_a_models_configuration_that_a_plan_cannot_honour_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_epp.mcore.microbatches import wrap
+
+    def refused(config: Mapping[str, object], data_parallel: Mapping[str, object]) -> str:
+        monkeypatch.setattr(wrap, "get_model_config", lambda model: Namespace(**config))
+        with pytest.raises(EppError) as error:
+            wrap.arguments_of([Namespace(ddp_config=Namespace(**data_parallel))], {})  # type: ignore[list-item]
+        return str(error.value)
+
+    assert "--overlap-moe-expert-parallel-comm" in refused({"overlap_moe_expert_parallel_comm": True}, {})
+    assert "--cuda-graph-impl local" in refused({"cuda_graph_impl": "local", "hybrid_context_parallel": False}, {})
+    assert "--use-megatron-fsdp" in refused({"cuda_graph_impl": "none"}, {"use_megatron_fsdp": True})
+
+
+def test_one_function_that_holds_all_chunks_is_left_and_entered_again_around_each_last_backward() -> None:
+    log: list[str] = []
+
+    @contextlib.contextmanager
+    def no_sync() -> Any:
+        log.append("held")
+        yield
+        log.append("released")
+
+    config = Namespace(no_sync_func=no_sync, grad_sync_func=None)
+    with Reduction(config, [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)], True, False) as reduction:
+        for index in (1, 0):
+            reduction.before_last_gradient(index)
+            log.append(f"{index}!")
+            reduction.reduce(index)
+    assert log == ["held", "released", "1!", "held", "released", "0!"]
