@@ -1,0 +1,78 @@
+"""Frameworks around Megatron that train by plans: reruns of an iteration, schedules called by name, iterators of their own."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.support.mcore.forked import launch, train
+from tests.support.mcore.launch import TINY
+
+PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
+PLANS = ("--epp", "--epp-microbatches", "user")
+STAGES = ("--pipeline-model-parallel-size", "2")
+ITERATIONS = 6
+TOLERANCE = 1e-5
+
+
+def test_an_iteration_that_runs_again_gets_its_own_microbatches_and_its_own_plan(tmp_path: Path) -> None:
+    """Costs are learnt when four runs are done, the second of iteration 3 is the fifth; dropout tells one order from another."""
+    program, dropout = PROGRAMS / "rerun_training.py", ("--hidden-dropout", "0.1")
+    runs = [
+        train(tmp_path / str(number), 2, *STAGES, *dropout, *flags, iterations=ITERATIONS, program=program)
+        for number, flags in enumerate(((), PLANS))
+    ]
+    for finished in runs:
+        assert len(re.findall("Unexpected result", finished.output)) == 3
+        assert len(re.findall("unexpected result is reproducible within the tolerance", finished.output)) == 3
+        assert "not reproducible" not in finished.output
+    own, planned = runs
+    for iteration in range(1, 4):  # from the next on, microbatches have the random numbers of another order
+        assert planned.steps[iteration] == pytest.approx(own.steps[iteration], rel=TOLERANCE)
+
+
+def test_validated_results_are_numbered_by_microbatch_in_whatever_order_these_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import rerun_state_machine
+
+    from megatron_epp.mcore.microbatches.replay import numbered_by
+
+    machine = rerun_state_machine.RerunStateMachine()
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", machine)
+
+    def numbers(order: tuple[int, ...]) -> dict[int, list[int]]:
+        machine.validation_counts, found = defaultdict(int), {}
+        for index in order:
+            with numbered_by(index):
+                found[index] = [machine._get_validation_call_info("a message").sequence for _ in range(2)]
+        assert machine.validation_counts == {}
+        return found
+
+    assert numbers((0, 1, 2)) == numbers((2, 0, 1))
+    assert len({number for each in numbers((0, 1, 2)).values() for number in each}) == 6
+    assert numbers((0,)) == {0: [1, 2]}  # as Megatron numbers them
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "name"),
+    [
+        (1, (), "forward_backward_no_pipelining"),
+        (2, STAGES, "forward_backward_pipelining_without_interleaving"),
+        (
+            2,
+            (*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"),
+            "forward_backward_pipelining_with_interleaving",
+        ),
+    ],
+)
+def test_a_schedule_that_is_called_by_its_name_through_a_wrapper_is_planned(
+    tmp_path: Path, processes: int, flags: tuple[str, ...], name: str
+) -> None:
+    program = PROGRAMS / "direct_training.py"
+    arguments = [*TINY, "--train-iters", 2, *flags, *PLANS]
+    finished = launch(processes, "-m", "megatron_epp.run", program, *arguments, env={"RECORD_TO": str(tmp_path)})
+    assert finished.returncode == 0, finished.output[-5000:]
+    assert f"called through the wrapper: 4 times {name}" in finished.output  # training, and evaluation at the end
+    assert "in their own order, while costs are learnt" in finished.output
