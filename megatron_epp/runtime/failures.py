@@ -60,7 +60,7 @@ class FailureBoard:
             logger.debug("others are not told: %s", error)
 
     def cause(self) -> str:
-        """Return why another rank failed; empty if none has, or if this one has failed first."""
+        """Return which other rank failed and why; empty if none has, or if this one has failed first."""
         if self._store is None:
             return ""
         try:
@@ -71,7 +71,7 @@ class FailureBoard:
         except RuntimeError as error:
             logger.debug("failures cannot be read: %s", error)
             return ""
-        return "" if text.startswith(f"rank {self._rank} failed") else text
+        return "" if text.startswith(f"rank {self._rank} failed") else f"rank {self._rank} ends, since {text}"
 
     def _read(self) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 
 
 def test_an_iteration_that_runs_again_gets_its_own_microbatches_and_its_own_plan(tmp_path: Path) -> None:
-    """Costs are learnt when four runs are done, the second of iteration 3 is the fifth; dropout tells one order from another."""
+    """Costs are learnt when four runs are done; the second of iteration 3 is the fifth. Dropout differs by order."""
     program, dropout = PROGRAMS / "rerun_training.py", ("--hidden-dropout", "0.1")
     runs = [
         train(tmp_path / str(number), 2, *STAGES, *dropout, *flags, iterations=ITERATIONS, program=program)

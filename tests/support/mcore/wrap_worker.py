@@ -55,16 +55,18 @@ def main():
 
 
 def build(stages, virtual):
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world, rank = parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_rank()
     config = TransformerConfig(
         num_layers=4,
         hidden_size=HIDDEN,
         num_attention_heads=2,
         pipeline_model_parallel_size=world,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=stages // world if virtual else None,
         pipeline_dtype=torch.float32,
         variable_seq_lengths=True,

@@ -1,0 +1,75 @@
+"""A caller's mistakes end every rank with a line that names the cause, soon, and before any weight has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.mcore.forked import launch
+
+PROGRAM = Path(__file__).parents[1] / "support" / "mcore" / "bad_input_worker.py"
+LENGTHS = "24,8,32,16,8,32"
+SECONDS = 60
+"""Far less than any time limit of messages."""
+
+DIFFER = (
+    "microbatches differ between ranks that run the same plan (of a replica, or of replicas that share experts): "
+    "microbatch 1 has 8 tokens in 1 sequences on rank 0 and 16 in 1 on rank 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "cause"),
+    [
+        ("pipeline, microbatches differ", DIFFER),
+        ("tensor parallel, microbatches differ", DIFFER),
+        ("two iterators", "there are 2 data iterators for 1 model chunks"),
+    ],
+)
+def test_what_ranks_can_agree_on_beforehand_is_refused_alike_on_all(case: str, cause: str) -> None:
+    finished = launch(2, PROGRAM, 1 if "tensor" in case else 2, LENGTHS, case, timeout_s=SECONDS)
+    assert finished.returncode == 1
+    for rank in (0, 1):
+        assert f"rank {rank}: weights are as they were" in finished.output
+        (line,) = [line for line in finished.output.splitlines() if line.startswith(f"megatron_epp, rank {rank}: ")]
+        assert cause in line
+    assert "stepped" not in finished.output
+
+
+@pytest.mark.parametrize(
+    ("case", "failing", "cause"),
+    [
+        (
+            "other lengths",
+            0,
+            "action 0F0 failed: the forward step of microbatch 0 made [24, 1, 16] where lengths [48] ask for [48, 1, 16]: give "
+            "the function that finds lengths in a microbatch, shape_of",
+        ),
+        (
+            "four values",
+            1,
+            "action 1F0 failed: the loss function of microbatch 0 returned 4 values: a plan needs (loss, report) or (loss, "
+            "num_tokens, report)",
+        ),
+        (
+            "one number for each token",
+            1,
+            "action 1F0 failed: the loss of microbatch 0 is of shape [1, 24], not a tensor of one",
+        ),
+        ("fails on rank 0", 0, "action 0F3 failed: ValueError: this sample has no image"),
+        ("fails on rank 1", 1, "action 1F3 failed: ValueError: this sample has no image"),
+        ("tensor parallel, fails on rank 1", 1, "action 0F3 failed: ValueError: this sample has no image"),
+    ],
+)
+def test_what_fails_on_one_rank_ends_the_other_with_its_cause(case: str, failing: int, cause: str) -> None:
+    finished = launch(2, PROGRAM, 1 if "tensor" in case else 2, LENGTHS, case, timeout_s=SECONDS)
+    assert finished.returncode == 1
+    place = f"pipeline rank {0 if 'tensor' in case else failing}, step"
+    said = [line for line in finished.output.splitlines() if cause in line]
+    assert [line for line in said if line.startswith(f"megatron_epp, rank {failing}: {place}")]
+    other = f"rank {1 - failing} ends, since rank {failing} failed: {place}"
+    assert [line for line in said if other in line]
+    assert f"rank {failing}: weights are as they were" in finished.output
+    assert "changed" not in finished.output
+    assert "stepped" not in finished.output
