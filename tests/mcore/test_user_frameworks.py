@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,28 @@ def test_a_schedule_that_is_called_by_its_name_through_a_wrapper_is_planned(
     assert finished.returncode == 0, finished.output[-5000:]
     assert f"called through the wrapper: 4 times {name}" in finished.output  # training, and evaluation at the end
     assert "in their own order, while costs are learnt" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("stages", "lengths"),
+    [
+        (2, "24,8,32,16,8,32"),
+        (4, "24,24,24,24,24,24"),  # of uneven ones stock's interleaved schedule mixes up the messages over gloo
+    ],
+)
+def test_microbatches_read_by_get_next_are_run_in_any_order_and_left_behind_the_last(stages: int, lengths: str) -> None:
+    finished = launch(2, PROGRAMS / "get_next_worker.py", stages, lengths)
+    assert finished.returncode == 0, finished.output[-5000:]
+    said = [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+    runs, passes = [one for one in said if "worst" in one], [one for one in said if "samples" in one]
+    assert len(runs) == 12
+    for one in runs:
+        assert one["worst"] < TOLERANCE
+        assert one["offsets"] == [6] * (stages // 2)
+        for name in ("reward", "loss"):
+            assert [entry[name] for entry in one["results"]] == pytest.approx([entry[name] for entry in one["stock"]])
+    assert [entry["reward"] for entry in next(one["results"] for one in runs if one["results"])] == [1, 2, 3, 4, 5, 6]
+    for one in passes:
+        ours, theirs = ([*chain.from_iterable(one[name])] for name in ("samples", "samples by stock"))
+        assert ours == pytest.approx(theirs)
+    assert "6 microbatches of 24 tokens: " in finished.output or "6 microbatches of 8 to 32 tokens: " in finished.output
