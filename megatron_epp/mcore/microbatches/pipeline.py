@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,19 +17,22 @@ from megatron_epp.cost import CPU, H100, analytic_profile
 from megatron_epp.cost.learning import Learner, error_of, fitted_costs, size_of, with_static
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
+from megatron_epp.mcore.costs.probe import measure_host_link
 from megatron_epp.mcore.costs.sources import gathered, model_shape
+from megatron_epp.mcore.microbatches.memory import KeptTensors
 from megatron_epp.mcore.microbatches.planning import Planned, Shapes, agree_on_plan, plan_as_given, plan_microbatches
 from megatron_epp.mcore.microbatches.source import Microbatches
 from megatron_epp.mcore.microbatches.stage import Call, MicrobatchStage, layers_of
-from megatron_epp.mcore.training.caps import cap_bytes
+from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.mcore.training.session import lockstep_groups
-from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan import EppError, InfeasibleError, Op
 from megatron_epp.planner import Problem
-from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Groups, Links, from_each
+from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -81,6 +82,18 @@ class MicrobatchPipeline:
         self.problem = Problem((), self.placement.rank_of, tuple(caps), multiple)
         options = options_from(args, training=True)
         self._options = options if recomputes else replace(options, recompute=0)
+        if options.offload and not recomputes:
+            raise EppError(
+                "--epp-offload takes the place of recompute, which this model's own settings decide: leave out one of them"
+            )
+        if options.split_weight:
+            self._split_weights()
+        self._host = HostMemory(device, host_cap_bytes(args)) if options.offload else None
+        if self._host is not None:
+            latency_us, us_per_byte = map(max, zip(*gathered(measure_host_link(device), self.links, max), strict=True))
+            self.costs = replace(self.costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
+            host_cap = min(gathered(host_cap_bytes(args), self.links, min))
+            self.problem = replace(self.problem, host_cap_bytes=host_cap)
         self._plans: dict[tuple[Shapes, bool], Planned] = {}
 
     def planned(self, shapes: Shapes, forward_only: bool) -> Planned:
@@ -110,26 +123,30 @@ class MicrobatchPipeline:
         planned = self.planned(shapes, call.forward_only)
         measures = self.learner.is_recording and not call.forward_only
         recorder = Recorder(enabled=measures)
-        counting, held_bytes = self._meter(measures)
-        with counting, Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, False) as reduction:
+        parameters = (parameter for model in self.models for parameter in model.parameters())
+        kept = KeptTensors(parameters, self._host, measures, self._on_gpu)
+        config = get_model_config(self.models[0])
+        with kept.context, Reduction(config, self.models, self.rank == 0, self._options.split_weight) as reduction:
             for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
-                stage.begin(call, microbatches, shapes, planned.order, first, last, held_bytes)
-            Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog).run()
+                stage.begin(call, microbatches, shapes, planned.order, first, last, kept)
+            Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload).run()
         if not call.forward_only and not self.learner.is_done:
-            self._learn(planned, shapes, recorder if measures else None)
+            self._learn(planned, shapes, recorder if measures else None, kept.offloadable_share)
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
 
-    def _meter(self, measures: bool) -> tuple[AbstractContextManager[object], Callable[[], int]]:
-        """Return a context in which bytes are counted, and a function that tells them: allocated on a GPU, else saved."""
-        if self._on_gpu:
-            return nullcontext(), torch.cuda.memory_allocated
-        if not measures:
-            return nullcontext(), lambda: 0
-        saved = SavedTensors(parameter for model in self.models for parameter in model.parameters())
-        return saved, lambda: saved.live_bytes
+    def _split_weights(self) -> None:
+        """Split weight gradients where layers can delay them. Raises `EppError` if no layer of the rank can."""
+        for number, stage in self.stages.items():
+            if obstacles := stage.split_weights():
+                logger.warning(
+                    "stage %d computes weight gradients of %d layers with their backward: %s",
+                    number,
+                    len(obstacles),
+                    obstacles[0],
+                )
 
     def _make(self, shapes: Shapes, problem: Problem) -> Planned:
         if not self.learner.is_done:
@@ -140,16 +157,21 @@ class MicrobatchPipeline:
             logger.warning("microbatches run in their own order, in 1F1B: %s", error)
             return plan_as_given(shapes, problem, self.costs, self._options)
 
-    def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None) -> None:
+    def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None, share: float) -> None:
         """Take in a training iteration; behind the last that is measured, fit costs to those of all ranks (a collective)."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})
             if self._on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             return
-        kept = {(number, c): size for number, stage in self.stages.items() for c, size in stage.kept_bytes.items()}
+        kept_bytes = {
+            (op, number, c): size
+            for number, stage in self.stages.items()
+            for op, found in ((Op.F, stage.kept_bytes), (Op.W, stage.weight_bytes))
+            for c, size in found.items()
+        }
         peak_bytes = torch.cuda.max_memory_allocated() if self._on_gpu else 0
-        self.learner.add(planned.plan, recorder.events(), kept, peak_bytes)
+        self.learner.add(planned.plan, recorder.events(), kept_bytes, peak_bytes, share)
         if not self.learner.is_done:
             return
         everyone = from_each(self.learner.learnt, self.links.control)
@@ -172,11 +194,14 @@ def _tell(made: Planned, shapes: Shapes, is_learnt: bool) -> None:
     predicted, sizes = made.plan.predicted, [sum(one.lengths) for one in shapes]
     spread = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     logger.info(
-        "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%, %.1f%% of layers recompute",
+        "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%, %.1f%% of layers recompute, %.1f%% of activations are "
+        "offloaded, %d weight gradients are actions of their own",
         len(sizes),
         spread,
         "" if is_learnt else " in their own order, while costs are learnt",
         predicted.makespan_us / 1e3,
         100 * predicted.bubble_fraction,
         100 * sum(one.num_layers for row in made.plan.recompute for one in row) / (sum(made.plan.num_layers) * len(sizes)),
+        100 * offload_share(made.plan),
+        sum(action.op is Op.W for row in made.plan.ranks for step in row for action in step.actions),
     )
