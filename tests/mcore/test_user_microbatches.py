@@ -78,6 +78,7 @@ def test_a_stock_script_trains_as_without_plans(tmp_path: Path, cell: tuple[int,
     check_equal(own, planned)
     assert "in their own order, while costs are learnt" in planned.output
     assert "costs learnt from 3 iterations" in planned.output
+    assert "agreed while the last iteration ran" in planned.output
 
 
 def test_a_hybrid_model_trains_as_without_plans(tmp_path: Path) -> None:

@@ -19,8 +19,17 @@ from megatron_epp.mcore.arguments.consequences import placement_of, token_multip
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.probe import measure_host_link
 from megatron_epp.mcore.costs.sources import gathered, model_shape
+from megatron_epp.mcore.features import reads_ahead
+from megatron_epp.mcore.microbatches.ahead import Ahead, installed
 from megatron_epp.mcore.microbatches.memory import KeptTensors
-from megatron_epp.mcore.microbatches.planning import Planned, Shapes, agree_on_plan, plan_as_given, plan_microbatches
+from megatron_epp.mcore.microbatches.planning import (
+    Planned,
+    Shapes,
+    agree_on_plan,
+    agree_on_shapes,
+    plan_as_given,
+    plan_microbatches,
+)
 from megatron_epp.mcore.microbatches.source import Microbatches
 from megatron_epp.mcore.microbatches.stage import Call, MicrobatchStage, layers_of
 from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes
@@ -69,7 +78,11 @@ class MicrobatchPipeline:
         link = link_options(args, len(pipeline), is_virtual)
         groups, ranks = lockstep_groups()
         control = next(ranks[number] for number, group in enumerate(groups) if mpu.get_data_parallel_rank() in group)
-        self.links = Links.create(pipeline, control, Groups(time_limit(args), mpu.create_group), is_virtual, link)
+        make = Groups(time_limit(args), mpu.create_group)
+        self.links = Links.create(pipeline, control, make, is_virtual, link)
+        self._next_control = make.of(tuple(control), backend="gloo")
+        self._can_look_ahead: bool | None = None
+        self.ahead = Ahead(self._plan_ahead)
         with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
             self.links.connect(device)
             reduce_once(groups_in_use(args), device)
@@ -96,12 +109,12 @@ class MicrobatchPipeline:
             self.problem = replace(self.problem, host_cap_bytes=host_cap)
         self._plans: dict[tuple[Shapes, bool], Planned] = {}
 
-    def planned(self, shapes: Shapes, forward_only: bool) -> Planned:
-        """Return the plan for microbatches of some shapes, made at their first use. A collective call then."""
+    def planned(self, shapes: Shapes, forward_only: bool, group: dist.ProcessGroup | None = None) -> Planned:
+        """Return the plan for microbatches of some shapes, made at their first use. A collective call then, on a CPU group."""
         key = shapes, forward_only
         if key not in self._plans:
             problem = replace(self.problem, forward_only=forward_only)
-            made = agree_on_plan(lambda: self._make(shapes, problem), self.links.control)
+            made = agree_on_plan(lambda: self._make(shapes, problem), group or self.links.control)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = made
@@ -109,18 +122,30 @@ class MicrobatchPipeline:
                 _tell(made, shapes, self.learner.is_done)
         return self._plans[key]
 
-    def run(self, call: Call, sources: list[Microbatches], shapes: Shapes) -> tuple[list[Any], torch.Tensor]:
+    def can_look_ahead(self, iterators: list[Any]) -> bool:
+        """True if all iterators of all ranks are Megatron's own, which last for the training. A collective call at first."""
+        if self._can_look_ahead is None:
+            mine = reads_ahead(self.args) and installed(iterators) is not None
+            self._can_look_ahead = all(from_each(mine, self.links.control))
+        return self._can_look_ahead
+
+    def _plan_ahead(self, mine: Shapes | None, problem: str) -> Shapes:
+        shapes = agree_on_shapes(mine, problem, self._next_control)
+        self.planned(shapes, False, self._next_control)
+        return shapes
+
+    def run(self, call: Call, sources: list[Microbatches], shapes: Shapes, planned: Planned) -> tuple[list[Any], torch.Tensor]:
         """Run all microbatches.
 
         Args:
             call: arguments of the schedule.
             sources: microbatches of each of this rank's chunks.
             shapes: of the microbatches.
+            planned: their plan.
 
         Returns:
             what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
-        planned = self.planned(shapes, call.forward_only)
         measures = self.learner.is_recording and not call.forward_only
         recorder = Recorder(enabled=measures)
         parameters = (parameter for model in self.models for parameter in model.parameters())
