@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.cost.memory import Static
@@ -20,18 +20,24 @@ RECORDED = 3
 """Iterations whose times costs are fitted to."""
 
 
+_NO_EXTRAS: dict[str, Any] = dict.fromkeys(("extra_forward", "extra_backward", "extra_weight"), NO_TIME)
+
+
 class Learnt(NamedTuple):
     """Measurements of one rank.
 
     Attributes:
-        times: points of forwards and backwards by stage.
-        sizes: tokens and bytes kept from forward to backward by stage; empty where memory is not measured.
+        times: points of forwards, backwards and weight gradients that are actions of their own (W), by stage.
+        sizes: tokens and bytes kept by stage, from forward to backward (F) and from backward to weight gradient (W); empty
+            where memory is not measured.
         peak_bytes: most bytes allocated in the recorded iterations; 0 where memory is not measured.
+        offloadable_share: share of the kept bytes that can be offloaded; 0 where it is not measured.
     """
 
     times: dict[tuple[int, Op], list[Point]]
-    sizes: dict[int, list[tuple[int, int]]]
+    sizes: dict[tuple[int, Op], list[tuple[int, int]]]
     peak_bytes: int = 0
+    offloadable_share: float = 0.0
 
 
 @dataclass(slots=True)
@@ -58,26 +64,31 @@ class Learner:
         self,
         plan: Plan,
         events: Sequence[tuple[str, float, float, float | None]],
-        kept_bytes: Mapping[tuple[int, int], int],
+        kept_bytes: Mapping[tuple[Op, int, int], int],
         peak_bytes: int = 0,
+        offloadable_share: float = 0.0,
     ) -> None:
         """Add a training iteration.
 
         Args:
             plan: its plan.
             events: of this rank: action, start, end and processor time in microseconds; empty if it was not recorded.
-            kept_bytes: bytes that each forward left allocated, by stage and chunk; empty where memory is not measured.
+            kept_bytes: bytes that each forward (F) left allocated, or each backward for its weight gradient (W), by operation,
+                stage and chunk; empty where memory is not measured.
             peak_bytes: most bytes allocated on this rank so far; 0 where memory is not measured.
+            offloadable_share: share of the kept bytes that can be offloaded; 0 where it is not measured.
         """
         self.seen += 1
         for text, start_us, end_us, _ in events:
             op, stage, chunk = Action.parse(text)
-            if op in (Op.F, Op.B):
+            if op in (Op.F, Op.B, Op.W):
                 tokens, pairs = size_of(plan, chunk)
                 self.learnt.times.setdefault((stage, op), []).append(Point(tokens, pairs, end_us - start_us))
-        self.learnt = self.learnt._replace(peak_bytes=max(peak_bytes, self.learnt.peak_bytes))
-        for (stage, chunk), size in kept_bytes.items():
-            self.learnt.sizes.setdefault(stage, []).append((size_of(plan, chunk)[0], size))
+        self.learnt = self.learnt._replace(
+            peak_bytes=max(peak_bytes, self.learnt.peak_bytes), offloadable_share=offloadable_share
+        )
+        for (op, stage, chunk), size in kept_bytes.items():
+            self.learnt.sizes.setdefault((stage, op), []).append((size_of(plan, chunk)[0], size))
 
 
 def size_of(plan: Plan, chunk: int) -> tuple[int, int]:
@@ -93,20 +104,27 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt]) -> PipelineCos
         everyone: measurements of every rank of the replica; ranks that share a stage count together.
     """
     times: dict[tuple[int, Op], list[Point]] = {}
-    sizes: dict[int, list[tuple[int, int]]] = {}
+    sizes: dict[tuple[int, Op], list[tuple[int, int]]] = {}
     for one in everyone:
         for key, points in one.times.items():
             times.setdefault(key, []).extend(points)
-        for number, found in one.sizes.items():
-            sizes.setdefault(number, []).extend(found)
+        for key, found in one.sizes.items():
+            sizes.setdefault(key, []).extend(found)
     stages = []
     for number, stage in enumerate(base.stages):
-        forward, backward = (fit_line(_medians(times[number, op])).line.scaled(1 / stage.num_layers) for op in (Op.F, Op.B))
-        known = replace(stage, forward=forward, backward=backward, extra_forward=NO_TIME, extra_backward=NO_TIME)
-        if number in sizes:
-            known = _with_bytes(known, max(size / tokens for tokens, size in sizes[number]))
+        forward, backward, weight = (
+            fit_line(_medians(times[number, op])).line.scaled(1 / stage.num_layers) if (number, op) in times else NO_TIME
+            for op in (Op.F, Op.B, Op.W)
+        )
+        known = replace(stage, forward=forward, backward=backward + weight, weight=weight, **_NO_EXTRAS)
+        if found_bytes := sizes.get((number, Op.F)):
+            known = _with_bytes(known, max(size / tokens for tokens, size in found_bytes))
+        if found_bytes := sizes.get((number, Op.W)):
+            per_token = max(0.0, *(size / tokens for tokens, size in found_bytes)) / stage.num_layers
+            known = replace(known, weight_bytes_per_token=per_token, extra_weight_bytes_per_token=0.0)
         stages.append(replace(known, recompute={}, kv_bytes_per_token=0.0))
-    return replace(base, stages=tuple(stages), name="learnt")
+    share = min(one.offloadable_share for one in everyone)
+    return replace(base, stages=tuple(stages), offloadable_share=share, name="learnt")
 
 
 def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineCosts:
@@ -132,6 +150,8 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
         layer_bytes_per_token=of_layers / stage.num_layers,
         full_bytes_per_token=None,
         attended_bytes_per_token=None,
+        apart_bytes_per_token=None,
+        apart_attended_bytes_per_token=None,
         extra_bytes_per_token=max(0.0, kept_per_token - of_layers),
         head_bytes_per_token=0.0,
         working_bytes_per_token=0.0,

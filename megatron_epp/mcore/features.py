@@ -124,6 +124,12 @@ def on_context_rank(batch: dict[str, Any]) -> dict[str, Any]:
     return part
 
 
+def reads_ahead(args: Namespace) -> bool:
+    """Return True if training takes its microbatches from one iterator from beginning to end, so that the next can be seen."""
+    changing = ("iterations_to_skip", "sequence_packing_scheduler", "perform_rl_step")
+    return not any(getattr(args, name, None) for name in changing)
+
+
 def evaluation_batch_size(args: Namespace) -> int:
     """Return the sequences of a global batch in evaluation, which has a flag of its own in 0.18 and later."""
     size: int = getattr(args, "eval_global_batch_size", args.global_batch_size)

@@ -12,9 +12,11 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
+from megatron_epp.mcore.microbatches.ahead import installed
 from megatron_epp.mcore.microbatches.call import Call
 from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
 from megatron_epp.mcore.microbatches.planning import agree_on_shapes
+from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
 from megatron_epp.mcore.training.reduction import one_each, process_groups
 from megatron_epp.plan import EppError
@@ -26,14 +28,17 @@ class Schedule:
     Args:
         arguments: returns Megatron's arguments, or what stands for them, given the rank's model chunks.
         shape_of: finds the shape of a microbatch: a `Microbatch`, or the lengths of its sequences if they are packed.
+        looks_ahead: the calls are those of Megatron's own training loop, in which every iteration takes its microbatches from
+            the same iterator, so ranks agree on the next iteration and plan it while the present one runs.
     """
 
     def __init__(
         self,
         arguments: Callable[[list[torch.nn.Module]], argparse.Namespace],
         shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
+        looks_ahead: bool = False,
     ) -> None:
-        self._arguments, self._shape_of = arguments, shape_of
+        self._arguments, self._shape_of, self._looks_ahead = arguments, shape_of, looks_ahead
         self._pipelines: list[MicrobatchPipeline] = []
 
     def __call__(
@@ -76,15 +81,25 @@ class Schedule:
             context_ranks=mpu.get_context_parallel_world_size() if pg_collection is None else pg_collection.cp.size(),
         )
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        with pipeline.telling_others(agreed=True):
-            sources, mine, problem = self._taken(iterators, num_microbatches, len(models))
-            shapes = agree_on_shapes(mine, problem, pipeline.links.control)
-            pipeline.planned(shapes, forward_only)
         with pipeline.telling_others():
+            in_turn = self._looks_ahead and not forward_only and not is_replay() and pipeline.can_look_ahead(iterators)
+            ahead = (installed(iterators) or []) if in_turn else []
+            pipeline.ahead.wait()
+            shapes = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
+        with pipeline.telling_others(agreed=shapes is None):
+            sources, mine, problem = self._taken(iterators, num_microbatches, len(models))
+            if shapes is None:
+                shapes = agree_on_shapes(mine, problem, pipeline.links.control)
+            elif problem:
+                raise EppError(problem)
+            planned = pipeline.plan_of_call(shapes, forward_only)
+        with pipeline.telling_others():
+            if in_turn and pipeline.learner.is_done:
+                pipeline.ahead.begin(ahead, num_microbatches, lambda items: tuple(map(self._shape, items)))
             synchronised = [] if forward_only else one_each(config.param_sync_func, models)
             for synchronise, chunk in zip(synchronised, models, strict=False):
                 synchronise(chunk.parameters())
-            results, num_tokens = pipeline.run(call, sources, shapes)
+            results, num_tokens = pipeline.run(call, sources, shapes, planned)
             for source in sources:
                 source.finish()
             if not forward_only and config.finalize_model_grads_func is not None:
@@ -102,6 +117,12 @@ class Schedule:
                 return pipeline
         self._pipelines.append(MicrobatchPipeline(self._arguments(models), models))
         return self._pipelines[-1]
+
+    def close(self) -> None:
+        """End the threads that look ahead."""
+        for pipeline in self._pipelines:
+            pipeline.ahead.close()
+        self._pipelines.clear()
 
     def _taken(
         self, iterators: list[Any], count: int, num_chunks: int
@@ -146,5 +167,5 @@ def _check_groups(groups: Any) -> None:
         raise EppError("--epp cannot honour pg_collection: its pipeline is not the one of megatron.core.parallel_state")
 
 
-forward_backward_user = Schedule(lambda models: get_args())
+forward_backward_user = Schedule(lambda models: get_args(), looks_ahead=True)
 """Schedule of a training with `--epp-microbatches user`."""

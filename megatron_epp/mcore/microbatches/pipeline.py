@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,22 +19,34 @@ from megatron_epp.cost import CPU, H100, analytic_profile
 from megatron_epp.cost.learning import Learner, error_of, fitted_costs, size_of, with_static
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
+from megatron_epp.mcore.costs.probe import measure_host_link
 from megatron_epp.mcore.costs.sources import gathered, model_shape
+from megatron_epp.mcore.features import reads_ahead
+from megatron_epp.mcore.microbatches.ahead import Ahead, installed
 from megatron_epp.mcore.microbatches.call import Call
-from megatron_epp.mcore.microbatches.planning import Planned, Shapes, agree_on_plan, plan_as_given, plan_microbatches
+from megatron_epp.mcore.microbatches.memory import KeptTensors
+from megatron_epp.mcore.microbatches.planning import (
+    Planned,
+    Shapes,
+    agree_on_plan,
+    agree_on_shapes,
+    plan_as_given,
+    plan_microbatches,
+)
 from megatron_epp.mcore.microbatches.replay import is_replay
 from megatron_epp.mcore.microbatches.source import Microbatches
 from megatron_epp.mcore.microbatches.stage import MicrobatchStage, layers_of
-from megatron_epp.mcore.training.caps import cap_bytes
+from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.mcore.training.session import lockstep_groups
-from megatron_epp.plan import EppError, InfeasibleError
+from megatron_epp.plan import EppError, InfeasibleError, Op
 from megatron_epp.planner import Problem
-from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.failures import FailureBoard
 from megatron_epp.runtime.links.links import Groups, Links, from_each
+from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -72,7 +84,11 @@ class MicrobatchPipeline:
         link = link_options(args, len(pipeline), is_virtual)
         groups, ranks = lockstep_groups()
         control = next(ranks[number] for number, group in enumerate(groups) if mpu.get_data_parallel_rank() in group)
-        self.links = Links.create(pipeline, control, Groups(time_limit(args), mpu.create_group), is_virtual, link)
+        make = Groups(time_limit(args), mpu.create_group)
+        self.links = Links.create(pipeline, control, make, is_virtual, link)
+        self._next_control = make.of(tuple(control), backend="gloo")
+        self._can_look_ahead: bool | None = None
+        self.ahead = Ahead(self._plan_ahead)
         with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
             self.links.connect(device)
             reduce_once(groups_in_use(args), device)
@@ -85,50 +101,80 @@ class MicrobatchPipeline:
         self.problem = Problem((), self.placement.rank_of, tuple(caps), multiple)
         options = options_from(args, training=True)
         self._options = options if recomputes else replace(options, recompute=0)
+        if options.offload and not recomputes:
+            raise EppError(
+                "--epp-offload takes the place of recompute, which this model's own settings decide: leave out one of them"
+            )
+        if options.split_weight:
+            self._split_weights()
+        self._host = HostMemory(device, host_cap_bytes(args)) if options.offload else None
+        if self._host is not None:
+            latency_us, us_per_byte = map(max, zip(*gathered(measure_host_link(device), self.links, max), strict=True))
+            self.costs = replace(self.costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
+            host_cap = min(gathered(host_cap_bytes(args), self.links, min))
+            self.problem = replace(self.problem, host_cap_bytes=host_cap)
         self._plans: dict[tuple[Shapes, bool], Planned] = {}
         self._last: tuple[tuple[Shapes, bool], Planned] | None = None
 
-    def planned(self, shapes: Shapes, forward_only: bool) -> Planned:
-        """Return the plan for microbatches of some shapes, made at their first use. A collective call then.
+    def plan_of_call(self, shapes: Shapes, forward_only: bool) -> Planned:
+        """Return the plan for a call of the schedule. A collective call, like `planned`.
 
         An iteration that Megatron's rerun machine repeats has the plan of the first time, whatever was learnt from that.
         """
         key = shapes, forward_only
-        if self._last is not None and self._last[0] == key and is_replay():
-            return self._last[1]
+        if self._last is None or self._last[0] != key or not is_replay():
+            self._last = key, self.planned(shapes, forward_only)
+        return self._last[1]
+
+    def planned(self, shapes: Shapes, forward_only: bool, group: dist.ProcessGroup | None = None) -> Planned:
+        """Return the plan for microbatches of some shapes, made at their first use. A collective call then, on a CPU group."""
+        key = shapes, forward_only
         if key not in self._plans:
             problem = replace(self.problem, forward_only=forward_only)
-            made = agree_on_plan(lambda: self._make(shapes, problem), self.links.control)
+            made = agree_on_plan(lambda: self._make(shapes, problem), group or self.links.control)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = made
             if dist.get_rank() == 0:
                 _tell(made, shapes, self.learner.is_done)
-        self._last = key, self._plans[key]
         return self._plans[key]
 
-    def run(self, call: Call, sources: list[Microbatches], shapes: Shapes) -> tuple[list[Any], torch.Tensor]:
+    def can_look_ahead(self, iterators: list[Any]) -> bool:
+        """True if all iterators of all ranks are Megatron's own, which last for the training. A collective call at first."""
+        if self._can_look_ahead is None:
+            mine = reads_ahead(self.args) and installed(iterators) is not None
+            self._can_look_ahead = all(from_each(mine, self.links.control))
+        return self._can_look_ahead
+
+    def _plan_ahead(self, mine: Shapes | None, problem: str) -> Shapes:
+        shapes = agree_on_shapes(mine, problem, self._next_control)
+        self.planned(shapes, False, self._next_control)
+        return shapes
+
+    def run(self, call: Call, sources: list[Microbatches], shapes: Shapes, planned: Planned) -> tuple[list[Any], torch.Tensor]:
         """Run all microbatches.
 
         Args:
             call: arguments of the schedule.
             sources: microbatches of each of this rank's chunks.
             shapes: of the microbatches.
+            planned: their plan.
 
         Returns:
             what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
-        planned = self.planned(shapes, call.forward_only)
         measures = self.learner.is_recording and not call.forward_only
         recorder = Recorder(enabled=measures)
-        counting, held_bytes = self._meter(measures)
-        with counting, Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, False) as reduction:
+        parameters = (parameter for model in self.models for parameter in model.parameters())
+        kept = KeptTensors(parameters, self._host, measures, self._on_gpu)
+        config = get_model_config(self.models[0])
+        with kept.context, Reduction(config, self.models, self.rank == 0, self._options.split_weight) as reduction:
             for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
-                stage.begin(call, microbatches, shapes, planned.order, first, last, held_bytes)
-            Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog).run()
+                stage.begin(call, microbatches, shapes, planned.order, first, last, kept)
+            Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload).run()
         if not call.forward_only and not self.learner.is_done:
-            self._learn(planned, shapes, recorder if measures else None)
+            self._learn(planned, shapes, recorder if measures else None, kept.offloadable_share)
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
@@ -150,14 +196,16 @@ class MicrobatchPipeline:
                 self.failures.tell(str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}")
             raise
 
-    def _meter(self, measures: bool) -> tuple[AbstractContextManager[object], Callable[[], int]]:
-        """Return a context in which bytes are counted, and a function that tells them: allocated on a GPU, else saved."""
-        if self._on_gpu:
-            return nullcontext(), torch.cuda.memory_allocated
-        if not measures:
-            return nullcontext(), lambda: 0
-        saved = SavedTensors(parameter for model in self.models for parameter in model.parameters())
-        return saved, lambda: saved.live_bytes
+    def _split_weights(self) -> None:
+        """Split weight gradients where layers can delay them. Raises `EppError` if no layer of the rank can."""
+        for number, stage in self.stages.items():
+            if obstacles := stage.split_weights():
+                logger.warning(
+                    "stage %d computes weight gradients of %d layers with their backward: %s",
+                    number,
+                    len(obstacles),
+                    obstacles[0],
+                )
 
     def _make(self, shapes: Shapes, problem: Problem) -> Planned:
         if not self.learner.is_done:
@@ -168,16 +216,21 @@ class MicrobatchPipeline:
             logger.warning("microbatches run in their own order, in 1F1B: %s", error)
             return plan_as_given(shapes, problem, self.costs, self._options)
 
-    def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None) -> None:
+    def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None, share: float) -> None:
         """Take in a training iteration; behind the last that is measured, fit costs to those of all ranks (a collective)."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})
             if self._on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             return
-        kept = {(number, c): size for number, stage in self.stages.items() for c, size in stage.kept_bytes.items()}
+        kept_bytes = {
+            (op, number, c): size
+            for number, stage in self.stages.items()
+            for op, found in ((Op.F, stage.kept_bytes), (Op.W, stage.weight_bytes))
+            for c, size in found.items()
+        }
         peak_bytes = torch.cuda.max_memory_allocated() if self._on_gpu else 0
-        self.learner.add(planned.plan, recorder.events(), kept, peak_bytes)
+        self.learner.add(planned.plan, recorder.events(), kept_bytes, peak_bytes, share)
         if not self.learner.is_done:
             return
         everyone = from_each(self.learner.learnt, self.links.control)
@@ -200,11 +253,14 @@ def _tell(made: Planned, shapes: Shapes, is_learnt: bool) -> None:
     predicted, sizes = made.plan.predicted, [sum(one.lengths) for one in shapes]
     spread = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     logger.info(
-        "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%, %.1f%% of layers recompute",
+        "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%, %.1f%% of layers recompute, %.1f%% of activations are "
+        "offloaded, %d weight gradients are actions of their own",
         len(sizes),
         spread,
         "" if is_learnt else " in their own order, while costs are learnt",
         predicted.makespan_us / 1e3,
         100 * predicted.bubble_fraction,
         100 * sum(one.num_layers for row in made.plan.recompute for one in row) / (sum(made.plan.num_layers) * len(sizes)),
+        100 * offload_share(made.plan),
+        sum(action.op is Op.W for row in made.plan.ranks for step in row for action in step.actions),
     )

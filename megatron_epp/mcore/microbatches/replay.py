@@ -15,9 +15,9 @@ _MOST_CALLS = 1000
 
 
 def is_replay() -> bool:
-    """Return True if the iteration runs for the second time, to see whether its results are the same."""
+    """Return True if the iteration runs again to compare results; Megatron's iterators then replay their items."""
     machine = _machine()
-    return machine is not None and machine.state is RerunState.RERUNNING_IN_PLACE
+    return machine is not None and machine.state not in (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
 
 
 @contextlib.contextmanager
