@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 """Time in seconds for which a rank that fails waits until the others have read why, and those that have read it for its end."""
 _KEY, _READ, _POLL_S = "failed", "read", 0.05
+_READS_PER_S = 2000
+"""Reads of the board per second by all ranks of a job together."""
 
 
 class FailureBoard:
@@ -33,7 +35,7 @@ class FailureBoard:
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
         self._store: Any = store if num_ranks > 1 else None
         self._rank, self._num_ranks = rank, num_ranks
-        self._lock, self._has_read = threading.Lock(), False
+        self._lock, self._has_read, self._next_s = threading.Lock(), False, 0.0
 
     @staticmethod
     def of_job() -> FailureBoard:
@@ -72,6 +74,13 @@ class FailureBoard:
             logger.debug("failures cannot be read: %s", error)
             return ""
         return "" if text.startswith(f"rank {self._rank} failed") else f"rank {self._rank} ends, since {text}"
+
+    def poll(self) -> str:
+        """Return the cause, for one that asks again and again: the store is asked less often, the more ranks there are."""
+        if (now_s := time.monotonic()) < self._next_s:
+            return ""
+        self._next_s = now_s + self._num_ranks / _READS_PER_S
+        return self.cause()
 
     def _read(self) -> None:
         with self._lock:

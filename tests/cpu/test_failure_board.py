@@ -54,7 +54,17 @@ def test_a_watchdog_ends_its_process_once_another_rank_has_failed(boards: list[F
         said.append(text)
         ended.set()
 
-    with Watchdog(0.1, end, boards[2].cause).watch(lambda: "waiting", progress=lambda: None):
+    with Watchdog(0.1, end, boards[2].poll).watch(lambda: "waiting", progress=lambda: None):
         boards[0]._store.compare_set("failed", "", "rank 0 failed: no image")
         assert ended.wait(10)
     assert said == ["rank 2 ends, since rank 0 failed: no image"]
+
+
+def test_a_large_job_asks_its_store_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    board, now_s, asked = FailureBoard(HashStore(), 0, 10_000), [100.0], []
+    monkeypatch.setattr(board, "cause", lambda: asked.append(now_s[0]) or "")
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now_s[0])
+    for _ in range(20):
+        board.poll()
+        now_s[0] += 1.0
+    assert asked == [100.0, 105.0, 110.0, 115.0]

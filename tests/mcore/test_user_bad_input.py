@@ -47,6 +47,12 @@ def test_what_ranks_can_agree_on_beforehand_is_refused_alike_on_all(case: str, c
             "the function that finds lengths in a microbatch, shape_of",
         ),
         (
+            "another type",
+            0,
+            "action 0F0 failed: the forward step of microbatch 0 made torch.float64, but messages between stages are "
+            "torch.float32: set pipeline_dtype in the model's configuration",
+        ),
+        (
             "four values",
             1,
             "action 1F0 failed: the loss function of microbatch 0 returned 4 values: a plan needs (loss, report) or (loss, "

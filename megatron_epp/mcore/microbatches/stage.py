@@ -154,7 +154,12 @@ class MicrobatchStage:
     def message(self, num_tokens: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
         """Return shape, dtype and device of hidden states, flattened over the rows of a microbatch."""
         shape = (num_tokens // self._shards, 1, self.config.hidden_size)
-        return shape, self.config.pipeline_dtype or torch.float32, self._device
+        return shape, self._dtype, self._device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.config.pipeline_dtype or torch.float32
+        return dtype
 
     def _run_layer(self, number: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer; the first layers of a chunk recompute in full, as many as its plan says."""
@@ -174,6 +179,11 @@ class MicrobatchStage:
             raise EppError(
                 f"the forward step of microbatch {index} made {got} where lengths {_shown(self._shapes[index].lengths)} ask "
                 f"for {list(wanted)}: give the function that finds lengths in a microbatch, shape_of"
+            )
+        if output.dtype != (sent := self._dtype):
+            raise EppError(
+                f"the forward step of microbatch {index} made {output.dtype}, but messages between stages are {sent}: set "
+                "pipeline_dtype in the model's configuration"
             )
 
 

@@ -77,6 +77,8 @@ def forward_step(own):
         if CASE.endswith(f"fails on rank {dist.get_rank()}") and len(seen) == 4:
             raise ValueError("this sample has no image")
         output, loss_func = own(data_iterator, model)
+        if CASE == "another type" and dist.get_rank() == 0:
+            return output.double(), loss_func
         if CASE == "four values":
             return output, lambda losses: (*loss_func(losses), 1, 2)
         if CASE == "one number for each token":
