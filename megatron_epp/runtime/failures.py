@@ -27,7 +27,7 @@ class FailureBoard:
     """Board of a job. A rank's first failure is kept; later ones, which often follow from it, are not.
 
     Args:
-        store: a store of the job; None if there is none, and then nobody is told.
+        store: a store of the job; None if there is none: then no rank is told.
         rank: of this process.
         num_ranks: of the job.
     """

@@ -26,9 +26,11 @@ LATENT = (
     "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12 "
     "--normalization RMSNorm " + ROPE
 )
+REPLICAS = "--global-batch-size 16"
+"""Two replicas have four microbatches each."""
 SHARDED = (
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --optimizer adam --adam-eps 1e-2 --lr 1e-3 "
-    "--timing-log-level 2"
+    f"--timing-log-level 2 {REPLICAS}"
 )
 """It takes no SGD. Its eps keeps Adam from making much of gradients that are zero but for rounding."""
 HYBRID = "--spec tests.support.mcore.stand_ins hybrid_spec"
@@ -65,7 +67,7 @@ LAYOUTS = {
     "4 stages on 2 ranks": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "tensor and sequence parallel": (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
     "context parallel": (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
-    "expert parallel": (4, "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
+    "expert parallel": (4, f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {REPLICAS}"),
     "distributed optimizer": (4, f"--pipeline-model-parallel-size 2 {SHARDED}"),
     "distributed optimizer, 4 stages on 2 ranks": (
         4,
