@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import TINY
 
-PROGRAM = Path(__file__).parents[1] / "support" / "mcore" / "bad_input_worker.py"
+PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
+PROGRAM = PROGRAMS / "bad_input_worker.py"
 LENGTHS = "24,8,32,16,8,32"
 SECONDS = 60
 """Far less than any time limit of messages."""
@@ -79,3 +81,17 @@ def test_what_fails_on_one_rank_ends_the_other_with_its_cause(case: str, failing
     assert f"rank {failing}: weights are as they were" in finished.output
     assert "changed" not in finished.output
     assert "stepped" not in finished.output
+
+
+def test_what_fails_in_one_replica_ends_the_others_too(tmp_path: Path) -> None:
+    """They would wait for its gradients."""
+    flags = [*TINY, "--train-iters", 5, "--pipeline-model-parallel-size", 2, "--epp", "--epp-microbatches", "user"]
+    environment = {"RECORD_TO": str(tmp_path)}
+    finished = launch(4, PROGRAMS / "failing_training.py", *flags, env=environment, timeout_s=SECONDS)
+    assert finished.returncode == 1
+    cause = "pipeline rank 1, step 2, action 1F0 failed: ValueError: this sample has no image"
+    assert f"megatron_epp, rank 3: {cause}" in finished.output
+    for rank in range(3):
+        assert f"rank {rank} ends, since rank 3 failed: {cause}" in finished.output
+    assert " iteration        2/" in finished.output
+    assert " iteration        3/" not in finished.output
