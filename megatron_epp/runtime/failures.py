@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""Time in seconds for which a rank that fails waits until the others have read why, and those that have read it for its end."""
+"""Time in seconds for which a rank that fails waits until the others have logged why, and those for its end."""
 _KEY, _READ, _POLL_S = "failed", "read", 0.05
 _READS_PER_S = 2000
 """Reads of the board per second by all ranks of a job together."""
@@ -54,7 +54,7 @@ class FailureBoard:
             return
         try:
             self._store.compare_set(_KEY, "", f"rank {self._rank} failed: {text}")
-            self._read()
+            self.acknowledge()
             limit_s = time.monotonic() + PATIENCE_S
             while self._store.add(_READ, 0) < self._num_ranks and time.monotonic() < limit_s:
                 time.sleep(_POLL_S)
@@ -69,7 +69,6 @@ class FailureBoard:
             if not self._store.check([_KEY]):
                 return ""
             text: str = self._store.get(_KEY).decode()
-            self._read()
         except RuntimeError as error:
             logger.debug("failures cannot be read: %s", error)
             return ""
@@ -82,8 +81,13 @@ class FailureBoard:
         self._next_s = now_s + self._num_ranks / _READS_PER_S
         return self.cause()
 
-    def _read(self) -> None:
+    def acknowledge(self) -> None:
+        """Let the rank that failed know that this one has logged why; the first time counts."""
         with self._lock:
-            if not self._has_read:
-                self._has_read = True
-                self._store.add(_READ, 1)
+            if self._has_read or self._store is None:
+                return
+            self._has_read = True
+        try:
+            self._store.add(_READ, 1)
+        except RuntimeError as error:
+            logger.debug("a failure cannot be acknowledged: %s", error)

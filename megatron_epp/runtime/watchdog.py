@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_epp.runtime.failures import PATIENCE_S
+from megatron_epp.runtime.failures import PATIENCE_S, FailureBoard
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,15 @@ class Watchdog:
     Args:
         limit_s: limit of an activity without progress, in seconds.
         on_expiry: called with the message instead of ending the process, for tests.
-        cause: returns why another rank failed, empty if none has. This process ends then too, from its first activity on.
+        failures: where other ranks say that they failed. This process ends then too, from its first activity on.
     """
 
     def __init__(
-        self, limit_s: float, on_expiry: Callable[[str], None] | None = None, cause: Callable[[], str] = lambda: ""
+        self, limit_s: float, on_expiry: Callable[[str], None] | None = None, failures: FailureBoard | None = None
     ) -> None:
         self.limit_s = limit_s
         self._on_expiry = on_expiry or self._end_process
-        self._on_cause, self._cause = on_expiry or self._end_after, cause
+        self._on_failure, self._failures = on_expiry or self._end_after, failures
         self._activities: list[_Activity] = []  # innermost last
         self._thread: threading.Thread | None = None
 
@@ -86,8 +86,8 @@ class Watchdog:
     def _run(self) -> None:
         while True:
             time.sleep(min(1.0, self.limit_s / 4))
-            if text := self._cause():
-                self._on_cause(text)
+            if self._failures is not None and (text := self._failures.poll()):
+                self._on_failure(text)
                 return
             for activity in reversed(self._activities.copy()):
                 self._look_at(activity)
@@ -125,12 +125,13 @@ class Watchdog:
         finally:
             os._exit(EXIT_CODE)
 
-    @staticmethod
-    def _end_after(text: str) -> None:
+    def _end_after(self, text: str) -> None:
         """End the process because another rank failed, which ends first: a launcher names the first that ends."""
         try:
             logger.critical("%s", text)
             logging.shutdown()
+            assert self._failures is not None  # it gave the text
+            self._failures.acknowledge()
             time.sleep(PATIENCE_S)
         finally:
             os._exit(EXIT_CODE)

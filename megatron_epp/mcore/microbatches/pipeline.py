@@ -71,7 +71,7 @@ class MicrobatchPipeline:
         self.args, self.models = args, models
         self.rank, self.placement = mpu.get_pipeline_model_parallel_rank(), placement_of(args)
         self.failures, self.learner = FailureBoard.of_job(), Learner()
-        self.watchdog = Watchdog(args.epp_wait_limit_seconds, cause=self.failures.poll)
+        self.watchdog = Watchdog(args.epp_wait_limit_seconds, failures=self.failures)
         config = get_model_config(models[0])
         self._on_gpu = torch.cuda.is_initialized()
         device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
