@@ -12,7 +12,7 @@ from tests.support.mcore.launch import TINY
 PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
 PROGRAM = PROGRAMS / "bad_input_worker.py"
 LENGTHS = "24,8,32,16,8,32"
-SECONDS = 60
+SECONDS = 120
 """Far less than any time limit of messages."""
 
 DIFFER = (
