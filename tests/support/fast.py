@@ -4,6 +4,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "cpu/test_data_batch.py": (),
     "cpu/test_data_iterator.py": (),
     "cpu/test_data_sampler.py": (),
+    "cpu/test_data_trained_tokens.py": (),
     "cpu/test_emulate.py": (
         "test_a_planned_batch_runs_as_planned_and_no_faster",
         "test_a_rehearsal_that_takes_too_long_is_ended",
@@ -34,6 +35,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "cpu/test_runtime_watchdog.py": (),
     "cpu/test_runtime_weights.py": (),
     "cpu/test_runtime_loss_kernels.py": ("test_ligers_own_kernel_gives_exact_losses_and_gradients_in_tritons_interpreter",),
+    "cpu/test_runtime_loss_rows.py": ("test_ranks_that_share_the_vocabulary_get_the_same",),
     "cpu/test_runtime_block_loss.py": ("test_ranks_that_share_the_vocabulary_get_the_same",),
     "cpu/test_launch_torchrun.py": (),
     "cpu/test_profile.py": (
@@ -41,6 +43,7 @@ FAST: dict[str, tuple[str, ...]] = {
         "test_the_link_between_two_ranks_is_measured_by_size",
     ),
     "mcore/test_block_loss.py": (),
+    "mcore/test_trained_rows.py": (),
     "mcore/test_caps.py": (),
     "mcore/test_context_parallel.py": (),
     "mcore/test_data_flags.py": (),
@@ -126,6 +129,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_cost_model.py": (),
     "pure/test_cost_prefix.py": (),
     "pure/test_cost_profile.py": (),
+    "pure/test_cost_trained.py": (),
     "pure/test_data_chat.py": (),
     "pure/test_data_documents.py": (),
     "pure/test_data_sequence_lengths.py": (),
