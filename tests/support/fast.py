@@ -50,6 +50,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_document_iterators.py": (),
     "mcore/test_documents.py": (),
     "mcore/test_document_masks.py": (),
+    "mcore/test_document_streams.py": ("test_it_trains_as_megatron_trains_without_epp",),
     "mcore/test_experts.py": (),
     "mcore/test_install.py": (),
     "mcore/test_linear.py": (),

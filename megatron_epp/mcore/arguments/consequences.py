@@ -100,12 +100,23 @@ IDLE = (
     MegatronFlag("--num-workers", (2,)),
     MegatronFlag("--mid-level-dataset-surplus", (0.005,)),
 )
+_OF_SAMPLES = [
+    "--data-cache-path",
+    "--num-dataset-builder-threads",
+    "--mid-level-dataset-surplus",
+    "--allow-ambiguous-pad-tokens",
+]
+"""Flags among these by which Megatron makes its own samples."""
 EOD = MegatronFlag("--eod-mask-loss")
 
 
 def tell_data_flags(args: argparse.Namespace) -> None:
     """Log once which of the given data flags, before Megatron completes them, have no effect, and why."""
     if args.rank != 0:
+        return
+    if args.epp_documents == "stream":
+        if idle := _given(tuple(one for one in IDLE if one.flag not in _OF_SAMPLES), args):
+            logger.warning("--epp makes no use of %s: Megatron's samples are read without loader processes", idle)
         return
     if implied := _given(IMPLIED, args):
         logger.warning(
@@ -235,6 +246,8 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
             f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {args.epp_wait_limit_seconds:g}: the run "
             "would end while it plans"
         )
+    if args.epp_documents == "stream" and (resets := _given(IMPLIED[:3], args)):
+        yield f"--epp-documents stream runs samples across documents: leave out {resets}, or use --epp-documents split"
     if args.epp_trace is not None and args.epp_report_dir is None:
         yield "--epp-trace needs --epp-report-dir to write to"
     # The flag makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.

@@ -22,8 +22,16 @@ from megatron_epp.data.sampler import GlobalBatchSampler
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
 from megatron_epp.mcore import features
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
-from megatron_epp.mcore.data.document_file import DocumentFile, check_mask, check_mask_size, check_pair, check_tokens
+from megatron_epp.mcore.data.document_file import (
+    DocumentFile,
+    check_mask,
+    check_mask_size,
+    check_pair,
+    check_tokens,
+    refuse_mask,
+)
 from megatron_epp.mcore.data.encoders import identity_of_run
+from megatron_epp.mcore.data.stream import build_streams
 from megatron_epp.plan.errors import EppError
 
 logger = logging.getLogger(__name__)
@@ -93,6 +101,8 @@ def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokeniz
     The arguments are those of `build_document_iterators`, and the run's tokenizer, which must have made all files' tokens.
     """
     blend, blend_per_split = _blends(args)
+    if args.epp_documents == "stream":
+        return _streams(args, num_samples, tokenizer, [one for one in (blend, *(blend_per_split or ())) if one])
     if blend_per_split is not None and args.split is not None:
         log_single_rank(logger, logging.WARNING, f"--split {args.split} changes nothing: every split has data paths of its own")
     files: dict[str, DocumentFile] = {}
@@ -106,11 +116,28 @@ def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokeniz
             parts = [_open_part(args, tokenizer, files, name, share, prefix) for prefix in its_blend[0]]
             split = _build_split(parts, its_blend[1], num_samples[number], args.seed)
         if split is None and wanted[number] and name != "test":
-            remedy = f"give it a share in --split {args.split}" if blend else f"pass --{name}-data-path"
-            remedy += ", or pass --eval-iters 0" if name == "valid" else ""
-            raise EppError(f"the {name} split has no documents; {remedy}")
+            raise _no_documents(args, name, of_split=bool(blend))
         splits.append(split)
     return splits
+
+
+def _no_documents(args: Namespace, name: str, *, of_split: bool) -> EppError:
+    remedy = f"give it a share in --split {args.split}" if of_split else f"pass --{name}-data-path"
+    remedy += ", or pass --eval-iters 0" if name == "valid" else ""
+    return EppError(f"the {name} split has no documents; {remedy}")
+
+
+def _streams(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, blends: list[Blend]) -> list[Shuffled | None]:
+    """Build Megatron's own samples of the splits, which come in their order; their files are checked as all others."""
+    for prefix in dict.fromkeys(prefix for prefixes, _ in blends for prefix in prefixes):
+        refuse_mask(prefix)
+        check_tokens(DocumentFile(prefix, args.mmap_bin_files), tokenizer, masks_eod=args.eod_mask_loss)
+    built = build_streams(args, num_samples, tokenizer.vocab_size, SPLITS)
+    wanted = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
+    for name, split, is_wanted in zip(SPLITS, built, wanted, strict=True):
+        if is_wanted and name != "test" and not split:
+            raise _no_documents(args, name, of_split=args.data_path is not None)
+    return [(split, False) if is_wanted and split else None for split, is_wanted in zip(built, wanted, strict=True)]
 
 
 def check_files_of(args: Namespace) -> None:
@@ -123,6 +150,8 @@ def check_files_of(args: Namespace) -> None:
         for prefix in one[0] if one else ():
             check_pair(prefix)
             check_mask_size(prefix)
+            if args.epp_documents == "stream":
+                refuse_mask(prefix)
             record = load_record(prefix)
             if record is not None and args.tokenizer_type is not None:
                 check_kind(prefix, record, args.tokenizer_type, args.tokenizer_model)
@@ -142,7 +171,7 @@ def check_order(then: Namespace, now: Namespace) -> None:
             f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}: its count of "
             f"sequences is of others. Pass --epp-documents {before} to go on exactly, or --finetune to begin the data anew"
         )
-    names = ["seed", "split", *(["seq_length"] if before == "split" else [])]
+    names = ["seed", "split", *(["seq_length"] if before != "truncate" else [])]
     changed = [
         f"--{name.replace('_', '-')} was {getattr(then, name)} and is {getattr(now, name)}"
         for name in names

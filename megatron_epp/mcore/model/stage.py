@@ -176,7 +176,7 @@ class MegatronStage:
         rows = rows_to_compute(arrays.part(self._shard(arrays)).loss_mask, layer.output_size_per_partition, layer.input_size)
         return None if rows is None else self._on_device(rows)
 
-    def _shard(self, arrays: ChunkArrays) -> list[slice]:
+    def _shard(self, arrays: ChunkArrays) -> Sequence[slice]:
         return context_parallel.of_group(mpu.get_context_parallel_group()).shard(len(arrays.tokens))
 
     def _on_device(self, x: Tensor) -> Tensor:
