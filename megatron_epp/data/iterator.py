@@ -145,13 +145,19 @@ def _batches(
 ) -> Iterator[tuple[GlobalBatch, PackedPlans | None]]:
     """Yield whole batches, and their plans if this rank makes them."""
     for indices in sampler:
+        consumed = getattr(sampler, "consumed_samples", 0)
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
         packed = None
         if plans is not None and plans.make is not None:
             trained = trained_parts(dataset, indices)
             packed = plans.make(lengths, trained) if trained else plans.make(lengths)
         batch = GlobalBatch(
-            indices=indices, lengths=lengths, dataset=dataset, mask_loss_of=mask_loss_of, global_size=len(indices)
+            indices=indices,
+            lengths=lengths,
+            dataset=dataset,
+            mask_loss_of=mask_loss_of,
+            global_size=len(indices),
+            consumed_samples=consumed,
         )
         yield batch, packed
 

@@ -4,6 +4,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "cpu/test_data_batch.py": (),
     "cpu/test_data_iterator.py": (),
     "cpu/test_data_sampler.py": (),
+    "cpu/test_data_token_batches.py": (),
     "cpu/test_data_trained_tokens.py": (),
     "cpu/test_emulate.py": (
         "test_a_planned_batch_runs_as_planned_and_no_faster",
@@ -41,6 +42,10 @@ FAST: dict[str, tuple[str, ...]] = {
     "cpu/test_profile.py": (
         "test_the_command_writes_a_profile_that_plans",
         "test_the_link_between_two_ranks_is_measured_by_size",
+    ),
+    "mcore/test_batch_tokens.py": (
+        "test_samples_are_counted_and_a_resumed_run_goes_on_exactly",
+        "test_with_equal_lengths_it_trains_as_with_as_many_sequences",
     ),
     "mcore/test_block_loss.py": (),
     "mcore/test_trained_rows.py": (),

@@ -100,13 +100,18 @@ IDLE = (
     MegatronFlag("--num-workers", (2,)),
     MegatronFlag("--mid-level-dataset-surplus", (0.005,)),
 )
-_OF_SAMPLES = [
-    "--data-cache-path",
-    "--num-dataset-builder-threads",
-    "--mid-level-dataset-surplus",
-    "--allow-ambiguous-pad-tokens",
-]
+_OF_SAMPLES = frozenset(
+    ("--data-cache-path", "--num-dataset-builder-threads", "--mid-level-dataset-surplus", "--allow-ambiguous-pad-tokens")
+)
 """Flags among these by which Megatron makes its own samples."""
+_IN_ITERATIONS = "use its kin in iterations: a batch has as many samples as fit --epp-batch-tokens"
+COUNTING = (
+    MegatronFlag("--train-samples", advice=_IN_ITERATIONS),
+    MegatronFlag("--lr-decay-samples", advice=_IN_ITERATIONS),
+    MegatronFlag("--lr-warmup-samples", (None, 0), _IN_ITERATIONS),
+    MegatronFlag("--override-ckpt-iteration", advice="leave it out: iterations do not tell how many samples were consumed"),
+)
+"""Flags that take every batch to have --global-batch-size samples."""
 EOD = MegatronFlag("--eod-mask-loss")
 
 
@@ -227,6 +232,19 @@ def _layout_problems(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
+def _batch_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what does not go with batches of a number of tokens."""
+    if args.epp_batch_tokens is None:
+        return
+    if args.epp_schedule != "elastic":
+        yield f"--epp-batch-tokens is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
+    if args.epp_documents == "stream":
+        yield "--epp-batch-tokens is for sequences of different lengths: with --epp-documents stream use --global-batch-size"
+    for one in COUNTING:
+        if one.is_given(args):
+            yield f"--epp-batch-tokens does not go with {one.flag} {getattr(args, one.attribute)} ({one.advice})"
+
+
 def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield which of our own flags do not go together."""
     planner, budget_ms = args.epp_planner, args.epp_plan_budget_ms
@@ -261,6 +279,7 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     _check_numbers,
     _layout_problems,
     check_stages,
+    _batch_problems,
     _plan_problems,
     check_experts,
     _check_patterns,

@@ -74,6 +74,11 @@ _BATCH = (
     Flag("global_batch_size", "--global-batch-size", "--global-batch-size", SEQUENCES, default=512).described(
         "Sequences of a batch (default: %(default)s)."
     ),
+    Flag("batch_tokens", "--epp-batch-tokens", "", COUNT).described(
+        "A batch of training has as many sequences as fit this many tokens, over all replicas: they are taken in their order "
+        "until the next one would exceed it, but at least one for each replica. --global-batch-size then counts the sequences "
+        "of a batch of evaluation only (default: a batch has --global-batch-size sequences)."
+    ),
     Flag("forward_only", "", "--forward-only", SWITCH, "Plan an evaluation, without backward."),
 )
 _MEMORY = (

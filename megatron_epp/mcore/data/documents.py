@@ -18,7 +18,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
-from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
 from megatron_epp.mcore import features
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
@@ -73,7 +73,10 @@ def build_document_iterators(
             wanted validation.
     """
     tokenizer = identity_of_run(args)
-    splits = build_splits(args, num_samples, tokenizer)
+    batch_tokens = getattr(args, "epp_batch_tokens", None)
+    # A batch of one sequence for each replica may have more.
+    most_tokens = max(batch_tokens, data_parallel_size * args.seq_length) * args.train_iters if batch_tokens else 0
+    splits = build_splits(args, num_samples, tokenizer, most_tokens)
     consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
     eod = _masked_end(tokenizer) if args.eod_mask_loss else None
 
@@ -81,13 +84,12 @@ def build_document_iterators(
         if (split := splits[number]) is None:
             return None
         dataset, shuffle = split
-        sampler = GlobalBatchSampler(
-            len(dataset),
-            features.evaluation_batch_size(args) if number else args.global_batch_size,
-            consumed[number],
-            args.seed,
-            shuffle,
-        )
+        place = consumed[number], args.seed, shuffle
+        if batch_tokens and not number:
+            sampler: GlobalBatchSampler = TokenBatchSampler(dataset.lengths, batch_tokens, data_parallel_size, *place)
+        else:
+            size = features.evaluation_batch_size(args) if number else args.global_batch_size
+            sampler = GlobalBatchSampler(len(dataset), size, *place)
         plans = eval_plans if number else train_plans
         depth = getattr(args, "epp_lookahead", 2)
         return PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size)
@@ -95,10 +97,15 @@ def build_document_iterators(
     return iterator(0), iterator(1), iterator(2)
 
 
-def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer) -> list[Shuffled | None]:
+def build_splits(
+    args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, train_tokens: int = 0
+) -> list[Shuffled | None]:
     """Build the train, validation and test datasets, each with a flag: True if it is to be shuffled every epoch.
 
-    The arguments are those of `build_document_iterators`, and the run's tokenizer, which must have made all files' tokens.
+    Args:
+        args, num_samples: as for `build_document_iterators`.
+        tokenizer: of the run, which must have made all files' tokens.
+        train_tokens: positions that training will draw at most, if its batches are of a number of tokens.
     """
     blend, blend_per_split = _blends(args)
     if args.epp_documents == "stream":
@@ -114,7 +121,7 @@ def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokeniz
         split = None
         if wanted[number] and its_blend is not None and (share := shares[number]) is not None:
             parts = [_open_part(args, tokenizer, files, name, share, prefix) for prefix in its_blend[0]]
-            split = _build_split(parts, its_blend[1], num_samples[number], args.seed)
+            split = _build_split(parts, its_blend[1], num_samples[number], args.seed, 0 if number else train_tokens)
         if split is None and wanted[number] and name != "test":
             raise _no_documents(args, name, of_split=bool(blend))
         splits.append(split)
@@ -204,15 +211,20 @@ def _open_part(
 
 
 def _build_split(
-    parts: list[DocumentDataset | None], weights: list[float] | None, num_samples: int, seed: int
+    parts: list[DocumentDataset | None], weights: list[float] | None, num_samples: int, seed: int, num_tokens: int
 ) -> Shuffled | None:
+    """Join the datasets of a split's files; of weighted ones `num_samples` sequences, or more until they have `num_tokens`."""
     sources = [source for source in parts if source is not None]
     if len(sources) < 2:
         return (sources[0], True) if sources else None
     if weights is None:
         return concatenate(sources), True
     kept = [weight for source, weight in zip(parts, weights, strict=True) if source is not None]
-    return weighted(sources, kept, num_samples, seed), False
+    draws = weighted(sources, kept, num_samples, seed)
+    while draws.lengths.sum(dtype=np.int64) < num_tokens:
+        num_samples = 2 * max(1, num_samples)
+        draws = weighted(sources, kept, num_samples, seed)
+    return draws, False
 
 
 def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:
