@@ -35,15 +35,23 @@ def run(folder: Path, data: str, *flags: object) -> dict[int, dict[str, float]]:
     return done.steps | {"output": done.output}
 
 
-def test_it_trains_as_megatron_trains_without_epp(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_trains_as_without_epp_and_goes_on_from_its_checkpoint(
+    tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.support.mcore.forked.TINY", FLAGS)
-    stock = run(tmp_path / "stock", data, "--eod-mask-loss")
-    ours = run(tmp_path / "ours", data, "--eod-mask-loss", "--epp", "--epp-documents", "stream", "--epp-slices", 3)
+    stream = ["--epp", "--epp-documents", "stream", "--epp-slices", 3]
+    saved = tmp_path / "saved"
+    stock = run(tmp_path / "stock", data, "--eod-mask-loss", "--save", saved, "--save-interval", 2)
+    ours = run(tmp_path / "ours", data, "--eod-mask-loss", *stream)
     for number in range(1, ITERATIONS + 1):
         assert ours[number] == pytest.approx(stock[number], rel=1e-5)
     stock_losses, our_losses = (validation_losses(one["output"]) for one in (stock, ours))
     assert len(stock_losses) > 0
     np.testing.assert_allclose(our_losses, stock_losses, rtol=1e-5)
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = run(tmp_path / "resumed", data, "--eod-mask-loss", *stream, "--load", saved)
+    assert resumed[3] == pytest.approx(stock[3], rel=1e-5)
+    assert 2 not in resumed
 
 
 def validation_losses(output: str) -> list[float]:

@@ -55,7 +55,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "mcore/test_document_iterators.py": (),
     "mcore/test_documents.py": (),
     "mcore/test_document_masks.py": (),
-    "mcore/test_document_streams.py": ("test_it_trains_as_megatron_trains_without_epp",),
+    "mcore/test_document_streams.py": ("test_it_trains_as_without_epp_and_goes_on_from_its_checkpoint",),
     "mcore/test_experts.py": (),
     "mcore/test_install.py": (),
     "mcore/test_linear.py": (),

@@ -84,12 +84,12 @@ def build_document_iterators(
         if (split := splits[number]) is None:
             return None
         dataset, shuffle = split
-        place = consumed[number], args.seed, shuffle
+        begin = consumed[number], args.seed, shuffle
         if batch_tokens and not number:
-            sampler: GlobalBatchSampler = TokenBatchSampler(dataset.lengths, batch_tokens, data_parallel_size, *place)
+            sampler: GlobalBatchSampler = TokenBatchSampler(dataset.lengths, batch_tokens, data_parallel_size, *begin)
         else:
             size = features.evaluation_batch_size(args) if number else args.global_batch_size
-            sampler = GlobalBatchSampler(len(dataset), size, *place)
+            sampler = GlobalBatchSampler(len(dataset), size, *begin)
         plans = eval_plans if number else train_plans
         depth = getattr(args, "epp_lookahead", 2)
         return PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size)
