@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_epp.cost.work import TrainedParts
-from megatron_epp.data.batch import SequenceDataset
+
+if TYPE_CHECKING:  # which needs torch
+    from megatron_epp.data.batch import SequenceDataset
 
 PARTS = 16
 """Most parts of a sequence that are counted by themselves, since an answer may be in its last slices only."""

@@ -120,15 +120,6 @@ def evaluation_batch_size(args: Namespace) -> int:
     return size
 
 
-def gpt_dataset_settings(args: Namespace) -> dict[str, Any]:
-    """Return the settings of GPT samples that depend on flags of some releases only: 0.18 and later have both of them."""
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-
-    known = {field.name for field in dataclasses.fields(GPTDatasetConfig)}
-    names = ("mid_level_dataset_surplus", "allow_ambiguous_pad_tokens")
-    return {name: getattr(args, name) for name in names if name in known and hasattr(args, name)}
-
-
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 

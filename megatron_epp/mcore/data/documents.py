@@ -75,7 +75,7 @@ def build_document_iterators(
     tokenizer = identity_of_run(args)
     batch_tokens = getattr(args, "epp_batch_tokens", None)
     # A batch of one sequence for each replica may have more.
-    most_tokens = max(batch_tokens, data_parallel_size * args.seq_length) * args.train_iters if batch_tokens else 0
+    most_tokens = max(batch_tokens, data_parallel_size * args.seq_length) * (args.train_iters or 0) if batch_tokens else 0
     splits = build_splits(args, num_samples, tokenizer, most_tokens)
     consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
     eod = _masked_end(tokenizer) if args.eod_mask_loss else None

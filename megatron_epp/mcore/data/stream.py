@@ -14,7 +14,6 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_epp.data.token_record import check_ids
-from megatron_epp.mcore import features
 
 _KEPT = 256
 """Samples of a dataset that are kept after they are read: chunks and replicas read a sample in several parts."""
@@ -92,7 +91,8 @@ def build_gpt_datasets(args: Namespace, num_samples: list[int], is_wanted_here: 
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        **features.gpt_dataset_settings(args),
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     train, valid, test = BlendedMegatronDatasetBuilder(dataset, num_samples, is_wanted_here, config).build()
