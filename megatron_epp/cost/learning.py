@@ -1,35 +1,48 @@
-"""Costs learnt from the first iterations of a training: measured times and bytes of whole microbatches on every stage."""
+"""Costs learnt from the first iterations of a training: measured times and bytes of chunks on every stage."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.work import NO_TIME, causal_pairs
-from megatron_epp.plan import Action, Op, Plan
+from megatron_epp.cost.work import NO_TIME, Line, causal_pairs
+from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan, Recompute
 
 WARM_UP = 1
 """Iterations that are not recorded: kernels are chosen and buffers allocated in them."""
 RECORDED = 3
 """Iterations whose times costs are fitted to."""
 
+_SIZES, _SPREAD = 4, 2.0
+"""Least number of different sizes, and least ratio of the largest to the smallest, for a line of three coefficients to be
+fitted. With less, the earlier line is scaled: through nearly equal points many lines go, and most mislead for other sizes."""
+
+
+class Timed(NamedTuple):
+    """Measured time of an action: padded tokens and causal pairs of its chunk, and the layers that recomputed in it."""
+
+    tokens: int
+    pairs: int
+    time_us: float
+    recompute: Recompute = NO_RECOMPUTE
+
 
 class Learnt(NamedTuple):
     """Measurements of one rank.
 
     Attributes:
-        times: points of forwards and backwards by stage.
+        times: of forwards, backwards (with the weight gradient, also where that is split) and weight gradients by stage.
         sizes: tokens and bytes kept from forward to backward by stage; empty where memory is not measured.
         peak_bytes: most bytes allocated in the recorded iterations; 0 where memory is not measured.
     """
 
-    times: dict[tuple[int, Op], list[Point]]
+    times: dict[tuple[int, Op], list[Timed]]
     sizes: dict[int, list[tuple[int, int]]]
     peak_bytes: int = 0
 
@@ -40,6 +53,11 @@ class Learner:
 
     seen: int = 0
     learnt: Learnt = field(default_factory=lambda: Learnt({}, {}))
+
+    @staticmethod
+    def done() -> Learner:
+        """Return a learner that has nothing left to record, since costs were learnt earlier."""
+        return Learner(WARM_UP + RECORDED)
 
     @property
     def is_recording(self) -> bool:
@@ -70,11 +88,16 @@ class Learner:
             peak_bytes: most bytes allocated on this rank so far; 0 where memory is not measured.
         """
         self.seen += 1
-        for text, start_us, end_us, _ in events:
-            op, stage, chunk = Action.parse(text)
-            if op in (Op.F, Op.B):
-                tokens, pairs = size_of(plan, chunk)
-                self.learnt.times.setdefault((stage, op), []).append(Point(tokens, pairs, end_us - start_us))
+        took_us = {Action.parse(text): end_us - start_us for text, start_us, end_us, _ in events}
+        for action, time_us in took_us.items():
+            op, stage, chunk = action
+            if op not in (Op.F, Op.B, Op.W):
+                continue
+            recompute = NO_RECOMPUTE
+            if op is Op.B:
+                time_us += took_us.get(action._replace(op=Op.W), 0.0)
+                recompute = plan.recompute[stage][chunk]
+            self.learnt.times.setdefault((stage, op), []).append(Timed(*size_of(plan, chunk), time_us, recompute))
         self.learnt = self.learnt._replace(peak_bytes=max(peak_bytes, self.learnt.peak_bytes))
         for (stage, chunk), size in kept_bytes.items():
             self.learnt.sizes.setdefault(stage, []).append((size_of(plan, chunk)[0], size))
@@ -85,28 +108,89 @@ def size_of(plan: Plan, chunk: int) -> tuple[int, int]:
     return plan.padded_tokens(chunk), sum(causal_pairs(start, end) for _, start, end in plan.chunks[chunk].segments)
 
 
-def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt]) -> PipelineCosts:
-    """Fit costs to the measurements of all ranks; equal on every rank, for equal inputs.
+def fitted_costs(base: PipelineCosts, everyone: Iterable[Learnt]) -> PipelineCosts:
+    """Fit costs to the measurements of all ranks.
 
     Args:
         base: costs by formula, whose layers, messages and static bytes stay.
-        everyone: measurements of every rank of the replica; ranks that share a stage count together.
+        everyone: measurements of every rank; ranks that share a stage count together.
     """
-    times: dict[tuple[int, Op], list[Point]] = {}
+    times: dict[tuple[int, Op], list[Timed]] = {}
     sizes: dict[int, list[tuple[int, int]]] = {}
     for one in everyone:
-        for key, points in one.times.items():
-            times.setdefault(key, []).extend(points)
+        for key, timed in one.times.items():
+            times.setdefault(key, []).extend(timed)
         for number, found in one.sizes.items():
             sizes.setdefault(number, []).extend(found)
     stages = []
     for number, stage in enumerate(base.stages):
-        forward, backward = (fit_line(_medians(times[number, op])).line.scaled(1 / stage.num_layers) for op in (Op.F, Op.B))
-        known = replace(stage, forward=forward, backward=backward, extra_forward=NO_TIME, extra_backward=NO_TIME)
+        known = _with_times(stage, {op: times.get((number, op), []) for op in (Op.F, Op.B, Op.W)})
         if number in sizes:
             known = _with_bytes(known, max(size / tokens for tokens, size in sizes[number]))
-        stages.append(replace(known, recompute={}, kv_bytes_per_token=0.0))
+        stages.append(known)
     return replace(base, stages=tuple(stages), name="learnt")
+
+
+def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]]) -> StageCosts:
+    """Fit the lines of a stage; each pass is shared between its layers and its extras as by the earlier costs."""
+    forward = _fitted(stage.stage_forward, times[Op.F])
+    layer_forward, extra_forward = _shared(forward, stage.forward, stage.num_layers, stage.extra_forward)
+    factor = _factor(stage.stage_forward, times[Op.F])
+    modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.recompute.items()}
+    known = replace(stage, forward=layer_forward, extra_forward=extra_forward, recompute=modes)
+    once = [one._replace(time_us=max(0.0, one.time_us - _again_us(known, one))) for one in times[Op.B]]
+    backward = _fitted(stage.stage_backward, once)
+    layer_backward, extra_backward = _shared(backward, stage.backward, stage.num_layers, stage.extra_backward)
+    factor = _factor(stage.stage_backward, once)
+    weight = _fitted(stage.stage_weight, times[Op.W], False) if times[Op.W] else stage.stage_weight.scaled(factor)
+    layer_weight, extra_weight = _shared(weight, stage.weight, stage.num_layers, stage.extra_weight)
+    return replace(
+        known,
+        backward=layer_backward,
+        extra_backward=extra_backward,
+        weight=layer_weight.within(layer_backward),
+        extra_weight=extra_weight.within(extra_backward),
+    )
+
+
+def _again_us(stage: StageCosts, timed: Timed) -> float:
+    """Time that layers which recomputed took of a backward."""
+    modes = ((count, stage.mode(name)) for name, count in timed.recompute.by_mode())
+    return sum(count * mode.again.time_us(timed.tokens, timed.pairs) for count, mode in modes if mode is not None)
+
+
+def _fitted(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Line:
+    """Fit a line to times, or scale the earlier one if there are too few sizes; equal sizes count by their median."""
+    by_size: dict[tuple[int, int], list[float]] = {}
+    for one in times:
+        by_size.setdefault((one.tokens, one.pairs), []).append(one.time_us)
+    points = [Point(*size, statistics.median(found)) for size, found in sorted(by_size.items())]
+    tokens = [point.tokens for point in points]
+    if earlier != NO_TIME and (len(points) < _SIZES or max(tokens) < _SPREAD * min(tokens)):
+        return earlier.scaled(_factor(earlier, times))
+    return fit_line(points, pairs).line if points else earlier
+
+
+def _factor(earlier: Line, times: Sequence[Timed]) -> float:
+    """Median ratio of measured times to those by an earlier line; 1 if there are none."""
+    ratios = [one.time_us / by_line for one in times if (by_line := earlier.time_us(one.tokens, one.pairs)) > 0]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def _shared(whole: Line, layer: Line, num_layers: int, extra: Line) -> tuple[Line, Line]:
+    """Share a stage's line between each layer and the extras, every coefficient as by the earlier lines of these."""
+    shares = [
+        (of_layers / (of_layers + rest) if of_layers + rest > 0 else 1.0) if num_layers else 0.0
+        for of_layers, rest in zip(astuple(layer.scaled(num_layers)), astuple(extra), strict=True)
+    ]
+    coefficients = list(zip(astuple(whole), shares, strict=True))
+    own = Line(*(value * share / max(1, num_layers) for value, share in coefficients))
+    return own, Line(*(value * (1.0 - share) for value, share in coefficients))
+
+
+def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
+    """Return costs of stages that run microbatches whole: no keys are cached, and layers recompute in full only."""
+    return replace(costs, stages=tuple(replace(stage, recompute={}, kv_bytes_per_token=0.0) for stage in costs.stages))
 
 
 def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineCosts:
@@ -126,10 +210,10 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     A layer keeps its input at least, which is what it keeps if it recomputes in full.
     """
     least = stage.recomputed_layer_bytes_per_token
-    of_layers = max(kept_per_token - stage.extra_bytes_per_token, stage.num_layers * least)
+    of_layers = max(kept_per_token - stage.extra_bytes_per_token, stage.num_layers * least) if stage.num_layers else 0.0
     return replace(
         stage,
-        layer_bytes_per_token=of_layers / stage.num_layers,
+        layer_bytes_per_token=of_layers / max(1, stage.num_layers),
         full_bytes_per_token=None,
         attended_bytes_per_token=None,
         extra_bytes_per_token=max(0.0, kept_per_token - of_layers),
@@ -138,24 +222,29 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     )
 
 
-def _medians(points: Sequence[Point]) -> list[Point]:
-    """Replace points of equal sizes by one with the median of their times."""
-    by_size: dict[tuple[float, float], list[float]] = {}
-    for tokens, pairs, time_us in points:
-        by_size.setdefault((tokens, pairs), []).append(time_us)
-    return [Point(*size, statistics.median(found)) for size, found in sorted(by_size.items())]
+class Deviation(NamedTuple):
+    """Ratio of learnt times to those by the earlier costs: over all stages, and the least and the largest of a stage."""
+
+    overall: float
+    least: float
+    largest: float
+
+    def __str__(self) -> str:
+        return f"{self.overall:.2f} of the time by formulas (stages {self.least:.2f} to {self.largest:.2f})"
 
 
-def error_of(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int]]) -> float:
-    """Ratio of the learnt time of microbatches to that by the earlier costs, over all stages, forwards and backwards.
+def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int]]) -> Deviation:
+    """Compare the learnt time of chunks, forwards and backwards, with that by the earlier costs.
 
     Args:
         base, learnt: the earlier and the learnt costs.
-        sizes: tokens and pairs of each microbatch.
+        sizes: tokens and pairs of each chunk.
     """
 
-    def total_us(costs: PipelineCosts) -> float:
-        lines = [line for stage in costs.stages for line in (stage.stage_forward, stage.stage_backward)]
+    def stage_us(stage: StageCosts) -> float:
+        lines = stage.stage_forward, stage.stage_backward
         return sum(line.time_us(tokens, pairs) for line in lines for tokens, pairs in sizes)
 
-    return total_us(learnt) / total_us(base)
+    before, after = ([stage_us(stage) for stage in costs.stages] for costs in (base, learnt))
+    ratios = [now / then for now, then in zip(after, before, strict=True) if then > 0] or [1.0]
+    return Deviation(sum(after) / (sum(before) or 1.0), min(ratios), max(ratios))
