@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,10 +16,13 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
 from megatron_epp.cost import CPU, H100, analytic_profile
-from megatron_epp.cost.learning import Learner, error_of, fitted_costs, size_of, with_static
+from megatron_epp.cost.kept import KeptCosts
+from megatron_epp.cost.learning import Learner, deviation, fitted_costs, of_whole_microbatches, size_of, with_static
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
+from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.sources import gathered, model_shape
+from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.mcore.microbatches.planning import Planned, Shapes, agree_on_plan, plan_as_given, plan_microbatches
 from megatron_epp.mcore.microbatches.source import Microbatches
 from megatron_epp.mcore.microbatches.stage import Call, MicrobatchStage, layers_of
@@ -45,14 +48,15 @@ class MicrobatchPipeline:
     """A script's pipeline across calls of the schedule. Every rank of the job must create it together.
 
     The first training iterations run the microbatches in the script's order, in 1F1B, and are measured; then plans are made
-    from what was measured.
+    from what was measured, unless an earlier run of the same model has learnt its costs.
 
     Args:
         args: Megatron's arguments.
         models: this rank's model chunks.
+        loaded: costs that earlier runs have learnt; without any, those in the folder of the loaded checkpoint count.
     """
 
-    def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module]) -> None:
+    def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
         self.args, self.models = args, models
         self.rank, self.placement = mpu.get_pipeline_model_parallel_rank(), placement_of(args)
         self.watchdog, self.learner = Watchdog(args.epp_wait_limit_seconds), Learner()
@@ -75,9 +79,16 @@ class MicrobatchPipeline:
             layers = gathered({stage: len(layers_of(one.model)) for stage, one in self.stages.items()}, self.links)
             caps = gathered(cap_bytes(args), self.links, min)
             recomputes = all(from_each(all(one.recomputes for one in self.stages.values()), self.links.control))
+            self._learnt_with = fingerprint(args, {stage: one.model for stage, one in self.stages.items()}, self.links)
+            known = resumed(args, loaded, self._learnt_with)
         by_stage = {stage: count for found in layers for stage, count in found.items()}
         profile = analytic_profile(model_shape(args), H100 if self._on_gpu else CPU)
-        self.costs = profile.costs(tuple(by_stage[stage] for stage in sorted(by_stage)), replicas=args.data_parallel_size)
+        costs = profile.costs(tuple(by_stage[stage] for stage in sorted(by_stage)), replicas=args.data_parallel_size)
+        self.costs = of_whole_microbatches(costs) if known is None else known
+        self.kept = None if known is None else KeptCosts(known, self._learnt_with)
+        """The learnt costs, to be kept with checkpoints; None while they are learnt."""
+        if known is not None:
+            self.learner = Learner.done()
         self.problem = Problem((), self.placement.rank_of, tuple(caps), multiple)
         options = options_from(args, training=True)
         self._options = options if recomputes else replace(options, recompute=0)
@@ -141,7 +152,7 @@ class MicrobatchPipeline:
             return plan_as_given(shapes, problem, self.costs, self._options)
 
     def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None) -> None:
-        """Take in a training iteration; behind the last that is measured, fit costs to those of all ranks (a collective)."""
+        """Take in a training iteration; behind the last that is measured, fit costs, in a collective call."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})
             if self._on_gpu:
@@ -152,17 +163,20 @@ class MicrobatchPipeline:
         self.learner.add(planned.plan, recorder.events(), kept, peak_bytes)
         if not self.learner.is_done:
             return
-        everyone = from_each(self.learner.learnt, self.links.control)
-        learnt = fitted_costs(self.costs, everyone)
+        everyone = from_each(self.learner.learnt)
+        learnt = of_first(lambda: fitted_costs(self.costs, everyone))
         if self._on_gpu:
             peaks = gathered(self.learner.learnt.peak_bytes, self.links, max)
             without = plan_as_given(shapes, self.problem, learnt, self._options).plan.predicted.peak_bytes
             first = {self.placement.stages(rank)[0]: max(0, peaks[rank] - without[rank]) for rank in range(len(peaks))}
-            learnt = with_static(learnt, first)
+            replicas = from_each(first)
+            learnt = with_static(learnt, {stage: max(each[stage] for each in replicas) for stage in first})
         if dist.get_rank() == 0:
             sizes = [size_of(planned.plan, chunk) for chunk in range(len(shapes))]
-            ratio = error_of(self.costs, learnt, sizes)
-            logger.info("costs learnt from %d iterations: they took %.2f of the time by formulas", self.learner.recorded, ratio)
+            ratio = deviation(self.costs, learnt, sizes)
+            logger.info("costs learnt from %d iterations: they took %s", self.learner.recorded, ratio)
+        self.kept = KeptCosts(learnt, self._learnt_with)
+        keep(self.args, self.kept)
         self.costs = learnt
         self._plans.clear()
 
