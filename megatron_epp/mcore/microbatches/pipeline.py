@@ -23,6 +23,7 @@ from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.sources import gathered, model_shape
 from megatron_epp.mcore.costs.stored import of_first
+from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.microbatches.planning import Planned, Shapes, agree_on_plan, plan_as_given, plan_microbatches
 from megatron_epp.mcore.microbatches.source import Microbatches
 from megatron_epp.mcore.microbatches.stage import Call, MicrobatchStage, layers_of
@@ -93,6 +94,7 @@ class MicrobatchPipeline:
         options = options_from(args, training=True)
         self._options = options if recomputes else replace(options, recompute=0)
         self._plans: dict[tuple[Shapes, bool], Planned] = {}
+        self._watch = StageWatch(self.rank, self.links.control)
 
     def planned(self, shapes: Shapes, forward_only: bool) -> Planned:
         """Return the plan for microbatches of some shapes, made at their first use. A collective call then."""
@@ -120,15 +122,18 @@ class MicrobatchPipeline:
         """
         planned = self.planned(shapes, call.forward_only)
         measures = self.learner.is_recording and not call.forward_only
-        recorder = Recorder(enabled=measures)
+        recorder = Recorder(enabled=measures or (self.learner.is_done and not call.forward_only))
         counting, held_bytes = self._meter(measures)
         with counting, Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, False) as reduction:
             for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
                 stage.begin(call, microbatches, shapes, planned.order, first, last, held_bytes)
             Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog).run()
-        if not call.forward_only and not self.learner.is_done:
-            self._learn(planned, shapes, recorder if measures else None)
+        if not call.forward_only:
+            if self.learner.is_done:
+                self._watch.after(planned.plan, recorder)
+            else:
+                self._learn(planned, shapes, recorder if measures else None)
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
