@@ -121,7 +121,7 @@ def kept_times(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts |
     Times that do not hold in this run are left out, with a warning. A collective call of all ranks.
     """
     kept = of_first(lambda: _fitting(args, here))
-    return None if kept is None else _with_times(here, kept)
+    return None if kept is None else with_times(here, kept)
 
 
 def keep(args: argparse.Namespace, costs: PipelineCosts) -> None:
@@ -185,7 +185,7 @@ def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, objec
     return ", ".join(others) or None
 
 
-def _with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
+def with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
     """Combine the bytes of `here` with the times of `kept`."""
     stages = tuple(map(_stage_with_times, here.stages, kept.stages))
     return replace(here, name=kept.name, stages=stages, **{name: getattr(kept, name) for name in _TIMES_OF_LINKS})
