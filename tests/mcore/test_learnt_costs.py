@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from megatron_epp import wrap
 from megatron_epp.cost.kept import from_state
 from megatron_epp.cost.learning import RECORDED, WARM_UP
 from megatron_epp.mcore.costs.learnt import FILE_NAME
+from megatron_epp.plan import EppError
 from tests.support.mcore.forked import launch, train
 
 LEARNING = WARM_UP + RECORDED
@@ -69,3 +71,10 @@ def test_a_framework_keeps_costs_by_the_state_of_its_schedule(said: list[dict[st
 
 def test_all_ranks_have_the_same_state(said: list[dict[str, Any]]) -> None:
     assert len({json.dumps(one["state"], sort_keys=True) for one in said[:2]}) == 1
+
+
+def test_a_framework_may_ask_for_learnt_costs_and_for_no_others() -> None:
+    wrap(costs="learn")
+    for other in ("measure", "costs.json"):
+        with pytest.raises(EppError, match=f"leave out --epp-costs {other}"):
+            wrap(costs=other)
