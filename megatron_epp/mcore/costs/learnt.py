@@ -28,7 +28,13 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "epp_learnt_costs.json"
 
-_SIZES = ("epp_microbatches", "data_parallel_size", "virtual_pipeline_model_parallel_size", "use_distributed_optimizer")
+_SIZES = (
+    "epp_microbatches",
+    "epp_offload",
+    "data_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+)
 """Arguments that learnt bytes depend on, besides those that times do."""
 _CONFIG = ("recompute_granularity", "recompute_method", "recompute_num_layers", "fp8", "fp4", "window_size")
 """Fields of a model's configuration that change what its layers take, but not its parameters."""

@@ -110,9 +110,8 @@ def forward_backward_elastic(
     if not forward_only and batch.plan is not None:
         average_router_losses(num_microbatches, len(batch.plan.chunks))
     report.finish(loss)
-    if not forward_only and batch.plan is not None:
-        with session.watchdog.watch(lambda: f"rank {session.rank} compares an iteration's times (--epp-wait-limit-seconds)"):
-            session.after(batch.plan, report.recorder)
+    if not forward_only:
+        session.after(batch, report.recorder)
     return [] if loss is None else [report_of(loss)]
 
 

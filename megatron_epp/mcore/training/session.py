@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
@@ -30,7 +31,7 @@ from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, tell_lowered
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.learning import CostLearning
-from megatron_epp.plan import UNLIMITED_BYTES, EppError, Plan
+from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlans
 from megatron_epp.planner.service.replica_balance import LockstepGroups, lockstep_groups_of
@@ -164,14 +165,17 @@ class Session:
         """True if times of a training iteration's actions are needed, whether they are reported or not."""
         return self.watch is not None
 
-    def after(self, plan: Plan, recorder: Recorder) -> None:
+    def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
         """Learn from a training iteration, and compare it with its plan; sometimes a collective call of all ranks."""
-        if self.learning is not None and (learnt := self.learning.after(plan, recorder)) is not None:
-            self.costs = learnt
-            if self.plans:
-                self.learning.plan_with(self._planner_by(learnt))
-        if self.watch is not None and self.costs is not None and plan.costs == self.costs.name:
-            self.watch.after(plan, recorder)
+        plan = batch.plan
+        assert plan is not None
+        with self.watchdog.watch(lambda: f"rank {self.rank} waits for others' times (--epp-wait-limit-seconds)"):
+            if self.learning is not None and (learnt := self.learning.after(plan, recorder)) is not None:
+                self.costs = learnt
+                if self.plans:
+                    self.learning.plan_with(self._planner_by(learnt))
+            if self.watch is not None and self.costs is not None and plan.costs == self.costs.name:
+                self.watch.after(plan, recorder)
 
     def _begin_planning(self, costs: PipelineCosts, caps: Sequence[int], host_caps: Sequence[int]) -> None:
         """Start the planner with the smallest caps of all replicas. Does nothing on a rank that does not plan."""
