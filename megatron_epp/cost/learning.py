@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
 
@@ -37,14 +37,17 @@ class Learnt(NamedTuple):
     """Measurements of one rank.
 
     Attributes:
-        times: of forwards, backwards (with the weight gradient, also where that is split) and weight gradients by stage.
-        sizes: tokens and bytes kept from forward to backward by stage; empty where memory is not measured.
+        times: of forwards, backwards (with the weight gradient, also where that is split) and split weight gradients by stage.
+        sizes: tokens and bytes kept by stage, from forward to backward (F) and from backward to weight gradient (W); empty
+            where memory is not measured.
         peak_bytes: most bytes allocated in the recorded iterations; 0 where memory is not measured.
+        offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
     """
 
     times: dict[tuple[int, Op], list[Timed]]
-    sizes: dict[int, list[tuple[int, int]]]
+    sizes: dict[tuple[int, Op], list[tuple[int, int]]]
     peak_bytes: int = 0
+    offloadable_share: float | None = None
 
 
 @dataclass(slots=True)
@@ -76,16 +79,19 @@ class Learner:
         self,
         plan: Plan,
         events: Sequence[tuple[str, float, float, float | None]],
-        kept_bytes: Mapping[tuple[int, int], int],
+        kept_bytes: Mapping[tuple[Op, int, int], int],
         peak_bytes: int = 0,
+        offloadable_share: float | None = None,
     ) -> None:
         """Add a training iteration.
 
         Args:
             plan: its plan.
             events: of this rank: action, start, end and processor time in microseconds; empty if it was not recorded.
-            kept_bytes: bytes that each forward left allocated, by stage and chunk; empty where memory is not measured.
+            kept_bytes: bytes that each forward (F) left allocated, or each backward for its weight gradient (W), by operation,
+                stage and chunk; empty where memory is not measured.
             peak_bytes: most bytes allocated on this rank so far; 0 where memory is not measured.
+            offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
         """
         self.seen += 1
         took_us = {Action.parse(text): end_us - start_us for text, start_us, end_us, _ in events}
@@ -98,9 +104,11 @@ class Learner:
                 time_us += took_us.get(action._replace(op=Op.W), 0.0)
                 recompute = plan.recompute[stage][chunk]
             self.learnt.times.setdefault((stage, op), []).append(Timed(*size_of(plan, chunk), time_us, recompute))
-        self.learnt = self.learnt._replace(peak_bytes=max(peak_bytes, self.learnt.peak_bytes))
-        for (stage, chunk), size in kept_bytes.items():
-            self.learnt.sizes.setdefault(stage, []).append((size_of(plan, chunk)[0], size))
+        self.learnt = self.learnt._replace(
+            peak_bytes=max(peak_bytes, self.learnt.peak_bytes), offloadable_share=offloadable_share
+        )
+        for (op, stage, chunk), size in kept_bytes.items():
+            self.learnt.sizes.setdefault((stage, op), []).append((size_of(plan, chunk)[0], size))
 
 
 def size_of(plan: Plan, chunk: int) -> tuple[int, int]:
@@ -108,30 +116,35 @@ def size_of(plan: Plan, chunk: int) -> tuple[int, int]:
     return plan.padded_tokens(chunk), sum(causal_pairs(start, end) for _, start, end in plan.chunks[chunk].segments)
 
 
-def fitted_costs(base: PipelineCosts, everyone: Iterable[Learnt]) -> PipelineCosts:
+def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weights: bool = False) -> PipelineCosts:
     """Fit costs to the measurements of all ranks.
 
     Args:
         base: costs by formula, whose layers, messages and static bytes stay.
         everyone: measurements of every rank; ranks that share a stage count together.
+        keeps_weights: weight gradients that were never split keep their share of the backward; otherwise they are unknown.
     """
     times: dict[tuple[int, Op], list[Timed]] = {}
-    sizes: dict[int, list[tuple[int, int]]] = {}
+    sizes: dict[tuple[int, Op], list[tuple[int, int]]] = {}
     for one in everyone:
         for key, timed in one.times.items():
             times.setdefault(key, []).extend(timed)
-        for number, found in one.sizes.items():
-            sizes.setdefault(number, []).extend(found)
+        for key, found in one.sizes.items():
+            sizes.setdefault(key, []).extend(found)
     stages = []
     for number, stage in enumerate(base.stages):
-        known = _with_times(stage, {op: times.get((number, op), []) for op in (Op.F, Op.B, Op.W)})
-        if number in sizes:
-            known = _with_bytes(known, max(size / tokens for tokens, size in sizes[number]))
+        known = _with_times(stage, {op: times.get((number, op), []) for op in (Op.F, Op.B, Op.W)}, keeps_weights)
+        if found_bytes := sizes.get((number, Op.F)):
+            known = _with_bytes(known, max(size / tokens for tokens, size in found_bytes))
+        if found_bytes := sizes.get((number, Op.W)):
+            per_token = max(0.0, *(size / tokens for tokens, size in found_bytes)) / max(1, stage.num_layers)
+            known = replace(known, weight_bytes_per_token=per_token, extra_weight_bytes_per_token=0.0)
         stages.append(known)
-    return replace(base, stages=tuple(stages), name="learnt")
+    shares = [one.offloadable_share for one in everyone if one.offloadable_share is not None]
+    return replace(base, stages=tuple(stages), offloadable_share=min(shares, default=base.offloadable_share), name="learnt")
 
 
-def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]]) -> StageCosts:
+def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:
     """Fit the lines of a stage; each pass is shared between its layers and its extras as by the earlier costs."""
     forward = _fitted(stage.stage_forward, times[Op.F])
     layer_forward, extra_forward = _shared(forward, stage.forward, stage.num_layers, stage.extra_forward)
@@ -141,7 +154,7 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]]) -> Stage
     once = [one._replace(time_us=max(0.0, one.time_us - _again_us(known, one))) for one in times[Op.B]]
     backward = _fitted(stage.stage_backward, once)
     layer_backward, extra_backward = _shared(backward, stage.backward, stage.num_layers, stage.extra_backward)
-    factor = _factor(stage.stage_backward, once)
+    factor = _factor(stage.stage_backward, once) if keeps_weights else 0.0
     weight = _fitted(stage.stage_weight, times[Op.W], False) if times[Op.W] else stage.stage_weight.scaled(factor)
     layer_weight, extra_weight = _shared(weight, stage.weight, stage.num_layers, stage.extra_weight)
     return replace(
@@ -216,6 +229,8 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
         layer_bytes_per_token=of_layers / max(1, stage.num_layers),
         full_bytes_per_token=None,
         attended_bytes_per_token=None,
+        apart_bytes_per_token=None,
+        apart_attended_bytes_per_token=None,
         extra_bytes_per_token=max(0.0, kept_per_token - of_layers),
         head_bytes_per_token=0.0,
         working_bytes_per_token=0.0,

@@ -114,6 +114,19 @@ def sequence_length_counter() -> Callable[[Any], None] | None:
     return getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
 
 
+def reads_ahead(args: Namespace) -> bool:
+    """Return True if training takes its microbatches from one iterator from beginning to end, so that the next can be seen."""
+    changing = ("iterations_to_skip", "sequence_packing_scheduler", "perform_rl_step")
+    return not any(getattr(args, name, None) for name in changing)
+
+
+def is_rerun() -> bool:
+    """Return True if Megatron runs an iteration again to compare results; its iterators then replay their items."""
+    from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+
+    return get_rerun_state_machine().state not in (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
+
+
 def evaluation_batch_size(args: Namespace) -> int:
     """Return the sequences of a global batch in evaluation, which has a flag of its own in 0.18 and later."""
     size: int = getattr(args, "eval_global_batch_size", args.global_batch_size)

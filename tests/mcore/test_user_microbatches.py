@@ -78,6 +78,7 @@ def test_a_stock_script_trains_as_without_plans(tmp_path: Path, cell: tuple[int,
     check_equal(own, planned)
     assert "in their own order, while costs are learnt" in planned.output
     assert "costs learnt from 3 iterations" in planned.output
+    assert "agreed while the last iteration ran" in planned.output
 
 
 def test_a_hybrid_model_trains_as_without_plans(tmp_path: Path) -> None:
@@ -104,16 +105,18 @@ def test_an_iterator_that_ends_early_ends_every_rank_with_the_count() -> None:
 
 
 def test_flags_that_would_have_no_effect_are_named_together(tmp_path: Path) -> None:
-    ours = ["--epp-offload", "on", "--epp-placement", "v", "--epp-slices", 3, "--epp-planner", "seq1f1b"]
+    ours = ["--epp-recompute", 1, "--epp-placement", "v", "--epp-slices", 3, "--epp-planner", "seq1f1b"]
     finished = launch(1, "-m", "megatron_epp.mcore.pretrain_gpt", *TINY, "--train-iters", 1, *PLANS.split(), *ours)
     assert finished.returncode == 1
     (said,) = re.findall(r"own model and data: leave out (.*)", finished.output)
-    assert {"--epp-offload on", "--epp-placement v", "--epp-slices 3", "--epp-planner seq1f1b"} == set(said.split(", "))
+    assert {"--epp-recompute 1", "--epp-placement v", "--epp-slices 3", "--epp-planner seq1f1b"} == set(said.split(", "))
 
 
 def test_settings_of_wrap_that_would_have_no_effect_are_refused() -> None:
     with pytest.raises(EppError, match="leave out --epp-slices 3"):
         wrap(slices=3)
+    with pytest.raises(EppError, match="needs --epp-offload"):
+        wrap(host_memory_gb=3)
     with pytest.raises(EppError, match="no setting colour"):
         wrap(colour="red")
 

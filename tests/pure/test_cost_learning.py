@@ -15,6 +15,7 @@ SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attent
 FORMULAS = analytic_profile(SHAPE, CPU).costs((2, 2))
 FORWARD = {0: Line(100.0, 2.0, 0.01), 1: Line(50.0, 1.0, 0.0)}
 BACKWARD = {0: Line(200.0, 4.0, 0.02), 1: Line(80.0, 3.0, 0.01)}
+WEIGHT = {0: Line(10.0, 1.0, 0.0), 1: Line(20.0, 0.5, 0.0)}
 LENGTHS = (64, 500, 1000, 3000)
 
 
@@ -24,10 +25,10 @@ def plan_of_sizes():
     return replace(one_f_one_b(), lengths=LENGTHS, chunks=tuple(segments), recompute=table)
 
 
-def events(plan, stage, scale=1.0):
-    """Events of an iteration that took `scale` times as long as `FORWARD` and `BACKWARD` say."""
+def events(plan, stage, scale=1.0, split=False):
+    """Events of an iteration that took `scale` times as long as `FORWARD`, `BACKWARD` and, if split, `WEIGHT` say."""
     found, now = [], 0.0
-    for op, lines in ((Op.F, FORWARD), (Op.B, BACKWARD)):
+    for op, lines in ((Op.F, FORWARD), (Op.B, BACKWARD), (Op.W, WEIGHT))[: 3 if split else 2]:
         for chunk in range(len(LENGTHS)):
             took = scale * lines[stage].time_us(*size_of(plan, chunk))
             found.append((f"{stage}{op}{chunk}", now, now + took, None))
@@ -35,7 +36,7 @@ def events(plan, stage, scale=1.0):
     return tuple(found)
 
 
-def learnt(scales=(1.0,) * RECORDED, kept_per_token=0):
+def learnt(scales=(1.0,) * RECORDED, kept_per_token=0, split=False):
     """Learners of both ranks."""
     plan, found = plan_of_sizes(), []
     for rank in (0, 1):
@@ -45,8 +46,12 @@ def learnt(scales=(1.0,) * RECORDED, kept_per_token=0):
             learner.add(plan, (), {})
         for scale in scales:
             assert learner.is_recording
-            kept = {(rank, chunk): kept_per_token * size_of(plan, chunk)[0] for chunk in range(len(LENGTHS))}
-            learner.add(plan, events(plan, rank, scale), kept if kept_per_token else {}, peak_bytes=7)
+            kept = {
+                (op, rank, chunk): kept_per_token * size_of(plan, chunk)[0] // (1 if op is Op.F else 4)
+                for op in (Op.F, Op.W)[: 2 if split else 1]
+                for chunk in range(len(LENGTHS))
+            }
+            learner.add(plan, events(plan, rank, scale, split), kept if kept_per_token else {}, 7, 0.75 - rank / 4)
         assert learner.is_done
         found.append(learner.learnt)
     return fitted_costs(FORMULAS, found)
@@ -60,6 +65,23 @@ def test_times_are_those_that_were_measured(stage):
         assert costs.stages[stage].stage_backward.time_us(tokens, pairs) == pytest.approx(
             BACKWARD[stage].time_us(tokens, pairs)
         )
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weight_gradients_of_their_own_are_a_part_of_the_backward(stage):
+    costs = learnt(kept_per_token=20_000, split=True)
+    both = costs.stages[stage]
+    for tokens, pairs in ((64, 2080), (3000, 4_501_500)):
+        weight_us = WEIGHT[stage].time_us(tokens, pairs)
+        assert both.stage_weight.time_us(tokens, pairs) == pytest.approx(weight_us)
+        assert both.stage_backward.time_us(tokens, pairs) == pytest.approx(BACKWARD[stage].time_us(tokens, pairs) + weight_us)
+    assert both.weight_bytes_per_token * both.num_layers == pytest.approx(5_000)
+    assert costs.splits_weight
+    assert not learnt().splits_weight
+
+
+def test_the_least_share_of_any_rank_can_be_offloaded():
+    assert learnt().offloadable_share == 0.5
 
 
 def test_one_slow_iteration_does_not_count():

@@ -44,9 +44,8 @@ def learner_of(plan: Plan, again_us: Line = Line(), splits: bool = False) -> Lea
 
 
 def first_stage(learner: Learner) -> StageCosts:
-    return fitted_costs(
-        replace(FORMULAS, stages=(only_layers(FORMULAS.stages[0]), FORMULAS.stages[1])), [learner.learnt]
-    ).stages[0]
+    formulas = replace(FORMULAS, stages=(only_layers(FORMULAS.stages[0]), FORMULAS.stages[1]))
+    return fitted_costs(formulas, [learner.learnt], keeps_weights=True).stages[0]
 
 
 def only_layers(stage: StageCosts) -> StageCosts:

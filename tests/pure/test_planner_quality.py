@@ -204,6 +204,15 @@ def test_a_given_chunk_table_is_planned_as_it_is():
     assert for_table(chunks, given, costs, Options()).chunks == chunks
 
 
+def test_offload_spares_recompute_of_a_given_chunk_table():
+    costs = dataclasses.replace(pipeline(4), host_us_per_byte=1e-6)
+    free = plan(problem(EQUAL, 4), costs, Options(slices=2))
+    given = problem(EQUAL, 4, int(0.6 * max(free.predicted.peak_bytes)))
+    bare, copied = (for_table(free.chunks, given, costs, Options(offload=offload)) for offload in (False, True))
+    assert copied.copies
+    assert predicted_us(copied, given, costs) < predicted_us(bare, given, costs)
+
+
 @pytest.mark.parametrize("seed", [16, 18, 29, 30, 42, 56])
 def test_weight_gradients_of_their_own_are_no_slower_with_more_memory(seed: int):
     """What is fastest with whole backwards may not be so with split ones: these cases lost 1% to 6% to less memory."""

@@ -161,6 +161,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "pure/test_launch_runs.py": (),
     "pure/test_launch_settings.py": (),
     "pure/test_layers.py": ("test_only_mcore_imports_megatron_and_planning_imports_no_torch",),
+    "cpu/test_microbatch_ahead.py": (),
     "cpu/test_microbatch_sources.py": (),
     "pure/test_cost_kept.py": (),
     "pure/test_cost_learning.py": (),

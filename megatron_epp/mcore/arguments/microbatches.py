@@ -30,6 +30,9 @@ _HONOURED = {
     "epp",
     "epp_microbatches",
     "epp_memory_cap_gb",
+    "epp_split_weight_gradient",
+    "epp_offload",
+    "epp_host_memory_gb",
     "epp_wait_limit_seconds",
     "epp_allow_unknown_megatron",
 }
@@ -40,6 +43,8 @@ def check_user_microbatches(args: argparse.Namespace) -> None:
     """Raise `ArgumentError` that names all flags that cannot be honoured with a script's own microbatches."""
     check_conflicts(args, CONFLICTS)
     check_settings(vars(args))
+    # Transformer Engine's layers, and the hooks of Megatron's data parallelism, then wait for W.
+    args.delay_wgrad_compute = args.epp_split_weight_gradient and args.transformer_impl == "transformer_engine"
 
 
 def check_settings(given: Mapping[str, object]) -> None:
@@ -49,3 +54,5 @@ def check_settings(given: Mapping[str, object]) -> None:
     rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in honoured]
     if clashes := [f"{row.training} {given[row.dest]}" for row in rows if given[row.dest] != defaults[row.dest]]:
         raise ArgumentError(f"--epp-microbatches user runs the script's own model and data: leave out {', '.join(clashes)}")
+    if given["epp_host_memory_gb"] is not None and given["epp_offload"] == "off":
+        raise ArgumentError("--epp-host-memory-gb needs --epp-offload: add that, or leave this out")

@@ -13,6 +13,8 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
 from megatron_epp.cost.kept import KeptCosts, from_state, to_state
+from megatron_epp.mcore.features import is_rerun
+from megatron_epp.mcore.microbatches.ahead import installed
 from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
 from megatron_epp.mcore.microbatches.planning import agree_on_shapes
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches, shape_of, take
@@ -27,14 +29,17 @@ class Schedule:
     Args:
         arguments: returns Megatron's arguments, or what stands for them, given the rank's model chunks.
         shape_of: finds the shape of a microbatch: a `Microbatch`, or the lengths of its sequences if they are packed.
+        looks_ahead: the calls are those of Megatron's own training loop, in which every iteration takes its microbatches from
+            the same iterator, so ranks agree on the next iteration and plan it while the present one runs.
     """
 
     def __init__(
         self,
         arguments: Callable[[list[torch.nn.Module]], argparse.Namespace],
         shape_of: Callable[[Any], Microbatch | Sequence[int]] = shape_of,
+        looks_ahead: bool = False,
     ) -> None:
-        self._arguments, self._shape_of = arguments, shape_of
+        self._arguments, self._shape_of, self._looks_ahead = arguments, shape_of, looks_ahead
         self._pipelines: list[MicrobatchPipeline] = []
         self._loaded: tuple[KeptCosts, ...] = ()
 
@@ -70,8 +75,16 @@ class Schedule:
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        in_turn = self._looks_ahead and not forward_only and not is_rerun() and pipeline.can_look_ahead(iterators)
+        ahead = (installed(iterators) or []) if in_turn else []
+        pipeline.ahead.wait()
+        shapes = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
         sources, mine, problem = self._taken(iterators, num_microbatches)
-        shapes = agree_on_shapes(mine, problem, pipeline.links.control)
+        if shapes is None:
+            shapes = agree_on_shapes(mine, problem, pipeline.links.control)
+        planned = pipeline.planned(shapes, forward_only)
+        if in_turn and pipeline.learner.is_done:
+            pipeline.ahead.begin(ahead, num_microbatches, lambda items: tuple(map(self._shape, items)))
         call = Call(
             forward_step_func=forward_step_func,
             num_microbatches=num_microbatches,
@@ -82,7 +95,7 @@ class Schedule:
         )
         for synchronise, chunk in zip(one_each(config.param_sync_func, models), models, strict=False):
             synchronise(chunk.parameters())
-        results, num_tokens = pipeline.run(call, sources, shapes)
+        results, num_tokens = pipeline.run(call, sources, shapes, planned)
         for source in sources:
             source.finish()
         if not forward_only and config.finalize_model_grads_func is not None:
@@ -123,6 +136,12 @@ class Schedule:
         self._pipelines.append(MicrobatchPipeline(self._arguments(models), models, self._loaded))
         return self._pipelines[-1]
 
+    def close(self) -> None:
+        """End the threads that look ahead."""
+        for pipeline in self._pipelines:
+            pipeline.ahead.close()
+        self._pipelines.clear()
+
     def _taken(self, iterators: list[Any], count: int) -> tuple[list[Microbatches], tuple[Microbatch, ...] | None, str]:
         """Take the microbatches of every chunk; return them, their shapes if a chunk has some, and an error instead of raising.
 
@@ -158,5 +177,5 @@ def _check_groups(groups: Any) -> None:
         raise EppError("--epp cannot honour pg_collection: its pipeline is not the one of megatron.core.parallel_state")
 
 
-forward_backward_user = Schedule(lambda models: get_args())
+forward_backward_user = Schedule(lambda models: get_args(), looks_ahead=True)
 """Schedule of a training with `--epp-microbatches user`."""

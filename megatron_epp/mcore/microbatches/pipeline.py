@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,27 +14,39 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.cost import CPU, H100, analytic_profile
+from megatron_epp.cost import CPU, H100, PipelineCosts, analytic_profile
 from megatron_epp.cost.kept import KeptCosts
 from megatron_epp.cost.learning import Learner, deviation, fitted_costs, of_whole_microbatches, size_of, with_static
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
+from megatron_epp.mcore.costs.probe import measure_host_link
 from megatron_epp.mcore.costs.sources import gathered, model_shape
 from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.mcore.costs.watch import StageWatch
-from megatron_epp.mcore.microbatches.planning import Planned, Shapes, agree_on_plan, plan_as_given, plan_microbatches
+from megatron_epp.mcore.features import reads_ahead
+from megatron_epp.mcore.microbatches.ahead import Ahead, installed
+from megatron_epp.mcore.microbatches.memory import KeptTensors
+from megatron_epp.mcore.microbatches.planning import (
+    Planned,
+    Shapes,
+    agree_on_plan,
+    agree_on_shapes,
+    plan_as_given,
+    plan_microbatches,
+)
 from megatron_epp.mcore.microbatches.source import Microbatches
 from megatron_epp.mcore.microbatches.stage import Call, MicrobatchStage, layers_of
-from megatron_epp.mcore.training.caps import cap_bytes
+from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
 from megatron_epp.mcore.training.reduction import Reduction
 from megatron_epp.mcore.training.session import lockstep_groups
-from megatron_epp.plan import InfeasibleError
+from megatron_epp.plan import EppError, InfeasibleError, Op
 from megatron_epp.planner import Problem
-from megatron_epp.runtime.autograd.saved import SavedTensors
+from megatron_epp.report.facts import offload_share
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.runtime.links.links import Groups, Links, from_each
+from megatron_epp.runtime.offload.host import HostMemory
 from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
@@ -60,7 +71,7 @@ class MicrobatchPipeline:
     def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
         self.args, self.models = args, models
         self.rank, self.placement = mpu.get_pipeline_model_parallel_rank(), placement_of(args)
-        self.watchdog, self.learner = Watchdog(args.epp_wait_limit_seconds), Learner()
+        self.watchdog = Watchdog(args.epp_wait_limit_seconds)
         config = get_model_config(models[0])
         self._on_gpu = torch.cuda.is_initialized()
         device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
@@ -73,7 +84,11 @@ class MicrobatchPipeline:
         link = link_options(args, len(pipeline), is_virtual)
         groups, ranks = lockstep_groups()
         control = next(ranks[number] for number, group in enumerate(groups) if mpu.get_data_parallel_rank() in group)
-        self.links = Links.create(pipeline, control, Groups(time_limit(args), mpu.create_group), is_virtual, link)
+        make = Groups(time_limit(args), mpu.create_group)
+        self.links = Links.create(pipeline, control, make, is_virtual, link)
+        self._next_control = make.of(tuple(control), backend="gloo")
+        self._can_look_ahead: bool | None = None
+        self.ahead = Ahead(self._plan_ahead)
         with self.watchdog.watch(lambda: f"rank {self.rank} waits for others to meet (--epp-wait-limit-seconds)"):
             self.links.connect(device)
             reduce_once(groups_in_use(args), device)
@@ -82,26 +97,33 @@ class MicrobatchPipeline:
             recomputes = all(from_each(all(one.recomputes for one in self.stages.values()), self.links.control))
             self._learnt_with = fingerprint(args, {stage: one.model for stage, one in self.stages.items()}, self.links)
             known = resumed(args, loaded, self._learnt_with)
-        by_stage = {stage: count for found in layers for stage, count in found.items()}
-        profile = analytic_profile(model_shape(args), H100 if self._on_gpu else CPU)
-        costs = profile.costs(tuple(by_stage[stage] for stage in sorted(by_stage)), replicas=args.data_parallel_size)
-        self.costs = of_whole_microbatches(costs) if known is None else known
         self.kept = None if known is None else KeptCosts(known, self._learnt_with)
         """The learnt costs, to be kept with checkpoints; None while they are learnt."""
-        if known is not None:
-            self.learner = Learner.done()
+        self.costs, self.learner = (self._by_formula(layers), Learner()) if known is None else (known, Learner.done())
         self.problem = Problem((), self.placement.rank_of, tuple(caps), multiple)
         options = options_from(args, training=True)
         self._options = options if recomputes else replace(options, recompute=0)
+        if options.offload and not recomputes:
+            raise EppError(
+                "--epp-offload takes the place of recompute, which this model's own settings decide: leave out one of them"
+            )
+        if options.split_weight:
+            self._split_weights()
+        self._host = HostMemory(device, host_cap_bytes(args)) if options.offload else None
+        if self._host is not None:
+            latency_us, us_per_byte = map(max, zip(*gathered(measure_host_link(device), self.links, max), strict=True))
+            self.costs = replace(self.costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
+            host_cap = min(gathered(host_cap_bytes(args), self.links, min))
+            self.problem = replace(self.problem, host_cap_bytes=host_cap)
         self._plans: dict[tuple[Shapes, bool], Planned] = {}
         self._watch = StageWatch(self.rank, self.links.control)
 
-    def planned(self, shapes: Shapes, forward_only: bool) -> Planned:
-        """Return the plan for microbatches of some shapes, made at their first use. A collective call then."""
+    def planned(self, shapes: Shapes, forward_only: bool, group: dist.ProcessGroup | None = None) -> Planned:
+        """Return the plan for microbatches of some shapes, made at their first use. A collective call then, on a CPU group."""
         key = shapes, forward_only
         if key not in self._plans:
             problem = replace(self.problem, forward_only=forward_only)
-            made = agree_on_plan(lambda: self._make(shapes, problem), self.links.control)
+            made = agree_on_plan(lambda: self._make(shapes, problem), group or self.links.control)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = made
@@ -109,43 +131,66 @@ class MicrobatchPipeline:
                 _tell(made, shapes, self.learner.is_done)
         return self._plans[key]
 
-    def run(self, call: Call, sources: list[Microbatches], shapes: Shapes) -> tuple[list[Any], torch.Tensor]:
+    def can_look_ahead(self, iterators: list[Any]) -> bool:
+        """True if all iterators of all ranks are Megatron's own, which last for the training. A collective call at first."""
+        if self._can_look_ahead is None:
+            mine = reads_ahead(self.args) and installed(iterators) is not None
+            self._can_look_ahead = all(from_each(mine, self.links.control))
+        return self._can_look_ahead
+
+    def _plan_ahead(self, mine: Shapes | None, problem: str) -> Shapes:
+        shapes = agree_on_shapes(mine, problem, self._next_control)
+        self.planned(shapes, False, self._next_control)
+        return shapes
+
+    def run(self, call: Call, sources: list[Microbatches], shapes: Shapes, planned: Planned) -> tuple[list[Any], torch.Tensor]:
         """Run all microbatches.
 
         Args:
             call: arguments of the schedule.
             sources: microbatches of each of this rank's chunks.
             shapes: of the microbatches.
+            planned: their plan.
 
         Returns:
             what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
-        planned = self.planned(shapes, call.forward_only)
         measures = self.learner.is_recording and not call.forward_only
         recorder = Recorder(enabled=measures or (self.learner.is_done and not call.forward_only))
-        counting, held_bytes = self._meter(measures)
-        with counting, Reduction(get_model_config(self.models[0]), self.models, self.rank == 0, False) as reduction:
+        parameters = (parameter for model in self.models for parameter in model.parameters())
+        kept = KeptTensors(parameters, self._host, measures, self._on_gpu)
+        config = get_model_config(self.models[0])
+        with kept.context, Reduction(config, self.models, self.rank == 0, self._options.split_weight) as reduction:
             for index, (stage, microbatches) in enumerate(zip(self.stages.values(), sources, strict=True)):
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
-                stage.begin(call, microbatches, shapes, planned.order, first, last, held_bytes)
-            Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog).run()
+                stage.begin(call, microbatches, shapes, planned.order, first, last, kept)
+            Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload).run()
         if not call.forward_only:
             if self.learner.is_done:
                 self._watch.after(planned.plan, recorder)
             else:
-                self._learn(planned, shapes, recorder if measures else None)
+                self._learn(planned, shapes, recorder if measures else None, kept.offloadable_share)
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
 
-    def _meter(self, measures: bool) -> tuple[AbstractContextManager[object], Callable[[], int]]:
-        """Return a context in which bytes are counted, and a function that tells them: allocated on a GPU, else saved."""
-        if self._on_gpu:
-            return nullcontext(), torch.cuda.memory_allocated
-        if not measures:
-            return nullcontext(), lambda: 0
-        saved = SavedTensors(parameter for model in self.models for parameter in model.parameters())
-        return saved, lambda: saved.live_bytes
+    def _by_formula(self, layers: Sequence[dict[int, int]]) -> PipelineCosts:
+        """Return costs by formula, from each rank's numbers of layers by stage."""
+        by_stage = {stage: count for found in layers for stage, count in found.items()}
+        profile = analytic_profile(model_shape(self.args), H100 if self._on_gpu else CPU)
+        counts = tuple(by_stage[stage] for stage in sorted(by_stage))
+        return of_whole_microbatches(profile.costs(counts, replicas=self.args.data_parallel_size))
+
+    def _split_weights(self) -> None:
+        """Split weight gradients where layers can delay them. Raises `EppError` if no layer of the rank can."""
+        for number, stage in self.stages.items():
+            if obstacles := stage.split_weights():
+                logger.warning(
+                    "stage %d computes weight gradients of %d layers with their backward: %s",
+                    number,
+                    len(obstacles),
+                    obstacles[0],
+                )
 
     def _make(self, shapes: Shapes, problem: Problem) -> Planned:
         if not self.learner.is_done:
@@ -156,16 +201,21 @@ class MicrobatchPipeline:
             logger.warning("microbatches run in their own order, in 1F1B: %s", error)
             return plan_as_given(shapes, problem, self.costs, self._options)
 
-    def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None) -> None:
+    def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None, share: float) -> None:
         """Take in a training iteration; behind the last that is measured, fit costs, in a collective call."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})
             if self._on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             return
-        kept = {(number, c): size for number, stage in self.stages.items() for c, size in stage.kept_bytes.items()}
+        kept_bytes = {
+            (op, number, c): size
+            for number, stage in self.stages.items()
+            for op, found in ((Op.F, stage.kept_bytes), (Op.W, stage.weight_bytes))
+            for c, size in found.items()
+        }
         peak_bytes = torch.cuda.max_memory_allocated() if self._on_gpu else 0
-        self.learner.add(planned.plan, recorder.events(), kept, peak_bytes)
+        self.learner.add(planned.plan, recorder.events(), kept_bytes, peak_bytes, share)
         if not self.learner.is_done:
             return
         everyone = from_each(self.learner.learnt)
@@ -191,11 +241,14 @@ def _tell(made: Planned, shapes: Shapes, is_learnt: bool) -> None:
     predicted, sizes = made.plan.predicted, [sum(one.lengths) for one in shapes]
     spread = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     logger.info(
-        "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%, %.1f%% of layers recompute",
+        "planned %d microbatches of %s tokens%s: %.1f ms, bubble %.1f%%, %.1f%% of layers recompute, %.1f%% of activations are "
+        "offloaded, %d weight gradients are actions of their own",
         len(sizes),
         spread,
         "" if is_learnt else " in their own order, while costs are learnt",
         predicted.makespan_us / 1e3,
         100 * predicted.bubble_fraction,
         100 * sum(one.num_layers for row in made.plan.recompute for one in row) / (sum(made.plan.num_layers) * len(sizes)),
+        100 * offload_share(made.plan),
+        sum(action.op is Op.W for row in made.plan.ranks for step in row for action in step.actions),
     )

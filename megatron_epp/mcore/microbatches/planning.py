@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_epp.cost import Costs
 from megatron_epp.mcore.microbatches.source import Microbatch
-from megatron_epp.plan import UNLIMITED_BYTES, Chunk, EppError, Plan, Segment, from_json, to_json
+from megatron_epp.plan import UNLIMITED_BYTES, Action, Chunk, EppError, Op, Plan, Segment, from_json, to_json
 from megatron_epp.planner import ListScheduling, Options, Problem, elastic_1f1b, fitted, for_table, tabulate
 from megatron_epp.planner.assemble import build_plan
 from megatron_epp.planner.orders.warm_up import OneStagePerRank
@@ -65,8 +65,14 @@ def plan_as_given(shapes: Shapes, problem: Problem, costs: Costs, options: Optio
     chunks, problem = _chunks(shapes, replace(problem, cap_bytes=(UNLIMITED_BYTES,) * problem.num_ranks))
     rule = OneStagePerRank(elastic_1f1b) if problem.has_one_stage_per_rank else ListScheduling(1)
     order = rule.order(chunks, tabulate(chunks, problem, costs), problem)
+    if options.split_weight and costs.splits_weight:  # W right behind B: it is measured, and nothing more is kept
+        order = tuple(tuple(one for action in row for one in _with_weight(action)) for row in order)
     plan = build_plan(problem, costs, options, fitted(order, chunks, problem, costs, options))
     return Planned(plan, tuple(range(len(chunks))))
+
+
+def _with_weight(action: Action) -> tuple[Action, ...]:
+    return (action, action._replace(op=Op.W)) if action.op is Op.B else (action,)
 
 
 def _chunks(shapes: Shapes, problem: Problem) -> tuple[tuple[Chunk, ...], Problem]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
+from megatron_epp.mcore.microbatches.memory import KeptTensors
 from megatron_epp.mcore.microbatches.source import Microbatch, Microbatches
 from megatron_epp.mcore.model.recompute import run_again
+from megatron_epp.mcore.model.weight_gradients import split_where_possible
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention.kv_cache import KVRelay
+from megatron_epp.runtime.autograd.weights import WeightGradients
 from megatron_epp.runtime.context import ChunkContext
 
 
@@ -61,8 +65,17 @@ class MicrobatchStage:
         for number, layer in enumerate(layers_of(model) if self.recomputes else ()):
             layer.forward = partial(self._run_layer, number, layer.forward)
         self._shards, self._device = shards, device
+        self.weights: WeightGradients | None = None
+        """Delayed weight gradients; None if they are not split."""
         self.before_last_gradient: Callable[[], None] = _nothing
         self.reduce_gradients: Callable[[], None] = _nothing
+
+    def split_weights(self) -> list[str]:
+        """Split the weight gradients of layers that can delay them; return the others, each with the reason."""
+        chunk: Any = unwrap_model(self.model)
+        obstacles = split_where_possible(chunk)
+        self.weights = chunk.weight_gradients
+        return obstacles
 
     @property
     def recomputes(self) -> bool:
@@ -77,7 +90,7 @@ class MicrobatchStage:
         order: Sequence[int],
         before_last_gradient: Callable[[], None],
         reduce_gradients: Callable[[], None],
-        held_bytes: Callable[[], int],
+        kept: KeptTensors,
     ) -> None:
         """Start an iteration.
 
@@ -87,14 +100,16 @@ class MicrobatchStage:
             shapes: of every microbatch, in the caller's order.
             order: the microbatch of every chunk of the plan.
             before_last_gradient, reduce_gradients: see `runtime.context.Stage`.
-            held_bytes: returns the bytes that are allocated, or saved for backwards; 0 where nothing measures them.
+            kept: counts what is kept for backward.
         """
         self._call, self._microbatches, self._shapes, self._order = call, microbatches, shapes, order
         self.before_last_gradient, self.reduce_gradients = before_last_gradient, reduce_gradients
-        self._has_run, self._held_bytes = False, held_bytes
+        self._has_run, self._kept = False, kept
         self.results: dict[int, list[Any]] = {}
         self.kept_bytes: dict[int, int] = {}
         """Bytes that each chunk's forward left allocated, or saved for its backward."""
+        self.weight_bytes: dict[int, int] = {}
+        """Bytes that each chunk's backward kept for its weight gradients."""
         self.total_tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
     def end(self) -> None:
@@ -105,7 +120,7 @@ class MicrobatchStage:
         """Run the caller's forward step on a microbatch, and on the last stage its loss."""
         index, call = self._order[context.chunk], self._call
         store: list[Any] = []
-        before, self._num_recomputed = self._held_bytes(), context.recompute.num_layers
+        before, self._num_recomputed = self._kept.held_bytes(), context.recompute.num_layers
         is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, not self._has_run)
         self._has_run = True
         output, num_tokens = schedules.forward_step(
@@ -124,7 +139,7 @@ class MicrobatchStage:
             is_last_stage=self.is_last,
         )
         get_attr_wrapped_model(self.model, "set_input_tensor")([None])  # or it would hold the last one
-        self.kept_bytes[context.chunk] = self._held_bytes() - before
+        self.kept_bytes[context.chunk] = self._kept.held_bytes() - before
         if self.is_last:
             self.results[index] = store
             self.total_tokens += num_tokens
@@ -133,13 +148,23 @@ class MicrobatchStage:
         return output
 
     def backward(self, context: ChunkContext, output: Tensor, grad: Tensor | None, keep_weights: bool = False) -> None:
-        """Run the backward of a microbatch."""
+        """Run the backward of a microbatch; with `keep_weights`, without the weight gradients of layers that can delay them."""
         if grad is not None:
             grad = grad.view(self._shape(self._order[context.chunk]))
-        schedules.backward_step(None, output, grad, self.config)
+        before = self._kept.held_bytes()
+        if self.weights is None:
+            schedules.backward_step(None, output, grad, self.config)
+            return
+        with self.weights.keeping(context.chunk) if keep_weights else nullcontext():
+            schedules.backward_step(None, output, grad, self.config)
+            self.weights.finish()
+        if keep_weights:
+            self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + self._kept.held_bytes() - before
 
     def weight(self, chunk: int) -> None:
-        raise EppError("weight gradients of a caller's model are not split")
+        """Compute the weight gradients that a microbatch's backward has delayed."""
+        assert self.weights is not None  # it kept them
+        self.weights.run(chunk)
 
     def release_output(self, output: Tensor) -> None:
         """Free the storage of an output that has been sent, which autograd does not need."""

@@ -136,6 +136,8 @@ def _pretrain(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:
         finally:
             if sessions := sys.modules.get("megatron_epp.mcore.training.session"):
                 sessions.end()
+            if microbatches := sys.modules.get("megatron_epp.mcore.microbatches.forward_backward"):
+                microbatches.forward_backward_user.close()
 
 
 def _choose_schedule(original: Callable[..., Any], *rest: Any, **named: Any) -> Any:

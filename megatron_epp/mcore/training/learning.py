@@ -57,7 +57,7 @@ class CostLearning:
         if not self.learner.is_done:
             return None
         everyone = from_each(self.learner.learnt)
-        costs = of_first(lambda: fitted_costs(self._costs, everyone))
+        costs = of_first(lambda: fitted_costs(self._costs, everyone, keeps_weights=True))
         if dist.get_rank() == 0:
             ratio = deviation(self._costs, costs, [size_of(plan, chunk) for chunk in range(len(plan.chunks))])
             logger.info(

@@ -5,7 +5,6 @@ The numbers here and in `trials` were set by hand; no paper has them. `python -m
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
@@ -54,7 +53,7 @@ def _search_shape(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list
     if trials.best is None and options.slices is None and not trials.replicas.is_lockstep:
         _search_unsliced(trials)
     found = [] if trials.best is None else [trials.best]
-    if options.offload and options.recompute == "auto" and math.isfinite(trials.replicas.costs.host_us(1)):
+    if trials.replicas.can_offload:
         if not trials.problem.forward_only:
             _search_copies(trials, chunkers)
         elif trials.best is None:
@@ -89,6 +88,19 @@ def search_orders(trials: Trials, table: Aligned) -> None:
     trials.better(table, (*trials.rules.first, *trials.rules.second))
     if trials.best is None:
         trials.better(table, trials.rules.least)
+
+
+def search_table(trials: Trials, table: Aligned) -> list[Candidate]:
+    """Try one table with all rules; return the best without offload of activations and the best with it, if that is faster."""
+    search_orders(trials, table)
+    found = [] if trials.best is None else [trials.best]
+    if trials.replicas.can_offload and not trials.problem.forward_only:
+        free = Trials(trials.replicas.without_caps)
+        search_orders(free, table)
+        if free.best is not None and free.best_us < WORTH * trials.best_us:
+            trials.better_with_copies(table, (free.best.rule, *trials.rules.first, *trials.rules.second))
+        found += [] if trials.best is None or trials.best in found else [trials.best]
+    return found
 
 
 def _search_grain(trials: Trials, chunkers: Chunkers, warm: Warm | None) -> list[Aligned]:

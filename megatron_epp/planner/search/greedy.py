@@ -20,7 +20,7 @@ from megatron_epp.planner.mistakes import refuse_table
 from megatron_epp.planner.orders.split_weight import with_split_weights
 from megatron_epp.planner.orders.warm_up import OneStagePerRank, Schedule, elastic_1f1b
 from megatron_epp.planner.problem import Options, Problem, require_one_stage_per_rank, require_whole, validate
-from megatron_epp.planner.search.grains import search, search_orders
+from megatron_epp.planner.search.grains import search, search_table
 from megatron_epp.planner.search.local import improve
 from megatron_epp.planner.search.order_rules import ELASTIC_1F1B
 from megatron_epp.planner.search.recent import Warm
@@ -139,7 +139,7 @@ def splits(problem: Problem, costs: Costs, options: Options) -> bool:
 
 
 def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options: Options) -> Decisions:
-    """The best order and recompute found for a given chunk table.
+    """The best order, recompute and offload of activations found for a given chunk table.
 
     Args:
         chunks: the table in forward order: slices of a sequence stand together, ascending.
@@ -152,9 +152,8 @@ def for_table(chunks: tuple[Chunk, ...], problem: Problem, costs: Costs, options
     validate(problem, costs, options)
     refuse_table(Decisions(chunks, (), []), problem, costs, options.planner)
     trials = Trials(Replicas((problem,), costs, options))
-    search_orders(trials, Aligned((chunks,)))
-    found = Candidates([trials.result().only], [one.only for one in trials.near])
-    return finished(found, problem, costs, options)
+    found = search_table(trials, Aligned((chunks,))) or [trials.result()]
+    return finished(Candidates([one.only for one in found], [one.only for one in trials.near]), problem, costs, options)
 
 
 def baseline(schedule: Schedule) -> Planner:

@@ -7,6 +7,7 @@ memory, its own copies to the host, of which none keeps an action waiting, and i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,6 +62,11 @@ class Replicas:
         """Return the replicas with unlimited memory."""
         unlimited = (UNLIMITED_BYTES,) * self.problems[0].num_ranks
         return replace(self, problems=tuple(replace(problem, cap_bytes=unlimited) for problem in self.problems))
+
+    @property
+    def can_offload(self) -> bool:
+        """True if plans may offload activations: asked for, with recompute left to the planner and a link to the host."""
+        return self.options.offload and self.options.recompute == "auto" and math.isfinite(self.costs.host_us(1))
 
     def shapes(self) -> list[Chunkers]:
         """List the chunkers of all replicas, and where the token cap binds in one and leaves a choice, the alternative ones."""

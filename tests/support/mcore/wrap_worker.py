@@ -6,6 +6,7 @@ Prints the largest relative difference of gradients, the results in order, and f
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,10 @@ def main():
     models = build(stages, virtual)
     schedule = get_forward_backward_func()
     stock = [None, []] if "MICROBATCHES" in os.environ else run(schedule, models)
+    if "HOST_LINK" in os.environ:  # latency in us, us per byte: this machine's is too slow for such tiny layers
+        from megatron_epp.mcore.microbatches import pipeline
+
+        pipeline.measure_host_link = lambda device: tuple(json.loads(os.environ["HOST_LINK"]))
     planned = megatron_epp.wrap(**json.loads(os.environ.get("SETTINGS", "{}")))
     parameters = [parameter for model in models for parameter in model.parameters()]
     for _ in range(6):
@@ -102,6 +107,7 @@ def batches(seed=5):
 def forward_step(data_iterator, model):
     batch = next(data_iterator)
     length = batch["tokens"].shape[1]
+    time.sleep(float(os.environ.get("FORWARD_S", "0")))  # makes recompute dear
     mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
     output = model(batch["tokens"], torch.arange(length)[None], mask, labels=batch["labels"])
 

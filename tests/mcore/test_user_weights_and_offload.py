@@ -1,0 +1,57 @@
+"""A caller's microbatches with weight gradients of their own and with offload: plans use both, and gradients are stock's."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.mcore.test_user_microbatches import EVEN, PLANS, PROGRAMS, TOLERANCE, UNEVEN, check_equal
+from tests.support.mcore.forked import launch, train
+
+PLANNED = re.compile(
+    r"planned .* ([\d.]+)% of layers recompute, ([\d.]+)% of activations are offloaded, (\d+) weight gradients are actions"
+)
+
+
+def planned_by(ranks: int, stages: int, lengths: str, env: dict[str, str], **settings: object) -> list[tuple[float, ...]]:
+    """Run a loop with settings of `wrap`, check its gradients, and return the figures of each plan in the log."""
+    finished = launch(ranks, PROGRAMS / "wrap_worker.py", stages, lengths, env={"SETTINGS": json.dumps(settings), **env})
+    assert finished.returncode == 0, finished.output[-5000:]
+    said = [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+    assert max(one["worst"] for one in said if "worst" in one) < TOLERANCE
+    return [tuple(map(float, found)) for found in PLANNED.findall(finished.output)]
+
+
+@pytest.mark.parametrize(("stages", "lengths"), [(2, UNEVEN), (4, EVEN)], ids=["one stage per rank", "two stages per rank"])
+def test_weight_gradients_are_actions_of_their_own(stages: int, lengths: str) -> None:
+    learning, planned, evaluation = planned_by(2, stages, lengths, {}, split_weight_gradient=True)
+    assert learning[2] == 6 * stages  # each is measured
+    assert 0 < planned[2] <= 6 * stages
+    assert evaluation[2] == 0
+
+
+def test_weight_gradients_wait_in_layers_that_recompute() -> None:
+    cap_gb = {"memory_cap_gb": 236_000 / 2**30}
+    planned = planned_by(2, 2, UNEVEN, {}, split_weight_gradient=True, **cap_gb)[1]
+    assert planned[0] > 0
+    assert planned[2] > 0
+
+
+def test_activations_are_offloaded_where_recompute_would_take_longer() -> None:
+    slow: dict[str, Any] = {"FORWARD_S": "0.02", "HOST_LINK": "[0.1, 1e-6]"}
+    cap_gb = 160_000 / 2**30  # room for a little more than two of the four microbatches that the first rank has in flight
+    eight = ",".join(["24"] * 8)
+    planned = planned_by(4, 4, eight, slow, offload="on", host_memory_gb=1, memory_cap_gb=cap_gb)[1]
+    assert planned[1] > 0
+
+
+def test_a_stock_script_trains_as_without_plans(tmp_path: Any) -> None:
+    flags = "--pipeline-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --no-bias-gelu-fusion --disable-bias-linear"
+    own = train(tmp_path / "stock", 2, *flags.split(), iterations=6)
+    ours = "--epp-split-weight-gradient --epp-offload on --epp-host-memory-gb 1"
+    planned = train(tmp_path / "planned", 2, *flags.split(), *PLANS.split(), *ours.split(), iterations=6)
+    check_equal(own, planned)
+    assert [found for found in PLANNED.findall(planned.output) if float(found[2]) > 0]
