@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_epp.data import sequence_lengths
-from megatron_epp.data.documents import document_tokens, sequences_of
+from megatron_epp.data.documents import document_tokens, sequences_of, stream_lengths
 from megatron_epp.mcore.arguments.flag import COUNT, MOST_SEQUENCES, SEQUENCES
 from megatron_epp.mcore.arguments.parser import add
 from megatron_epp.plan.errors import EppError
@@ -139,7 +139,10 @@ def limited(lengths: tuple[int, ...], args: argparse.Namespace) -> tuple[int, ..
     """Lengths of the sequences that training makes of documents so long, by ``--context`` and ``--documents``."""
     if args.context is None:
         return lengths
-    found = sequences_of(np.asarray(lengths, dtype=np.int64) + 1, args.context, args.documents)
+    tokens = np.asarray(lengths, dtype=np.int64) + 1
+    if args.documents == "stream":
+        return tuple(stream_lengths(tokens, args.context).tolist())
+    found = sequences_of(tokens, args.context, args.documents)
     return tuple(found.lengths.tolist())
 
 

@@ -80,24 +80,43 @@ class PipelineCosts:
         """Recompute modes whose costs are known for all stages, most recompute first."""
         return tuple(name for name in MODES if all(stage.mode(name) is not None for stage in self.stages))
 
-    def forward_line(self, stage: int) -> Line:
-        """Time of the forward as a line in tokens and pairs, by which chunks are balanced."""
-        return self.stages[stage].stage_forward
+    def forward_line(self, stage: int, trained_share: float = 1.0) -> Line:
+        """Time of the forward as a line in tokens and pairs, by which chunks are balanced.
 
-    def backward_line(self, stage: int) -> Line:
+        `trained_share` is the share of trained tokens, which alone pass the last stage's output layer.
+        """
+        own = self.stages[stage]
+        return own.stage_forward + self._not_trained(stage, own.extra_forward).scaled(trained_share - 1)
+
+    def backward_line(self, stage: int, trained_share: float = 1.0) -> Line:
         """Time of the backward as such a line, with the weight gradient and without recompute."""
-        return self.stages[stage].stage_backward
+        own = self.stages[stage]
+        return own.stage_backward + self._not_trained(stage, own.extra_backward).scaled(trained_share - 1)
 
     def forward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
-        return self.stages[stage].stage_forward.time_us(work.tokens, work.pairs)
+        own = self.stages[stage]
+        return self._time_us(stage, own.stage_forward, own.extra_forward, work)
 
     def backward_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time of the backward, with the weight gradient and without recompute."""
-        return self.stages[stage].stage_backward.time_us(work.tokens, work.pairs)
+        own = self.stages[stage]
+        return self._time_us(stage, own.stage_backward, own.extra_backward, work)
 
     def weight_us(self, stage: int, work: ChunkWork) -> TimeColumn:
         """Time of the weight gradients, a part of `backward_us`; if W is split off, B takes the rest."""
-        return self.stages[stage].stage_weight.time_us(work.tokens, work.pairs)
+        own = self.stages[stage]
+        return self._time_us(stage, own.stage_weight, own.extra_weight, work)
+
+    def _time_us(self, stage: int, whole: Line, extra: Line, work: ChunkWork) -> TimeColumn:
+        """Time of a pass, less the part of `extra` for tokens that do not pass the output layer of the last stage."""
+        time_us = whole.time_us(work.tokens, work.pairs)
+        if work.trained is None:
+            return time_us
+        return time_us - self._not_trained(stage, extra).per_token_us * (work.tokens - work.trained)
+
+    def _not_trained(self, stage: int, extra: Line) -> Line:
+        """Time that a token that is not trained does not take: what the last stage does besides its layers."""
+        return Line(0.0, extra.per_token_us) if stage == len(self.stages) - 1 else NO_TIME
 
     def recompute_us(self, stage: int, work: ChunkWork, recompute: Recompute) -> TimeColumn:
         """Time that recompute adds to the backward."""

@@ -26,6 +26,26 @@ def causal_pairs(start: int, end: int) -> int:
     return (end * (end + 1) - start * (start + 1)) // 2
 
 
+TrainedParts = tuple[int, ...]
+"""Numbers of trained tokens in equal parts of a sequence, in their order; each part has those of its length, rounded."""
+
+
+def trained_tokens(parts: TrainedParts, length: int, start: int, end: int) -> float:
+    """Number of trained tokens among ``[start, end)`` of a sequence, if they are spread evenly over each of its parts.
+
+    Args:
+        parts: of the sequence, at least one.
+        length: its tokens.
+        start, end: of a segment of it.
+    """
+
+    def before(token: int) -> float:
+        whole, rest = divmod(token * len(parts), length)
+        return sum(parts[:whole]) + (parts[whole] * rest / length if rest else 0.0)
+
+    return before(end) - before(start)
+
+
 def pairs_per_token(lengths: Sequence[int]) -> float:
     """Mean number of query-key pairs per token of whole sequences; 0 if there are none."""
     tokens = sum(lengths)
@@ -101,6 +121,7 @@ class ChunkWork:
         cache_tokens: tokens of that sequence's key and value cache: all padded tokens of its chunks, including the short
             sequences in the same chunk as the last slice. Zero without a slice, or if the cache is offloaded.
         num_slices: of that sequence; zero without a slice.
+        trained: tokens that count in the loss, which alone pass the output layer; None for all.
     """
 
     tokens: IntColumn
@@ -111,6 +132,7 @@ class ChunkWork:
     prefix_tokens: IntColumn
     cache_tokens: IntColumn
     num_slices: IntColumn
+    trained: TimeColumn | None = None
 
     @property
     def kv_offload(self) -> BoolColumn:
@@ -132,13 +154,16 @@ class LayerPeak(NamedTuple):
     prefix: IntColumn
 
 
-def work_of(chunks: Sequence[Chunk], lengths: Sequence[int], token_multiple: int = 1) -> ChunkWork:
+def work_of(
+    chunks: Sequence[Chunk], lengths: Sequence[int], token_multiple: int = 1, trained: Sequence[TrainedParts] = ()
+) -> ChunkWork:
     """Derive the work of every chunk.
 
     Args:
         chunks: the chunk table.
         lengths: tokens of every sequence of the batch.
         token_multiple: chunks are padded to a multiple of this.
+        trained: trained tokens of every sequence; empty if all tokens are trained.
 
     Returns:
         columns with one entry per chunk.
@@ -161,4 +186,9 @@ def work_of(chunks: Sequence[Chunk], lengths: Sequence[int], token_multiple: int
         prefix_tokens=np.array([0 if part is None else part.start for part in slices], dtype=np.int64),
         cache_tokens=np.array([0 if part is None else cache_of[part.sequence] for part in slices], dtype=np.int64),
         num_slices=np.array([0 if part is None else slices_of[part.sequence] for part in slices], dtype=np.int64),
+        trained=np.array([_trained_of(chunk, lengths, trained) for chunk in chunks]) if trained else None,
     )
+
+
+def _trained_of(chunk: Chunk, lengths: Sequence[int], trained: Sequence[TrainedParts]) -> float:
+    return sum(trained_tokens(trained[at], lengths[at], start, end) for at, start, end in chunk.segments)

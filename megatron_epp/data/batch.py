@@ -74,6 +74,7 @@ class GlobalBatch:
         lengths: the positions each sequence trains.
         plan: the plan that runs them; None if the batch is used without a plan.
         global_size: sequences of the whole batch, over all replicas.
+        consumed_samples: sequences that batches have had over all replicas up to this one, its own included.
         planning_us: time of planning, on the planning rank.
         dataset: source of the tokens.
         mask_loss_of: positions whose input is this token do not count in the loss (``eod_mask_loss``).
@@ -85,6 +86,7 @@ class GlobalBatch:
     dataset: SequenceDataset = field(repr=False, compare=False)
     mask_loss_of: int | None = None
     global_size: int = 0
+    consumed_samples: int = 0
     planning_us: float = field(default=0.0, compare=False)
 
     def part(self, share: Sequence[int]) -> GlobalBatch:

@@ -20,6 +20,8 @@ REMAKE = "make it again with `megatron-epp prepare` or Megatron's preprocess_dat
 """Remedy for an index that cannot be read."""
 LONG_DOCUMENTS = ("split", "truncate")
 """Treatments of a document with more positions than a sequence may have: several sequences, or its beginning only."""
+DOCUMENTS = (*LONG_DOCUMENTS, "stream")
+"""What documents become: sequences by themselves, or a stream of all documents in samples of as many positions each."""
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 
@@ -146,6 +148,22 @@ def sequences_of(num_tokens: Index, limit: int, long_documents: str = "split") -
     lengths = np.full(ends[-1], limit, dtype=np.int32)
     lengths[ends - 1] = positions - (pieces - 1) * limit
     return Sequences(lengths, limit, documents, _narrow(ends), num_long, 0)
+
+
+def stream_lengths(num_tokens: Index, limit: int) -> NDArray[np.int32]:
+    """Return the positions of samples of a stream of documents: all `limit`, with what is left at the end left out.
+
+    Args:
+        num_tokens: [documents], tokens of each.
+        limit: positions of a sample, at least 1.
+
+    Raises:
+        EppError: there are fewer tokens than a sample has.
+    """
+    total = int(num_tokens.sum(dtype=np.int64))
+    if total <= limit:
+        raise EppError(f"{total:,} tokens of all documents are less than a sample of {limit:,} and its last label")
+    return np.full((total - 1) // limit, limit, dtype=np.int32)
 
 
 def _narrow(rising: NDArray[np.int64]) -> Index:

@@ -12,13 +12,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
+from megatron_epp.data.trained_tokens import trained_parts
 from megatron_epp.plan import EppError, Plan
 from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner.service.background import PackedPlan, PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
 
-MakePlan = Callable[[tuple[int, ...]], PackedPlans]
-"""Function from the lengths of a whole global batch to the plans for the shares of some replicas."""
+MakePlan = Callable[..., PackedPlans]
+"""Function from the lengths of a whole global batch, and the trained tokens of its sequences unless all tokens are trained
+(`trained_parts`), to the plans for the shares of some replicas."""
 
 Item = PackedPlans | Exception
 """Message of the planning rank to the others for one batch: its plans, or the error of planning."""
@@ -143,10 +145,19 @@ def _batches(
 ) -> Iterator[tuple[GlobalBatch, PackedPlans | None]]:
     """Yield whole batches, and their plans if this rank makes them."""
     for indices in sampler:
+        consumed = getattr(sampler, "consumed_samples", 0)
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
-        packed = None if plans is None or plans.make is None else plans.make(lengths)
+        packed = None
+        if plans is not None and plans.make is not None:
+            trained = trained_parts(dataset, indices)
+            packed = plans.make(lengths, trained) if trained else plans.make(lengths)
         batch = GlobalBatch(
-            indices=indices, lengths=lengths, dataset=dataset, mask_loss_of=mask_loss_of, global_size=len(indices)
+            indices=indices,
+            lengths=lengths,
+            dataset=dataset,
+            mask_loss_of=mask_loss_of,
+            global_size=len(indices),
+            consumed_samples=consumed,
         )
         yield batch, packed
 

@@ -8,6 +8,9 @@ import numpy as np
 
 from megatron_epp.plan.errors import EppError, Remedy
 
+_AT_ONCE = 1024
+"""Sequences whose lengths are added up at a time."""
+
 
 def epoch_order(num_sequences: int, *seed: int) -> np.ndarray:
     """A permutation of ``range(num_sequences)`` that depends only on the arguments.
@@ -66,12 +69,16 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
         start, stop = self.consumed_samples, self.consumed_samples + self._batch_size
         parts = []
         while start < stop:
-            epoch, offset = divmod(start, self._num_sequences)
-            part = self._order_of(epoch)[offset : offset + stop - start]
+            part = self._following(start, stop - start)
             parts.append(part)
             start += len(part)
         self.consumed_samples = stop
         return tuple(np.concatenate(parts).tolist())
+
+    def _following(self, start: int, most: int) -> np.ndarray:
+        """At most so many sequences of the global order from `start` on, up to the end of its epoch."""
+        epoch, offset = divmod(start, self._num_sequences)
+        return self._order_of(epoch)[offset : offset + most]
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
@@ -81,3 +88,45 @@ class GlobalBatchSampler(Iterator[tuple[int, ...]]):
             elif not len(self._order):
                 self._order = np.arange(self._num_sequences)
         return self._order
+
+
+class TokenBatchSampler(GlobalBatchSampler):
+    """Infinite iterator over the sequence indices of global batches of a number of tokens.
+
+    The global order is that of `GlobalBatchSampler`. An iteration takes the next sequences of it until one more would exceed
+    `batch_tokens`, but at least `least` of them. The state is `consumed_samples` as there.
+
+    Args:
+        lengths: positions of the sequences of the dataset.
+        batch_tokens: most positions of a batch over all replicas, unless `least` sequences have more.
+        least: fewest sequences of a batch: the number of replicas, since each needs one.
+        consumed_samples, seed, shuffle: as for `GlobalBatchSampler`.
+
+    Raises:
+        EppError: there are no sequences, or `least` is below 1.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        batch_tokens: int,
+        least: int = 1,
+        consumed_samples: int = 0,
+        seed: int = 1234,
+        shuffle: bool = True,
+    ) -> None:
+        super().__init__(len(lengths), least, consumed_samples, seed, shuffle)
+        self._lengths, self._batch_tokens = lengths, batch_tokens
+
+    def __next__(self) -> tuple[int, ...]:
+        taken = list(super().__next__())
+        num_tokens = int(self._lengths[taken].sum(dtype=np.int64))
+        while True:
+            found = self._following(self.consumed_samples, _AT_ONCE)
+            ends = num_tokens + np.cumsum(self._lengths[found], dtype=np.int64)
+            count = int(np.searchsorted(ends, self._batch_tokens, side="right"))
+            taken += found[:count].tolist()
+            self.consumed_samples += count
+            if count < len(found):
+                return tuple(taken)
+            num_tokens = int(ends[-1])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from megatron_epp.cost import Costs
-from megatron_epp.cost.work import ChunkWork, causal_pairs
+from megatron_epp.cost.work import ChunkWork, TrainedParts, causal_pairs
 from megatron_epp.plan import NO_RECOMPUTE, UNLIMITED_BYTES, InfeasibleError, PlanError, Recompute, Remedy
 from megatron_epp.plan.recompute import FULL
 
@@ -38,6 +38,7 @@ class Problem:
         forward_only: plan an evaluation, without backward.
         host_cap_bytes: most bytes that each rank may have in host memory.
         message_bytes: bytes that each rank sets aside for messages in flight while the order is not known; empty for a guess.
+        trained: trained tokens of every sequence, which alone pass the output layer; empty if all tokens are trained.
     """
 
     lengths: tuple[int, ...]
@@ -47,6 +48,18 @@ class Problem:
     forward_only: bool = False
     host_cap_bytes: int = UNLIMITED_BYTES
     message_bytes: tuple[int, ...] = ()
+    trained: tuple[TrainedParts, ...] = ()
+
+    def part(self, share: Iterable[int]) -> Problem:
+        """Return the problem of the sequences at these positions, in this order."""
+        at = tuple(share)
+        trained = tuple(self.trained[q] for q in at) if self.trained else ()
+        return replace(self, lengths=tuple(self.lengths[q] for q in at), trained=trained)
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the batch's tokens that are trained."""
+        return sum(map(sum, self.trained)) / sum(self.lengths) if self.trained else 1.0
 
     @property
     def num_stages(self) -> int:
@@ -141,6 +154,8 @@ def validate(problem: Problem, costs: Costs, options: Options) -> None:
     stages = problem.num_stages
     if not problem.lengths or min(problem.lengths) < 1:
         raise PlanError(f"a batch needs sequences of at least one token each; got lengths {list(problem.lengths)[:8]}")
+    if problem.trained and len(problem.trained) != len(problem.lengths):
+        raise PlanError(f"there are trained tokens of {len(problem.trained)} sequences, and lengths of {len(problem.lengths)}")
     if not stages or set(problem.placement) != set(range(problem.num_ranks)):
         raise PlanError(
             f"placement {list(problem.placement)} must put a stage on each of {problem.num_ranks} ranks "

@@ -38,7 +38,7 @@ def tabulate(
         in_order: see `recompute_frontier`.
         work: of the chunks; None for the one that follows from the problem.
     """
-    work = work_of(chunks, problem.lengths, problem.token_multiple) if work is None else work
+    work = work_of(chunks, problem.lengths, problem.token_multiple, problem.trained) if work is None else work
     stages, equal_stages, trains = range(problem.num_stages), costs.equal_stages, not problem.forward_only
     distinct = sorted(set(equal_stages))
     found = {stage: {name: row.tolist() for name, row in _sizes(stage, work, problem, costs).items()} for stage in distinct}

@@ -1,9 +1,13 @@
 """Sequences that documents make under a limit, against the same written down token by token."""
 
+import argparse
+
 import numpy as np
 import pytest
 
-from megatron_epp.data.documents import sequences_of
+from megatron_epp.cli.lengths import limited
+from megatron_epp.data.documents import sequences_of, stream_lengths
+from megatron_epp.plan.errors import EppError
 
 
 def naive(num_tokens, limit, long_documents):
@@ -76,3 +80,16 @@ def test_an_index_takes_twelve_bytes_of_a_document_and_four_of_a_further_sequenc
 
 def test_documents_that_train_nothing_make_no_sequence():
     assert len(sequences_of(np.array([0, 1, 1, 0]), 5)) == 0
+
+
+def test_a_stream_has_samples_of_one_length_of_all_tokens():
+    assert stream_lengths(np.array([5, 0, 8]), 4).tolist() == [4, 4, 4]
+    assert stream_lengths(np.array([5, 0, 7]), 4).tolist() == [4, 4]
+    with pytest.raises(EppError, match="4 tokens of all documents are less than a sample of 4"):
+        stream_lengths(np.array([4]), 4)
+
+
+def test_commands_plan_a_stream_of_the_documents_as_training_does():
+    """Documents of so many positions have a token more each."""
+    asked = argparse.Namespace(context=4, documents="stream")
+    assert limited((3, 4, 5), asked) == (4, 4, 4)

@@ -100,12 +100,28 @@ IDLE = (
     MegatronFlag("--num-workers", (2,)),
     MegatronFlag("--mid-level-dataset-surplus", (0.005,)),
 )
+_OF_SAMPLES = frozenset(
+    ("--data-cache-path", "--num-dataset-builder-threads", "--mid-level-dataset-surplus", "--allow-ambiguous-pad-tokens")
+)
+"""Flags among these by which Megatron makes its own samples."""
+_IN_ITERATIONS = "use its kin in iterations: a batch has as many samples as fit --epp-batch-tokens"
+COUNTING = (
+    MegatronFlag("--train-samples", advice=_IN_ITERATIONS),
+    MegatronFlag("--lr-decay-samples", advice=_IN_ITERATIONS),
+    MegatronFlag("--lr-warmup-samples", (None, 0), _IN_ITERATIONS),
+    MegatronFlag("--override-ckpt-iteration", advice="leave it out: iterations do not tell how many samples were consumed"),
+)
+"""Flags that take every batch to have --global-batch-size samples."""
 EOD = MegatronFlag("--eod-mask-loss")
 
 
 def tell_data_flags(args: argparse.Namespace) -> None:
     """Log once which of the given data flags, before Megatron completes them, have no effect, and why."""
     if args.rank != 0:
+        return
+    if args.epp_documents == "stream":
+        if idle := _given(tuple(one for one in IDLE if one.flag not in _OF_SAMPLES), args):
+            logger.warning("--epp makes no use of %s: Megatron's samples are read without loader processes", idle)
         return
     if implied := _given(IMPLIED, args):
         logger.warning(
@@ -216,6 +232,19 @@ def _layout_problems(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
+def _batch_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield what does not go with batches of a number of tokens."""
+    if args.epp_batch_tokens is None:
+        return
+    if args.epp_schedule != "elastic":
+        yield f"--epp-batch-tokens is for --epp-schedule elastic, not {args.epp_schedule}: leave one of them out"
+    if args.epp_documents == "stream":
+        yield "--epp-batch-tokens is for sequences of different lengths: with --epp-documents stream use --global-batch-size"
+    for one in COUNTING:
+        if one.is_given(args):
+            yield f"--epp-batch-tokens does not go with {one.flag} {getattr(args, one.attribute)} ({one.advice})"
+
+
 def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
     """Yield which of our own flags do not go together."""
     planner, budget_ms = args.epp_planner, args.epp_plan_budget_ms
@@ -235,6 +264,8 @@ def _plan_problems(args: argparse.Namespace) -> Iterator[str]:
             f"--epp-plan-budget-ms {budget_ms} is not below --epp-wait-limit-seconds {args.epp_wait_limit_seconds:g}: the run "
             "would end while it plans"
         )
+    if args.epp_documents == "stream" and (resets := _given(IMPLIED[:3], args)):
+        yield f"--epp-documents stream runs samples across documents: leave out {resets}, or use --epp-documents split"
     if args.epp_trace is not None and args.epp_report_dir is None:
         yield "--epp-trace needs --epp-report-dir to write to"
     # The flag makes Transformer Engine, and Megatron's data parallelism with it, delay weight gradients, as plans with W need.
@@ -248,6 +279,7 @@ _CHECKS: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     _check_numbers,
     _layout_problems,
     check_stages,
+    _batch_problems,
     _plan_problems,
     check_experts,
     _check_patterns,

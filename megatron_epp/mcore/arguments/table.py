@@ -9,7 +9,7 @@ from __future__ import annotations
 from megatron_epp.cost.head import AUTO
 from megatron_epp.cost.library import RATES, shipped
 from megatron_epp.cost.memory import DEVICE_SHARE, SETUP_MARGIN_BYTES
-from megatron_epp.data.documents import LONG_DOCUMENTS
+from megatron_epp.data.documents import DOCUMENTS
 from megatron_epp.mcore.arguments.flag import (
     AMOUNT,
     BLOCK,
@@ -61,16 +61,23 @@ _BATCH = (
         "plan: documents are cut and packed into chunks by the plan. user: the script's own microbatches run whole, with its "
         "data, forward step, loss and model; the plan gives their order (default: plan)."
     ),
-    Flag("documents", "--epp-documents", "--documents", choices=LONG_DOCUMENTS, default="split").described(
-        "What becomes of a document longer than --seq-length. split: several sequences of that length and one of what is "
-        "left, each by itself, with positions from 0; each begins with the last label of the one before, so that every token "
-        "of a document but its first is a label exactly once. truncate: what is beyond --seq-length is left out, and a warning "
-        "says how many tokens that are (default: split).",
-        "what becomes of longer ones, as in training: several sequences, or one that is cut off (default: split)",
+    Flag("documents", "--epp-documents", "--documents", choices=DOCUMENTS, default="split").described(
+        "What becomes of documents. split: a sequence by itself each; of one longer than --seq-length several sequences of "
+        "that length and one of what is left, each by itself, with positions from 0; each begins with the last label of the "
+        "one before, so that every token of a document but its first is a label exactly once. truncate: what is beyond "
+        "--seq-length is left out, and a warning says how many tokens that are. stream: Megatron's own samples, documents one "
+        "after the other, cut every --seq-length tokens, each sample a sequence (default: split).",
+        "what becomes of documents, as in training: longer ones several sequences, or one that is cut off; or all of them a "
+        "stream that is cut every so many tokens (default: split)",
     ),
     Flag("context", "--seq-length", "--context", COUNT, "The most tokens of a sequence (default: the longest length)."),
     Flag("global_batch_size", "--global-batch-size", "--global-batch-size", SEQUENCES, default=512).described(
         "Sequences of a batch (default: %(default)s)."
+    ),
+    Flag("batch_tokens", "--epp-batch-tokens", "", COUNT).described(
+        "A batch of training has as many sequences as fit this many tokens, over all replicas: they are taken in their order "
+        "until the next one would exceed it, but at least one for each replica. --global-batch-size then counts the sequences "
+        "of a batch of evaluation only (default: a batch has --global-batch-size sequences)."
     ),
     Flag("forward_only", "", "--forward-only", SWITCH, "Plan an evaluation, without backward."),
 )

@@ -92,6 +92,15 @@ def check_mask_size(prefix: str) -> None:
         open_mask(prefix, os.path.getsize(f"{prefix}.bin") // _item_bytes(f"{prefix}.idx"))
 
 
+def refuse_mask(prefix: str) -> None:
+    """Raise `EppError` if a prefix has a mask, which samples of a stream do not use, as in Megatron."""
+    if os.path.exists(prefix + MASK_SUFFIX):
+        raise EppError(
+            f"{prefix}{MASK_SUFFIX} is not used by --epp-documents stream, whose samples are Megatron's own: use"
+            " --epp-documents split, or remove the mask to train on all tokens"
+        )
+
+
 def _item_bytes(path: str) -> int:
     """Return the bytes of one token, from the header of an ``.idx`` file."""
     code = read_header(path).type_code

@@ -18,12 +18,20 @@ from megatron.core.utils import log_single_rank
 
 from megatron_epp.data.batch import SequenceDataset
 from megatron_epp.data.iterator import PlannedBatches, PlanSource
-from megatron_epp.data.sampler import GlobalBatchSampler
+from megatron_epp.data.sampler import GlobalBatchSampler, TokenBatchSampler
 from megatron_epp.data.token_record import Tokenizer, check_kind, load_record
 from megatron_epp.mcore import features
 from megatron_epp.mcore.data.document_dataset import DocumentDataset, concatenate, weighted
-from megatron_epp.mcore.data.document_file import DocumentFile, check_mask, check_mask_size, check_pair, check_tokens
+from megatron_epp.mcore.data.document_file import (
+    DocumentFile,
+    check_mask,
+    check_mask_size,
+    check_pair,
+    check_tokens,
+    refuse_mask,
+)
 from megatron_epp.mcore.data.encoders import identity_of_run
+from megatron_epp.mcore.data.stream import build_streams
 from megatron_epp.plan.errors import EppError
 
 logger = logging.getLogger(__name__)
@@ -65,7 +73,10 @@ def build_document_iterators(
             wanted validation.
     """
     tokenizer = identity_of_run(args)
-    splits = build_splits(args, num_samples, tokenizer)
+    batch_tokens = getattr(args, "epp_batch_tokens", None)
+    # A batch of one sequence for each replica may have more.
+    most_tokens = max(batch_tokens, data_parallel_size * args.seq_length) * (args.train_iters or 0) if batch_tokens else 0
+    splits = build_splits(args, num_samples, tokenizer, most_tokens)
     consumed = (args.consumed_train_samples, 0 if args.skip_train else args.consumed_valid_samples, 0)
     eod = _masked_end(tokenizer) if args.eod_mask_loss else None
 
@@ -73,13 +84,12 @@ def build_document_iterators(
         if (split := splits[number]) is None:
             return None
         dataset, shuffle = split
-        sampler = GlobalBatchSampler(
-            len(dataset),
-            features.evaluation_batch_size(args) if number else args.global_batch_size,
-            consumed[number],
-            args.seed,
-            shuffle,
-        )
+        begin = consumed[number], args.seed, shuffle
+        if batch_tokens and not number:
+            sampler: GlobalBatchSampler = TokenBatchSampler(dataset.lengths, batch_tokens, data_parallel_size, *begin)
+        else:
+            size = features.evaluation_batch_size(args) if number else args.global_batch_size
+            sampler = GlobalBatchSampler(len(dataset), size, *begin)
         plans = eval_plans if number else train_plans
         depth = getattr(args, "epp_lookahead", 2)
         return PlannedBatches(dataset, sampler, plans, depth, eod, data_parallel_rank, data_parallel_size)
@@ -87,12 +97,19 @@ def build_document_iterators(
     return iterator(0), iterator(1), iterator(2)
 
 
-def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer) -> list[Shuffled | None]:
+def build_splits(
+    args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, train_tokens: int = 0
+) -> list[Shuffled | None]:
     """Build the train, validation and test datasets, each with a flag: True if it is to be shuffled every epoch.
 
-    The arguments are those of `build_document_iterators`, and the run's tokenizer, which must have made all files' tokens.
+    Args:
+        args, num_samples: as for `build_document_iterators`.
+        tokenizer: of the run, which must have made all files' tokens.
+        train_tokens: positions that training will draw at most, if its batches are of a number of tokens.
     """
     blend, blend_per_split = _blends(args)
+    if args.epp_documents == "stream":
+        return _streams(args, num_samples, tokenizer, [one for one in (blend, *(blend_per_split or ())) if one])
     if blend_per_split is not None and args.split is not None:
         log_single_rank(logger, logging.WARNING, f"--split {args.split} changes nothing: every split has data paths of its own")
     files: dict[str, DocumentFile] = {}
@@ -104,13 +121,30 @@ def build_splits(args: Namespace, num_samples: Sequence[int], tokenizer: Tokeniz
         split = None
         if wanted[number] and its_blend is not None and (share := shares[number]) is not None:
             parts = [_open_part(args, tokenizer, files, name, share, prefix) for prefix in its_blend[0]]
-            split = _build_split(parts, its_blend[1], num_samples[number], args.seed)
+            split = _build_split(parts, its_blend[1], num_samples[number], args.seed, 0 if number else train_tokens)
         if split is None and wanted[number] and name != "test":
-            remedy = f"give it a share in --split {args.split}" if blend else f"pass --{name}-data-path"
-            remedy += ", or pass --eval-iters 0" if name == "valid" else ""
-            raise EppError(f"the {name} split has no documents; {remedy}")
+            raise _no_documents(args, name, of_split=bool(blend))
         splits.append(split)
     return splits
+
+
+def _no_documents(args: Namespace, name: str, *, of_split: bool) -> EppError:
+    remedy = f"give it a share in --split {args.split}" if of_split else f"pass --{name}-data-path"
+    remedy += ", or pass --eval-iters 0" if name == "valid" else ""
+    return EppError(f"the {name} split has no documents; {remedy}")
+
+
+def _streams(args: Namespace, num_samples: Sequence[int], tokenizer: Tokenizer, blends: list[Blend]) -> list[Shuffled | None]:
+    """Build Megatron's own samples of the splits, which come in their order; their files are checked as all others."""
+    for prefix in dict.fromkeys(prefix for prefixes, _ in blends for prefix in prefixes):
+        refuse_mask(prefix)
+        check_tokens(DocumentFile(prefix, args.mmap_bin_files), tokenizer, masks_eod=args.eod_mask_loss)
+    built = build_streams(args, num_samples, tokenizer.vocab_size, SPLITS)
+    wanted = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
+    for name, split, is_wanted in zip(SPLITS, built, wanted, strict=True):
+        if is_wanted and name != "test" and not split:
+            raise _no_documents(args, name, of_split=args.data_path is not None)
+    return [(split, False) if is_wanted and split else None for split, is_wanted in zip(built, wanted, strict=True)]
 
 
 def check_files_of(args: Namespace) -> None:
@@ -123,6 +157,8 @@ def check_files_of(args: Namespace) -> None:
         for prefix in one[0] if one else ():
             check_pair(prefix)
             check_mask_size(prefix)
+            if args.epp_documents == "stream":
+                refuse_mask(prefix)
             record = load_record(prefix)
             if record is not None and args.tokenizer_type is not None:
                 check_kind(prefix, record, args.tokenizer_type, args.tokenizer_model)
@@ -142,7 +178,7 @@ def check_order(then: Namespace, now: Namespace) -> None:
             f"--epp-documents was {before} in the run that saved this checkpoint, and is {now.epp_documents}: its count of "
             f"sequences is of others. Pass --epp-documents {before} to go on exactly, or --finetune to begin the data anew"
         )
-    names = ["seed", "split", *(["seq_length"] if before == "split" else [])]
+    names = ["seed", "split", *(["seq_length"] if before != "truncate" else [])]
     changed = [
         f"--{name.replace('_', '-')} was {getattr(then, name)} and is {getattr(now, name)}"
         for name in names
@@ -175,15 +211,20 @@ def _open_part(
 
 
 def _build_split(
-    parts: list[DocumentDataset | None], weights: list[float] | None, num_samples: int, seed: int
+    parts: list[DocumentDataset | None], weights: list[float] | None, num_samples: int, seed: int, num_tokens: int
 ) -> Shuffled | None:
+    """Join the datasets of a split's files; of weighted ones `num_samples` sequences, or more until they have `num_tokens`."""
     sources = [source for source in parts if source is not None]
     if len(sources) < 2:
         return (sources[0], True) if sources else None
     if weights is None:
         return concatenate(sources), True
     kept = [weight for source, weight in zip(parts, weights, strict=True) if source is not None]
-    return weighted(sources, kept, num_samples, seed), False
+    draws = weighted(sources, kept, num_samples, seed)
+    while draws.lengths.sum(dtype=np.int64) < num_tokens:
+        num_samples = 2 * max(1, num_samples)
+        draws = weighted(sources, kept, num_samples, seed)
+    return draws, False
 
 
 def _blends(args: Namespace) -> tuple[Blend | None, list[Blend | None] | None]:

@@ -113,8 +113,9 @@ class MicrobatchStage:
         self.total_tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
     def end(self) -> None:
-        """Let go of the iteration's microbatches."""
+        """Let go of the iteration's microbatches, and leave layers as they were, should another schedule run them."""
         del self._call, self._microbatches
+        self._num_recomputed = 0
 
     def forward(self, context: ChunkContext, hidden: Tensor | None) -> Any:
         """Run the caller's forward step on a microbatch, and on the last stage its loss."""

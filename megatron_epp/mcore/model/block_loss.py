@@ -26,17 +26,13 @@ from torch import Tensor
 
 from megatron_epp.cost.head import AUTO, loss_block_tokens, loss_workspace_bytes
 from megatron_epp.mcore import features
+from megatron_epp.mcore.model.trained_rows import own_functions
 from megatron_epp.mcore.model.weight_gradients import weight_gradient
-from megatron_epp.mcore.patches.stock_functions import is_installed
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.loss.blocks import Head, block_losses
 from megatron_epp.runtime.loss.kernels import Case, explain
 
 logger = logging.getLogger(__name__)
-
-
-_OF_THE_LOSS = ("forward", "_postprocess", "compute_language_model_loss")
-"""Methods of Megatron's models that compute the loss from the output layer's input."""
 
 
 class BlockLoss:
@@ -49,6 +45,7 @@ class BlockLoss:
     def __init__(self, model: Any, block_tokens: int) -> None:
         self._model, self._layer, self.block_tokens = model, model.output_layer, block_tokens
         self._weight: Tensor | None = None
+        self._rows: Tensor | None = None
         device, entries = "cuda" if torch.cuda.is_initialized() else "cpu", self._layer.output_size_per_partition
         shared = self._layer.tp_group.size() > 1
         self.kernel, self.passed_over = explain(Case(device, model.config.params_dtype, entries, shared))
@@ -67,14 +64,18 @@ class BlockLoss:
         )
 
     @contextmanager
-    def instead(self) -> Iterator[None]:
-        """Return a context in which the model runs a chunk with labels: output layer and loss are replaced inside."""
+    def instead(self, rows: Tensor | None = None) -> Iterator[None]:
+        """Return a context in which the model runs a chunk with labels: output layer and loss are replaced inside.
+
+        `rows` are the tokens whose losses are computed, as `trained_rows.rows_to_compute` returns them; others get 0.
+        """
         self._layer.forward, self._model.compute_language_model_loss = self._keep_weight, self._losses
+        self._rows = rows
         try:
             yield
         finally:
             del self._layer.forward, self._model.compute_language_model_loss
-            self._weight = None
+            self._weight = self._rows = None
 
     def _keep_weight(
         self,
@@ -107,6 +108,7 @@ class BlockLoss:
             group if group.size() > 1 else None,
             functools.partial(_rows, group if layer.sequence_parallel else None),
             functools.partial(weight_gradient, self._weight, None, True) if layer.gradient_accumulation_fusion else None,
+            self._rows,
         )
         rows = labels.transpose(0, 1)
         losses = block_losses(_rows(None, whole), hidden, self._weight, rows.reshape(-1), head)
@@ -123,8 +125,8 @@ class FusedLoss:
 
     workspace_bytes = 0
 
-    def instead(self) -> AbstractContextManager[None]:
-        """Return a context that changes nothing, in which the model runs a chunk with labels."""
+    def instead(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
+        """Return a context that changes nothing, in which the model runs a chunk with labels: the kernel takes all tokens."""
         return nullcontext()
 
 
@@ -196,10 +198,8 @@ def _obstacle(model: Any) -> str:
         return "autocast chooses the type of the logits"
     if features.gathers_output_weight(layer):
         return "ranks share the output layer's weight and gather it"
-    own = [name for name in _OF_THE_LOSS if not is_installed(getattr(type(model), name, None))]
-    if own:
-        return f"{type(model).__name__} has its own {', '.join(own)}"
-    return ""
+    own = own_functions(model)
+    return f"{type(model).__name__} has its own {', '.join(own)}" if own else ""
 
 
 def _rows(gather_over: Any, x: Tensor) -> Tensor:

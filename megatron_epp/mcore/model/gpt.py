@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -15,14 +13,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import argument_utils, arguments, get_args, get_timers, training
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from megatron_epp.mcore import features
+from megatron_epp.mcore.data.stream import build_gpt_datasets
 from megatron_epp.mcore.model.losses import token_loss
 
 Batch = dict[str, Any]
@@ -32,28 +30,11 @@ Batch = dict[str, Any]
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Build Megatron's GPT datasets (train, valid, test): documents concatenated and cut every `--seq-length` tokens."""
     args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        path_to_cache=args.data_cache_path,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-    )
 
     def wanted_here() -> bool:
         return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
 
-    dataset = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(dataset, num_samples, wanted_here, config).build()
+    return build_gpt_datasets(args, num_samples, wanted_here)
 
 
 build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank

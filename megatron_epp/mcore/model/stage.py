@@ -19,6 +19,7 @@ from megatron_epp.mcore.model.block_loss import BlockLoss, FusedLoss
 from megatron_epp.mcore.model.core_attention import ChunkParams
 from megatron_epp.mcore.model.losses import check_loss, scale_router_losses, summed_loss
 from megatron_epp.mcore.model.recompute import recompute_by_mode
+from megatron_epp.mcore.model.trained_rows import rows_to_compute, trained_rows
 from megatron_epp.plan import EppError
 from megatron_epp.runtime.attention import context_parallel
 from megatron_epp.runtime.attention.kv_cache import KVRelay
@@ -55,6 +56,7 @@ class MegatronStage:
         block_loss: BlockLoss | FusedLoss | None = None,
     ) -> None:
         self.model, self.config, self.is_first, self.is_last, self.block_loss = model, config, is_first, is_last, block_loss
+        self._loss_of_rows = block_loss if block_loss is not None or not is_last else trained_rows(model)
         self.relay = KVRelay(fp32_gradients=fp32_kv_gradients)
         self.loss_report: Tensor | None = None
         self.total_tokens: Tensor | None = None
@@ -106,8 +108,8 @@ class MegatronStage:
         with self._timed("batch-generator"):
             arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
-        inputs = self.inputs(arrays)
-        loss = nullcontext() if self.block_loss is None else self.block_loss.instead()
+        inputs, rows = self.inputs(arrays), self._rows(arrays)
+        loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(rows)
         with self._timed("forward-compute"), self._autocast(), loss:
             output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
         get_attr_wrapped_model(self.model, "set_input_tensor")(None)  # or it would hold the last one
@@ -154,13 +156,10 @@ class MegatronStage:
         if arrays is None:
             return dict.fromkeys(("input_ids", "position_ids", "labels", "loss_mask"))
 
-        sharing = context_parallel.of_group(mpu.get_context_parallel_group())
-        arrays = arrays.part(sharing.shard(len(arrays.tokens)))
+        arrays = arrays.part(self._shard(arrays))
 
         def row(x: Tensor) -> Tensor:
-            if self._device.type == "cuda":
-                x = x.pin_memory()  # or the host would wait for the copy
-            return x.to(self._device, non_blocking=True).unsqueeze(0)
+            return self._on_device(x).unsqueeze(0)
 
         return {
             "input_ids": row(arrays.tokens),
@@ -168,6 +167,22 @@ class MegatronStage:
             "labels": row(arrays.labels) if self.is_last else None,
             "loss_mask": row(arrays.loss_mask) if self.is_last else None,
         }
+
+    def _rows(self, arrays: ChunkArrays | None) -> Tensor | None:
+        """Return which tokens of this rank's part of a chunk the last stage multiplies with the output layer; None for all."""
+        if arrays is None or not self.is_last or self._loss_of_rows is None:
+            return None
+        layer: Any = get_attr_wrapped_model(self.model, "output_layer")
+        rows = rows_to_compute(arrays.part(self._shard(arrays)).loss_mask, layer.output_size_per_partition, layer.input_size)
+        return None if rows is None else self._on_device(rows)
+
+    def _shard(self, arrays: ChunkArrays) -> Sequence[slice]:
+        return context_parallel.of_group(mpu.get_context_parallel_group()).shard(len(arrays.tokens))
+
+    def _on_device(self, x: Tensor) -> Tensor:
+        if self._device.type == "cuda":
+            x = x.pin_memory()  # or the host would wait for the copy
+        return x.to(self._device, non_blocking=True)
 
     def _loss(self, losses: Tensor, loss_mask: Tensor | None) -> Tensor:
         assert loss_mask is not None  # on the last stage

@@ -94,11 +94,14 @@ def forward_backward_elastic(
     session.attach(models, config)
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    batch = _next_batch(batches, num_microbatches, session)
+    batch = _next_batch(batches, num_microbatches, session, forward_only)
     report = IterationReport.begin(session, batch, forward_only)
     _run(session, models, config, batch, report)
     if not forward_only:
         count_tokens(batch)
+        if session.args.epp_batch_tokens is not None:
+            # To which Megatron's loop adds the sequences that it has asked for.
+            session.args.consumed_train_samples = batch.consumed_samples - num_microbatches * session.replicas
     with session.watchdog.watch(lambda: f"rank {session.rank} waits for gradient finalisation (--epp-wait-limit-seconds)"):
         loss, num_tokens = _hand_on(session)
         if not forward_only and config.finalize_model_grads_func is not None:
@@ -152,7 +155,9 @@ def _hand_on(session: Session) -> tuple[torch.Tensor | None, torch.Tensor]:
     return (loss, num_tokens) if session.rank == placement.num_ranks - 1 else (None, torch.zeros_like(num_tokens))
 
 
-def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, session: Session) -> GlobalBatch:
+def _next_batch(
+    data_iterator: Iterator[GlobalBatch], num_microbatches: int, session: Session, forward_only: bool
+) -> GlobalBatch:
     start_s = time.perf_counter()
     with session.watchdog.watch(lambda: f"rank {session.rank} waits for its plan (--epp-wait-limit-seconds)"):
         batch = next(data_iterator)
@@ -160,7 +165,8 @@ def _next_batch(data_iterator: Iterator[GlobalBatch], num_microbatches: int, ses
     if not isinstance(batch, GlobalBatch) or batch.plan is None:
         raise EppError("--epp needs the iterators of megatron_epp.mcore.data.documents; another dataset provider is in use")
     replicas = session.replicas
-    if batch.global_size != num_microbatches * replicas:
+    counts_tokens = session.args.epp_batch_tokens is not None and not forward_only
+    if not counts_tokens and batch.global_size != num_microbatches * replicas:
         raise EppError(
             f"Megatron asks for {num_microbatches} sequences for each of {replicas} replicas but the sampler yields "
             f"{batch.global_size} in all"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
@@ -219,14 +220,14 @@ class Session:
         if self.learning is not None:
             self.learning.close()
 
-    def _plan(self, lengths: tuple[int, ...], forward_only: bool) -> PackedPlans:
+    def _plan(self, lengths: tuple[int, ...], trained: tuple[TrainedParts, ...] = (), *, forward_only: bool) -> PackedPlans:
         self._can_plan.wait()
         assert self._planner is not None
         assert self._problem is not None
         learns = self.learning is not None and not forward_only  # evaluations stay with formulas: they follow no iteration
         planner = self.learning.planner_of_next(self._planner) if learns and self.learning else self._planner
         try:
-            return planner.plan(replace(self._problem, lengths=lengths, forward_only=forward_only))
+            return planner.plan(replace(self._problem, lengths=lengths, forward_only=forward_only, trained=trained))
         except EppError as error:
             raise error.within(after=f"\nThe batch that this is about has {_summary(lengths)}.", names=TRAINING) from error
 

@@ -61,8 +61,9 @@ class Chunker:
         """
         tokens = sum(problem.lengths)
         pairs = sum(causal_pairs(0, length) for length in problem.lengths)
+        share = problem.trained_share
         lines = [
-            costs.forward_line(stage) + (Line() if problem.forward_only else costs.backward_line(stage))
+            costs.forward_line(stage, share) + (Line() if problem.forward_only else costs.backward_line(stage, share))
             for stage in range(problem.num_stages)
         ]
         slowest = max(lines, key=lambda line: line.time_us(tokens, pairs) + (len(problem.lengths) - 1) * line.fixed_us)

@@ -8,7 +8,6 @@ ranks wait for one long chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import Chunk, Segment
@@ -39,7 +38,7 @@ def tables_with_whole(problem: Problem, costs: Costs, chunk_tokens: int | None) 
     for count in range(1, min(MOST_WHOLE, len(lengths) - 1) + 1):
         whole, others = longest_first[:count], longest_first[count:]
         alone = tuple(Chunk((Segment(q, 0, lengths[q]),)) for q in whole)
-        chunker = Chunker.of(replace(problem, lengths=tuple(lengths[q] for q in others)), costs, chunk_tokens)
+        chunker = Chunker.of(problem.part(others), costs, chunk_tokens)
         for share in CHUNKS_PER_STAGE:
             rest = _renumbered(chunker.table(chunker.grain(chunks=problem.num_ranks * share)), others)
             batched = [group.start for group in slice_groups(rest) if len(group) == 1]

@@ -60,7 +60,7 @@ def _require_equal(problems: Sequence[Problem]) -> None:
     if not problems:
         raise PlanError("replicas that share experts need a problem each; there are none")
     for replica, problem in enumerate(problems):
-        for name in (field.name for field in fields(Problem) if field.name != "lengths"):
+        for name in (field.name for field in fields(Problem) if field.name not in ("lengths", "trained")):
             first, own = getattr(problems[0], name), getattr(problem, name)
             if own != first:
                 raise PlanError(

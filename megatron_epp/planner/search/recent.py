@@ -67,7 +67,7 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     """Return the same batch with the longest sequence first, and the original index of each of its sequences."""
     lengths = problem.lengths
     sequences = tuple(sorted(range(len(lengths)), key=lambda q: (-lengths[q], q)))
-    return replace(problem, lengths=tuple(lengths[q] for q in sequences)), sequences
+    return problem.part(sequences), sequences
 
 
 def relabelled(made: Decisions, sequences: tuple[int, ...]) -> Decisions:

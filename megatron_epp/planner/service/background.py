@@ -18,7 +18,7 @@ from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.estimate import about_us
 from megatron_epp.planner.search.lockstep import plan_lockstep
-from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide
+from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide_by
 from megatron_epp.planner.service.worker import Worker
 
 KEPT = 64
@@ -102,16 +102,16 @@ def _planning(
         if lockstep_groups == ((0,),):
             return Division((tuple(range(len(problem.lengths))),), (0.0,))
 
-        def slowest_us(shares: tuple[tuple[int, ...], ...]) -> float:
-            return max(about_us(replace(problem, lengths=share), costs, steady) for share in shares)
+        def slowest_us(shares: tuple[Problem, ...]) -> float:
+            return max(about_us(share, costs, steady) for share in shares)
 
-        return divide(problem, costs, lockstep_groups, slowest_us)
+        return divide_by(problem, costs, lockstep_groups, slowest_us)
 
     def packed(problem: Problem) -> PackedPlans:
         start_s = time.perf_counter()
         division = divided(problem)
         shares = [division.shares[replica] for replica in lockstep_groups[lockstep_group]]
-        problems = tuple(replace(problem, lengths=tuple(problem.lengths[at] for at in share)) for share in shares)
+        problems = tuple(map(problem.part, shares))
         plans = repeatable(problems) if plan_one is None else (plan_one(problems[0]),)
         planning_us = (time.perf_counter() - start_s) * 1e6
         return tuple(

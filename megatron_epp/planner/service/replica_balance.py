@@ -13,7 +13,7 @@ import math
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_epp.cost import Costs
 from megatron_epp.plan import InfeasibleError, PlanError, Remedy
@@ -84,6 +84,26 @@ def divide(
         PlanError: there are fewer sequences than replicas.
         InfeasibleError: a share fits no memory cap, as `makespan_us` says it.
     """
+
+    def problems_us(problems: tuple[Problem, ...]) -> float:
+        return makespan_us(tuple(one.lengths for one in problems))
+
+    return divide_by(problem, costs, lockstep_groups, problems_us, tries)
+
+
+def divide_by(
+    problem: Problem,
+    costs: Costs,
+    lockstep_groups: LockstepGroups,
+    time_us: Callable[[tuple[Problem, ...]], float],
+    tries: int = TRIES,
+) -> Division:
+    """Divide as `divide` does, by times of problems, which know their trained tokens too.
+
+    Args:
+        problem, costs, lockstep_groups, tries: as for `divide`.
+        time_us: plans the shares of a group, or estimates how long that takes.
+    """
     lengths, replicas = problem.lengths, sum(map(len, lockstep_groups))
     if len(lengths) < replicas:
         remedy = Remedy("raise", "global_batch_size", replicas)
@@ -96,21 +116,21 @@ def divide(
     if len(lockstep_groups) < replicas:
         shares.sort(key=lambda share: (-max(work_us[at] for at in share), share))
 
-    def lengths_of(lockstep_group: tuple[Share, ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(lengths[at] for at in sorted(share)) for share in lockstep_group)
+    def problems_of(lockstep_group: tuple[Share, ...]) -> tuple[Problem, ...]:
+        return tuple(problem.part(sorted(share)) for share in lockstep_group)
 
     def planned_us(lockstep_group: tuple[Share, ...]) -> float:
         try:
-            return makespan_us(lengths_of(lockstep_group))
+            return time_us(problems_of(lockstep_group))
         except InfeasibleError:
             return math.inf
 
     shares, times_us = _Exchange(lockstep_groups, work_us, planned_us).run(shares, tries, ENOUGH)
     of_replica: dict[int, float] = {}
-    for lockstep_group, time_us in zip(lockstep_groups, times_us, strict=True):
-        if math.isinf(time_us):
-            makespan_us(lengths_of(tuple(shares[replica] for replica in lockstep_group)))  # says why
-        of_replica |= dict.fromkeys(lockstep_group, time_us)
+    for lockstep_group, slowest_us in zip(lockstep_groups, times_us, strict=True):
+        if math.isinf(slowest_us):
+            time_us(problems_of(tuple(shares[replica] for replica in lockstep_group)))  # says why
+        of_replica |= dict.fromkeys(lockstep_group, slowest_us)
     return Division(tuple(tuple(sorted(share)) for share in shares), tuple(of_replica[r] for r in range(replicas)))
 
 
@@ -151,7 +171,7 @@ def longest_first(work_us: Sequence[float], replicas: int) -> list[Share]:
 
 def sequence_work(problem: Problem, costs: Costs) -> list[float]:
     """Microseconds that each sequence takes the slowest stage, forward and backward, without the fixed time of chunks."""
-    chunker = Chunker.of(replace(problem, lengths=tuple(sorted(problem.lengths))), costs, None)
+    chunker = Chunker.of(problem.part(sorted(range(len(problem.lengths)), key=problem.lengths.__getitem__)), costs, None)
     return [chunker.sequence_us(length) for length in problem.lengths]
 
 

@@ -30,16 +30,18 @@ class Head(NamedTuple):
         gather: returns the layer's input, given the part of it that was kept; with sequence parallelism ranks keep a part each.
         accumulate: adds a block's part to the weight's main gradient, given input ``[tokens, in]`` and the logits' gradient
             ``[tokens, out]``; returns a placeholder for the weight's gradient. None if autograd receives the gradient itself.
+        rows: indices of the tokens that count, rising, at least one; None for all. Others are not multiplied with the weight.
     """
 
     block_tokens: int
     group: dist.ProcessGroup | None = None
     gather: Callable[[Tensor], Tensor] = lambda x: x
     accumulate: Callable[[Tensor, Tensor], Tensor] | None = None
+    rows: Tensor | None = None
 
 
 def block_losses(x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
-    """Return the cross entropy of every token, ``[tokens]``, in fp32 (in fp64 for fp64 input).
+    """Return the cross entropy of every token, ``[tokens]``, in fp32 (in fp64 for fp64 input); 0 for tokens not in `head.rows`.
 
     Args:
         x: the output layer's input, ``[tokens, in]``. If ranks split the vocabulary its gradient is this rank's part.
@@ -55,16 +57,17 @@ class _BlockLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
         kernel = choose(Case(x.device.type, x.dtype, len(weight), head.group is not None))
-        index, is_here = _entries(labels, weight, head)
-        blocks, log_sum = _blocks(len(x), head.block_tokens), None
+        counted = labels if head.rows is None else labels[head.rows]
+        index, is_here = _entries(counted, weight, head)
+        blocks, log_sum = _blocks(len(counted), head.block_tokens), None
         if kernel is None:
-            rows = [_summary(x[part], weight, index[part]) for part in blocks]
+            rows = [_summary(x[_tokens(head, part)], weight, index[part]) for part in blocks]
             losses, log_sum = _together(torch.cat(rows, dim=1), is_here, head.group)
         else:
-            losses = torch.cat([kernel.losses(x[part] @ weight.t(), index[part]) for part in blocks])
-        ctx.save_for_backward(kept, weight, labels, log_sum)
+            losses = torch.cat([kernel.losses(x[_tokens(head, part)] @ weight.t(), index[part]) for part in blocks])
+        ctx.save_for_backward(kept, weight, counted, log_sum)
         ctx.head, ctx.kernel = head, kernel
-        return losses
+        return losses if head.rows is None else losses.new_zeros(len(x)).index_copy_(0, head.rows, losses)
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
@@ -72,20 +75,27 @@ class _BlockLosses(torch.autograd.Function):
         head: Head = ctx.head
         x = head.gather(kept.detach())
         index, is_here = _entries(labels, weight, head)
-        grad_x = torch.empty_like(x)
-        blocks = _blocks(len(x), head.block_tokens)
+        if head.rows is not None:
+            grad_losses = grad_losses[head.rows]
+        grad_x = torch.empty_like(x) if head.rows is None else torch.zeros_like(x)
+        blocks = _blocks(len(labels), head.block_tokens)
         grad_weight = _WeightGradient(weight, head, len(blocks)) if ctx.needs_input_grad[2] else None
         for part in blocks:
-            rows, of_losses = x[part], grad_losses[part, None]
+            tokens = _tokens(head, part)
+            rows, of_losses = x[tokens], grad_losses[part, None]
+            grad_rows = grad_x[part] if head.rows is None else torch.empty_like(rows)
             if ctx.kernel is None:
                 grad = _less(rows @ weight.t(), log_sum[part, None]).exp_()
                 grad.scatter_add_(1, index[part, None], -is_here[part, None].to(grad.dtype))
                 grad = _times(grad, of_losses, x.dtype)
-                torch.mm(grad, weight, out=grad_x[part])
+                torch.mm(grad, weight, out=grad_rows)
             else:  # which knows no gradient of losses: it goes to what is not as wide as the vocabulary
                 grad = ctx.kernel.gradient(rows @ weight.t(), index[part])
-                torch.mm(grad, weight, out=grad_x[part]).mul_(of_losses)
+                torch.mm(grad, weight, out=grad_rows).mul_(of_losses)
                 rows = torch.mul(rows, of_losses, out=torch.empty_like(rows))
+            if head.rows is not None:
+                grad_x[tokens] = grad_rows
+            del grad_rows
             if grad_weight is not None:
                 grad_weight.add(rows, grad)
             del grad
@@ -141,6 +151,11 @@ def _blocks(num_tokens: int, most: int) -> list[slice]:
     """Split tokens into the fewest blocks of at most `most` tokens, as even as whole tokens allow."""
     count = max(1, -(-num_tokens // most))
     return [slice(num_tokens * i // count, num_tokens * (i + 1) // count) for i in range(count)]
+
+
+def _tokens(head: Head, part: slice) -> slice | Tensor:
+    """Return which tokens the entries `part` of those that count are."""
+    return part if head.rows is None else head.rows[part]
 
 
 def _entries(labels: Tensor, weight: Tensor, head: Head) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,11 @@ def losses_and_gradients(losses, grad, inputs):
     return losses.detach(), *torch.autograd.grad(losses, inputs, grad)
 
 
-def shared_vocabulary(rank, links, x, weight, labels, grad, block_tokens):
-    """With this rank's part of the vocabulary."""
+def shared_vocabulary(rank, links, x, weight, labels, grad, block_tokens, rows=None):
+    """With this rank's part of the vocabulary, of all tokens or some."""
     own = weight.chunk(len(links.ranks))[rank].clone().requires_grad_()
     x = x.requires_grad_()
-    losses = block_losses(x, x, own, labels, Head(block_tokens, links.activations))
+    losses = block_losses(x, x, own, labels, Head(block_tokens, links.activations, rows=rows))
     return losses_and_gradients(losses, grad, (x, own))
 
 

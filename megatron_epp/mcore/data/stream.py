@@ -1,0 +1,99 @@
+"""Megatron's own GPT samples as sequences (`--epp-documents stream`): documents one after the other, cut every --seq-length."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_epp.data.token_record import check_ids
+
+_KEPT = 256
+"""Samples of a dataset that are kept after they are read: chunks and replicas read a sample in several parts."""
+
+
+class StreamDataset:
+    """Samples of one of Megatron's GPT datasets, each a sequence of as many positions. Implements `SequenceDataset`.
+
+    Args:
+        samples: Megatron's dataset, blended or not.
+        num_positions: of every sample (``--seq-length``).
+        vocab_size: vocabulary size of the run's tokenizer; tokens read must be below it.
+        name: name of the split, for errors.
+
+    Attributes:
+        lengths: int32, all equal to `num_positions`.
+    """
+
+    def __init__(self, samples: Any, num_positions: int, vocab_size: int, name: str = "train") -> None:
+        self.lengths = np.full(len(samples), num_positions, dtype=np.int32)
+        self._samples, self._vocab_size, self._name = samples, vocab_size, name
+        self._read = functools.lru_cache(_KEPT)(self._read_sample)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, index: int, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Return tokens ``[start, end)`` of the ``lengths[index] + 1`` of a sample. Raises `EppError` for one out of range."""
+        return self._read(index)[0][start:end]
+
+    def trained(self, index: int, start: int, end: int) -> np.ndarray:
+        """Return the loss mask of these tokens as labels, as Megatron makes it (``--eod-mask-loss``, padding)."""
+        return self._read(index)[1][start:end]
+
+    def _read_sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        sample = self._samples[index]
+        tokens, labels = sample["tokens"].numpy(), sample["labels"].numpy()
+        found = np.concatenate((tokens, labels[-1:]))
+        check_ids(f"a sample of the {self._name} split", found, self._vocab_size)
+        mask = np.concatenate(([1], sample["loss_mask"].numpy().astype(np.uint8)))
+        return found, mask
+
+
+def build_streams(
+    args: Namespace, num_samples: Sequence[int], vocab_size: int, names: Sequence[str]
+) -> list[StreamDataset | None]:
+    """Build the samples of the splits, on every rank, as Megatron's script does on those that read data.
+
+    Args:
+        args: Megatron's parsed arguments.
+        num_samples: of the training, validation and test split.
+        vocab_size: see `StreamDataset`.
+        names: of the splits.
+    """
+    without_masks = Namespace(**vars(args) | {"create_attention_mask_in_dataloader": False})
+    found = build_gpt_datasets(without_masks, list(num_samples), lambda: True)
+    splits = zip(found, names, strict=True)
+    return [None if one is None else StreamDataset(one, args.seq_length, vocab_size, name) for one, name in splits]
+
+
+def build_gpt_datasets(args: Namespace, num_samples: list[int], is_wanted_here: Callable[[], bool]) -> tuple[Any, Any, Any]:
+    """Build Megatron's GPT datasets (train, valid, test) where `is_wanted_here` says so; None elsewhere."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+    )
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    train, valid, test = BlendedMegatronDatasetBuilder(dataset, num_samples, is_wanted_here, config).build()
+    return train, valid, test

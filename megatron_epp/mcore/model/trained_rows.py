@@ -1,0 +1,88 @@
+"""Output layer and loss for the trained tokens of a chunk only: the others are not multiplied with the vocabulary's weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_epp.mcore import features
+from megatron_epp.mcore.patches.stock_functions import is_installed
+
+_OF_THE_LOSS = ("forward", "_postprocess", "compute_language_model_loss")
+"""Methods of Megatron's models that compute the loss from the output layer's input."""
+
+
+class TrainedRows:
+    """Replacement of the input of the output layer and loss of an unwrapped model by the rows of tokens that count.
+
+    Megatron's own layer and loss compute them. With sequence parallelism the ranks' parts are gathered here, before the rows
+    are taken, since ranks have different numbers of them.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._layer = model, model.output_layer
+
+    @contextmanager
+    def instead(self, rows: Tensor | None = None) -> Iterator[None]:
+        """Return a context in which the model runs a chunk with labels; `rows` are as `rows_to_compute` returns them."""
+        if rows is None:
+            yield
+            return
+        model, layer = self._model, self._layer
+        output, losses, shares_tokens = layer.forward, model.compute_language_model_loss, layer.sequence_parallel
+
+        def output_of_rows(input_: Tensor, *rest: Any, **named: Any) -> Any:
+            if shares_tokens:  # the layer itself adds up the ranks' gradients of its input
+                input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=layer.tp_group)
+            return output(input_.index_select(0, rows), *rest, **named)
+
+        def losses_of_rows(labels: Tensor, logits: Tensor) -> Tensor:
+            """Return the losses of all tokens, ``[batch, tokens]``, given the logits ``[rows, batch, entries]``."""
+            found = losses(labels.index_select(1, rows), logits)
+            return found.new_zeros(labels.shape).index_copy(1, rows, found)
+
+        layer.forward, model.compute_language_model_loss, layer.sequence_parallel = output_of_rows, losses_of_rows, False
+        try:
+            yield
+        finally:
+            del layer.forward, model.compute_language_model_loss
+            layer.sequence_parallel = shares_tokens
+
+
+def trained_rows(model: torch.nn.Module) -> TrainedRows | None:
+    """Return how a last stage computes the loss of trained tokens only; None for a model whose loss is not Megatron's."""
+    bare: Any = unwrap_model(model)
+    if type(getattr(bare, "output_layer", None)) not in features.multiplying_output_layers():
+        return None
+    if features.fuses_output_with_loss(bare) or own_functions(bare):
+        return None
+    return TrainedRows(bare)
+
+
+def own_functions(model: Any) -> list[str]:
+    """Return the names of the functions between the output layer's input and the loss that are not Megatron's own."""
+    return [name for name in _OF_THE_LOSS if not is_installed(getattr(type(model), name, None))]
+
+
+def rows_to_compute(loss_mask: Tensor, entries: int, width: int) -> Tensor | None:
+    """Return the indices of the tokens that count, rising, one of them if none does; None if it is best to compute all.
+
+    Ranks that share the vocabulary have the same mask. One row at least keeps them, and all kernels, on the usual way; the mask
+    leaves its loss out. The rows are a copy that is kept for the weight's gradient, so all tokens are computed if that copy is
+    larger than the logits that are saved.
+
+    Args:
+        loss_mask: ``[tokens]`` on the CPU, 0 for tokens that do not count.
+        entries: vocabulary entries on a rank.
+        width: values of a row of the output layer's input.
+    """
+    rows = loss_mask.reshape(-1).nonzero().squeeze(1)
+    if len(rows) == 0:
+        rows = torch.zeros(1, dtype=torch.int64)
+    return rows if len(rows) * (entries + width) <= loss_mask.numel() * entries else None

@@ -1,0 +1,1 @@
+"""Benchmark of uneven microbatches: plans against Megatron's own 1F1B."""

@@ -1,0 +1,44 @@
+"""Training on few tokens: as Megatron's own schedule with the same mask, though only their rows pass the output layer.
+
+The answers are at the end of documents, so some chunks, and some ranks' parts of chunks, have no trained token.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from scripts.parity.cells import LENGTHS, VOCABULARY
+from scripts.random_documents import write_documents
+from tests.support.mcore.parity_figures import Figures, check_closeness, parity
+
+CASES = {
+    "sequence parallel": {"cell": {"tp": 2, "sp": True}, "model": "llama", "plan": "--epp-slices 3"},
+    "tensor parallel, tied": {"cell": {"tp": 2}, "model": "gpt2", "plan": "--epp-slices 3"},
+    "sequence parallel by blocks": {
+        "cell": {"tp": 2, "sp": True},
+        "model": "grouped",
+        "plan": "--epp-slices 3 --epp-loss-block-tokens 3",
+    },
+    "context parallel": {"cell": {"cp": 2}, "model": "llama", "plan": "--epp-slices 3"},
+    "split": {"cell": {"pp": 2, "split": True}, "model": "llama", "plan": "--epp-slices 3"},
+}
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
+    folder = tmp_path_factory.mktemp("parity")
+    written = write_documents(folder / "data", LENGTHS, VOCABULARY)
+    masks = [np.arange(length + 1) > 0.7 * length for length in LENGTHS]
+    np.concatenate(masks).astype(np.uint8).tofile(f"{written}.mask")
+    path = folder / "cases.json"
+    path.write_text(json.dumps({name: case | {"both": f"--data-path {written}"} for name, case in CASES.items()}))
+    return parity("--cases", path, "--iterations", 2, timeout_s=600)["cases"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plans_train_as_the_stock_schedule_does(figures: dict[str, Figures], name: str) -> None:
+    check_closeness(figures[name])
+    assert any(kind in ("split", "hybrid") for plans in figures[name]["plans"] for plan in plans for kind in plan["kinds"])

@@ -1,0 +1,117 @@
+"""Conversations as whole microbatches of a script: Megatron's `--sft` data, and samples of different lengths, train as stock.
+
+Megatron's script that trains on them is not installed with it, so `tests/support/mcore/sft_training.py` stands for it, with
+Megatron's dataset, tokenizer and loaders. No supported release has `--use-varlen-dataset`: a dataset with the contract of its
+samples stands for that.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from megatron_epp.mcore.microbatches.source import Microbatch, shape_of
+from tests.support.mcore.forked import launch
+from tests.support.mcore.launch import TINY, Finished
+
+PROGRAM = Path(__file__).parents[1] / "support" / "mcore" / "sft_training.py"
+ITERATIONS = 6
+"""One to warm up, three to learn costs from, two with plans made from these."""
+TOLERANCE = 1e-5
+CONTEXT = 96
+FLAGS = shlex.split(
+    f"--seq-length {CONTEXT} --max-position-embeddings {CONTEXT} --micro-batch-size 1 --eval-iters 0 "
+    f"--train-iters {ITERATIONS} --no-create-attention-mask-in-dataloader --calculate-per-token-loss "
+    "--split 100,0,0 --pipeline-model-parallel-size 2"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of bytes, and the special tokens of the format of prompts that is Megatron's default."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_233>", "</s>"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=260, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator([], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer") / "model"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lines of one to three conversations, some longer than the context."""
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    lines = []
+    for number in range(24):
+        messages = []
+        for part in range(1 + number % 3):
+            messages += [
+                {"role": "system", "content": "s" * (1 + number % 4)},
+                {"role": "user", "content": f"{number} + {part}?"},
+                {"role": "assistant", "content": f"{number + part} " * (1 + number % 5)},
+            ]
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def both(folder: Path, samples: str, *flags: object) -> tuple[dict[str, dict[str, float]], ...]:
+    """Losses and norms of gradients of Megatron's own schedule, and by plans."""
+    return tuple(
+        steps_of(run(folder / name, samples, *flags, *ours), folder / name)
+        for name, ours in (("stock", ()), ("planned", ("--epp", "--epp-microbatches", "user")))
+    )
+
+
+def run(folder: Path, samples: str, *flags: object) -> Finished:
+    folder.mkdir()
+    tiny = [flag for flag in TINY if flag != "--mock-data"]
+    done = launch(2, PROGRAM, *tiny, *FLAGS, *flags, env={"RECORD_TO": str(folder), "SAMPLES": samples})
+    assert done.returncode == 0, done.output[-5000:]
+    return done
+
+
+def steps_of(done: Finished, folder: Path) -> dict[str, dict[str, float]]:
+    if folder.name == "planned":
+        assert "costs learnt from 3 iterations" in done.output
+    steps: dict[str, dict[str, float]] = json.loads((folder / "rank1.json").read_text())["steps"]
+    assert len(steps) == ITERATIONS
+    return steps
+
+
+def check_equal(stock: dict[str, dict[str, float]], planned: dict[str, dict[str, float]]) -> None:
+    for number, step in stock.items():
+        assert set(step) == {"loss", "grad_norm"}
+        assert planned[number] == pytest.approx(step, rel=TOLERANCE)
+    assert len({step["loss"] for step in stock.values()}) == ITERATIONS
+
+
+def test_megatrons_sft_data_trains_as_without_plans(tmp_path: Path, tokenizer: Path, chats: Path) -> None:
+    flags = ["--sft", "--data-path", chats, "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", tokenizer]
+    check_equal(*both(tmp_path, "conversations", *flags))
+
+
+def test_samples_of_different_lengths_train_as_without_plans(tmp_path: Path) -> None:
+    check_equal(*both(tmp_path, "varying", "--dataloader-type", "cyclic"))
+
+
+def test_lengths_of_conversations_are_found_where_megatron_fills_cu_seqlens_up() -> None:
+    ends = torch.full((1, 21), 20, dtype=torch.int32)
+    ends[0, :3] = torch.tensor([0, 7, 12])
+    assert shape_of({"tokens": torch.zeros(1, 20), "cu_seqlens": ends}) == Microbatch((7, 5, 8))
+
+
+def test_a_sample_of_different_length_has_that_of_its_padded_tokens() -> None:
+    sample = {"tokens": torch.zeros(1, 12), "original_seq_len": torch.tensor([9]), "padded_seq_len": torch.tensor([12])}
+    assert shape_of(sample) == Microbatch((12,))

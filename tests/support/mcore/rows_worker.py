@@ -1,0 +1,52 @@
+"""A training script that counts the tokens of every chunk that count in the loss, and those that pass the output layer."""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+from megatron_epp.mcore import entry
+
+
+def main():
+    with entry.errors_in_one_line():
+        entry.prepare()
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        from megatron_epp.data.batch import GlobalBatch
+        from megatron_epp.mcore.model import gpt
+        from megatron_epp.runtime.loss import blocks
+
+        trained, all_tokens, multiplied = [], [], []
+
+        def recording(function, note):
+            @functools.wraps(function)
+            def recorded(*args, **kwargs):
+                found = function(*args, **kwargs)
+                note(found, *args, **kwargs)
+                return found
+
+            return recorded
+
+        def note_chunk(arrays, *rest, **named):
+            trained.append(int(arrays.loss_mask.sum()))
+            all_tokens.append(len(arrays.tokens))
+
+        def note_output(found, layer, input_, *rest, **named):
+            if "runtime_gather_output" in named:  # which only the output layer is given
+                note_rows(found, input_)
+
+        def note_rows(found, x, *rest):
+            if trained:  # not when costs are measured at start-up
+                multiplied.append(len(x))
+
+        GlobalBatch.chunk_of = recording(GlobalBatch.chunk_of, note_chunk)
+        ColumnParallelLinear.forward = recording(ColumnParallelLinear.forward, note_output)
+        blocks._summary = recording(blocks._summary, note_rows)
+        gpt.pretrain()
+        figures = {"trained": trained, "tokens": all_tokens, "multiplied": multiplied}
+        Path(os.environ["RECORD_TO"], "rows.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
