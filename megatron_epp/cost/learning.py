@@ -1,43 +1,53 @@
-"""Costs learnt from the first iterations of a training: measured times and bytes of whole microbatches on every stage."""
+"""Costs learnt from the first iterations of a training: measured times and bytes of chunks on every stage."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import astuple, dataclass, field, replace
+from typing import NamedTuple
 
 from megatron_epp.cost.fit import Point, fit_line
 from megatron_epp.cost.memory import Static
 from megatron_epp.cost.model import PipelineCosts
 from megatron_epp.cost.stage import StageCosts
-from megatron_epp.cost.work import NO_TIME, causal_pairs
-from megatron_epp.plan import Action, Op, Plan
+from megatron_epp.cost.work import NO_TIME, Line, causal_pairs
+from megatron_epp.plan import NO_RECOMPUTE, Action, Op, Plan, Recompute
 
 WARM_UP = 1
 """Iterations that are not recorded: kernels are chosen and buffers allocated in them."""
 RECORDED = 3
 """Iterations whose times costs are fitted to."""
 
+_SIZES, _SPREAD = 4, 2.0
+"""Least number of different sizes, and least ratio of the largest to the smallest, for a line of three coefficients to be
+fitted. With less, the earlier line is scaled: through nearly equal points many lines go, and most mislead for other sizes."""
 
-_NO_EXTRAS: dict[str, Any] = dict.fromkeys(("extra_forward", "extra_backward", "extra_weight"), NO_TIME)
+
+class Timed(NamedTuple):
+    """Measured time of an action: padded tokens and causal pairs of its chunk, and the layers that recomputed in it."""
+
+    tokens: int
+    pairs: int
+    time_us: float
+    recompute: Recompute = NO_RECOMPUTE
 
 
 class Learnt(NamedTuple):
     """Measurements of one rank.
 
     Attributes:
-        times: points of forwards, backwards and weight gradients that are actions of their own (W), by stage.
+        times: of forwards, backwards (with the weight gradient, also where that is split) and split weight gradients by stage.
         sizes: tokens and bytes kept by stage, from forward to backward (F) and from backward to weight gradient (W); empty
             where memory is not measured.
         peak_bytes: most bytes allocated in the recorded iterations; 0 where memory is not measured.
-        offloadable_share: share of the kept bytes that can be offloaded; 0 where it is not measured.
+        offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
     """
 
-    times: dict[tuple[int, Op], list[Point]]
+    times: dict[tuple[int, Op], list[Timed]]
     sizes: dict[tuple[int, Op], list[tuple[int, int]]]
     peak_bytes: int = 0
-    offloadable_share: float = 0.0
+    offloadable_share: float | None = None
 
 
 @dataclass(slots=True)
@@ -46,6 +56,11 @@ class Learner:
 
     seen: int = 0
     learnt: Learnt = field(default_factory=lambda: Learnt({}, {}))
+
+    @staticmethod
+    def done() -> Learner:
+        """Return a learner that has nothing left to record, since costs were learnt earlier."""
+        return Learner(WARM_UP + RECORDED)
 
     @property
     def is_recording(self) -> bool:
@@ -66,7 +81,7 @@ class Learner:
         events: Sequence[tuple[str, float, float, float | None]],
         kept_bytes: Mapping[tuple[Op, int, int], int],
         peak_bytes: int = 0,
-        offloadable_share: float = 0.0,
+        offloadable_share: float | None = None,
     ) -> None:
         """Add a training iteration.
 
@@ -76,14 +91,19 @@ class Learner:
             kept_bytes: bytes that each forward (F) left allocated, or each backward for its weight gradient (W), by operation,
                 stage and chunk; empty where memory is not measured.
             peak_bytes: most bytes allocated on this rank so far; 0 where memory is not measured.
-            offloadable_share: share of the kept bytes that can be offloaded; 0 where it is not measured.
+            offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
         """
         self.seen += 1
-        for text, start_us, end_us, _ in events:
-            op, stage, chunk = Action.parse(text)
-            if op in (Op.F, Op.B, Op.W):
-                tokens, pairs = size_of(plan, chunk)
-                self.learnt.times.setdefault((stage, op), []).append(Point(tokens, pairs, end_us - start_us))
+        took_us = {Action.parse(text): end_us - start_us for text, start_us, end_us, _ in events}
+        for action, time_us in took_us.items():
+            op, stage, chunk = action
+            if op not in (Op.F, Op.B, Op.W):
+                continue
+            recompute = NO_RECOMPUTE
+            if op is Op.B:
+                time_us += took_us.get(action._replace(op=Op.W), 0.0)
+                recompute = plan.recompute[stage][chunk]
+            self.learnt.times.setdefault((stage, op), []).append(Timed(*size_of(plan, chunk), time_us, recompute))
         self.learnt = self.learnt._replace(
             peak_bytes=max(peak_bytes, self.learnt.peak_bytes), offloadable_share=offloadable_share
         )
@@ -96,35 +116,94 @@ def size_of(plan: Plan, chunk: int) -> tuple[int, int]:
     return plan.padded_tokens(chunk), sum(causal_pairs(start, end) for _, start, end in plan.chunks[chunk].segments)
 
 
-def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt]) -> PipelineCosts:
-    """Fit costs to the measurements of all ranks; equal on every rank, for equal inputs.
+def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weights: bool = False) -> PipelineCosts:
+    """Fit costs to the measurements of all ranks.
 
     Args:
         base: costs by formula, whose layers, messages and static bytes stay.
-        everyone: measurements of every rank of the replica; ranks that share a stage count together.
+        everyone: measurements of every rank; ranks that share a stage count together.
+        keeps_weights: weight gradients that were never split keep their share of the backward; otherwise they are unknown.
     """
-    times: dict[tuple[int, Op], list[Point]] = {}
+    times: dict[tuple[int, Op], list[Timed]] = {}
     sizes: dict[tuple[int, Op], list[tuple[int, int]]] = {}
     for one in everyone:
-        for key, points in one.times.items():
-            times.setdefault(key, []).extend(points)
+        for key, timed in one.times.items():
+            times.setdefault(key, []).extend(timed)
         for key, found in one.sizes.items():
             sizes.setdefault(key, []).extend(found)
     stages = []
     for number, stage in enumerate(base.stages):
-        forward, backward, weight = (
-            fit_line(_medians(times[number, op])).line.scaled(1 / stage.num_layers) if (number, op) in times else NO_TIME
-            for op in (Op.F, Op.B, Op.W)
-        )
-        known = replace(stage, forward=forward, backward=backward + weight, weight=weight, **_NO_EXTRAS)
+        known = _with_times(stage, {op: times.get((number, op), []) for op in (Op.F, Op.B, Op.W)}, keeps_weights)
         if found_bytes := sizes.get((number, Op.F)):
             known = _with_bytes(known, max(size / tokens for tokens, size in found_bytes))
         if found_bytes := sizes.get((number, Op.W)):
-            per_token = max(0.0, *(size / tokens for tokens, size in found_bytes)) / stage.num_layers
+            per_token = max(0.0, *(size / tokens for tokens, size in found_bytes)) / max(1, stage.num_layers)
             known = replace(known, weight_bytes_per_token=per_token, extra_weight_bytes_per_token=0.0)
-        stages.append(replace(known, recompute={}, kv_bytes_per_token=0.0))
-    share = min(one.offloadable_share for one in everyone)
-    return replace(base, stages=tuple(stages), offloadable_share=share, name="learnt")
+        stages.append(known)
+    shares = [one.offloadable_share for one in everyone if one.offloadable_share is not None]
+    return replace(base, stages=tuple(stages), offloadable_share=min(shares, default=base.offloadable_share), name="learnt")
+
+
+def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:
+    """Fit the lines of a stage; each pass is shared between its layers and its extras as by the earlier costs."""
+    forward = _fitted(stage.stage_forward, times[Op.F])
+    layer_forward, extra_forward = _shared(forward, stage.forward, stage.num_layers, stage.extra_forward)
+    factor = _factor(stage.stage_forward, times[Op.F])
+    modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.recompute.items()}
+    known = replace(stage, forward=layer_forward, extra_forward=extra_forward, recompute=modes)
+    once = [one._replace(time_us=max(0.0, one.time_us - _again_us(known, one))) for one in times[Op.B]]
+    backward = _fitted(stage.stage_backward, once)
+    layer_backward, extra_backward = _shared(backward, stage.backward, stage.num_layers, stage.extra_backward)
+    factor = _factor(stage.stage_backward, once) if keeps_weights else 0.0
+    weight = _fitted(stage.stage_weight, times[Op.W], False) if times[Op.W] else stage.stage_weight.scaled(factor)
+    layer_weight, extra_weight = _shared(weight, stage.weight, stage.num_layers, stage.extra_weight)
+    return replace(
+        known,
+        backward=layer_backward,
+        extra_backward=extra_backward,
+        weight=layer_weight.within(layer_backward),
+        extra_weight=extra_weight.within(extra_backward),
+    )
+
+
+def _again_us(stage: StageCosts, timed: Timed) -> float:
+    """Time that layers which recomputed took of a backward."""
+    modes = ((count, stage.mode(name)) for name, count in timed.recompute.by_mode())
+    return sum(count * mode.again.time_us(timed.tokens, timed.pairs) for count, mode in modes if mode is not None)
+
+
+def _fitted(earlier: Line, times: Sequence[Timed], pairs: bool = True) -> Line:
+    """Fit a line to times, or scale the earlier one if there are too few sizes; equal sizes count by their median."""
+    by_size: dict[tuple[int, int], list[float]] = {}
+    for one in times:
+        by_size.setdefault((one.tokens, one.pairs), []).append(one.time_us)
+    points = [Point(*size, statistics.median(found)) for size, found in sorted(by_size.items())]
+    tokens = [point.tokens for point in points]
+    if earlier != NO_TIME and (len(points) < _SIZES or max(tokens) < _SPREAD * min(tokens)):
+        return earlier.scaled(_factor(earlier, times))
+    return fit_line(points, pairs).line if points else earlier
+
+
+def _factor(earlier: Line, times: Sequence[Timed]) -> float:
+    """Median ratio of measured times to those by an earlier line; 1 if there are none."""
+    ratios = [one.time_us / by_line for one in times if (by_line := earlier.time_us(one.tokens, one.pairs)) > 0]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def _shared(whole: Line, layer: Line, num_layers: int, extra: Line) -> tuple[Line, Line]:
+    """Share a stage's line between each layer and the extras, every coefficient as by the earlier lines of these."""
+    shares = [
+        (of_layers / (of_layers + rest) if of_layers + rest > 0 else 1.0) if num_layers else 0.0
+        for of_layers, rest in zip(astuple(layer.scaled(num_layers)), astuple(extra), strict=True)
+    ]
+    coefficients = list(zip(astuple(whole), shares, strict=True))
+    own = Line(*(value * share / max(1, num_layers) for value, share in coefficients))
+    return own, Line(*(value * (1.0 - share) for value, share in coefficients))
+
+
+def of_whole_microbatches(costs: PipelineCosts) -> PipelineCosts:
+    """Return costs of stages that run microbatches whole: no keys are cached, and layers recompute in full only."""
+    return replace(costs, stages=tuple(replace(stage, recompute={}, kv_bytes_per_token=0.0) for stage in costs.stages))
 
 
 def with_static(costs: PipelineCosts, num_bytes: Mapping[int, int]) -> PipelineCosts:
@@ -144,10 +223,10 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     A layer keeps its input at least, which is what it keeps if it recomputes in full.
     """
     least = stage.recomputed_layer_bytes_per_token
-    of_layers = max(kept_per_token - stage.extra_bytes_per_token, stage.num_layers * least)
+    of_layers = max(kept_per_token - stage.extra_bytes_per_token, stage.num_layers * least) if stage.num_layers else 0.0
     return replace(
         stage,
-        layer_bytes_per_token=of_layers / stage.num_layers,
+        layer_bytes_per_token=of_layers / max(1, stage.num_layers),
         full_bytes_per_token=None,
         attended_bytes_per_token=None,
         apart_bytes_per_token=None,
@@ -158,24 +237,29 @@ def _with_bytes(stage: StageCosts, kept_per_token: float) -> StageCosts:
     )
 
 
-def _medians(points: Sequence[Point]) -> list[Point]:
-    """Replace points of equal sizes by one with the median of their times."""
-    by_size: dict[tuple[float, float], list[float]] = {}
-    for tokens, pairs, time_us in points:
-        by_size.setdefault((tokens, pairs), []).append(time_us)
-    return [Point(*size, statistics.median(found)) for size, found in sorted(by_size.items())]
+class Deviation(NamedTuple):
+    """Ratio of learnt times to those by the earlier costs: over all stages, and the least and the largest of a stage."""
+
+    overall: float
+    least: float
+    largest: float
+
+    def __str__(self) -> str:
+        return f"{self.overall:.2f} of the time by formulas (stages {self.least:.2f} to {self.largest:.2f})"
 
 
-def error_of(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int]]) -> float:
-    """Ratio of the learnt time of microbatches to that by the earlier costs, over all stages, forwards and backwards.
+def deviation(base: PipelineCosts, learnt: PipelineCosts, sizes: Sequence[tuple[int, int]]) -> Deviation:
+    """Compare the learnt time of chunks, forwards and backwards, with that by the earlier costs.
 
     Args:
         base, learnt: the earlier and the learnt costs.
-        sizes: tokens and pairs of each microbatch.
+        sizes: tokens and pairs of each chunk.
     """
 
-    def total_us(costs: PipelineCosts) -> float:
-        lines = [line for stage in costs.stages for line in (stage.stage_forward, stage.stage_backward)]
+    def stage_us(stage: StageCosts) -> float:
+        lines = stage.stage_forward, stage.stage_backward
         return sum(line.time_us(tokens, pairs) for line in lines for tokens, pairs in sizes)
 
-    return total_us(learnt) / total_us(base)
+    before, after = ([stage_us(stage) for stage in costs.stages] for costs in (base, learnt))
+    ratios = [now / then for now, then in zip(after, before, strict=True) if then > 0] or [1.0]
+    return Deviation(sum(after) / (sum(before) or 1.0), min(ratios), max(ratios))

@@ -67,6 +67,13 @@ class Recorder:
             yield
         self.wait_us += (time.perf_counter() - start) * 1e6
 
+    def took_us(self) -> Iterator[tuple[Action, float]]:
+        """Yield every action with its time. On a GPU this waits for the device if it has not come to the action's end."""
+        for action, start, end, _ in self._marks:
+            if not isinstance(end, float):
+                end.synchronize()
+            yield action, self._elapsed_us(start, end)
+
     def events(self) -> tuple[tuple[str, float, float, float | None], ...]:
         """Return ``(action, start_us, end_us, cpu_us)`` by start. On a GPU this waits for the device, and `cpu_us` is None."""
         for _, _, end, _ in self._marks:

@@ -144,7 +144,7 @@ def test_a_rank_that_sees_a_file_which_the_first_does_not_measures_too(monkeypat
 
 
 def test_what_is_wrong_with_a_named_file_is_raised_on_all_ranks(monkeypatch, first, tmp_path):
-    with pytest.raises(EppError, match=r"--epp-costs nowhere\.json: .*Or give analytic or measure"):
+    with pytest.raises(EppError, match=r"--epp-costs nowhere\.json: .*Or give analytic, measure or learn"):
         stored_costs.named(Namespace(epp_costs="nowhere.json"))
     (error,) = first
     monkeypatch.setattr(dist, "get_rank", lambda: 1)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_epp.cost import CPU, Line, ModelShape, analytic_profile
-from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, error_of, fitted_costs, size_of, with_static
-from megatron_epp.plan import Chunk, Op, Segment
+from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs, size_of, with_static
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Op, Segment
 from tests.support.plan.small_plans import one_f_one_b
 
 SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=128)
@@ -21,7 +21,8 @@ LENGTHS = (64, 500, 1000, 3000)
 
 def plan_of_sizes():
     segments = [Chunk((Segment(number, 0, length),)) for number, length in enumerate(LENGTHS)]
-    return replace(one_f_one_b(), lengths=LENGTHS, chunks=tuple(segments))
+    table = ((NO_RECOMPUTE,) * len(LENGTHS),) * 2
+    return replace(one_f_one_b(), lengths=LENGTHS, chunks=tuple(segments), recompute=table)
 
 
 def events(plan, stage, scale=1.0, split=False):
@@ -109,7 +110,9 @@ def test_the_error_of_formulas_is_told_as_a_ratio():
         return replace(stage, **{name: getattr(stage, name).scaled(2) for name in names})
 
     twice = replace(FORMULAS, stages=tuple(map(slower, FORMULAS.stages)))
-    assert error_of(FORMULAS, twice, [(64, 2080), (3000, 4_501_500)]) == pytest.approx(2.0)
+    found = deviation(FORMULAS, twice, [(64, 2080), (3000, 4_501_500)])
+    assert found == pytest.approx((2.0, 2.0, 2.0))
+    assert str(found) == "2.00 of the time by formulas (stages 2.00 to 2.00)"
 
 
 def test_static_bytes_are_set_by_stage():

@@ -50,7 +50,8 @@ def check_user_microbatches(args: argparse.Namespace) -> None:
 def check_settings(given: Mapping[str, object]) -> None:
     """Raise `ArgumentError` if `--epp-*` flags, by their names with underscores, would have no effect."""
     defaults = vars(add_epp_args(argparse.ArgumentParser()).parse_args([]))
-    rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in _HONOURED]
+    honoured = _HONOURED | ({"epp_costs"} if given["epp_costs"] == "learn" else set())
+    rows = [row for row in TABLE if row.is_ours and row.dest in defaults and row.dest not in honoured]
     if clashes := [f"{row.training} {given[row.dest]}" for row in rows if given[row.dest] != defaults[row.dest]]:
         raise ArgumentError(f"--epp-microbatches user runs the script's own model and data: leave out {', '.join(clashes)}")
     if given["epp_host_memory_gb"] is not None and given["epp_offload"] == "off":

@@ -149,9 +149,10 @@ _RUNNING = (
     Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", SWITCH).described(
         "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait."
     ),
-    Flag("costs", "--epp-costs", default="analytic", metavar="analytic|measure|FILE").described(
-        "Where predicted times come from: formulas, a short measurement at start-up (kept with the checkpoints, so that a "
-        "resumed run plans alike), or a file (default: analytic)."
+    Flag("costs", "--epp-costs", default="analytic", metavar="analytic|measure|learn|FILE").described(
+        "Where predicted times come from: formulas, a short measurement at start-up, the first iterations of training, which "
+        "are planned by formulas, or a file. Measured and learnt times are kept with the checkpoints, so that a resumed run "
+        "plans alike. With --epp-microbatches user they are always learnt (default: analytic)."
     ),
     Flag("fp32_kv_gradients", "--epp-fp32-kv-gradients", choices=FP32_CHOICES, default=AUTO, alone="on").described(
         "Add up the gradients of a sliced sequence's keys and values in fp32: on (or no value), off, or auto, which does "

@@ -90,7 +90,7 @@ def named(args: argparse.Namespace) -> Profile | PipelineCosts | None:
 
     Raises `EppError` if the file does not exist, or contains neither a profile nor costs of a pipeline.
     """
-    if args.epp_costs in ("analytic", "measure"):
+    if args.epp_costs in ("analytic", "measure", "learn"):
         return None
     return of_first(lambda: _read(args.epp_costs))
 
@@ -99,7 +99,7 @@ def _read(name: str) -> Profile | PipelineCosts:
     try:
         path = find("profiles", name)
     except EppError as error:
-        raise EppError(f"--epp-costs {name}: {error}. Or give analytic or measure") from error
+        raise EppError(f"--epp-costs {name}: {error}. Or give analytic, measure or learn") from error
     return load_costs(str(path))
 
 
@@ -121,21 +121,27 @@ def kept_times(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts |
     Times that do not hold in this run are left out, with a warning. A collective call of all ranks.
     """
     kept = of_first(lambda: _fitting(args, here))
-    return None if kept is None else _with_times(here, kept)
+    return None if kept is None else with_times(here, kept)
 
 
 def keep(args: argparse.Namespace, costs: PipelineCosts) -> None:
     """Write measured costs to the checkpoint folder, on the first rank only. Does nothing if no checkpoints are saved."""
     if args.epp_costs != "measure" or not args.save or dist.get_rank() != 0:
         return
-    body = json.loads(costs.to_json()) | {"measured_with": _flags(args), "host_link": args.epp_offload == "on"}
-    os.makedirs(args.save, exist_ok=True)
-    unfinished = Path(args.save, f"{FILE_NAME}.tmp")
-    unfinished.write_text(json.dumps(body, sort_keys=True, indent=1, allow_nan=False))
-    unfinished.replace(Path(args.save, FILE_NAME))  # so that a run that ends here leaves a whole file
+    body = json.loads(costs.to_json()) | {"measured_with": flags_of(args), "host_link": args.epp_offload == "on"}
+    write_whole(Path(args.save, FILE_NAME), json.dumps(body, sort_keys=True, indent=1, allow_nan=False))
 
 
-def _flags(args: argparse.Namespace) -> dict[str, object]:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a run that ends meanwhile leaves a whole file or none."""
+    os.makedirs(path.parent, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def flags_of(args: argparse.Namespace) -> dict[str, object]:
+    """Return the values of the flags that times depend on, by their names with underscores, and the name of the device."""
     values = {name: getattr(args, name, None) for name in _FLAGS}
     device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu"
     return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()} | {_DEVICE: device}
@@ -154,7 +160,7 @@ def _fitting(args: argparse.Namespace, here: PipelineCosts) -> PipelineCosts | N
         kept = PipelineCosts.from_json(text)
         body = parse_json(text, "the text")
         then = body.get("measured_with")
-        obstacle = _obstacle(kept, here, then if isinstance(then, dict) else {}, _flags(args))
+        obstacle = _obstacle(kept, here, then if isinstance(then, dict) else {}, flags_of(args))
     except (EppError, OSError, UnicodeDecodeError) as error:
         obstacle = str(error)
     if obstacle is not None:
@@ -179,7 +185,7 @@ def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, objec
     return ", ".join(others) or None
 
 
-def _with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
+def with_times(here: PipelineCosts, kept: PipelineCosts) -> PipelineCosts:
     """Combine the bytes of `here` with the times of `kept`."""
     stages = tuple(map(_stage_with_times, here.stages, kept.stages))
     return replace(here, name=kept.name, stages=stages, **{name: getattr(kept, name) for name in _TIMES_OF_LINKS})

@@ -12,6 +12,7 @@ from megatron.core import mpu
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
+from megatron_epp.cost.kept import KeptCosts, from_state, to_state
 from megatron_epp.mcore.microbatches.ahead import installed
 from megatron_epp.mcore.microbatches.call import Call
 from megatron_epp.mcore.microbatches.pipeline import MicrobatchPipeline
@@ -40,6 +41,7 @@ class Schedule:
     ) -> None:
         self._arguments, self._shape_of, self._looks_ahead = arguments, shape_of, looks_ahead
         self._pipelines: list[MicrobatchPipeline] = []
+        self._loaded: tuple[KeptCosts, ...] = ()
 
     def __call__(
         self,
@@ -110,12 +112,34 @@ class Schedule:
             config.timers("forward-backward").stop()
         return results
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the costs that were learnt, to be kept with a checkpoint: a dictionary for JSON, equal on all ranks.
+
+        While some are still learnt, those that were loaded are in it too.
+        """
+        learnt = [pipeline.kept for pipeline in self._pipelines if pipeline.kept is not None]
+        is_complete = bool(learnt) and len(learnt) == len(self._pipelines)
+        return to_state(learnt if is_complete else [*learnt, *(one for one in self._loaded if one not in learnt)])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the costs that `state_dict` returned in an earlier run, on every rank and before the schedule's first call.
+
+        They are used if model, parallel layout and machine are the same. Otherwise costs are learnt again, and a warning says
+        why.
+
+        Raises:
+            EppError: the state is something else, or the schedule has been called.
+        """
+        if self._pipelines:
+            raise EppError("learnt costs are loaded before the first call of the schedule, which has been made")
+        self._loaded = from_state(state)
+
     def _pipeline(self, models: list[torch.nn.Module]) -> MicrobatchPipeline:
         """Return the pipeline of these model chunks, made at their first use."""
         for pipeline in self._pipelines:
             if pipeline.models == models:
                 return pipeline
-        self._pipelines.append(MicrobatchPipeline(self._arguments(models), models))
+        self._pipelines.append(MicrobatchPipeline(self._arguments(models), models, self._loaded))
         return self._pipelines[-1]
 
     def close(self) -> None:

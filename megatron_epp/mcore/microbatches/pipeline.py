@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,12 +15,16 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.cost import CPU, H100, analytic_profile
-from megatron_epp.cost.learning import Learner, error_of, fitted_costs, size_of, with_static
+from megatron_epp.cost import CPU, H100, PipelineCosts, analytic_profile
+from megatron_epp.cost.kept import KeptCosts
+from megatron_epp.cost.learning import Learner, deviation, fitted_costs, of_whole_microbatches, size_of, with_static
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
+from megatron_epp.mcore.costs.learnt import fingerprint, keep, resumed
 from megatron_epp.mcore.costs.probe import measure_host_link
 from megatron_epp.mcore.costs.sources import gathered, model_shape
+from megatron_epp.mcore.costs.stored import of_first
+from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.features import reads_ahead
 from megatron_epp.mcore.microbatches.ahead import Ahead, installed
 from megatron_epp.mcore.microbatches.call import Call
@@ -60,17 +64,18 @@ class MicrobatchPipeline:
     """A script's pipeline across calls of the schedule. Every rank of the job must create it together.
 
     The first training iterations run the microbatches in the script's order, in 1F1B, and are measured; then plans are made
-    from what was measured.
+    from what was measured, unless an earlier run of the same model has learnt its costs.
 
     Args:
         args: Megatron's arguments.
         models: this rank's model chunks.
+        loaded: costs that earlier runs have learnt; without any, those in the folder of the loaded checkpoint count.
     """
 
-    def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module]) -> None:
+    def __init__(self, args: argparse.Namespace, models: list[torch.nn.Module], loaded: Sequence[KeptCosts] = ()) -> None:
         self.args, self.models = args, models
         self.rank, self.placement = mpu.get_pipeline_model_parallel_rank(), placement_of(args)
-        self.failures, self.learner = FailureBoard.of_job(), Learner()
+        self.failures = FailureBoard.of_job()
         self.watchdog = Watchdog(args.epp_wait_limit_seconds, failures=self.failures)
         config = get_model_config(models[0])
         self._on_gpu = torch.cuda.is_initialized()
@@ -95,9 +100,11 @@ class MicrobatchPipeline:
             layers = gathered({stage: len(layers_of(one.model)) for stage, one in self.stages.items()}, self.links)
             caps = gathered(cap_bytes(args), self.links, min)
             recomputes = all(from_each(all(one.recomputes for one in self.stages.values()), self.links.control))
-        by_stage = {stage: count for found in layers for stage, count in found.items()}
-        profile = analytic_profile(model_shape(args), H100 if self._on_gpu else CPU)
-        self.costs = profile.costs(tuple(by_stage[stage] for stage in sorted(by_stage)), replicas=args.data_parallel_size)
+            self._learnt_with = fingerprint(args, {stage: one.model for stage, one in self.stages.items()}, self.links)
+            known = resumed(args, loaded, self._learnt_with)
+        self.kept = None if known is None else KeptCosts(known, self._learnt_with)
+        """The learnt costs, to be kept with checkpoints; None while they are learnt."""
+        self.costs, self.learner = (self._by_formula(layers), Learner()) if known is None else (known, Learner.done())
         self.problem = Problem((), self.placement.rank_of, tuple(caps), multiple)
         options = options_from(args, training=True)
         self._options = options if recomputes else replace(options, recompute=0)
@@ -114,6 +121,7 @@ class MicrobatchPipeline:
             host_cap = min(gathered(host_cap_bytes(args), self.links, min))
             self.problem = replace(self.problem, host_cap_bytes=host_cap)
         self._plans: dict[tuple[Shapes, bool], Planned] = {}
+        self._watch = StageWatch(self.rank, self.links.control)
         self._last: tuple[tuple[Shapes, bool], Planned] | None = None
 
     def plan_of_call(self, shapes: Shapes, forward_only: bool) -> Planned:
@@ -164,7 +172,7 @@ class MicrobatchPipeline:
             what losses reported, in the caller's order (empty but on the last rank), and the number of tokens.
         """
         measures = self.learner.is_recording and not call.forward_only
-        recorder = Recorder(enabled=measures)
+        recorder = Recorder(enabled=measures or (self.learner.is_done and not call.forward_only))
         parameters = (parameter for model in self.models for parameter in model.parameters())
         kept = KeptTensors(parameters, self._host, measures, self._on_gpu)
         config = get_model_config(self.models[0])
@@ -173,8 +181,11 @@ class MicrobatchPipeline:
                 first, last = partial(reduction.before_last_gradient, index), partial(reduction.reduce, index)
                 stage.begin(call, microbatches, shapes, planned.order, first, last, kept)
             Executor(planned.plan, self.rank, self.stages, self.links, recorder, self.watchdog, kept.offload).run()
-        if not call.forward_only and not self.learner.is_done:
-            self._learn(planned, shapes, recorder if measures else None, kept.offloadable_share)
+        if not call.forward_only:
+            if self.learner.is_done:
+                self._watch.after(planned.plan, recorder)
+            else:
+                self._learn(planned, shapes, recorder if measures else None, kept.offloadable_share)
         for stage in self.stages.values():
             stage.end()
         return [result for index in sorted(stage.results) for result in stage.results[index]], stage.total_tokens
@@ -195,6 +206,13 @@ class MicrobatchPipeline:
             if not agreed or dist.get_world_size() > dist.get_world_size(self.links.control):
                 self.failures.tell(str(error) if isinstance(error, EppError) else f"{type(error).__name__}: {error}")
             raise
+
+    def _by_formula(self, layers: Sequence[dict[int, int]]) -> PipelineCosts:
+        """Return costs by formula, from each rank's numbers of layers by stage."""
+        by_stage = {stage: count for found in layers for stage, count in found.items()}
+        profile = analytic_profile(model_shape(self.args), H100 if self._on_gpu else CPU)
+        counts = tuple(by_stage[stage] for stage in sorted(by_stage))
+        return of_whole_microbatches(profile.costs(counts, replicas=self.args.data_parallel_size))
 
     def _split_weights(self) -> None:
         """Split weight gradients where layers can delay them. Raises `EppError` if no layer of the rank can."""
@@ -217,7 +235,7 @@ class MicrobatchPipeline:
             return plan_as_given(shapes, problem, self.costs, self._options)
 
     def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None, share: float) -> None:
-        """Take in a training iteration; behind the last that is measured, fit costs to those of all ranks (a collective)."""
+        """Take in a training iteration; behind the last that is measured, fit costs, in a collective call."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})
             if self._on_gpu:
@@ -233,17 +251,20 @@ class MicrobatchPipeline:
         self.learner.add(planned.plan, recorder.events(), kept_bytes, peak_bytes, share)
         if not self.learner.is_done:
             return
-        everyone = from_each(self.learner.learnt, self.links.control)
-        learnt = fitted_costs(self.costs, everyone)
+        everyone = from_each(self.learner.learnt)
+        learnt = of_first(lambda: fitted_costs(self.costs, everyone))
         if self._on_gpu:
             peaks = gathered(self.learner.learnt.peak_bytes, self.links, max)
             without = plan_as_given(shapes, self.problem, learnt, self._options).plan.predicted.peak_bytes
             first = {self.placement.stages(rank)[0]: max(0, peaks[rank] - without[rank]) for rank in range(len(peaks))}
-            learnt = with_static(learnt, first)
+            replicas = from_each(first)
+            learnt = with_static(learnt, {stage: max(each[stage] for each in replicas) for stage in first})
         if dist.get_rank() == 0:
             sizes = [size_of(planned.plan, chunk) for chunk in range(len(shapes))]
-            ratio = error_of(self.costs, learnt, sizes)
-            logger.info("costs learnt from %d iterations: they took %.2f of the time by formulas", self.learner.recorded, ratio)
+            ratio = deviation(self.costs, learnt, sizes)
+            logger.info("costs learnt from %d iterations: they took %s", self.learner.recorded, ratio)
+        self.kept = KeptCosts(learnt, self._learnt_with)
+        keep(self.args, self.kept)
         self.costs = learnt
         self._plans.clear()
 

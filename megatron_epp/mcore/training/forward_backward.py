@@ -113,6 +113,8 @@ def forward_backward_elastic(
     if not forward_only and batch.plan is not None:
         average_router_losses(num_microbatches, len(batch.plan.chunks))
     report.finish(loss)
+    if not forward_only:
+        session.after(batch, report.recorder)
     return [] if loss is None else [report_of(loss)]
 
 

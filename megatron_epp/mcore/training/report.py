@@ -80,7 +80,7 @@ class IterationReport:
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure the iteration: a context around all that builds or frees graphs."""
-        self.recorder = Recorder(enabled=self.collects)
+        self.recorder = Recorder(enabled=self.collects or (self.session.records and not self.is_evaluation))
         copies = () if self.batch.plan is None else self.batch.plan.copies
         if (self.session.args.epp_measure_memory or any(copies)) and not self.is_evaluation:
             stages = self.session.stages.values()

@@ -16,17 +16,22 @@ from megatron.core import mpu
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.work import TrainedParts
+from megatron_epp.data.batch import GlobalBatch
 from megatron_epp.data.iterator import DisagreementError, Item, PlanSource
 from megatron_epp.mcore.arguments.consequences import placement_of, token_multiple
 from megatron_epp.mcore.arguments.parser import options_from
 from megatron_epp.mcore.arguments.table import TRAINING
+from megatron_epp.mcore.costs.learnt import fingerprint, resumed
 from megatron_epp.mcore.costs.sources import gathered, pipeline_costs
+from megatron_epp.mcore.costs.stored import with_times
+from megatron_epp.mcore.costs.watch import StageWatch
 from megatron_epp.mcore.model.adopt import check_adopted
 from megatron_epp.mcore.model.block_loss import block_loss
 from megatron_epp.mcore.model.stage import MegatronStage
 from megatron_epp.mcore.patches import fingerprints, patching
 from megatron_epp.mcore.training.caps import cap_bytes, host_cap_bytes, tell_lowered
 from megatron_epp.mcore.training.communicators import groups_in_use, link_options, reduce_once, time_limit
+from megatron_epp.mcore.training.learning import CostLearning
 from megatron_epp.plan import UNLIMITED_BYTES, EppError
 from megatron_epp.planner.problem import Problem
 from megatron_epp.planner.service.background import BackgroundPlanner, PackedPlans
@@ -34,6 +39,7 @@ from megatron_epp.planner.service.replica_balance import LockstepGroups, lockste
 from megatron_epp.runtime.context import prepare
 from megatron_epp.runtime.links.links import Groups, Links, from_each, from_first
 from megatron_epp.runtime.offload.host import HostMemory
+from megatron_epp.runtime.trace import Recorder
 from megatron_epp.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -54,6 +60,11 @@ class Session:
     before the data iterators, whose plans wait until `attach` has learned the model's costs. Every rank of the job must create
     its session at the same point.
     """
+
+    learning: CostLearning | None = None
+    """Costs that the run learns; None before `attach`, without `--epp-costs learn`, and if an earlier run has learnt them."""
+    watch: StageWatch | None = None
+    """Comparison of iterations with their plans; None before `attach`, and if times are by formula."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -131,10 +142,41 @@ class Session:
         with self.watchdog.watch(self._what_it_learns, lambda: self._learning, self._learning_limit_s()):
             try:
                 self.costs = pipeline_costs(self.args, self.stages, links, self.placement.rank_of, self._note_learning)
+                if self.args.epp_costs == "learn":
+                    self._note_learning("looking for learnt costs")
+                    self.costs = self._begin_learning(self.costs, links)
+                if self.args.epp_costs != "analytic":
+                    self.watch = StageWatch(self.rank, links.control)
                 self._note_learning("exchanging memory caps")
                 self._begin_planning(self.costs, gathered(cap_bytes(self.args), links, min), gathered(host_cap, links, min))
             finally:
                 self._learning = None
+
+    def _begin_learning(self, costs: PipelineCosts, links: Links) -> PipelineCosts:
+        """Return `costs` with the times that an earlier run has learnt; learn them if there are none."""
+        learnt_with = fingerprint(self.args, {number: stage.model for number, stage in self.stages.items()}, links)
+        known = resumed(self.args, (), learnt_with)
+        if known is None:
+            self.learning = CostLearning(self.args, costs, learnt_with)
+            return costs
+        return with_times(costs, known)
+
+    @property
+    def records(self) -> bool:
+        """True if times of a training iteration's actions are needed, whether they are reported or not."""
+        return self.watch is not None
+
+    def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
+        """Learn from a training iteration, and compare it with its plan; sometimes a collective call of all ranks."""
+        plan = batch.plan
+        assert plan is not None
+        with self.watchdog.watch(lambda: f"rank {self.rank} waits for others' times (--epp-wait-limit-seconds)"):
+            if self.learning is not None and (learnt := self.learning.after(plan, recorder)) is not None:
+                self.costs = learnt
+                if self.plans:
+                    self.learning.plan_with(self._planner_by(learnt))
+            if self.watch is not None and self.costs is not None and plan.costs == self.costs.name:
+                self.watch.after(plan, recorder)
 
     def _begin_planning(self, costs: PipelineCosts, caps: Sequence[int], host_caps: Sequence[int]) -> None:
         """Start the planner with the smallest caps of all replicas. Does nothing on a rank that does not plan."""
@@ -146,10 +188,11 @@ class Session:
             tell_lowered(self.args, least)
         host_cap = min(map(min, from_each(host_caps, self._planning_ranks)))
         self._problem = problem_of(self.args, least, self.placement.rank_of, host_cap)
-        self._planner = BackgroundPlanner(
-            costs, options_from(self.args, training=True), self.lockstep_group, self.lockstep_groups
-        )
+        self._planner = self._planner_by(costs)
         self._can_plan.set()
+
+    def _planner_by(self, costs: PipelineCosts) -> BackgroundPlanner:
+        return BackgroundPlanner(costs, options_from(self.args, training=True), self.lockstep_group, self.lockstep_groups)
 
     def _note_learning(self, step: str) -> None:
         self._learning = step
@@ -174,13 +217,17 @@ class Session:
         """End planning. Any thread that still waits for a plan gets an error."""
         if self._planner is not None:
             self._planner.close()
+        if self.learning is not None:
+            self.learning.close()
 
     def _plan(self, lengths: tuple[int, ...], trained: tuple[TrainedParts, ...] = (), *, forward_only: bool) -> PackedPlans:
         self._can_plan.wait()
         assert self._planner is not None
         assert self._problem is not None
+        learns = self.learning is not None and not forward_only  # evaluations stay with formulas: they follow no iteration
+        planner = self.learning.planner_of_next(self._planner) if learns and self.learning else self._planner
         try:
-            return self._planner.plan(replace(self._problem, lengths=lengths, forward_only=forward_only, trained=trained))
+            return planner.plan(replace(self._problem, lengths=lengths, forward_only=forward_only, trained=trained))
         except EppError as error:
             raise error.within(after=f"\nThe batch that this is about has {_summary(lengths)}.", names=TRAINING) from error
 

@@ -1,0 +1,115 @@
+"""Learnt costs kept with the checkpoints, so that a resumed run of the same model on the same machine does not learn again."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.kept import KeptCosts, from_state, to_state
+from megatron_epp.mcore.costs.sources import gathered
+from megatron_epp.mcore.costs.stored import flags_of, of_first, write_whole
+from megatron_epp.plan import EppError
+from megatron_epp.plan.reading import parse_json, read_text
+from megatron_epp.runtime.links.links import Links
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "epp_learnt_costs.json"
+
+_SIZES = (
+    "epp_microbatches",
+    "epp_offload",
+    "data_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+)
+"""Arguments that learnt bytes depend on, besides those that times do."""
+_CONFIG = ("recompute_granularity", "recompute_method", "recompute_num_layers", "fp8", "fp4", "window_size")
+"""Fields of a model's configuration that change what its layers take, but not its parameters."""
+
+
+def fingerprint(args: argparse.Namespace, models: Mapping[int, torch.nn.Module], links: Links) -> dict[str, Any]:
+    """Return what learnt costs depend on: model, parallel layout and machine. A collective call of a pipeline's ranks.
+
+    Args:
+        args: Megatron's arguments, or what stands for them.
+        models: this rank's model chunks by stage.
+        links: of the pipeline.
+    """
+    everyone = gathered({number: _digest(model) for number, model in models.items()}, links)
+    digests = {number: digest for one in everyone for number, digest in one.items()}
+    flags = {name: value for name, value in flags_of(args).items() if name != "device"}
+    flags |= {name: getattr(args, name, None) for name in _SIZES}
+    config = get_model_config(next(iter(models.values())))
+    flags |= {name: getattr(config, name, None) for name in _CONFIG}
+    known = {f"--{name.replace('_', '-')}": _plain(value) for name, value in flags.items()}
+    return known | {"the device": _device(), "parameters of stages": [digests[number] for number in sorted(digests)]}
+
+
+def resumed(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[str, Any]) -> PipelineCosts | None:
+    """Return costs that an earlier run learnt, the same on every rank; None if there are none for this run. A collective call.
+
+    The first rank of the job decides. A warning says why kept costs do not hold.
+
+    Args:
+        args: Megatron's arguments; costs are read in the folder of the loaded checkpoint, if there is one.
+        loaded: costs that were given instead.
+        now: fingerprint of this run.
+    """
+    return of_first(lambda: _holding(args, loaded, now))
+
+
+def keep(args: argparse.Namespace, kept: KeptCosts) -> None:
+    """Write learnt costs to the checkpoint folder, on the first rank only. Does nothing if no checkpoints are saved."""
+    folder = getattr(args, "save", None)
+    if folder and dist.get_rank() == 0:
+        write_whole(Path(folder, FILE_NAME), json.dumps(to_state([kept]), sort_keys=True, indent=1, allow_nan=False))
+
+
+def _holding(args: argparse.Namespace, loaded: Sequence[KeptCosts], now: Mapping[str, Any]) -> PipelineCosts | None:
+    folder = getattr(args, "load", None)
+    path = Path(folder, FILE_NAME) if folder else None
+    try:
+        if not loaded and path is not None and path.exists():
+            loaded = from_state(parse_json(read_text(path), "the text"))
+    except (EppError, OSError, UnicodeDecodeError) as error:
+        logger.warning("%s: %s. Costs are learnt again", path, error)
+        return None
+    obstacles = [(one, one.obstacle(now)) for one in loaded]
+    for one, obstacle in obstacles:
+        if not obstacle:
+            logger.info("costs are those that an earlier run of this model has learnt")
+            return one.costs
+    if obstacles:
+        nearest = min((obstacle for _, obstacle in obstacles), key=len)
+        logger.warning("costs are learnt again: those kept with the checkpoint are of another run, since %s", nearest)
+    return None
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """Digest of the shapes and types of a model chunk's parameters, in their order."""
+    text = ";".join(f"{list(parameter.shape)} {parameter.dtype}" for parameter in model.parameters())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _device() -> str:
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_device_name()
+    return f"cpu ({platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads)"
+
+
+def _plain(value: object) -> object:
+    """Return a value that JSON gives back as it was."""
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,94 @@
+"""Costs that our own loop learns from its first training iterations, and the batch from which plans are made by them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_epp.cost import PipelineCosts
+from megatron_epp.cost.kept import KeptCosts
+from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs, size_of
+from megatron_epp.mcore.costs.learnt import keep
+from megatron_epp.mcore.costs.stored import of_first
+from megatron_epp.plan import EppError, Plan
+from megatron_epp.planner.service.background import BackgroundPlanner
+from megatron_epp.runtime.links.links import from_each
+from megatron_epp.runtime.trace import Recorder
+
+logger = logging.getLogger(__name__)
+
+
+class CostLearning:
+    """Measures the first training iterations of a run, which are planned by formulas, and fits costs to them.
+
+    Batches are planned ahead of training, on one rank of every group of replicas. So that all plan with equal costs, learnt
+    costs are used from a certain batch on, the same in every run, whose planning waits for them if need be.
+
+    Args:
+        args: Megatron's arguments.
+        costs: by formula, with measured bytes.
+        learnt_with: fingerprint of the run.
+    """
+
+    def __init__(self, args: argparse.Namespace, costs: PipelineCosts, learnt_with: Mapping[str, Any]) -> None:
+        self.learner = Learner()
+        self.first_batch = WARM_UP + RECORDED + args.epp_lookahead + 1
+        """Number of the first training batch that is planned by learnt costs, from 1."""
+        self._args, self._costs, self._learnt_with = args, costs, learnt_with
+        self._batch = 0  # the last that was planned
+        self._planner: BackgroundPlanner | None = None
+        self._is_over = threading.Event()
+
+    def after(self, plan: Plan, recorder: Recorder) -> PipelineCosts | None:
+        """Add a training iteration; return the learnt costs after the last one that is measured, in a collective call.
+
+        Args:
+            plan: of the iteration.
+            recorder: times of its actions.
+        """
+        if self.learner.is_done:
+            return None
+        self.learner.add(plan, recorder.events() if self.learner.is_recording else (), {})
+        if not self.learner.is_done:
+            return None
+        everyone = from_each(self.learner.learnt)
+        costs = of_first(lambda: fitted_costs(self._costs, everyone, keeps_weights=True))
+        if dist.get_rank() == 0:
+            ratio = deviation(self._costs, costs, [size_of(plan, chunk) for chunk in range(len(plan.chunks))])
+            logger.info(
+                "costs learnt from %d iterations: they took %s; plans are made from these costs from batch %d on",
+                self.learner.recorded,
+                ratio,
+                self.first_batch,
+            )
+        keep(self._args, KeptCosts(costs, self._learnt_with))
+        return costs
+
+    def plan_with(self, planner: BackgroundPlanner) -> None:
+        """Set the planner by learnt costs; only on a rank that plans."""
+        self._planner = planner
+        self._is_over.set()
+
+    def planner_of_next(self, by_formula: BackgroundPlanner) -> BackgroundPlanner:
+        """Return the planner of the next training batch: `by_formula`, or from `first_batch` on the one by learnt costs.
+
+        Waits for the latter. Raises `EppError` if training ends meanwhile.
+        """
+        self._batch += 1
+        if self._batch < self.first_batch:
+            return by_formula
+        self._is_over.wait()
+        if self._planner is None:
+            raise EppError("training has ended before costs were learnt")
+        return self._planner
+
+    def close(self) -> None:
+        """End planning. A thread that waits for learnt costs gets an error."""
+        self._is_over.set()
+        if self._planner is not None:
+            self._planner.close()

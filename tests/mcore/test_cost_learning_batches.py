@@ -1,0 +1,104 @@
+"""Batches planned ahead change to learnt costs at a fixed number, whatever the order in which planning and training proceed."""
+
+from __future__ import annotations
+
+import threading
+from argparse import Namespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_epp.cost import CPU, ModelShape, PipelineCosts, analytic_costs
+from megatron_epp.cost.learning import RECORDED, WARM_UP
+from megatron_epp.mcore.training import learning
+from megatron_epp.mcore.training.learning import CostLearning
+from megatron_epp.plan import UNLIMITED_BYTES, EppError
+from megatron_epp.planner import Problem, plan
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, vocab_size=1000)
+FORMULAS = analytic_costs(SHAPE, CPU, [2, 2])
+PLAN = plan(Problem((900, 200, 50), (0, 1), (UNLIMITED_BYTES,) * 2), FORMULAS)
+LEARNING = WARM_UP + RECORDED
+
+
+class Planner:
+    """Stands for a `BackgroundPlanner`."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Times:
+    """Recorder of a rank whose actions took twice their planned time."""
+
+    def events(self) -> tuple[Any, ...]:
+        return tuple((str(step.action), 0.0, 2.0 * step.time_us, None) for row in PLAN.ranks for step in row)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> CostLearning:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src: None)
+    monkeypatch.setattr(learning, "from_each", lambda item: [item])
+    return CostLearning(Namespace(epp_lookahead=2, save=None), FORMULAS, {})
+
+
+def learn(made: CostLearning) -> PipelineCosts:
+    for _ in range(LEARNING - 1):
+        assert made.after(PLAN, Times()) is None  # type: ignore[arg-type]
+    costs = made.after(PLAN, Times())  # type: ignore[arg-type]
+    assert costs is not None
+    assert made.after(PLAN, Times()) is None  # type: ignore[arg-type]
+    return costs
+
+
+def test_costs_are_learnt_once_after_the_last_measured_iteration(made: CostLearning) -> None:
+    costs = learn(made)
+    for learnt, before in zip(costs.stages, FORMULAS.stages, strict=True):
+        assert learnt.stage_forward.time_us(900, 405_450) == pytest.approx(
+            2 * before.stage_forward.time_us(900, 405_450), rel=0.1
+        )
+        assert learnt.layer_bytes_per_token == before.layer_bytes_per_token
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_first_batch_by_learnt_costs_is_the_same_whenever_they_come(made: CostLearning, is_early: bool) -> None:
+    by_formula, by_learnt, used = Planner(), Planner(), []
+
+    def plan_ahead() -> None:
+        used.extend(made.planner_of_next(by_formula) for _ in range(made.first_batch + 2))  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=plan_ahead, daemon=True)
+    if is_early:
+        made.plan_with(by_learnt)  # type: ignore[arg-type]
+    thread.start()
+    if not is_early:
+        thread.join(0.2)
+        assert thread.is_alive()
+        made.plan_with(by_learnt)  # type: ignore[arg-type]
+    thread.join(30)
+    assert used == [by_formula] * (made.first_batch - 1) + [by_learnt] * 3
+    assert made.first_batch > LEARNING  # or its plan would be needed before costs are known
+    made.close()
+    assert by_learnt.is_closed
+
+
+def test_a_thread_that_waits_ends_with_training(made: CostLearning) -> None:
+    errors: list[EppError] = []
+
+    def plan_ahead() -> None:
+        try:
+            while True:
+                made.planner_of_next(Planner())  # type: ignore[arg-type]
+        except EppError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=plan_ahead, daemon=True)
+    thread.start()
+    made.close()
+    thread.join(30)
+    assert "training has ended" in str(errors[0])

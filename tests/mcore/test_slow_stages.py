@@ -1,0 +1,101 @@
+"""A rank that becomes slow after costs were learnt is named once, with its host, stage and what it costs, in both loops."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import socket
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.cost.slowness import ITERATIONS, SLOWER
+from megatron_epp.mcore.costs import watch as watches
+from megatron_epp.plan import Action, Plan
+from tests.support.mcore.forked import launch
+from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
+from tests.support.plan.small_plans import one_f_one_b
+
+PROGRAMS = Path(__file__).parents[1] / "support" / "mcore"
+NAMED = re.compile(
+    r"rank 1 on (\S+) takes ([\d.]+) of the time of its costs for stage 1 "
+    r"\(([\d.]+) ms an iteration by the plan, ([\d.]+) ms without\)"
+)
+
+
+def check_named(output: str) -> None:
+    (named,) = NAMED.findall(output)
+    host, ratio, slow_ms, quick_ms = named
+    assert host == socket.gethostname()
+    assert float(ratio) > SLOWER
+    assert float(slow_ms) > float(quick_ms)
+    assert re.search(rf"WARNING:.*slower than costs for {ITERATIONS} iterations: ", output)
+
+
+def test_a_slow_rank_of_a_frameworks_own_loop_is_named() -> None:
+    finished = launch(2, PROGRAMS / "slow_worker.py", 2, "24,8,32,16")
+    assert finished.returncode == 0, finished.output[-5000:]
+    check_named(finished.output)
+
+
+def test_a_slow_rank_of_a_training_on_documents_is_named(tmp_path: Path) -> None:
+    data = write_pair(tmp_path / "documents", documents_of(long_tailed_lengths(200, 64), vocab_size=255))
+    flags = shlex.split(
+        "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+        "--max-position-embeddings 64 --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 "
+        "--transformer-impl local --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --eval-iters 1 --eval-interval 1000 "
+        "--tokenizer-type NullTokenizer --vocab-size 255 --split 80,20,0 --log-interval 1000 --calculate-per-token-loss "
+        f"--epp --epp-costs learn --epp-lookahead 1 --train-iters {6 + 2 * ITERATIONS}"
+    )
+    finished = launch(2, PROGRAMS / "slow_training.py", *flags, "--data-path", data)
+    assert finished.returncode == 0, finished.output[-5000:]
+    check_named(finished.output)
+
+
+PLAN = one_f_one_b()
+
+
+class Times:
+    """Recorder of a rank's iteration that took `factor` of its planned time. On a device it cannot be read at once."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.is_there = factor, False
+
+    def took_us(self) -> Iterator[tuple[Action, float]]:
+        assert self.is_there
+        yield from ((step.action, self.factor * step.time_us) for step in PLAN.ranks[0])
+
+
+@pytest.fixture
+def gathered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Items of this rank that others have received; the other rank is never slow."""
+    found: list[object] = []
+    ranks = Namespace(get_rank=lambda group=None: 0)
+    monkeypatch.setattr(watches, "dist", ranks)
+    monkeypatch.setattr(watches, "from_each", lambda mine, group: [found.append(mine), mine, (1, "b", {})][1:])
+    return found
+
+
+def run(watch: watches.StageWatch, factors: list[float], plan: Plan = PLAN) -> None:
+    times = [Times(factor) for factor in factors]
+    for before, now in zip([None, *times], times, strict=False):
+        if before is not None:
+            before.is_there = True
+        watch.after(plan, now)  # type: ignore[arg-type]
+
+
+def test_ranks_meet_once_in_some_iterations_and_times_are_read_later(gathered: list[object]) -> None:
+    run(watches.StageWatch(0, None), [2.0] * (3 * ITERATIONS - 1))  # type: ignore[arg-type]
+    assert len(gathered) == 2
+
+
+def test_a_stage_is_named_again_only_after_it_was_quick(gathered: list[object], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    slow, quick = [2.0] * ITERATIONS, [1.0] * ITERATIONS
+    run(watches.StageWatch(0, None), [*slow * 4, *quick * 2, *slow * 2])  # type: ignore[arg-type]
+    named = [record.getMessage() for record in caplog.records]
+    assert len(named) == 2
+    assert all("takes 2.00 of the time of its costs for stage 0" in line for line in named)

@@ -1,0 +1,48 @@
+"""Learnt costs come back as they were from a state, and say how another run differs from theirs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_epp.cost import CPU, ModelShape, analytic_costs
+from megatron_epp.cost.kept import KeptCosts, from_state, to_state
+from megatron_epp.plan import EppError
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=128)
+KEPT = KeptCosts(replace(analytic_costs(SHAPE, CPU, [2, 2]), name="learnt"), {"--fp16": False, "layers of stages": [2, 2]})
+
+
+def test_a_state_gives_back_equal_costs_also_after_json() -> None:
+    state = to_state([KEPT, replace(KEPT, learnt_with={})])
+    assert from_state(json.loads(json.dumps(state))) == (KEPT, replace(KEPT, learnt_with={}))
+    assert from_state(to_state([])) == ()
+
+
+def test_an_obstacle_names_each_difference_with_both_values() -> None:
+    assert KEPT.obstacle(dict(KEPT.learnt_with)) == ""
+    assert KEPT.obstacle({"--fp16": True, "layers of stages": [2, 2]}) == "--fp16 was False and is True"
+    assert KEPT.obstacle({"device": "cpu", "layers of stages": [1, 3]}) == (
+        "--fp16 was False and is not told, device was not told and is cpu, layers of stages was [2, 2] and is [1, 3]"
+    )
+
+
+STATE = to_state([KEPT])
+BAD: dict[str, tuple[Any, str]] = {
+    "no dictionary": ([1], "not a dictionary"),
+    "another schema": ({**STATE, "schema": "x"}, "schema 'x' version 1"),
+    "a later version": ({**STATE, "version": 2}, "version 2"),
+    "no list": ({**STATE, "pipelines": 3}, "no list of pipelines"),
+    "no fingerprint": ({**STATE, "pipelines": [{}]}, "do not say what they were learnt with"),
+    "no costs": ({**STATE, "pipelines": [{"learnt_with": {}}]}, "not a cost profile"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_anything_else_is_refused_by_what_it_is(case: str) -> None:
+    state, reason = BAD[case]
+    with pytest.raises(EppError, match=reason):
+        from_state(state)

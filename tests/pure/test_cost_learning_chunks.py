@@ -1,0 +1,113 @@
+"""Costs learnt from plans that cut, recompute and split weight gradients; few sizes only scale the costs by formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.cost import CPU, Line, ModelShape, StageCosts, analytic_profile
+from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, fitted_costs, of_whole_microbatches, size_of
+from megatron_epp.plan import NO_RECOMPUTE, Chunk, Plan, Recompute, Segment
+from tests.support.plan.small_plans import one_f_one_b
+
+SHAPE = ModelShape(num_layers=4, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, vocab_size=128)
+FORMULAS = analytic_profile(SHAPE, CPU).costs((2, 2))
+LAYER = Line(20.0, 2.0, 0.01)
+FORWARD, BACKWARD, WEIGHT = LAYER.scaled(2), Line(200.0, 9.0, 0.05), Line(30.0, 3.0, 0.0)
+SIZES = (64, 500, 1000, 3000)
+
+
+def plan_of(sizes: tuple[int, ...] = SIZES, recompute: Recompute = NO_RECOMPUTE) -> Plan:
+    chunks = tuple(Chunk((Segment(number, 0, length),)) for number, length in enumerate(sizes))
+    rows = ((recompute,) * len(sizes),) * 2
+    return replace(one_f_one_b(), lengths=sizes, chunks=chunks, recompute=rows)
+
+
+def learner_of(plan: Plan, again_us: Line = Line(), splits: bool = False) -> Learner:  # noqa: B008 - frozen
+    """Learner of the first stage, whose layers take `LAYER` and nothing else."""
+    learner = Learner()
+    for _ in range(WARM_UP):
+        learner.add(plan, (), {})
+    for _ in range(RECORDED):
+        events = []
+        for chunk in range(len(plan.chunks)):
+            size = size_of(plan, chunk)
+            weight_us = WEIGHT.time_us(*size) if splits else 0.0
+            backward_us = BACKWARD.time_us(*size) + again_us.time_us(*size) - weight_us
+            events.append((f"0F{chunk}", 0.0, FORWARD.time_us(*size), None))
+            events.append((f"0B{chunk}", 0.0, backward_us, None))
+            if splits:
+                events.append((f"0W{chunk}", 0.0, weight_us, None))
+        learner.add(plan, events, {})
+    return learner
+
+
+def first_stage(learner: Learner) -> StageCosts:
+    formulas = replace(FORMULAS, stages=(only_layers(FORMULAS.stages[0]), FORMULAS.stages[1]))
+    return fitted_costs(formulas, [learner.learnt], keeps_weights=True).stages[0]
+
+
+def only_layers(stage: StageCosts) -> StageCosts:
+    return replace(stage, extra_forward=Line(), extra_backward=Line(), extra_weight=Line())
+
+
+def same(found: Line, expected: Line) -> bool:
+    return all(
+        found.time_us(*s) == pytest.approx(expected.time_us(*s)) for s in ((64, 2080), (700, 245_350), (3000, 4_501_500))
+    )
+
+
+def test_a_backward_is_learnt_without_the_forward_that_layers_run_again() -> None:
+    plan = plan_of(recompute=Recompute(full=1))
+    stage = first_stage(learner_of(plan, again_us=LAYER))
+    assert same(stage.stage_forward, FORWARD)
+    assert same(stage.stage_backward, BACKWARD)
+    assert same(stage.forward, LAYER)
+
+
+def test_other_recompute_modes_change_as_the_forward_does() -> None:
+    before, stage = FORMULAS.stages[0].recompute, first_stage(learner_of(plan_of()))
+    factors = {name: mode.again.per_token_us / before[name].again.per_token_us for name, mode in stage.recompute.items()}
+    assert factors
+    assert len({round(factor, 9) for factor in factors.values()}) == 1
+    assert factors.popitem()[1] != pytest.approx(1.0, rel=0.1)
+    assert of_whole_microbatches(FORMULAS).stages[0].recompute == {}
+
+
+def test_split_weight_gradients_are_a_part_of_the_backward() -> None:
+    stage = first_stage(learner_of(plan_of(), splits=True))
+    assert same(stage.stage_backward, BACKWARD)
+    assert same(stage.stage_weight, WEIGHT)
+
+
+def test_weight_gradients_that_were_not_split_keep_their_share_of_the_backward() -> None:
+    before, after = FORMULAS.stages[0], first_stage(learner_of(plan_of()))
+    assert after.stage_weight.per_token_us > 0
+    assert after.weight == after.weight.within(after.backward)
+    assert after.stage_weight.per_token_us != pytest.approx(before.stage_weight.per_token_us, rel=0.1)
+
+
+@pytest.mark.parametrize("sizes", [(700,), (700, 900), (700, 800, 900, 1000, 1100)])
+def test_nearly_equal_sizes_scale_the_formulas(sizes: tuple[int, ...]) -> None:
+    before, after = only_layers(FORMULAS.stages[0]), first_stage(learner_of(plan_of(sizes)))
+    assert same(after.forward, before.forward.scaled(after.forward.per_token_us / before.forward.per_token_us))
+    assert after.stage_forward.time_us(*size_of(plan_of(sizes), 0)) == pytest.approx(
+        FORWARD.time_us(*size_of(plan_of(sizes), 0)), rel=0.15
+    )
+
+
+def test_a_stage_shares_its_time_between_layers_and_the_rest_as_by_formula() -> None:
+    learner = learner_of(plan_of())
+    stage = fitted_costs(FORMULAS, [learner.learnt]).stages[0]
+    before = FORMULAS.stages[0]
+    assert before.extra_forward.per_token_us > 0
+    share = before.extra_forward.per_token_us / before.stage_forward.per_token_us
+    assert stage.extra_forward.per_token_us / stage.stage_forward.per_token_us == pytest.approx(share)
+
+
+def test_stages_without_layers_have_their_time_in_the_rest() -> None:
+    costs = analytic_profile(SHAPE, CPU).costs((0, 4))
+    stage = fitted_costs(costs, [learner_of(plan_of()).learnt]).stages[0]
+    assert stage.forward == Line()
+    assert same(stage.extra_forward, FORWARD)

@@ -1,0 +1,30 @@
+"""A training on documents whose second pipeline rank becomes slow when plans are made by learnt costs."""
+
+import time
+
+from megatron_epp.mcore import entry
+
+SLEEP_S = 0.05
+
+
+def main():
+    with entry.errors_in_one_line():
+        entry.prepare()
+        from megatron_epp.mcore.model import gpt
+        from megatron_epp.mcore.model.stage import MegatronStage
+        from megatron_epp.mcore.training import session
+
+        quick = MegatronStage.forward
+
+        def forward(self, *rest):
+            run = session.current()
+            if run.rank == 1 and run.learning is not None and run.iteration >= run.learning.first_batch:
+                time.sleep(SLEEP_S)
+            return quick(self, *rest)
+
+        MegatronStage.forward = forward
+        gpt.pretrain()
+
+
+if __name__ == "__main__":
+    main()
