@@ -120,7 +120,7 @@ def shares_by_work(question: Question, layout: Layout) -> tuple[Share, ...]:
     work_us = dict(zip(question.lengths, sequence_work(problem, costs), strict=True))
     alone = tuple((replica,) for replica in range(layout.data))
     shares = divide(
-        problem, costs, alone, lambda lockstep_group: sum(work_us[length] for length in lockstep_group[0]), tries=0
+        problem, costs, alone, lambda problems: sum(work_us[length] for length in problems[0].lengths), tries=0
     ).shares
     loads_us = _loads_us(question, layout, shares)
     return tuple(shares[r] for r in sorted(range(layout.data), key=lambda r: (-loads_us[r], r)))
@@ -150,9 +150,7 @@ def exactly(question: Question, layout: Layout) -> Entry:
         problem,
         costs,
         layout.lockstep_groups,
-        lambda lockstep_group: max(
-            about_us(question.problem(layout, lengths), costs, question.options) for lengths in lockstep_group
-        ),
+        lambda problems: max(about_us(one, costs, question.options) for one in problems),
         _EXCHANGES,
     )
     times_us = division.makespan_us

@@ -45,7 +45,7 @@ class ChatEncoder:
 
     The mask is the tokenizer's own if the template marks what the assistant writes (``{% generation %}``) and only that is
     trained. Otherwise the tokens of the conversation up to a message and up to the one before it give the message's tokens.
-    What a template puts in front of an assistant's answer (its generation prompt) is not trained, what it puts behind one is.
+    The generation prompt, which a template puts in front of an assistant's answer, is not trained; the text behind one is.
 
     Attributes:
         apply: applies the template.

@@ -21,7 +21,7 @@ REMAKE = "make it again with `megatron-epp prepare` or Megatron's preprocess_dat
 LONG_DOCUMENTS = ("split", "truncate")
 """Treatments of a document with more positions than a sequence may have: several sequences, or its beginning only."""
 DOCUMENTS = (*LONG_DOCUMENTS, "stream")
-"""What documents become: sequences by themselves, or a stream of all documents in samples of as many positions each."""
+"""Ways to make samples of documents: sequences by themselves, or a stream of all, cut into samples of one length."""
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 

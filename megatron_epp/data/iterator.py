@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from megatron_epp.cost.work import TrainedParts
 from megatron_epp.data.batch import GlobalBatch, SequenceDataset
 from megatron_epp.data.trained_tokens import trained_parts
 from megatron_epp.plan import EppError, Plan
@@ -18,9 +19,9 @@ from megatron_epp.plan.serialize import unpack
 from megatron_epp.planner.service.background import PackedPlan, PackedPlans
 from megatron_epp.planner.service.replica_balance import by_count
 
-MakePlan = Callable[..., PackedPlans]
-"""Function from the lengths of a whole global batch, and the trained tokens of its sequences unless all tokens are trained
-(`trained_parts`), to the plans for the shares of some replicas."""
+MakePlan = Callable[[tuple[int, ...], tuple[TrainedParts, ...]], PackedPlans]
+"""Function from the lengths of a whole global batch and the trained tokens of its sequences (`trained_parts`) to the plans for
+the shares of some replicas."""
 
 Item = PackedPlans | Exception
 """Message of the planning rank to the others for one batch: its plans, or the error of planning."""
@@ -147,10 +148,7 @@ def _batches(
     for indices in sampler:
         consumed = getattr(sampler, "consumed_samples", 0)
         lengths = tuple(int(dataset.lengths[index]) for index in indices)
-        packed = None
-        if plans is not None and plans.make is not None:
-            trained = trained_parts(dataset, indices)
-            packed = plans.make(lengths, trained) if trained else plans.make(lengths)
+        packed = None if plans is None or plans.make is None else plans.make(lengths, trained_parts(dataset, indices))
         batch = GlobalBatch(
             indices=indices,
             lengths=lengths,

@@ -17,7 +17,7 @@ from tests.support.runtime.synthetic_sequences import MemoryDataset, plan_of
 LENGTHS = [5, 9, 2, 30, 7, 11, 4]
 
 
-def whole_sequences(lengths):
+def whole_sequences(lengths, trained=()):
     plan = plan_of(lengths, [[(sequence, 0, length)] for sequence, length in enumerate(lengths)])
     return (PackedPlan(pack(plan), 1000.0 * len(lengths), tuple(range(len(lengths)))),)
 
@@ -25,7 +25,7 @@ def whole_sequences(lengths):
 def of_the_shares(*shares):
     """What replicas of one batch give out, each for a share of it."""
 
-    def make(share, lengths):
+    def make(share, lengths, trained=()):
         (packed,) = whole_sequences([lengths[at] for at in share])
         return (packed._replace(share=share),)
 
@@ -69,7 +69,7 @@ def test_plans_are_made_ahead_but_not_without_bound():
     made = []
     asked_for_fourth = threading.Event()
 
-    def make_plan(lengths):
+    def make_plan(lengths, trained=()):
         made.append(lengths)
         if len(made) == 4:
             asked_for_fourth.set()
@@ -85,7 +85,7 @@ def test_plans_are_made_ahead_but_not_without_bound():
 def test_a_planning_error_surfaces_after_the_batches_made_before_it_and_stays():
     calls = []
 
-    def make_plan(lengths):
+    def make_plan(lengths, trained=()):
         calls.append(lengths)
         if len(calls) == 3:
             raise InfeasibleError("needs 12 GB")
@@ -113,7 +113,7 @@ def test_a_sampler_error_surfaces():
 
 def test_a_plan_for_other_lengths_is_refused():
     with pytest.raises(DisagreementError, match=r"plan is for sequences of 5, 9 tokens .* batch has 2, 30\. .*seed"):
-        next(batches(lambda lengths: whole_sequences((5, 9)), sampler=[(2, 3)]))
+        next(batches(lambda lengths, trained: whole_sequences((5, 9)), sampler=[(2, 3)]))
 
 
 def test_replicas_take_the_shares_they_planned():
@@ -132,7 +132,7 @@ def test_replicas_take_the_shares_they_planned():
 def test_replicas_of_a_team_take_theirs_of_the_plans_made_for_all():
     shares = [(1,), (0, 2)]
 
-    def make(lengths):
+    def make(lengths, trained=()):
         return tuple(packed for each in of_the_shares(*shares) for packed in each(lengths))
 
     for position, share in enumerate(shares):
@@ -153,7 +153,7 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division():
     checksums = iter(range(10))
     seen = []
 
-    def make(lengths):
+    def make(lengths, trained=()):
         return (whole_sequences(lengths)[0]._replace(division=next(checksums)),)
 
     iterator = PlannedBatches(MemoryDataset(LENGTHS), [(0, 1), (2,), (3,)], PlanSource(make, agree=seen.append))
@@ -162,7 +162,7 @@ def test_every_batch_is_taken_with_the_checksum_of_its_division():
 
 
 def test_where_planning_fails_the_others_are_told():
-    def make(lengths):
+    def make(lengths, trained=()):
         raise InfeasibleError("no plan fits")
 
     seen = []

@@ -53,15 +53,15 @@ def test_a_damaged_file_is_learnt_again(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def said() -> list[dict[str, Any]]:
+def said() -> tuple[dict[str, Any], ...]:
     finished = launch(2, WORKER, 2, "24,8,32,16,8,32")
     assert finished.returncode == 0, finished.output[-5000:]
     assert "the device was another one and is cpu" in finished.output
-    return [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+    return finished.figures
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_framework_keeps_costs_by_the_state_of_its_schedule(said: list[dict[str, Any]], rank: int) -> None:
+def test_a_framework_keeps_costs_by_the_state_of_its_schedule(said: tuple[dict[str, Any], ...], rank: int) -> None:
     learning, resumed, elsewhere, late = (one for one in said if one["rank"] == rank)
     assert [one["learns"] for one in (learning, resumed, elsewhere)] == [False, False, True]
     assert resumed["state"] == learning["state"]
@@ -69,7 +69,7 @@ def test_a_framework_keeps_costs_by_the_state_of_its_schedule(said: list[dict[st
     assert "before the first call" in late["error"]
 
 
-def test_all_ranks_have_the_same_state(said: list[dict[str, Any]]) -> None:
+def test_all_ranks_have_the_same_state(said: tuple[dict[str, Any], ...]) -> None:
     assert len({json.dumps(one["state"], sort_keys=True) for one in said[:2]}) == 1
 
 

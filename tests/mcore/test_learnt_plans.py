@@ -14,7 +14,7 @@ from megatron_epp.cost.learning import RECORDED, WARM_UP
 from megatron_epp.mcore.costs.learnt import FILE_NAME
 from megatron_epp.plan.serialize import load
 from tests.support.mcore.forked import launch
-from tests.support.mcore.parity_figures import Figures, check_closeness, parity
+from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 LOOKAHEAD = 1
@@ -35,11 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def figures(folder: Path) -> dict[str, Figures]:
-    path, cases = folder / "cases.json", {name: dict(case) for name, case in CASES.items()}
+    cases = {name: dict(case) for name, case in CASES.items()}
     for name, case in cases.items():
         case["plan"] = f"{case['plan']} --epp-report-dir {folder / name} --epp-trace {FIRST - 1} {FIRST}"
-    path.write_text(json.dumps(cases))
-    return parity("--cases", path, "--iterations", ITERATIONS, timeout_s=400)["cases"]
+    return parity_of(folder, cases, ITERATIONS, 400)
 
 
 @pytest.mark.parametrize("name", CASES)

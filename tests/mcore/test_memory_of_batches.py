@@ -4,8 +4,6 @@ KV offload.
 Measured is what autograd keeps on the device, each storage once, and the KV relay's buffers; in host memory, what is away.
 """
 
-import json
-
 import pytest
 
 from megatron_epp.plan.recompute import MODES
@@ -26,9 +24,8 @@ def batches(request):
 def runs(batches, tmp_path_factory):
     """By training and rank: a line for every plan that ran."""
     finished = launch(1, "-m", WORKER, tmp_path_factory.mktemp("batches"), batches, timeout_s=400)
-    last = next((line for line in reversed(finished.output.splitlines()) if line.startswith("{")), None)
-    assert last is not None, finished.output[-5000:]
-    found = json.loads(last)
+    assert finished.returncode == 0, finished.output[-5000:]
+    (found,) = finished.figures
     assert not [ranks for ranks in found.values() if "error" in ranks], found
     return found
 

@@ -21,7 +21,7 @@ from scripts.parity.compare import BATCH, table
 from tests.support.mcore.forked import launch
 from tests.support.mcore.launch import run
 from tests.support.mcore.parity_cases import CASES, CUTS, ITERATIONS, MORE_CASES, MORE_ITERATIONS, Cases
-from tests.support.mcore.parity_figures import Figures, check_closeness, parity
+from tests.support.mcore.parity_figures import Figures, check_closeness, parity, parity_of
 
 ROWS = {"pairs": covering_rows(), "full": full_rows()}
 LIMITS_S = {"pairs": 900, "full": 9000}
@@ -46,17 +46,15 @@ def cuts_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Cell, st
     """The figures of a cut of a cell on a model, made for the cell's cuts together when first asked for."""
 
     @functools.cache
-    def report(iterations: int, cell: Cell) -> dict[str, Any]:
+    def report(iterations: int, cell: Cell) -> dict[str, Figures]:
         cases = {
             f"{model}, {cut}": {"cell": {"pp": cell.pp}, "model": model, "plan": CUTS[cut].flags}
             for model, cuts in CASES_OF[iterations][cell].items()
             for cut in cuts
         }
-        path = tmp_path_factory.mktemp("parity") / "cases.json"
-        path.write_text(json.dumps(cases))
-        return parity("--cases", path, "--iterations", iterations, timeout_s=900)
+        return parity_of(tmp_path_factory.mktemp("parity"), cases, iterations, 900)
 
-    return lambda iterations, cell, model, cut: report(iterations, cell)["cases"][f"{model}, {cut}"]
+    return lambda iterations, cell, model, cut: report(iterations, cell)[f"{model}, {cut}"]
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +187,10 @@ ROUTERS = {
 
 @pytest.fixture(scope="module")
 def routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
-    """What routers count and add up by chunk, in chunks of one whole document; and what they do not, in slices."""
-    path = tmp_path_factory.mktemp("routers") / "cases.json"
+    """Figures of routers that count and add up by chunk, in chunks of one whole document; and of others, in slices."""
     experts = {"experts": 4}
     cases = {name: {"cell": experts, "model": "llama", "plan": plan, "both": both} for name, (both, plan) in ROUTERS.items()}
-    path.write_text(json.dumps(cases))
-    return parity("--cases", path, "--iterations", ROUTER_ITERATIONS, timeout_s=300)["cases"]
+    return parity_of(tmp_path_factory.mktemp("routers"), cases, ROUTER_ITERATIONS)
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -15,7 +15,7 @@ from megatron_epp.data.sampler import GlobalBatchSampler
 from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, common_flags
 from scripts.random_documents import write_documents
 from tests.support.mcore.forked import RECORDER, launch
-from tests.support.mcore.parity_figures import Figures, check_closeness, parity
+from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
 ITERATIONS = 2
 SEED = 1234
@@ -63,9 +63,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
             "both": f"--data-path {few} --seed {SEED} --global-batch-size 2",
         },
     }
-    path = folder / "cases.json"
-    path.write_text(json.dumps(cases))
-    return parity("--cases", path, "--iterations", ITERATIONS, timeout_s=300)["cases"]
+    return parity_of(folder, cases, ITERATIONS)
 
 
 def test_plans_train_the_masked_labels_that_the_stock_schedule_trains(figures: dict[str, Figures]) -> None:

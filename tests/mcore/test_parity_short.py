@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.plan.serialize import digest, load
 from megatron_epp.report.measured import Measured
-from tests.support.mcore.parity_figures import Figures, check_closeness, parity
+from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
 ITERATIONS = 2
 REPORTED = "two stages"
@@ -32,10 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def figures(folder: Path) -> dict[str, Figures]:
-    path, cases = folder / "cases.json", {name: dict(case) for name, case in CASES.items()}
+    cases = {name: dict(case) for name, case in CASES.items()}
     cases[REPORTED]["plan"] += f" --epp-report-dir {folder / 'report'}"
-    path.write_text(json.dumps(cases))
-    return parity("--cases", path, "--iterations", ITERATIONS, timeout_s=300)["cases"]
+    return parity_of(folder, cases, ITERATIONS)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,14 +5,12 @@ The answers are at the end of documents, so some chunks, and some ranks' parts o
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 from scripts.parity.cells import LENGTHS, VOCABULARY
 from scripts.random_documents import write_documents
-from tests.support.mcore.parity_figures import Figures, check_closeness, parity
+from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
 
 CASES = {
     "sequence parallel": {"cell": {"tp": 2, "sp": True}, "model": "llama", "plan": "--epp-slices 3"},
@@ -33,9 +31,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
     written = write_documents(folder / "data", LENGTHS, VOCABULARY)
     masks = [np.arange(length + 1) > 0.7 * length for length in LENGTHS]
     np.concatenate(masks).astype(np.uint8).tofile(f"{written}.mask")
-    path = folder / "cases.json"
-    path.write_text(json.dumps({name: case | {"both": f"--data-path {written}"} for name, case in CASES.items()}))
-    return parity("--cases", path, "--iterations", 2, timeout_s=600)["cases"]
+    return parity_of(folder, {name: case | {"both": f"--data-path {written}"} for name, case in CASES.items()}, 2, 600)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -144,19 +144,19 @@ LOOPS = {
 
 
 @pytest.fixture(scope="module", params=LOOPS)
-def wrapped(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def wrapped(request: pytest.FixtureRequest) -> tuple[dict[str, Any], ...]:
     """Output of the ranks of a framework's own loop: one run by stock, six planned, one evaluation."""
     ranks, *rest = LOOPS[request.param]
     finished = launch(ranks, PROGRAMS / "wrap_worker.py", *rest)
     assert finished.returncode == 0, finished.output[-5000:]
-    return [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+    return finished.figures
 
 
-def test_a_loop_without_megatrons_parser_gets_the_gradients_of_stock(wrapped: list[dict[str, Any]]) -> None:
+def test_a_loop_without_megatrons_parser_gets_the_gradients_of_stock(wrapped: tuple[dict[str, Any], ...]) -> None:
     assert max(one["worst"] for one in wrapped if "worst" in one) < TOLERANCE
 
 
-def test_results_come_in_the_callers_order(wrapped: list[dict[str, Any]]) -> None:
+def test_results_come_in_the_callers_order(wrapped: tuple[dict[str, Any], ...]) -> None:
     for one in wrapped:
         results, stock = one.get("results", one.get("evaluated")), one["stock"]
         assert [entry["tokens"] for entry in results] == [entry["tokens"] for entry in stock]
@@ -164,7 +164,7 @@ def test_results_come_in_the_callers_order(wrapped: list[dict[str, Any]]) -> Non
     assert any(one["stock"] for one in wrapped)
 
 
-def test_data_that_is_no_loss_is_collected_in_the_callers_order(wrapped: list[dict[str, Any]]) -> None:
+def test_data_that_is_no_loss_is_collected_in_the_callers_order(wrapped: tuple[dict[str, Any], ...]) -> None:
     seen = [(one["collected"], one["collected by stock"]) for one in wrapped if "collected" in one]
     for ours, theirs in seen:
         assert [entry["tokens"] for entry in ours] == [entry["tokens"] for entry in theirs]
@@ -180,7 +180,7 @@ def test_under_a_cap_layers_of_some_microbatches_recompute_and_gradients_stay() 
     assert finished.returncode == 0, finished.output[-5000:]
     (share,) = re.findall(r"planned .* bubble [\d.]+%, ([\d.]+)% of layers recompute", finished.output)[1:2]
     assert 0 < float(share) < 100
-    said = [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+    said = finished.figures
     assert max(one["worst"] for one in said if "worst" in one) < TOLERANCE
     peaks = {rank: [one["peak_bytes"] for one in said if one["rank"] == rank and "peak_bytes" in one] for rank in (0, 1)}
     for of_rank in peaks.values():  # the first iteration runs without plans for the cap, the last with one

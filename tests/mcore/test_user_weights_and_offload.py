@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from megatron_epp.plan import EppError
 from tests.mcore.test_user_microbatches import EVEN, PLANS, PROGRAMS, TOLERANCE, UNEVEN, check_equal
 from tests.support.mcore.forked import launch, train
 
 TIMES = {"US_PER_TOKEN": json.dumps({"forward": 100.0, "backward": 200.0, "weight": 100.0})}
-"""Of a layer; what is measured of such tiny layers is mostly noise."""
+"""Times of a layer; measured times of such tiny layers are mostly noise."""
 PLANNED = re.compile(
     r"planned .* ([\d.]+)% of layers recompute, ([\d.]+)% of activations are offloaded, (\d+) weight gradients are actions"
 )
@@ -22,7 +25,7 @@ def planned_by(ranks: int, stages: int, lengths: str, env: dict[str, str], **set
     """Run a loop with settings of `wrap`, check its gradients, and return the figures of each plan in the log."""
     finished = launch(ranks, PROGRAMS / "wrap_worker.py", stages, lengths, env={"SETTINGS": json.dumps(settings), **env})
     assert finished.returncode == 0, finished.output[-5000:]
-    said = [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+    said = finished.figures
     assert max(one["worst"] for one in said if "worst" in one) < TOLERANCE
     return [tuple(map(float, found)) for found in PLANNED.findall(finished.output)]
 
@@ -40,6 +43,16 @@ def test_weight_gradients_wait_in_layers_that_recompute() -> None:
     planned = planned_by(2, 2, EVEN, cheap_forward, split_weight_gradient=True, memory_cap_gb=270_000 / 2**30)[1]
     assert planned[0] > 0
     assert planned[2] > 0
+
+
+def test_a_model_without_layers_that_can_delay_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_epp.mcore.microbatches import pipeline
+
+    monkeypatch.setattr(pipeline, "from_each", lambda mine, group: [0, mine])
+    for num_split, allowed in ((1, nullcontext()), (0, pytest.raises(EppError, match="no layer of this model"))):
+        stage = Namespace(split_weights=lambda found=num_split: (found, []))
+        with allowed:
+            pipeline.MicrobatchPipeline._split_weights(Namespace(stages={0: stage}, links=Namespace(control=None)))
 
 
 def test_activations_are_offloaded_where_recompute_would_take_longer() -> None:

@@ -12,7 +12,7 @@ from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.chunks.chunker import Chunker
 from megatron_epp.planner.exact.refine import canonical
 from megatron_epp.planner.search.estimate import about_us
-from megatron_epp.planner.service.replica_balance import divide_by
+from megatron_epp.planner.service.replica_balance import divide
 from tests.support.plan.planner_cases import pipeline, problem
 
 HEAD = {"extra_forward": Line(5.0, 20.0), "extra_backward": Line(5.0, 40.0), "extra_weight": Line(0.0, 15.0)}
@@ -90,6 +90,6 @@ def test_replicas_share_trained_tokens_too():
     def slowest_us(shares: tuple[Problem, ...]) -> float:
         return max(about_us(share, with_head(), Options()) for share in shares)
 
-    division = divide_by(asked, with_head(), ((0,), (1,)), slowest_us)
+    division = divide(asked, with_head(), ((0,), (1,)), slowest_us)
     trained = [sum(sum(parts) for parts in asked.part(share).trained) for share in division.shares]
     assert max(trained) < 240 * 0.8

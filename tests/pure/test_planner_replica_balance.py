@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -34,8 +33,8 @@ def problem(lengths, cap_bytes=UNLIMITED_BYTES):
     return Problem(lengths=tuple(lengths), placement=(0, 1), cap_bytes=(cap_bytes,) * 2)
 
 
-def planned_us(whole):
-    return lambda lockstep_group: plan(replace(whole, lengths=lockstep_group[0]), COSTS).predicted.makespan_us
+def planned_us(problems):
+    return plan(problems[0], COSTS).predicted.makespan_us
 
 
 def alone(replicas):
@@ -44,13 +43,12 @@ def alone(replicas):
 
 
 def divided(lengths, replicas, **options):
-    whole = problem(lengths)
-    return divide(whole, COSTS, alone(replicas), planned_us(whole), **options)
+    return divide(problem(lengths), COSTS, alone(replicas), planned_us, **options)
 
 
-def work_of(lockstep_group):
+def work_of(problems):
     """A stand-in for plans: attention dominates, and the slowest of a team decides."""
-    return max(sum(length * length + 50 * length for length in lengths) for lengths in lockstep_group)
+    return max(sum(length * length + 50 * length for length in one.lengths) for one in problems)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 8))
@@ -76,7 +74,7 @@ def test_exchanges_never_make_the_slowest_plan_slower(lengths, replicas):
 def test_shares_take_equal_time_not_equal_counts():
     lengths = (4000, 2000, 2000, *(200,) * 61)
     by_time = divided(lengths, 2)
-    times_us = [planned_us(problem(lengths))([tuple(lengths[at] for at in by_count(64, r, 2))]) for r in range(2)]
+    times_us = [planned_us([problem(lengths[at] for at in by_count(64, r, 2))]) for r in range(2)]
     dealt = Division((), tuple(times_us))
     assert by_time.imbalance < 0.02 < dealt.imbalance
     assert len(by_time.shares[0]) != len(by_time.shares[1])
@@ -89,7 +87,7 @@ def test_equal_sequences_are_divided_by_count():
 
 def test_a_sequence_longer_than_all_the_rest_has_a_replica_of_its_own():
     division = divided((9000, *(50,) * 15), 4)
-    alone_us = planned_us(problem((9000,)))([(9000,)])
+    alone_us = planned_us([problem((9000,))])
     assert (0,) in division.shares
     assert max(division.makespan_us) == alone_us
 
@@ -97,7 +95,7 @@ def test_a_sequence_longer_than_all_the_rest_has_a_replica_of_its_own():
 def test_where_work_misjudges_a_plan_exchanges_go_by_the_plan():
     """Every sequence takes an hour, whatever its length."""
     lengths = (4000, *(10,) * 19)
-    division = divide(problem(lengths), COSTS, alone(2), lambda lockstep_group: 3.6e9 * len(lockstep_group[0]))
+    division = divide(problem(lengths), COSTS, alone(2), lambda problems: 3.6e9 * len(problems[0].lengths))
     assert [len(share) for share in division.shares] == [10, 10]
 
 
@@ -120,7 +118,7 @@ def test_replicas_of_a_team_take_as_long_as_its_slowest(lengths):
     division = divide(problem(lengths), COSTS, lockstep_groups, work_of)
     assert sorted(at for share in division.shares for at in share) == list(range(len(lengths)))
     for lockstep_group in lockstep_groups:
-        shares = [[lengths[at] for at in division.shares[replica]] for replica in lockstep_group]
+        shares = [problem(lengths[at] for at in division.shares[replica]) for replica in lockstep_group]
         assert {division.makespan_us[replica] for replica in lockstep_group} == {work_of(shares)}
 
 
@@ -147,9 +145,8 @@ def test_imbalance_is_how_much_longer_the_slowest_takes_than_the_mean():
 
 
 def test_a_share_that_fits_no_cap_is_refused_as_its_plan_is():
-    whole = problem((4000, 4000), cap_bytes=1 << 20)
     with pytest.raises(InfeasibleError, match="Raise cap_bytes to"):
-        divide(whole, COSTS, alone(2), planned_us(whole))
+        divide(problem((4000, 4000), cap_bytes=1 << 20), COSTS, alone(2), planned_us)
 
 
 def test_a_share_that_fits_no_cap_gives_away_what_another_replica_has_room_for():

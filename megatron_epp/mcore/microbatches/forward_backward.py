@@ -86,7 +86,8 @@ class Schedule:
         with pipeline.telling_others():
             in_turn = self._looks_ahead and not forward_only and not is_replay() and pipeline.can_look_ahead(iterators)
             ahead = (installed(iterators) or []) if in_turn else []
-            pipeline.ahead.wait()
+            with pipeline.watchdog.watch(lambda: "waiting for others' microbatches and plans (--epp-wait-limit-seconds)"):
+                pipeline.ahead.wait()
             shapes = pipeline.ahead.take(ahead, num_microbatches) if in_turn else None
         with pipeline.telling_others(agreed=shapes is None):
             sources, mine, problem = self._taken(iterators, num_microbatches, len(models))

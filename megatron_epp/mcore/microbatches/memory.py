@@ -42,9 +42,9 @@ class KeptTensors:
         return torch.cuda.memory_allocated() if self._on_gpu or self._saved is None else self._saved.live_bytes
 
     @property
-    def offloadable_share(self) -> float:
-        """Smallest share of a chunk's kept bytes that can be offloaded, 0 to 1; 0 without offload."""
-        return 0.0 if self.offload is None else min(self.offload.shares, default=0.0)
+    def offloadable_share(self) -> float | None:
+        """Smallest share of a chunk's kept bytes that can be offloaded, 0 to 1; None without offload, which is not measured."""
+        return None if self.offload is None else min(self.offload.shares, default=0.0)
 
 
 class OffloadWithShares(Offload):

@@ -114,12 +114,13 @@ class MicrobatchPipeline:
             )
         if options.split_weight:
             self._split_weights()
-        self._host = HostMemory(device, host_cap_bytes(args)) if options.offload else None
-        if self._host is not None:
+        self._host: HostMemory | None = None
+        if options.offload:
+            host_cap = host_cap_bytes(args)
+            self._host = HostMemory(device, host_cap)
             latency_us, us_per_byte = map(max, zip(*gathered(measure_host_link(device), self.links, max), strict=True))
             self.costs = replace(self.costs, host_latency_us=latency_us, host_us_per_byte=us_per_byte)
-            host_cap = min(gathered(host_cap_bytes(args), self.links, min))
-            self.problem = replace(self.problem, host_cap_bytes=host_cap)
+            self.problem = replace(self.problem, host_cap_bytes=min(gathered(host_cap, self.links, min)))
         self._plans: dict[tuple[Shapes, bool], Planned] = {}
         self._watch = StageWatch(self.rank, self.links.control)
         self._last: tuple[tuple[Shapes, bool], Planned] | None = None
@@ -215,15 +216,20 @@ class MicrobatchPipeline:
         return of_whole_microbatches(profile.costs(counts, replicas=self.args.data_parallel_size))
 
     def _split_weights(self) -> None:
-        """Split weight gradients where layers can delay them. Raises `EppError` if no layer of the rank can."""
+        """Split weight gradients where layers can delay them. Raises `EppError`, on every rank, if no layer can."""
+        total = 0
         for number, stage in self.stages.items():
-            if obstacles := stage.split_weights():
+            num_split, obstacles = stage.split_weights()
+            total += num_split
+            if obstacles:
                 logger.warning(
                     "stage %d computes weight gradients of %d layers with their backward: %s",
                     number,
                     len(obstacles),
                     obstacles[0],
                 )
+        if not any(from_each(total, self.links.control)):
+            raise EppError("--epp-split-weight-gradient: no layer of this model can delay its weight gradient; leave it out")
 
     def _make(self, shapes: Shapes, problem: Problem) -> Planned:
         if not self.learner.is_done:
@@ -234,7 +240,7 @@ class MicrobatchPipeline:
             logger.warning("microbatches run in their own order, in 1F1B: %s", error)
             return plan_as_given(shapes, problem, self.costs, self._options)
 
-    def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None, share: float) -> None:
+    def _learn(self, planned: Planned, shapes: Shapes, recorder: Recorder | None, share: float | None) -> None:
         """Take in a training iteration; behind the last that is measured, fit costs, in a collective call."""
         if recorder is None:
             self.learner.add(planned.plan, (), {})

@@ -50,12 +50,12 @@ class MicrobatchStage:
         self.before_last_gradient: Callable[[], None] = _nothing
         self.reduce_gradients: Callable[[], None] = _nothing
 
-    def split_weights(self) -> list[str]:
-        """Split the weight gradients of layers that can delay them; return the others, each with the reason."""
+    def split_weights(self) -> tuple[int, list[str]]:
+        """Split the weight gradients of layers that can delay them; return their number, and the others with the reasons."""
         chunk: Any = unwrap_model(self.model)
-        obstacles = split_where_possible(chunk)
+        found = split_where_possible(chunk)
         self.weights = chunk.weight_gradients
-        return obstacles
+        return found
 
     @property
     def recomputes(self) -> bool:
@@ -134,12 +134,8 @@ class MicrobatchStage:
         if grad is not None:
             grad = grad.view(self._shape(self._order[context.chunk]))
         before = self._kept.held_bytes()
-        if self.weights is None:
+        with nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights):
             schedules.backward_step(None, output, grad, self.config)
-            return
-        with self.weights.keeping(context.chunk) if keep_weights else nullcontext():
-            schedules.backward_step(None, output, grad, self.config)
-            self.weights.finish()
         if keep_weights:
             self.weight_bytes[context.chunk] = self.kept_bytes[context.chunk] + self._kept.held_bytes() - before
 

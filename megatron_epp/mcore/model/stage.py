@@ -108,7 +108,8 @@ class MegatronStage:
         with self._timed("batch-generator"):
             arrays = self._arrays(context.chunk) if self.is_first or self.is_last else None
         get_attr_wrapped_model(self.model, "set_input_tensor")(hidden)
-        inputs, rows = self.inputs(arrays), self._rows(arrays)
+        part = None if arrays is None else self.part(arrays)
+        inputs, rows = self.inputs(part), self._rows(part)
         loss = nullcontext() if self._loss_of_rows is None else self._loss_of_rows.instead(rows)
         with self._timed("forward-compute"), self._autocast(), loss:
             output = self.model(**inputs, attention_mask=None, packed_seq_params=ChunkParams(context))
@@ -127,14 +128,12 @@ class MegatronStage:
             raise EppError("the plan splits weight gradients and the model does not: add --epp-split-weight-gradient")
         if grad is None and self.config.grad_scale_func is not None:
             output = self.config.grad_scale_func(output)
-        keeping = self.weights.keeping(context.chunk) if keep_weights and self.weights is not None else nullcontext()
-        with self._timed("backward-compute"), keeping:
+        weights = nullcontext() if self.weights is None else self.weights.backward_of(context.chunk, keep_weights)
+        with self._timed("backward-compute"), weights:
             if grad is not None and output.shape != grad.shape:  # `release_output` has dropped its storage
                 custom_backward(output, grad)
             else:
                 torch.autograd.backward(output, grad)
-            if self.weights is not None:
-                self.weights.finish()
 
     def weight(self, chunk: int) -> None:
         assert self.weights is not None  # it kept them
@@ -148,15 +147,17 @@ class MegatronStage:
         shape = (num_tokens // self.token_multiple, 1, self.config.hidden_size)
         return shape, self.config.pipeline_dtype or torch.float32, self._device
 
+    def part(self, arrays: ChunkArrays) -> ChunkArrays:
+        """Return this context-parallel rank's part of a chunk's arrays."""
+        return arrays.part(context_parallel.of_group(mpu.get_context_parallel_group()).shard(len(arrays.tokens)))
+
     def inputs(self, arrays: ChunkArrays | None) -> dict[str, Tensor | None]:
-        """Return this context-parallel rank's part of a chunk's arrays as inputs of the model.
+        """Return a `part` of a chunk's arrays as inputs of the model.
 
         They are ``[1, tokens / ranks]`` on the device; None where this stage does not need them.
         """
         if arrays is None:
             return dict.fromkeys(("input_ids", "position_ids", "labels", "loss_mask"))
-
-        arrays = arrays.part(self._shard(arrays))
 
         def row(x: Tensor) -> Tensor:
             return self._on_device(x).unsqueeze(0)
@@ -169,15 +170,12 @@ class MegatronStage:
         }
 
     def _rows(self, arrays: ChunkArrays | None) -> Tensor | None:
-        """Return which tokens of this rank's part of a chunk the last stage multiplies with the output layer; None for all."""
+        """Return which tokens of a `part` of a chunk the last stage multiplies with the output layer; None for all."""
         if arrays is None or not self.is_last or self._loss_of_rows is None:
             return None
         layer: Any = get_attr_wrapped_model(self.model, "output_layer")
-        rows = rows_to_compute(arrays.part(self._shard(arrays)).loss_mask, layer.output_size_per_partition, layer.input_size)
+        rows = rows_to_compute(arrays.loss_mask, layer.output_size_per_partition, layer.input_size)
         return None if rows is None else self._on_device(rows)
-
-    def _shard(self, arrays: ChunkArrays) -> Sequence[slice]:
-        return context_parallel.of_group(mpu.get_context_parallel_group()).shard(len(arrays.tokens))
 
     def _on_device(self, x: Tensor) -> Tensor:
         if self._device.type == "cuda":

@@ -41,28 +41,32 @@ def split_weight_gradients(models: list[Any]) -> list[Any]:
     `EppError` if the model has a linear layer that cannot delay its weight's gradient.
     """
     for model in models:
-        if obstacles := split_where_possible(model):
+        _, obstacles = split_where_possible(model)
+        if obstacles:
             raise EppError(f"--epp-split-weight-gradient cannot split {obstacles[0]}, or leave it out")
     return models
 
 
-def split_where_possible(model: Any) -> list[str]:
+def split_where_possible(model: Any) -> tuple[int, list[str]]:
     """Make the linear layers of a model chunk that can pass their weight gradients to its `weight_gradients`.
 
     Returns:
-        the others, each with the reason and a remedy. They compute their weight gradients in their backward.
+        the number of these layers, and the others, each with the reason and a remedy, which compute their weight gradients in
+        their backward.
     """
-    gradients, obstacles = WeightGradients(), []
+    gradients, obstacles, num_split = WeightGradients(), [], 0
     model.weight_gradients = gradients
     for name, module in model.named_modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module._forward_impl = functools.partial(_forward, module, module._forward_impl, gradients)
+            num_split += 1
         elif hasattr(module, "backward_dw") and next(module.parameters(recurse=False), None) is not None:
             if reason := obstacle(module):
                 obstacles.append(f"{name} ({type(module).__name__}): {reason}")
             else:
                 _take_over(module, gradients)
-    return obstacles
+                num_split += 1
+    return num_split, obstacles
 
 
 def _forward(

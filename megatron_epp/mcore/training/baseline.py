@@ -79,7 +79,8 @@ def forward_step(
     session = sessions.current()
     stage = session.placement.stages(session.rank)[get_attr_wrapped_model(model, "vp_stage") or 0]
     chunk, arrays = next(data_iterator)
-    inputs = session.stages[stage].inputs(arrays)
+    own = session.stages[stage]
+    inputs = own.inputs(own.part(arrays))
     if session.args.epp_schedule == "stock":
         params = None
     else:

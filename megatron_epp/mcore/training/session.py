@@ -220,12 +220,13 @@ class Session:
         if self.learning is not None:
             self.learning.close()
 
-    def _plan(self, lengths: tuple[int, ...], trained: tuple[TrainedParts, ...] = (), *, forward_only: bool) -> PackedPlans:
+    def _plan(self, lengths: tuple[int, ...], trained: tuple[TrainedParts, ...], *, forward_only: bool) -> PackedPlans:
         self._can_plan.wait()
         assert self._planner is not None
         assert self._problem is not None
-        learns = self.learning is not None and not forward_only  # evaluations stay with formulas: they follow no iteration
-        planner = self.learning.planner_of_next(self._planner) if learns and self.learning else self._planner
+        planner = self._planner
+        if self.learning is not None and not forward_only:  # evaluations stay with formulas: they follow no iteration
+            planner = self.learning.planner_of_next(planner)
         try:
             return planner.plan(replace(self._problem, lengths=lengths, forward_only=forward_only, trained=trained))
         except EppError as error:

@@ -18,7 +18,7 @@ from megatron_epp.planner.problem import Options, Problem
 from megatron_epp.planner.search.budget import Anytime
 from megatron_epp.planner.search.estimate import about_us
 from megatron_epp.planner.search.lockstep import plan_lockstep
-from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide_by
+from megatron_epp.planner.service.replica_balance import Division, LockstepGroups, divide
 from megatron_epp.planner.service.worker import Worker
 
 KEPT = 64
@@ -105,7 +105,7 @@ def _planning(
         def slowest_us(shares: tuple[Problem, ...]) -> float:
             return max(about_us(share, costs, steady) for share in shares)
 
-        return divide_by(problem, costs, lockstep_groups, slowest_us)
+        return divide(problem, costs, lockstep_groups, slowest_us)
 
     def packed(problem: Problem) -> PackedPlans:
         start_s = time.perf_counter()

@@ -26,8 +26,8 @@ Share = tuple[int, ...]
 LockstepGroups = tuple[tuple[int, ...], ...]
 """Replicas whose plans are made together, for they share experts; each replica is in one group."""
 
-Makespan = Callable[[tuple[tuple[int, ...], ...]], float]
-"""Microseconds that a group takes, from the lengths of each of its replicas."""
+Makespan = Callable[[tuple[Problem, ...]], float]
+"""Microseconds that a group takes, from the problems of its replicas: their shares of the batch."""
 
 ENOUGH = 0.005
 """Imbalance at which no further exchange is tried. Set by hand, as are the next two: see `python -m scripts.bench.balance`."""
@@ -65,9 +65,7 @@ def imbalance(makespans_us: Sequence[float]) -> float:
     return max(makespans_us) / mean_us - 1 if mean_us else 0.0
 
 
-def divide(
-    problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, makespan_us: Makespan, tries: int = TRIES
-) -> Division:
+def divide(problem: Problem, costs: Costs, lockstep_groups: LockstepGroups, time_us: Makespan, tries: int = TRIES) -> Division:
     """Divide the sequences of a global batch over replicas. Equal arguments give equal divisions, in every process.
 
     A sequence is never cut between replicas, so one that takes longer than a fair share bounds the balance from below: its
@@ -77,32 +75,12 @@ def divide(
         problem: with the lengths of the whole batch.
         costs: of the pipeline of every replica.
         lockstep_groups: of the replicas, each of which gets at least one sequence.
-        makespan_us: plans the shares of a group, or estimates how long that takes.
+        time_us: makespan of the problems of a group, one for each replica, by their plans or by an estimate.
         tries: exchanges judged by it, at most.
 
     Raises:
         PlanError: there are fewer sequences than replicas.
-        InfeasibleError: a share fits no memory cap, as `makespan_us` says it.
-    """
-
-    def problems_us(problems: tuple[Problem, ...]) -> float:
-        return makespan_us(tuple(one.lengths for one in problems))
-
-    return divide_by(problem, costs, lockstep_groups, problems_us, tries)
-
-
-def divide_by(
-    problem: Problem,
-    costs: Costs,
-    lockstep_groups: LockstepGroups,
-    time_us: Callable[[tuple[Problem, ...]], float],
-    tries: int = TRIES,
-) -> Division:
-    """Divide as `divide` does, by times of problems, which know their trained tokens too.
-
-    Args:
-        problem, costs, lockstep_groups, tries: as for `divide`.
-        time_us: plans the shares of a group, or estimates how long that takes.
+        InfeasibleError: a share fits no memory cap, as `time_us` says it.
     """
     lengths, replicas = problem.lengths, sum(map(len, lockstep_groups))
     if len(lengths) < replicas:

@@ -12,7 +12,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,13 @@ class WeightGradients:
             yield
         finally:
             self._chunk = None
+
+    @contextmanager
+    def backward_of(self, chunk: int, keep: bool) -> Iterator[None]:
+        """Compute the weight gradients of a chunk, whose backward runs in the body, with it; or `keep` them for `run`."""
+        with self.keeping(chunk) if keep else nullcontext():
+            yield
+            self.finish()
 
     def pop(self, chunk: int) -> list[DeferredGradient]:
         """Return the deferred gradients of a chunk, in the order of its backward. Raises `EppError` if that has not run."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.data import sequence_lengths
-from megatron_epp.planner import Options, plan
+from megatron_epp.planner import Options, Problem, plan
 from megatron_epp.planner.search.estimate import estimate_us
 from megatron_epp.planner.service.replica_balance import Division, by_count, divide, sequence_work
 from scripts.bench.planner.suite import Case
@@ -61,21 +61,21 @@ def row(kind: str, replicas: int, batch: int) -> dict[str, Any]:
     problem = replace(case.problem, lengths=lengths)
 
     @cache
-    def makespan_us(lockstep_group: tuple[tuple[int, ...], ...]) -> float:
-        return plan(replace(problem, lengths=lockstep_group[0]), case.costs).predicted.makespan_us
+    def makespan_us(share: tuple[int, ...]) -> float:
+        return plan(replace(problem, lengths=share), case.costs).predicted.makespan_us
 
-    def about_us(lockstep_group: tuple[tuple[int, ...], ...]) -> float:
-        return estimate_us(replace(problem, lengths=lockstep_group[0]), case.costs, Options())
+    def estimated_us(shares: tuple[Problem, ...]) -> float:
+        return estimate_us(shares[0], case.costs, Options())
 
     def planned(shares: Iterable[tuple[int, ...]]) -> Division:
-        return Division((), tuple(makespan_us((tuple(lengths[at] for at in share),)) for share in shares))
+        return Division((), tuple(makespan_us(tuple(lengths[at] for at in share)) for share in shares))
 
     start_s = time.perf_counter()
-    shares = divide(problem, case.costs, tuple((r,) for r in range(replicas)), about_us).shares
+    shares = divide(problem, case.costs, tuple((r,) for r in range(replicas)), estimated_us).shares
     milliseconds = (time.perf_counter() - start_s) * 1e3
     division = planned(shares)
     mean_us = sum(division.makespan_us) / replicas
-    alone = makespan_us(((max(lengths),),)) / mean_us - 1
+    alone = makespan_us((max(lengths),)) / mean_us - 1
     floor = max(0.0, alone, least_imbalance(sequence_work(problem, case.costs), replicas))
     return {
         "lengths": kind,

@@ -18,18 +18,9 @@ def main():
     from megatron_epp.mcore import entry
 
     with entry.errors_in_one_line():
-        entry.prepare()
-        dist.init_process_group("gloo")
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
+        models = wrap_worker.begin(tensor_parallel=2 if IS_TENSOR_PARALLEL else 1)
         import megatron_epp
 
-        sizes = {"tensor_model_parallel_size" if IS_TENSOR_PARALLEL else "pipeline_model_parallel_size": 2}
-        parallel_state.initialize_model_parallel(**sizes)
-        model_parallel_cuda_manual_seed(1)
-        stages = 1 if IS_TENSOR_PARALLEL else 2
-        models = wrap_worker.build(stages, False)
         planned = megatron_epp.wrap(**({"shape_of": too_long} if CASE == "other lengths" else {}))
         wrap_worker.batches = batches(wrap_worker.batches)
         wrap_worker.forward_step = forward_step(wrap_worker.forward_step)

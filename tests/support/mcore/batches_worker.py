@@ -16,6 +16,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from tests.support.mcore.figures import record_figures
+
 CONTEXT, VOCABULARY = 256, 95
 OPTIONS = "--epp-offload --epp-slices 3"
 # By name: processes, model and flags.
@@ -52,7 +54,7 @@ def main(folder: Path, batches: int, names: list[str]) -> None:
     runs = {name: training(name, *run) for name, run in RUNS.items() if not names or name in names}
     (place := folder / "worlds").mkdir()
     done = train_all(runs.values(), place, limit_s=300)
-    print(json.dumps({name: found(done[one], folder / name) for name, one in runs.items()}))
+    record_figures({name: found(done[one], folder / name) for name, one in runs.items()})
 
 
 def found(ranks, folder: Path):

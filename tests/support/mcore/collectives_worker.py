@@ -10,6 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
+from tests.support.mcore.figures import record_figures
+
 NAMES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier"
 
 
@@ -36,7 +38,7 @@ def main(folder):
     (place := folder / "worlds").mkdir()
     done = train_all(trainings.values(), place, limit_s=200)
     errors = {name: done[one] for name, one in trainings.items() if isinstance(done[one], str)}
-    print(json.dumps(errors or {name: found(folder / name) for name in trainings}))
+    record_figures(errors or {name: found(folder / name) for name in trainings})
 
 
 def found(folder):

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_epp.launch.forked import Forks
+from tests.support.mcore.figures import FOLDER, recorded
 from tests.support.mcore.launch import ENVIRONMENT, TINY, Finished, free_port
 
 RECORDER = Path(__file__).with_name("recorded_training.py")
@@ -23,11 +24,11 @@ def launch(num_processes: int, *command: object, env: dict[str, str] | None = No
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         log.touch()
-        meeting = {"MASTER_PORT": str(free_port())}
+        meeting = {"MASTER_PORT": str(free_port()), FOLDER: folder}
         code = _forks().run(num_processes, [*map(str, command)], meeting | (env or {}), log, timeout_s)
-        output = log.read_text(errors="replace")
+        output, figures = log.read_text(errors="replace"), recorded(Path(folder))
     assert code is not None, f"not finished after {timeout_s} s:\n{output[-5000:]}"
-    return Finished(code, output)
+    return Finished(code, output, figures=figures)
 
 
 def train(

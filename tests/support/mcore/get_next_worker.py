@@ -3,13 +3,13 @@
 Prints for each run of a plan the largest relative difference of gradients from stock's, the results, and where iterators stand.
 """
 
-import json
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from tests.support.mcore import wrap_worker
+from tests.support.mcore.figures import record_figures
 
 SAMPLES = [[length // 4, length - length // 4] for length in wrap_worker.LENGTHS]
 """Lengths of the samples of every microbatch, in the order of `offset`."""
@@ -51,23 +51,11 @@ def loss(batch, num_microbatches, logits, non_loss_data=False):
 
 
 def main():
-    from megatron_epp.mcore import entry
-
-    entry.prepare()
-    dist.init_process_group("gloo")
-    from megatron.core import parallel_state
+    models = wrap_worker.begin(int(wrap_worker.sys.argv[1]))
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     import megatron_epp
 
-    stages, ranks = int(wrap_worker.sys.argv[1]), dist.get_world_size()
-    several = ranks < stages
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=stages // ranks if several else None
-    )
-    model_parallel_cuda_manual_seed(1)
-    models = wrap_worker.build(stages, several)
     for model in models:
         model.parallel_output = False
     readers = []
@@ -83,10 +71,10 @@ def main():
             for ours, theirs in zip(found[1], wanted[1], strict=True)
         )
         told = {"worst": worst, "results": found[0], "stock": wanted[0], "offsets": [reader.offset for reader in readers]}
-        print(json.dumps({"rank": dist.get_rank()} | told), flush=True)
+        record_figures({"rank": dist.get_rank()} | told)
     with torch.no_grad():
         ours, theirs = (wrap_worker.run(one, models, forward_only=True, collect=True)[0] for one in (planned, stock))
-    print(json.dumps({"rank": dist.get_rank(), "samples": ours, "samples by stock": theirs}), flush=True)
+    record_figures({"rank": dist.get_rank(), "samples": ours, "samples by stock": theirs})
 
 
 if __name__ == "__main__":

@@ -4,33 +4,22 @@ Prints for each of them what was called, in order, and the largest relative diff
 """
 
 import contextlib
-import json
 
 import torch
 import torch.distributed as dist
 
 from tests.support.mcore import wrap_worker
+from tests.support.mcore.figures import record_figures
 
 STAGES = int(wrap_worker.sys.argv[1])
 
 
 def main():
-    from megatron_epp.mcore import entry
-
-    entry.prepare()
-    dist.init_process_group("gloo")
-    from megatron.core import parallel_state
+    models = wrap_worker.begin(STAGES)
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     import megatron_epp
 
-    ranks = dist.get_world_size()
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=STAGES // ranks if ranks < STAGES else None
-    )
-    model_parallel_cuda_manual_seed(1)
-    models = wrap_worker.build(STAGES, ranks < STAGES)
     schedules = {"stock": get_forward_backward_func(), "planned": megatron_epp.wrap()}
     for case in (synchronised, synchronised_by_hooks, scaled, three_parts, per_token, autocast, forward_only):
         found = {}
@@ -44,7 +33,7 @@ def main():
         worst = max((float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(ours, theirs, strict=True)), default=0.0)
         finite = all(bool(one.isfinite().all()) for one in ours)
         said = {"case": case.__name__, "worst": worst, "finite": finite, "planned": events, "stock": others}
-        print(json.dumps({"rank": dist.get_rank(), "world": len(models)} | said), flush=True)
+        record_figures({"rank": dist.get_rank(), "world": len(models)} | said)
 
 
 def run(schedule, models, step=None, **named):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
@@ -30,12 +31,14 @@ class Finished:
 
     steps: {iteration: {"loss": ..., "grad_norm": ...}} as exact floats, from the rank that knows the loss.
     weights: a digest per rank of the parameters after the last step.
+    figures: that the processes recorded (`record_figures`).
     """
 
     returncode: int
     output: str
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     weights: tuple[str, ...] = ()
+    figures: tuple[dict[str, Any], ...] = ()
 
     @property
     def losses(self) -> dict[int, float]:

@@ -9,23 +9,14 @@ import json
 import torch.distributed as dist
 
 from tests.support.mcore import wrap_worker
+from tests.support.mcore.figures import record_figures
 
 
 def main():
-    from megatron_epp.mcore import entry
-
-    entry.prepare()
-    dist.init_process_group("gloo")
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
+    models = wrap_worker.begin()
     import megatron_epp
     from megatron_epp.cost.learning import RECORDED, WARM_UP
     from megatron_epp.plan import EppError
-
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
-    model_parallel_cuda_manual_seed(1)
-    models = wrap_worker.build(dist.get_world_size(), False)
 
     def state_after(calls, loaded=None):
         schedule = megatron_epp.wrap()
@@ -34,7 +25,7 @@ def main():
         for _ in range(calls):
             wrap_worker.run(schedule, models)
         learns = not schedule._pipelines[0].learner.is_done
-        print(json.dumps({"rank": dist.get_rank(), "learns": learns, "state": schedule.state_dict()}), flush=True)
+        record_figures({"rank": dist.get_rank(), "learns": learns, "state": schedule.state_dict()})
         return schedule
 
     learnt = state_after(WARM_UP + RECORDED)
@@ -45,7 +36,7 @@ def main():
     try:
         learnt.load_state_dict(state)
     except EppError as error:
-        print(json.dumps({"rank": dist.get_rank(), "error": str(error)}), flush=True)
+        record_figures({"rank": dist.get_rank(), "error": str(error)})
 
 
 if __name__ == "__main__":

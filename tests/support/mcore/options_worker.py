@@ -5,13 +5,14 @@ python -m tests.support.mcore.options_worker FOLDER
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Collection
 from pathlib import Path
+
+from tests.support.mcore.figures import record_figures
 
 ITERATIONS, SAVED = 4, 2
 ELASTIC = "--epp-slices 3"
@@ -85,7 +86,7 @@ def main(folder: Path, names: Collection[str] = ()) -> None:
     for part in filter(None, (runs, loads)):
         (place := folder / f"worlds{len(part)}").mkdir()
         done |= train_all(part.values(), place, limit_s=240)
-    print(json.dumps({name: figures(done[one], contents) for name, one in (runs | loads).items()}))
+    record_figures({name: figures(done[one], contents) for name, one in (runs | loads).items()})
 
 
 def figures(ranks, contents):

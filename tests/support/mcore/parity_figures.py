@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from scripts.parity.compare import TOLERANCE
@@ -17,6 +19,13 @@ def parity(*flags: object, timeout_s: float) -> dict[str, Any]:
     last = finished.output.splitlines()[-1]
     assert last.startswith("{"), finished.output[-5000:]
     return json.loads(last)
+
+
+def parity_of(folder: Path, cases: Mapping[str, Any], iterations: int, timeout_s: float = 300) -> dict[str, Figures]:
+    """Figures of cases by name, whose description is written to a folder."""
+    path = folder / "cases.json"
+    path.write_text(json.dumps(cases))
+    return parity("--cases", path, "--iterations", iterations, timeout_s=timeout_s)["cases"]
 
 
 def check_closeness(figures: Figures) -> None:

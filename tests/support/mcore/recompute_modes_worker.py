@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_epp.plan import Copy, KVOffload, Op, Recompute
 from megatron_epp.plan.kv_offload import slices_of
+from tests.support.mcore.figures import record_figures
 
 RECOMPUTE_MODES = {
     "whole": Recompute(full=8),
@@ -80,7 +81,7 @@ def main(folder: Path, names: list[str]) -> None:
     runs = {name: training(name, *run) for name, run in RUNS.items() if not names or name in names}
     (place := folder / "worlds").mkdir()
     done = train_all(runs.values(), place, limit_s=240)
-    print(json.dumps({name: found(done[one], folder / name) for name, one in runs.items()}))
+    record_figures({name: found(done[one], folder / name) for name, one in runs.items()})
 
 
 def found(ranks, folder: Path):

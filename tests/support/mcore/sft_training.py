@@ -1,6 +1,6 @@
 """Training scripts for conversations, with no knowledge of plans: Megatron's `--sft` data, or samples of different lengths.
 
-What they take from Megatron: the dataset, its tokenizer, loaders and batches. Stand-ins: `datasets`, the library that reads
+Megatron's own are the dataset, its tokenizer, loaders and batches. Stand-ins: `datasets`, the library that reads
 JSONL for Megatron, and the forward step, since Megatron's script is not installed with it, and its attention on a CPU takes a
 mask and no `cu_seqlens`.
 """

@@ -10,20 +10,11 @@ SLEEP_S = 0.05
 
 
 def main():
-    from megatron_epp.mcore import entry
-
-    entry.prepare()
-    dist.init_process_group("gloo")
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
+    models = wrap_worker.begin()
     import megatron_epp
     from megatron_epp.cost.learning import RECORDED, WARM_UP
     from megatron_epp.cost.slowness import ITERATIONS
 
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
-    model_parallel_cuda_manual_seed(1)
-    models = wrap_worker.build(dist.get_world_size(), False)
     schedule, quick = megatron_epp.wrap(), wrap_worker.forward_step
 
     def slow(data_iterator, model):

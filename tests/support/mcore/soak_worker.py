@@ -1,7 +1,6 @@
 """Trains some hundred tiny iterations through Megatron's loop and prints how many tensors there are after some of them."""
 
 import gc
-import json
 import os
 import sys
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_epp.mcore import entry
+from tests.support.mcore.figures import record_figures
 from tests.support.mcore.soak_cases import EARLY, FLAGS, LATE
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     training.train_step = train_step
     sys.argv = [sys.argv[0], *FLAGS, "--data-path", os.environ["SOAK_DATA"]]
     gpt.pretrain()
-    print(json.dumps({"tensors": seen}))
+    record_figures({"tensors": seen})
 
 
 if __name__ == "__main__":

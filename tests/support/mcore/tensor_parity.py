@@ -18,7 +18,7 @@ def differences(
 ) -> tuple[dict[str, float], str]:
     """Train twice from equal seeds, and return the largest relative differences and the planned run's output.
 
-    Of losses, of gradients in any iteration, and of weights after the last, the norm of the difference of each tensor beside
+    Compares losses, gradients in any iteration and weights after the last: the norm of the difference of each tensor beside
     the norm of stock's. Plans that follow learnt costs run microbatches from the last to the first.
     """
     stock, _ = _train(folder / "stock", processes, flags, iterations, {}, timeout_s)

@@ -10,30 +10,44 @@ import sys
 import torch
 import torch.distributed as dist
 
+from tests.support.mcore.figures import record_figures
+
 LENGTHS = tuple(map(int, sys.argv[2].split(",")))
 HIDDEN = 16
 
 
-def main():
+def begin(stages=None, tensor_parallel=1):
+    """Prepare Megatron on this rank, and return the rank's model chunks.
+
+    Args:
+        stages: of the pipeline; None for one per rank.
+        tensor_parallel: ranks that share a stage's layers.
+    """
     from megatron_epp.mcore import entry
 
     entry.prepare()
     dist.init_process_group("gloo")
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    ranks = dist.get_world_size() // tensor_parallel
+    stages = stages or ranks
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=ranks,
+        virtual_pipeline_model_parallel_size=stages // ranks if ranks < stages else None,
+    )
+    model_parallel_cuda_manual_seed(1)
+    return build(stages, ranks < stages)
+
+
+def main():
+    models = begin(int(sys.argv[1]))
+    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import megatron_epp
     from megatron_epp.runtime.autograd.saved import SavedTensors
 
-    stages = int(sys.argv[1])
-    virtual = dist.get_world_size() < stages
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=dist.get_world_size(),
-        virtual_pipeline_model_parallel_size=stages // dist.get_world_size() if virtual else None,
-    )
-    model_parallel_cuda_manual_seed(1)
-    models = build(stages, virtual)
     schedule = get_forward_backward_func()
     stock = [None, []] if "MICROBATCHES" in os.environ else run(schedule, models)
     if "HOST_LINK" in os.environ:  # latency in us, us per byte: this machine's is too slow for such tiny layers
@@ -52,12 +66,12 @@ def main():
             for ours, theirs in zip(found[1], stock[1], strict=True)
         )
         figures = {"worst": worst, "results": found[0], "stock": stock[0], "peak_bytes": saved.peak_bytes}
-        print(json.dumps({"rank": dist.get_rank()} | figures), flush=True)
+        record_figures({"rank": dist.get_rank()} | figures)
     with torch.no_grad():
         evaluated = run(planned, models, forward_only=True)
         collected, by_stock = (run(one, models, forward_only=True, collect=True)[0] for one in (planned, schedule))
     figures = {"evaluated": evaluated[0], "stock": stock[0], "collected": collected, "collected by stock": by_stock}
-    print(json.dumps({"rank": dist.get_rank()} | figures), flush=True)
+    record_figures({"rank": dist.get_rank()} | figures)
 
 
 def with_fixed_times(us_per_token):

@@ -42,7 +42,7 @@ def take_in_turns(rank, links, count):
     """Two streams taken alternately by ranks that dawdle at random, as training and evaluation. Returns what came."""
     planner = BackgroundPlanner(COSTS, Options()) if rank == 0 else None
 
-    def make(lengths):
+    def make(lengths, trained=()):
         return planner.plan(problem(lengths))
 
     streams = [batches(rank, links, make, seed) for seed in (1, 2)]
@@ -58,7 +58,7 @@ def take_in_turns(rank, links, count):
     return taken
 
 
-def packed(lengths):
+def packed(lengths, trained=()):
     return (PackedPlan(pack(plan(problem(lengths), COSTS)), 1.0, tuple(range(len(lengths)))),)
 
 
@@ -66,7 +66,7 @@ def made_here(rank, links, count):
     """Number of batches that this rank planned."""
     made = []
 
-    def make(lengths):
+    def make(lengths, trained=()):
         made.append(lengths)
         return packed(lengths)
 
@@ -79,7 +79,7 @@ def fail_at(rank, links, number, kind):
     """The batches that came before planning failed, and the errors of two calls after."""
     calls = []
 
-    def make(lengths):
+    def make(lengths, trained=()):
         calls.append(lengths)
         if len(calls) == number:
             if kind == "infeasible":
