@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
 
@@ -24,13 +24,21 @@ _SIZES, _SPREAD = 4, 2.0
 fitted. With less, the earlier line is scaled: through nearly equal points many lines go, and most mislead for other sizes."""
 
 
+OutputShare = Callable[[int], float]
+"""Function from a chunk to the share of its tokens that pass the output layer and the loss."""
+
+
 class Timed(NamedTuple):
-    """Measured time of an action: padded tokens and causal pairs of its chunk, and the layers that recomputed in it."""
+    """Measured time of an action: padded tokens and causal pairs of its chunk, and the layers that recomputed in it.
+
+    `output_share` is the share of the tokens that passed the output layer and the loss, where the stage has them.
+    """
 
     tokens: int
     pairs: int
     time_us: float
     recompute: Recompute = NO_RECOMPUTE
+    output_share: float = 1.0
 
 
 class Learnt(NamedTuple):
@@ -82,6 +90,7 @@ class Learner:
         kept_bytes: Mapping[tuple[Op, int, int], int],
         peak_bytes: int = 0,
         offloadable_share: float | None = None,
+        output_share: OutputShare | None = None,
     ) -> None:
         """Add a training iteration.
 
@@ -92,6 +101,7 @@ class Learner:
                 stage and chunk; empty where memory is not measured.
             peak_bytes: most bytes allocated on this rank so far; 0 where memory is not measured.
             offloadable_share: share of the kept bytes that can be offloaded; None where it is not measured.
+            output_share: of chunks, on the rank with the output layer; None where all tokens pass it.
         """
         self.seen += 1
         took_us = {Action.parse(text): end_us - start_us for text, start_us, end_us, _ in events}
@@ -103,7 +113,8 @@ class Learner:
             if op is Op.B:
                 time_us += took_us.get(action._replace(op=Op.W), 0.0)
                 recompute = plan.recompute[stage][chunk]
-            self.learnt.times.setdefault((stage, op), []).append(Timed(*size_of(plan, chunk), time_us, recompute))
+            share = output_share(chunk) if output_share and stage == plan.num_stages - 1 else 1.0
+            self.learnt.times.setdefault((stage, op), []).append(Timed(*size_of(plan, chunk), time_us, recompute, share))
         self.learnt = self.learnt._replace(
             peak_bytes=max(peak_bytes, self.learnt.peak_bytes), offloadable_share=offloadable_share
         )
@@ -146,16 +157,19 @@ def fitted_costs(base: PipelineCosts, everyone: Sequence[Learnt], *, keeps_weigh
 
 def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_weights: bool) -> StageCosts:
     """Fit the lines of a stage; each pass is shared between its layers and its extras as by the earlier costs."""
-    forward = _fitted(stage.stage_forward, times[Op.F])
+    forwards = _with_all_tokens(stage.stage_forward, stage.extra_forward, times[Op.F])
+    forward = _fitted(stage.stage_forward, forwards)
     layer_forward, extra_forward = _shared(forward, stage.forward, stage.num_layers, stage.extra_forward)
-    factor = _factor(stage.stage_forward, times[Op.F])
+    factor = _factor(stage.stage_forward, forwards)
     modes = {name: replace(mode, again=mode.again.scaled(factor)) for name, mode in stage.recompute.items()}
     known = replace(stage, forward=layer_forward, extra_forward=extra_forward, recompute=modes)
     once = [one._replace(time_us=max(0.0, one.time_us - _again_us(known, one))) for one in times[Op.B]]
+    once = _with_all_tokens(stage.stage_backward, stage.extra_backward, once)
     backward = _fitted(stage.stage_backward, once)
     layer_backward, extra_backward = _shared(backward, stage.backward, stage.num_layers, stage.extra_backward)
     factor = _factor(stage.stage_backward, once) if keeps_weights else 0.0
-    weight = _fitted(stage.stage_weight, times[Op.W], False) if times[Op.W] else stage.stage_weight.scaled(factor)
+    split = _with_all_tokens(stage.stage_weight, stage.extra_weight, times[Op.W])
+    weight = _fitted(stage.stage_weight, split, False) if split else stage.stage_weight.scaled(factor)
     layer_weight, extra_weight = _shared(weight, stage.weight, stage.num_layers, stage.extra_weight)
     return replace(
         known,
@@ -164,6 +178,22 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_we
         weight=layer_weight.within(layer_backward),
         extra_weight=extra_weight.within(extra_backward),
     )
+
+
+def _with_all_tokens(earlier: Line, extra: Line, times: Sequence[Timed]) -> list[Timed]:
+    """Scale times to those of all tokens passing the output layer, by the ratio that the earlier lines give.
+
+    Args:
+        earlier: time of the pass with all tokens.
+        extra: what it contains besides layers.
+        times: as measured.
+    """
+    found = []
+    for one in times:
+        whole_us = earlier.time_us(one.tokens, one.pairs)
+        part_us = whole_us - extra.per_token_us * one.tokens * (1.0 - one.output_share)
+        found.append(one._replace(time_us=one.time_us * (whole_us / part_us if part_us > 0 else 1.0)))
+    return found
 
 
 def _again_us(stage: StageCosts, timed: Timed) -> float:

@@ -14,7 +14,7 @@ from megatron_epp.cost.learning import RECORDED, WARM_UP
 from megatron_epp.mcore.costs.learnt import FILE_NAME
 from megatron_epp.plan.serialize import load
 from tests.support.mcore.forked import launch
-from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
+from tests.support.mcore.parity_figures import Figures, answers_only, check_closeness, masked_documents, parity_of
 from tests.support.mcore.synthetic_documents import documents_of, long_tailed_lengths, write_pair
 
 LOOKAHEAD = 1
@@ -36,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def figures(folder: Path) -> dict[str, Figures]:
     cases = {name: dict(case) for name, case in CASES.items()}
+    cases["sliced"]["both"] = f"--data-path {masked_documents(folder / 'answers', answers_only())}"
     for name, case in cases.items():
         case["plan"] = f"{case['plan']} --epp-report-dir {folder / name} --epp-trace {FIRST - 1} {FIRST}"
     return parity_of(folder, cases, ITERATIONS, 400)

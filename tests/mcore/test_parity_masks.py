@@ -13,9 +13,8 @@ import pytest
 
 from megatron_epp.data.sampler import GlobalBatchSampler
 from scripts.parity.cells import CONTEXT, LENGTHS, MODELS, VOCABULARY, common_flags
-from scripts.random_documents import write_documents
 from tests.support.mcore.forked import RECORDER, launch
-from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
+from tests.support.mcore.parity_figures import Figures, check_closeness, masked_documents, parity_of
 
 ITERATIONS = 2
 SEED = 1234
@@ -30,13 +29,6 @@ def batches_of(size: int, count: int) -> list[tuple[int, ...]]:
     return [next(sampler) for _ in range(count)]
 
 
-def write_masked(prefix: Path, masks: list[np.ndarray]) -> str:
-    """Documents of the lengths of parity runs, with a mask each."""
-    written = write_documents(prefix, LENGTHS, VOCABULARY)
-    np.concatenate(masks).astype(np.uint8).tofile(f"{written}.mask")
-    return written
-
-
 def whole(documents: set[int]) -> list[np.ndarray]:
     """Masks of documents that are trained as a whole or not at all."""
     return [np.full(length + 1, number in documents) for number, length in enumerate(LENGTHS)]
@@ -46,9 +38,9 @@ def whole(documents: set[int]) -> list[np.ndarray]:
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
     folder = tmp_path_factory.mktemp("parity")
     random = np.random.RandomState(5)
-    masked = write_masked(folder / "masked", [random.rand(length + 1) < 0.3 for length in LENGTHS])
+    masked = masked_documents(folder / "masked", [random.rand(length + 1) < 0.3 for length in LENGTHS])
     first_of_each = {batch[0] for batch in batches_of(2, ITERATIONS)}
-    few = write_masked(folder / "few", whole(first_of_each | set(range(NUM_TRAINING, len(LENGTHS)))))
+    few = masked_documents(folder / "few", whole(first_of_each | set(range(NUM_TRAINING, len(LENGTHS)))))
     cases = {
         MASKED: {
             "cell": {"pp": 2},
@@ -89,7 +81,7 @@ def train(folder: Path, data: str, schedule: str) -> tuple[dict[str, dict[str, f
 
 def test_a_batch_without_a_trained_token_is_reported_as_0_and_the_run_goes_on(tmp_path: Path) -> None:
     first, _, third = batches_of(4, 3)
-    data = write_masked(tmp_path / "data", whole({*first, *third}))
+    data = masked_documents(tmp_path / "data", whole({*first, *third}))
     steps, reported = {}, {}
     for schedule in ("elastic", "stock"):
         steps[schedule], log = train(tmp_path / schedule, data, schedule)

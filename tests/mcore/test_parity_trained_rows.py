@@ -5,12 +5,9 @@ The answers are at the end of documents, so some chunks, and some ranks' parts o
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from scripts.parity.cells import LENGTHS, VOCABULARY
-from scripts.random_documents import write_documents
-from tests.support.mcore.parity_figures import Figures, check_closeness, parity_of
+from tests.support.mcore.parity_figures import Figures, answers_only, check_closeness, masked_documents, parity_of
 
 CASES = {
     "sequence parallel": {"cell": {"tp": 2, "sp": True}, "model": "llama", "plan": "--epp-slices 3"},
@@ -28,9 +25,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
     folder = tmp_path_factory.mktemp("parity")
-    written = write_documents(folder / "data", LENGTHS, VOCABULARY)
-    masks = [np.arange(length + 1) > 0.7 * length for length in LENGTHS]
-    np.concatenate(masks).astype(np.uint8).tofile(f"{written}.mask")
+    written = masked_documents(folder / "data", answers_only())
     return parity_of(folder, {name: case | {"both": f"--data-path {written}"} for name, case in CASES.items()}, 2, 600)
 
 

@@ -111,3 +111,23 @@ def test_stages_without_layers_have_their_time_in_the_rest() -> None:
     stage = fitted_costs(costs, [learner_of(plan_of()).learnt]).stages[0]
     assert stage.forward == Line()
     assert same(stage.extra_forward, FORWARD)
+
+
+def test_tokens_that_are_not_trained_do_not_make_the_output_layer_seem_fast() -> None:
+    plan, last, shares, slowness = plan_of(), FORMULAS.stages[1], (0.1, 1.0, 0.3, 0.0), 1.7
+    learner = Learner()
+    for _ in range(WARM_UP + RECORDED):
+        events = []
+        for op, whole, extra in (
+            ("F", last.stage_forward, last.extra_forward),
+            ("B", last.stage_backward, last.extra_backward),
+        ):
+            for chunk, share in enumerate(shares):
+                tokens, pairs = size_of(plan, chunk)
+                time_us = whole.time_us(tokens, pairs) - extra.per_token_us * tokens * (1 - share)
+                events.append((f"1{op}{chunk}", 0.0, slowness * time_us, None))
+        learner.add(plan, events if learner.is_recording else (), {}, output_share=shares.__getitem__)
+    found = fitted_costs(FORMULAS, [learner.learnt], keeps_weights=True).stages[1]
+    assert same(found.stage_forward, last.stage_forward.scaled(slowness))
+    assert same(found.stage_backward, last.stage_backward.scaled(slowness))
+    assert found.extra_forward.per_token_us == pytest.approx(slowness * last.extra_forward.per_token_us)

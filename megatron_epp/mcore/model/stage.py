@@ -177,6 +177,12 @@ class MegatronStage:
         rows = rows_to_compute(arrays.loss_mask, layer.output_size_per_partition, layer.input_size)
         return None if rows is None else self._on_device(rows)
 
+    def output_share(self, arrays: ChunkArrays) -> float:
+        """Return the share of a chunk's tokens that pass the output layer, on the last stage."""
+        part = self.part(arrays)
+        rows = self._rows(part)
+        return 1.0 if rows is None else len(rows) / len(part.tokens)
+
     def _on_device(self, x: Tensor) -> Tensor:
         if self._device.type == "cuda":
             x = x.pin_memory()  # or the host would wait for the copy

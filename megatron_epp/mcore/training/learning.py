@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_epp.cost import PipelineCosts
 from megatron_epp.cost.kept import KeptCosts
-from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, deviation, fitted_costs, size_of
+from megatron_epp.cost.learning import RECORDED, WARM_UP, Learner, OutputShare, deviation, fitted_costs, size_of
 from megatron_epp.mcore.costs.learnt import keep
 from megatron_epp.mcore.costs.stored import of_first
 from megatron_epp.plan import EppError, Plan
@@ -44,16 +44,17 @@ class CostLearning:
         self._planner: BackgroundPlanner | None = None
         self._is_over = threading.Event()
 
-    def after(self, plan: Plan, recorder: Recorder) -> PipelineCosts | None:
+    def after(self, plan: Plan, recorder: Recorder, output_share: OutputShare | None = None) -> PipelineCosts | None:
         """Add a training iteration; return the learnt costs after the last one that is measured, in a collective call.
 
         Args:
             plan: of the iteration.
             recorder: times of its actions.
+            output_share: of its chunks, on the rank with the output layer.
         """
         if self.learner.is_done:
             return None
-        self.learner.add(plan, recorder.events() if self.learner.is_recording else (), {})
+        self.learner.add(plan, recorder.events() if self.learner.is_recording else (), {}, output_share=output_share)
         if not self.learner.is_done:
             return None
         everyone = from_each(self.learner.learnt)

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -168,10 +168,11 @@ class Session:
 
     def after(self, batch: GlobalBatch, recorder: Recorder) -> None:
         """Learn from a training iteration, and compare it with its plan; sometimes a collective call of all ranks."""
-        plan = batch.plan
+        plan, last = batch.plan, self.stages.get(self.placement.num_stages - 1)
         assert plan is not None
+        share = None if last is None else cache(lambda chunk: last.output_share(batch.chunk(chunk)))
         with self.watchdog.watch(lambda: f"rank {self.rank} waits for others' times (--epp-wait-limit-seconds)"):
-            if self.learning is not None and (learnt := self.learning.after(plan, recorder)) is not None:
+            if self.learning is not None and (learnt := self.learning.after(plan, recorder, share)) is not None:
                 self.costs = learnt
                 if self.plans:
                     self.learning.plan_with(self._planner_by(learnt))

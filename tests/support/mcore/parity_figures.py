@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from scripts.parity.cells import LENGTHS, VOCABULARY
 from scripts.parity.compare import TOLERANCE
+from scripts.random_documents import write_documents
 from tests.support.mcore.forked import launch
 
 Figures = dict[str, Any]
@@ -26,6 +30,18 @@ def parity_of(folder: Path, cases: Mapping[str, Any], iterations: int, timeout_s
     path = folder / "cases.json"
     path.write_text(json.dumps(cases))
     return parity("--cases", path, "--iterations", iterations, timeout_s=timeout_s)["cases"]
+
+
+def masked_documents(prefix: Path, masks: Sequence[np.ndarray]) -> str:
+    """Write documents of the lengths of parity runs, with a mask of trained tokens each. Returns their path."""
+    written = write_documents(prefix, LENGTHS, VOCABULARY)
+    np.concatenate(masks).astype(np.uint8).tofile(f"{written}.mask")
+    return written
+
+
+def answers_only() -> list[np.ndarray]:
+    """Masks of documents that end in an answer, which alone is trained."""
+    return [np.arange(length + 1) > 0.7 * length for length in LENGTHS]
 
 
 def check_closeness(figures: Figures) -> None:
