@@ -1,0 +1,168 @@
+"""Layout of a model: the layers that every pipeline stage holds, in halves, and the ranks of the stages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from megatron_epp.plan.errors import EppError
+from megatron_epp.plan.placement import Placement
+from megatron_epp.plan.reading import MOST_LAYERS, shown
+
+SCHEMA, VERSION = "megatron-epp/layout", 1
+
+
+class StageLayers(NamedTuple):
+    """Layers of one stage, in the order in which they run.
+
+    Attributes:
+        first: number of the first layer that has a part in the stage, from 0.
+        begins_with_mlp: that layer's attention is on the stage before, so here it is only its MLP.
+        num_whole: layers with attention and MLP.
+        ends_with_attention: one layer more, whose MLP is on the next stage.
+    """
+
+    first: int
+    begins_with_mlp: bool
+    num_whole: int
+    ends_with_attention: bool
+
+    @property
+    def num_modules(self) -> int:
+        """Number of layers that have a part in the stage."""
+        return self.begins_with_mlp + self.num_whole + self.ends_with_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Layers of every stage and the ranks of the stages.
+
+    Layers are counted in halves, since a stage may begin between the attention and the MLP of a layer. Stages hold consecutive
+    halves, so a layout with the right sum leaves no layer out and holds none twice.
+
+    Attributes:
+        halves: half layers of every stage, first to last.
+        placement: of the stages on ranks.
+
+    Raises:
+        EppError: a stage has a negative number of layers, or the placement has another number of stages.
+    """
+
+    halves: tuple[int, ...]
+    placement: Placement
+
+    def __post_init__(self) -> None:
+        if min(self.halves, default=-1) < 0:
+            raise EppError(
+                f"a layout of {layers_text(self.halves)} layers has a stage with a negative number of layers, or none"
+            )
+        if len(self.halves) != self.placement.num_stages:
+            raise EppError(
+                f"a layout of {layers_text(self.halves)} layers has {len(self.halves)} stages, and its placement has "
+                f"{self.placement.num_stages} ({self.placement.num_ranks} ranks with {self.placement.num_chunks} each)"
+            )
+
+    @staticmethod
+    def of_layers(layers: Sequence[int], placement: Placement) -> Layout:
+        """Return the layout of stages with whole layers."""
+        return Layout(tuple(2 * count for count in layers), placement)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no stage begins inside a layer."""
+        return all(count % 2 == 0 for count in self.halves)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.halves) // 2
+
+    @property
+    def layers(self) -> tuple[float, ...]:
+        """Layers of every stage, in multiples of a half."""
+        return tuple(count / 2 for count in self.halves)
+
+    def stages(self) -> Iterator[StageLayers]:
+        """Yield the layers of every stage."""
+        for start, end in pairwise(accumulate(self.halves, initial=0)):
+            begins_with_mlp, ends_with_attention = start < end and start % 2 == 1, start < end and end % 2 == 1
+            num_whole = (end - start - begins_with_mlp - ends_with_attention) // 2
+            yield StageLayers(start // 2, begins_with_mlp, num_whole, ends_with_attention)
+
+    def check(self, num_layers: int, num_ranks: int) -> None:
+        """Raise `EppError` unless the layout is one of `num_layers` layers on `num_ranks` pipeline ranks."""
+        if sum(self.halves) != 2 * num_layers:
+            raise EppError(
+                f"a layout of {layers_text(self.halves)} layers has {sum(self.halves) / 2:g} in all, and the model has "
+                f"{num_layers}"
+            )
+        if self.placement.num_ranks != num_ranks:
+            raise EppError(f"a layout for {self.placement.num_ranks} pipeline ranks, where there are {num_ranks}")
+
+    def to_megatron(self) -> str | None:
+        """Format as Megatron's ``pipeline_model_parallel_layout``, embedding and loss included: ``Et*7|t*8|t*7L``.
+
+        None if that cannot say it: for half layers, and for placements other than looped.
+        """
+        if not (self.is_whole and self.placement.is_looped):
+            return None
+        counts = [count // 2 for count in self.halves]
+        stages = [f"t*{count}" if count > 1 else "t" * count for count in counts]
+        return f"E{'|'.join(stages)}L"
+
+    def to_json(self) -> str:
+        """Return the text of a layout file; `from_json` gives an equal layout."""
+        body = {"schema": SCHEMA, "version": VERSION, "layers_per_stage": self.layers, "rank_of": self.placement.rank_of}
+        return json.dumps(body, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(body: object) -> Layout:
+        """Read the parsed text of a layout file. Raises `EppError` if it is something else."""
+        if not isinstance(body, dict):
+            raise EppError(f"a layout is not an object: {shown(body)}")
+        if (found := (body.get("schema"), body.get("version"))) != (SCHEMA, VERSION):
+            raise EppError(
+                f"a layout has schema {shown(found[0])} version {shown(found[1])}, where this reads {SCHEMA!r} {VERSION}"
+            )
+        layers, rank_of = body.get("layers_per_stage"), body.get("rank_of")
+        if not isinstance(layers, list) or not layers:
+            raise EppError(f"layers_per_stage of a layout is not a list of numbers: {shown(layers)}")
+        return Layout(tuple(map(halves_of, layers)), _placement(rank_of, len(layers)))
+
+
+def parse_layers(text: str) -> tuple[int, ...] | None:
+    """Return the half layers of stages written as ``8,7.5,8.5``; None if the text is something else."""
+    try:
+        return tuple(halves_of(float(word) if "." in word else int(word)) for word in text.split(","))
+    except (ValueError, EppError):
+        return None
+
+
+def halves_of(layers: Any) -> int:
+    """Return how many half layers a number of layers is. Raises `EppError` if it is no multiple of a half, or too large."""
+    is_number = isinstance(layers, int | float) and not isinstance(layers, bool)
+    if not is_number or not 0 <= layers <= MOST_LAYERS or 2 * layers != int(2 * layers):
+        raise EppError(f"layers of a stage are a multiple of 0.5 up to {MOST_LAYERS}, and not {shown(layers)}")
+    return int(2 * layers)
+
+
+def layers_text(halves: Sequence[int]) -> str:
+    """Format half layers of stages as layers: ``8, 7.5, 8.5``."""
+    return ", ".join(f"{count / 2:g}" for count in halves)
+
+
+def _placement(rank_of: object, num_stages: int) -> Placement:
+    """Return the placement with these ranks of stages. Raises `EppError` if there is none."""
+    if isinstance(rank_of, list) and len(rank_of) == num_stages:
+        ranks = {rank for rank in rank_of if isinstance(rank, int)}
+        chunks, rest = divmod(num_stages, max(1, len(ranks)))
+        for kind in ("looped", "v"):
+            placement = Placement(kind, len(ranks), chunks)
+            if not rest and list(placement.rank_of) == rank_of:
+                return placement
+    raise EppError(
+        f"rank_of of a layout is {shown(rank_of)}: it names the rank of each of {num_stages} stages, with ranks from 0, "
+        "equally many stages on each, and the stages going round the ranks (looped) or turning round at either end (v)"
+    )
