@@ -103,7 +103,7 @@ assert "recompute (attention)" in "\\n".join(peak_table(account_of(made, costs))
 
 def test_a_mode_is_added_by_a_row_and_its_costs(tmp_path: Path):
     """Planning, memory, proof, JSON and reports take it from there, in a copy of this package."""
-    shutil.copytree(PACKAGE, tmp_path / "megatron_epp", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, tmp_path / "megatron_epp")  # with its compiled inner loops, which stay as they are
     for file, (before, added) in ADDED.items():
         path = tmp_path / "megatron_epp" / file
         text = path.read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ from megatron_epp.planner.bound import lower_bound_us
 from megatron_epp.planner.search.lockstep import plan_lockstep
 from megatron_epp.planner.tabulate import tabulate
 from tests.support.plan.planner_cases import pipeline, problem
+from tests.support.seeds import some_by_default
 
 LAYERS = ("first", "last", "middle", "several", "all but one")
 
@@ -75,7 +76,7 @@ def planned(asked: list[Problem], costs: PipelineCosts, options: Options) -> tup
     return plan_lockstep(asked, costs, options) if len(asked) > 1 else (plan(asked[0], costs, options),)
 
 
-@pytest.mark.parametrize("seed", range(80))
+@some_by_default("seed", range(80), 24)
 def test_any_batch_is_planned_or_refused_with_a_cap_that_would_do(seed: int):
     asked, costs, options = asked_of(seed)
     try:

@@ -31,6 +31,7 @@ from megatron_epp.planner.tabulate import tabulate
 from megatron_epp.report.text import summary
 from tests.pure.test_planner_account import random_costs
 from tests.support.plan.planner_cases import GIB, pipeline, problem
+from tests.support.seeds import some_by_default
 
 ON = Options(offload=True)
 FIXED = Options(slices=24)
@@ -182,7 +183,7 @@ def test_with_little_at_the_host_the_cap_that_the_error_names_would_do_beside_it
 
 
 @BATCHES
-@pytest.mark.parametrize("offloadable_share", [0.0, 0.9])
+@some_by_default("offloadable_share", [0.0, 0.9], 1)
 def test_where_the_host_has_too_little_the_error_names_what_would_do(lengths: list[int], offloadable_share: float):
     costs, host = replace(pipeline(2), offloadable_share=offloadable_share), GIB // 8
     cap = int(0.9 * least_cap(lengths, 2, costs, FIXED))

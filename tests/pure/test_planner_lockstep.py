@@ -140,7 +140,11 @@ def kv_offload_caps(costs, batches, share):
 
 
 @pytest.mark.parametrize(("offloadable_share", "share"), [(0.0, 0.9), (0.4, 0.54)], ids=["alone", "next to copies"])
-@pytest.mark.parametrize("batches", [LONG, (LONG[0], (300,) * 20)], ids=["both have long sequences", "one has"])
+@pytest.mark.parametrize(
+    "batches",
+    [LONG, pytest.param((LONG[0], (300,) * 20), marks=pytest.mark.slow)],
+    ids=["both have long sequences", "one has"],
+)
 def test_each_replica_has_its_own_keys_and_values_at_the_host_and_all_stay_in_step(batches, offloadable_share, share):
     costs = replace(COSTS, offloadable_share=offloadable_share, host_latency_us=1.0)
     cap, options = kv_offload_caps(costs, batches, share), replace(FIXED, offload=True)

@@ -1,6 +1,6 @@
 """Limits of memory: the longest sequence, the largest batch and the smallest cap for which there is a plan.
 
-Found by bisection with the planner itself. Which sizes fit is a little ragged at the edge, for planners search tables of chunks
+Found by trying, with the planner itself. Which sizes fit is a little ragged at the edge, for planners search tables of chunks
 and not all of them; what is named fits, and one step more does not.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron_epp.cost import Costs
-from megatron_epp.plan import UNLIMITED_BYTES, InfeasibleError, Plan, is_unlimited
+from megatron_epp.plan import InfeasibleError, Plan, is_unlimited
 from megatron_epp.planner import plan
 from megatron_epp.planner.problem import Options, Problem
 
@@ -84,7 +84,9 @@ class Limits:
 
     def context(self, others: Sequence[int] = ()) -> Limit:
         """Find the longest sequence, in tokens, that fits together with others."""
-        return _largest(lambda tokens: self._fits((tokens, *others), "longest sequence"), self.problem.token_multiple, LONGEST)
+        guess = self._guessed_tokens(max(self.problem.lengths), others)
+        question = "longest sequence"
+        return _largest(lambda n: self._fits((n, *others), question), self.problem.token_multiple, LONGEST, guess)
 
     def batch(self) -> Limit:
         """Find the most sequences that fit, of lengths as in the batch, taken in turn."""
@@ -96,34 +98,68 @@ class Limits:
             rounds, rest = divmod(count, len(lengths))
             return self._fits(lengths * rounds + lengths[:rest], "largest batch")
 
-        return Limit(most) if fits(most) else _largest(fits, 1, most)
+        return Limit(most) if fits(most) else _largest(fits, 1, most, len(lengths))
 
     def cap(self, step: int | None = None) -> tuple[Limit, Plan]:
         """Find the smallest cap, equal on all ranks, with which the batch fits, and its plan.
 
+        Planners name it themselves, but for offload, with which a smaller one may do: that is found by bisection.
+
         Args:
-            step: bytes between the caps tried; None for about a thousandth of the answer.
+            step: bytes between the caps tried with offload; None for about a thousandth of the answer.
 
         Raises:
             InfeasibleError: no cap is high enough: memory is not the obstacle.
         """
-        made = self._plan(self.problem.lengths, "smallest cap", UNLIMITED_BYTES)
-        peak = max(made.predicted.peak_bytes)
-        step = step or 1 << max(0, peak.bit_length() - 11)
-        low, high = max(made.static_bytes) // step, -(-peak // step)
+        question, lengths = "smallest cap", self.problem.lengths
+        named = self._named_cap(lengths)
+        if not self.options.offload:
+            made = self._plan(lengths, question, named)
+            with suppress(InfeasibleError):
+                while (peak := max(made.predicted.peak_bytes)) < named:  # room for messages that this plan does not need
+                    made, named = self._plan(lengths, question, peak), peak
+            return Limit(named, 1), made
+        step = step or 1 << max(0, named.bit_length() - 11)
+        low, high = max(self._static_bytes(max(lengths))) // step, -(-named // step)
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self._fits(self.problem.lengths, "smallest cap", middle * step)
-            low, high = (low, middle) if fits else (middle, high)
-        with suppress(InfeasibleError):
-            made = self._plan(self.problem.lengths, "smallest cap", high * step)
-        return Limit(high * step, step), made
+            low, high = (low, middle) if self._fits(lengths, question, middle * step) else (middle, high)
+        return Limit(high * step, step), self._plan(lengths, question, high * step)
+
+    def _named_cap(self, lengths: tuple[int, ...]) -> int:
+        """Return the smallest cap that the planner names for a batch, without offload.
+
+        Raises `InfeasibleError` if it names none.
+        """
+        try:
+            self._plan(lengths, "smallest cap", 1, replace(self.options, offload=False))
+        except InfeasibleError as error:
+            if not error.least_cap_bytes:
+                raise
+            return error.least_cap_bytes
+        return 1
+
+    def _static_bytes(self, longest: int) -> list[int]:
+        """Bytes that each rank holds throughout, by the costs for a longest sequence."""
+        costs, ranks = self.costs_for(longest), [0] * self.problem.num_ranks
+        for stage, rank in enumerate(self.problem.placement):
+            ranks[rank] += costs.static_bytes(stage)
+        return ranks
+
+    def _guessed_tokens(self, longest: int, others: Sequence[int]) -> int:
+        """Guess the longest sequence that fits: what a sequence needs grows about as its length does."""
+        try:
+            named = self._named_cap((longest, *others))
+        except InfeasibleError:
+            return longest
+        static = max(self._static_bytes(longest))
+        return round(longest * (min(self.problem.cap_bytes) - static) / max(1, named - static))
 
     def _fits(self, lengths: tuple[int, ...], question: str, cap_bytes: int | None = None) -> bool:
         """Return True if there is a plan. A batch that fits without offload fits with it, and that is faster to know."""
         for offload in (False, True) if self.options.offload else (False,):
             with suppress(InfeasibleError):
-                self._plan(lengths, question, cap_bytes, replace(self.options, offload=offload))
+                self._plan(lengths, question, cap_bytes, replace(self.options, offload=offload, steps=0))
                 return True
         return False
 
@@ -137,16 +173,30 @@ class Limits:
         return plan(problem, self.costs_for(max(lengths)), options or self.options)
 
 
-def _largest(fits: Callable[[int], bool], multiple: int, most: int) -> Limit:
-    """Find the largest multiple up to `most` that fits, to within a relatively small step: by doubling, then halving."""
-    low, high, most = 0, multiple, most // multiple * multiple
-    while fits(high):
-        if high >= most:
-            return Limit(high)
-        low, high = high, min(2 * high, most)
-    if not low:
-        return Limit(None, multiple)
-    step = max(multiple, low // _GRAINS // multiple * multiple)
+def _largest(fits: Callable[[int], bool], multiple: int, most: int, guess: int) -> Limit:
+    """Find the largest multiple up to `most` that fits, to within a relatively small step.
+
+    From a guess on, strides double until one number fits and one does not; then the distance between them is halved.
+    """
+    most = most // multiple * multiple
+    unit = multiple << max(0, (guess // _GRAINS // multiple).bit_length() - 1)
+    at = min(max(guess // unit * unit, multiple), most)
+    stride = unit
+    if fits(at):
+        low, high = at, min(at + stride, most)
+        while low < most and fits(high):
+            stride *= 2
+            low, high = high, min(high + stride, most)
+        if low == most:
+            return Limit(most)
+    else:
+        low, high = max(at - stride, multiple), at
+        while low == high or not fits(low):
+            if low == multiple:
+                return Limit(None, multiple)
+            stride *= 2
+            low, high = max(low - stride, multiple), low
+    step = multiple << max(0, (low // _GRAINS // multiple).bit_length() - 1)
     while high - low > step:
         middle = low + max(step, (high - low) // 2 // step * step)
         low, high = (middle, high) if fits(middle) else (low, middle)
