@@ -1,58 +1,73 @@
 """Gradients do not depend on what recomputes or is away, to the bit, on every kind of layer and way to share it out."""
 
+import functools
+
 import pytest
 
 from tests.support.mcore.forked import launch
 from tests.support.mcore.recompute_modes_worker import KV_OFFLOAD, OFFLOADS, RECOMPUTE_MODES, RUNS
+from tests.support.seeds import some_by_default
 
 WORKER = "tests.support.mcore.recompute_modes_worker"
 
 
+BY_DEFAULT = ("grouped, weights apart", "experts shared by replicas", "hybrid", "tensor and sequence parallel")
+OTHERS = tuple(name for name in RUNS if name not in BY_DEFAULT)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By training and rank: which gradients differ from those without recompute, by level."""
-    finished = launch(1, "-m", WORKER, tmp_path_factory.mktemp("levels"), timeout_s=400)
-    assert finished.returncode == 0, finished.output[-5000:]
-    (found,) = finished.figures
-    return found
+    """Of a training, by rank: which gradients differ from those without recompute, by level."""
+
+    @functools.cache
+    def run(names):
+        finished = launch(1, "-m", WORKER, tmp_path_factory.mktemp("levels"), *names, timeout_s=400)
+        assert finished.returncode == 0, finished.output[-5000:]
+        (found,) = finished.figures
+        return found
+
+    return lambda name: run(BY_DEFAULT if name in BY_DEFAULT else OTHERS)[name]
 
 
-@pytest.mark.parametrize("name", RUNS)
+EACH = some_by_default("name", [*BY_DEFAULT, *OTHERS], len(BY_DEFAULT))
+
+
+@EACH
 def test_gradients_are_those_without_recompute_and_offload(runs, name):
-    assert "error" not in runs[name], runs[name]
-    assert len(runs[name]) == RUNS[name][1]
-    for facts in runs[name]:
+    assert "error" not in runs(name), runs(name)
+    assert len(runs(name)) == RUNS[name][1]
+    for facts in runs(name):
         assert facts["differ"] == {variant: [] for variant in ("", *RECOMPUTE_MODES, *OFFLOADS, *KV_OFFLOAD)}
         assert len(facts["zeros"]) < facts["num_gradients"] / 2
         assert facts["slices"]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@EACH
 def test_only_whole_layers_run_attention_again(runs, name):
-    for facts in runs[name]:
+    for facts in runs(name):
         calls = facts["kernels"]
         assert calls["whole"] == 2 * calls[""]
         assert calls["linear"] == calls["mlp"] == calls["two"] == calls[""]
         assert calls[""] < calls["each"] < calls["whole"]
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if "weights apart" not in name])  # what W needs is held anyway
+@some_by_default("name", [*BY_DEFAULT[1:], *OTHERS], len(BY_DEFAULT) - 1)  # where W is split, what it needs is held anyway
 def test_the_more_recomputes_the_less_is_held(runs, name):
-    for facts in runs[name]:
+    for facts in runs(name):
         peaks = facts["peaks"]
         assert peaks["whole"] < peaks["linear"] < peaks["mlp"] < peaks[""]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@EACH
 def test_what_is_away_is_not_on_the_device(runs, name):
-    for facts in runs[name]:
+    for facts in runs(name):
         away = facts["away"]
         assert 0 < away["0.3 away"] < away["1.0 away"]
         assert facts["peaks"]["1.0 away"] < facts["peaks"][""]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@EACH
 def test_keys_and_values_at_the_host_are_not_on_the_device_but_for_what_attention_is_at(runs, name):
-    for facts in runs[name]:
+    for facts in runs(name):
         assert facts["away"]["hosted"] > 0
         assert facts["peaks"]["hosted"] < facts["peaks"][""]
