@@ -16,7 +16,7 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import plan
 from megatron_epp.planner.layouts.work import HALF, WHOLE, CostsOf, Work, moved
 from megatron_epp.planner.problem import Options, Problem
-from megatron_epp.planner.search.estimate import about_us, rough_plan
+from megatron_epp.planner.search.estimate import estimate_us, rough_plan
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,7 @@ class _Search:
         self.options = replace(sample.options, budget_ms=None, planner=_without_clock(sample.options.planner))
         self.estimates: dict[Layout, float] = {}
         self.plans: dict[Layout, list[Plan] | None] = {}
+        self.refusal: InfeasibleError | None = None
 
     def choice(self) -> Choice:
         one_each, several = self._seeds()
@@ -133,7 +134,8 @@ class _Search:
         """Return the plainest of the layouts whose plans are within `WORTH` of the fastest."""
         made = {layout: plans for layout, plans in self.plans.items() if plans is not None}
         if not made:
-            self._refuse()
+            assert self.refusal is not None  # even layers were planned first
+            raise self.refusal
         close = [layout for layout in made if self._planned_us(layout) * (1 - WORTH) <= self._least_us]
         best = min(close, key=lambda one: (_plainness(one), one != self.even, self._planned_us(one), one.halves))
         bound_us = float(np.mean([each.predicted.lower_bound_us for each in made[best]]))
@@ -187,11 +189,11 @@ class _Search:
         return math.inf if plans is None else float(np.mean([each.predicted.makespan_us for each in plans]))
 
     def _estimate(self, layout: Layout) -> float:
-        """Estimated makespan; that of plans where the estimate fits no cap, infinite where these do not either."""
+        """Estimated makespan; infinite where no estimate fits the caps, though a plan may."""
         if layout not in self.estimates:
             costs = self.sample.costs_of(layout)
             try:
-                times = [about_us(_placed(one, layout), costs, self.options) for one in self.batches]
+                times = [estimate_us(_placed(one, layout), costs, self.options) for one in self.batches]
             except InfeasibleError:
                 times = [math.inf]
             self.estimates[layout] = float(np.mean(times))
@@ -213,14 +215,9 @@ class _Search:
             costs = self.sample.costs_of(layout)
             try:
                 self.plans[layout] = [plan(_placed(one, layout), costs, self.options) for one in self.batches]
-            except InfeasibleError:
+            except InfeasibleError as error:
                 self.plans[layout] = None
-
-    def _refuse(self) -> None:
-        """Raise the error of a batch that does not fit with even layers."""
-        costs = self.sample.costs_of(self.even)
-        for one in self.batches:
-            plan(_placed(one, self.even), costs, self.options)
+                self.refusal = self.refusal or error
 
 
 def placements(num_ranks: int) -> tuple[Placement, ...]:
