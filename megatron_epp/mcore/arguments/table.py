@@ -194,8 +194,17 @@ _PIPELINE = (
     Flag("num_stages", "--pipeline-model-parallel-size", "--stages --pipeline-size", STAGES, default=4).described(
         "Pipeline stages, one per rank (default: 4)."
     ),
-    Flag("layers_per_stage", "", "--layers-per-stage", default="even", metavar="even|balanced|N,N,...").described(
-        "Balanced: fewer where the vocabulary's work comes on top, for sequences as long as these (default: even)."
+    Flag(
+        "layout",
+        "",
+        "--layout",
+        default="even",
+        metavar="auto|even|balanced|FILE|N,N,...",
+        old_names=("--layers-per-stage",),
+    ).described(
+        "The layers of every stage. auto: those with which batches like these take least time, found by planning some of them, "
+        "with several stages on a rank where that is faster; balanced: fewer where the vocabulary's work comes on top, for "
+        "sequences as long as these; a file that `plan --layout-out` wrote; or the layers of every stage (default: even)."
     ),
     Flag("token_multiple", "", "--token-multiple", COUNT, default=1).described(
         "Pad chunks to a multiple of this many tokens (default: 1)."
