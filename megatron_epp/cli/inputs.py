@@ -165,9 +165,8 @@ def costs_source(args: argparse.Namespace, longest: int) -> tuple[Profile | Pipe
 def costs_by(args: argparse.Namespace, profile: Profile, layout: Layout) -> PipelineCosts:
     """Costs of a pipeline of the model's parts."""
     state_bytes = profile.adam_bytes(args.data_parallel)
-    layers = [count // 2 for count in layout.halves]
-    costs = profile.costs(layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel)
-    return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layers)))
+    costs = profile.costs(layout.layers, state_bytes_per_parameter=state_bytes, replicas=args.data_parallel)
+    return on_device(costs, _fragmentation_share(args), buffers=profile.gradient_buffers(len(layout.halves)))
 
 
 def has_costs_of_stages(args: argparse.Namespace) -> bool:

@@ -99,7 +99,7 @@ def _searched(
         costs_of=lambda layout: costs_by(args, profile, layout),
         num_layers=num_layers,
         options=options_from(args, planner=planner),
-        halves=False,
+        halves=profile.attention is not None,
         several=_SEVERAL.issuperset(planners),
     )
     with progress("choosing the layout"):
