@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -11,8 +11,10 @@ from megatron_epp.cost import ModelShape, PipelineCosts, Profile, Rates, analyti
 from megatron_epp.cost.analytic import MICROSECONDS
 from megatron_epp.cost.balance import layout_flag
 from megatron_epp.cost.library import Cluster, balanced_layers, even_layers, shape_of
+from megatron_epp.plan.layout import Layout as StageLayout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import Options, Problem
+from megatron_epp.planner.layouts.search import Sample
 
 type Sharing = tuple[int, int, int]
 """Tensor-, context- and expert-parallel sizes, which determine the ranks that share a layer."""
@@ -187,7 +189,23 @@ class Question:
         num_layers = int(self.flags["num_layers"])
         if partition == "even":
             return even_layers(num_layers, layout.num_stages)
-        return balanced_layers(self.profile(layout), num_layers, layout.num_stages, self.lengths)
+        return balanced_layers(self.profile(layout), num_layers, layout.num_stages, self.lengths, layout.rank_of)
+
+    def sample(self, layout: Layout, shares: Sequence[Iterable[int]]) -> Sample:
+        """Return the input of the search for layers of the stages, with the other sizes of a layout.
+
+        Args:
+            layout: its sizes.
+            shares: of replicas, as positions of the batch.
+        """
+
+        def costs_of(found: StageLayout) -> PipelineCosts:
+            layers, placement = tuple(count // 2 for count in found.halves), found.placement
+            return self.costs(replace(layout, pipeline=placement.num_ranks, virtual=placement.num_chunks, layers=layers))
+
+        plain = replace(layout, virtual=1, placement="looped")
+        problems = tuple(self.problem_of(plain, share) for share in shares)
+        return Sample(problems, costs_of, int(self.flags["num_layers"]), self.options, halves=False, several=False)
 
     def reduction_us(self, layout: Layout) -> float:
         """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).

@@ -44,6 +44,11 @@ LAYOUTS = ("even", "balanced", "halves", "auto")
 class Run(Case):
     """A batch on a pipeline, and other batches of the same run, for which the layout is chosen."""
 
+    @property
+    def longest(self) -> int:
+        """The pipeline has room for the longest sequence of all batches."""
+        return max(*self.lengths, *self.other_lengths)
+
     @cached_property
     def profile(self) -> Profile:
         return analytic_profile(self.shape, load_cluster(CLUSTER).rates)
