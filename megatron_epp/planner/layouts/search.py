@@ -20,7 +20,7 @@ from megatron_epp.planner.search.estimate import estimate_us, rough_plan
 
 logger = logging.getLogger(__name__)
 
-PLANNED = 2
+PLANNED = 3
 """Number of batches that are planned; the bounds are of all."""
 WORTH = 0.005
 """Share of time that a layout must save to be chosen over a plainer one."""
@@ -122,6 +122,7 @@ class _Search:
         self._plan(self.even)
         logger.info("layout: %d candidates for %d batches", 1 + len(one_each) + len(several), len(self.sample.problems))
         for layout in one_each:
+            self._plan(layout)
             self._plan(self._improved(layout))
         near = sorted((one for one in several if self._may_pay(one)), key=lambda one: (self._estimate(one), _plainness(one)))
         limit_us = self._least_us * (1 + _ROUGH)
