@@ -160,7 +160,7 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_we
     """Fit the lines of a stage; each pass is shared between its layers and its extras as by the earlier costs."""
     forwards = _with_all_tokens(stage.stage_forward, stage.extra_forward, times[Op.F])
     forward = _fitted(stage.stage_forward, forwards)
-    layer_forward, half_forward, extra_forward = _shared(
+    layer_forward, half_forward, extra_forward = shared(
         forward, stage.forward, stage.num_layers, stage.half.forward, stage.extra_forward
     )
     factor = _factor(stage.stage_forward, forwards)
@@ -169,13 +169,13 @@ def _with_times(stage: StageCosts, times: Mapping[Op, Sequence[Timed]], keeps_we
     once = [one._replace(time_us=max(0.0, one.time_us - _again_us(known, one))) for one in times[Op.B]]
     once = _with_all_tokens(stage.stage_backward, stage.extra_backward, once)
     backward = _fitted(stage.stage_backward, once)
-    layer_backward, half_backward, extra_backward = _shared(
+    layer_backward, half_backward, extra_backward = shared(
         backward, stage.backward, stage.num_layers, stage.half.backward, stage.extra_backward
     )
     factor = _factor(stage.stage_backward, once) if keeps_weights else 0.0
     split = _with_all_tokens(stage.stage_weight, stage.extra_weight, times[Op.W])
     weight = _fitted(stage.stage_weight, split, False) if split else stage.stage_weight.scaled(factor)
-    layer_weight, half_weight, extra_weight = _shared(
+    layer_weight, half_weight, extra_weight = shared(
         weight, stage.weight, stage.num_layers, stage.half.weight, stage.extra_weight
     )
     half = replace(stage.half, forward=half_forward, backward=half_backward, weight=half_weight.within(half_backward))
@@ -229,8 +229,13 @@ def _factor(earlier: Line, times: Sequence[Timed]) -> float:
     return statistics.median(ratios) if ratios else 1.0
 
 
-def _shared(whole: Line, layer: Line, num_layers: int, half: Line, extra: Line) -> tuple[Line, Line, Line]:
-    """Share a stage's line between each layer, its half layer and the extras, every coefficient as by their earlier lines."""
+def shared(whole: Line, layer: Line, num_layers: int, half: Line, extra: Line) -> tuple[Line, Line, Line]:
+    """Share a stage's line between each layer, its half layer and the extras, every coefficient as by their earlier lines.
+
+    Args:
+        whole: time of the stage.
+        layer, num_layers, half, extra: what it consists of, by earlier costs.
+    """
     shares = [
         (of_layers / (of_layers + rest) if of_layers + rest > 0 else 1.0) if num_layers else 0.0
         for of_layers, rest in zip(astuple(layer.scaled(num_layers)), astuple(half + extra), strict=True)

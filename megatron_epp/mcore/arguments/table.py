@@ -146,6 +146,11 @@ _RUNNING = (
         "ranks again and again, as in Megatron's interleaved pipelines; v: there and back again, so that of two stages on each "
         "the first rank has the first and the last (default: looped)."
     ),
+    Flag("layout", "--epp-layout", metavar="N,N,...|FILE").described(
+        "Layers of every stage, first to last, as ``8,7.5,8.5``, or a file with them and the ranks of the stages. A half means "
+        "that a stage ends with a layer's attention, and the next begins with its MLP. Replaces the flags of Megatron that "
+        "divide layers (default: as these say)."
+    ),
     Flag("split_weight", "--epp-split-weight-gradient", "--split-weight", SWITCH).described(
         "Compute the gradient of linear layers' weights as an action of its own (W), where a stage would wait."
     ),

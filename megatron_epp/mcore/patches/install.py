@@ -64,7 +64,7 @@ def _adopt(original: Callable[..., None], *rest: Any, **named: Any) -> None:
 
 
 def _complete_config(original: Callable[..., Any], self: Any) -> None:
-    """Divide layers by --epp-placement, and let them delay their gradients for --epp-split-weight-gradient."""
+    """Divide layers by --epp-layout and --epp-placement, and let them delay their gradients for --epp-split-weight-gradient."""
     args = epp_args()
     delays = args is not None and self.delay_wgrad_compute
     if delays:  # which Megatron ties to an overlap of its own schedules
@@ -72,7 +72,7 @@ def _complete_config(original: Callable[..., Any], self: Any) -> None:
     original(self)
     if delays:
         self.delay_wgrad_compute = True
-    if args is not None and args.epp_placement != "looped":
+    if args is not None and (args.epp_placement != "looped" or args.epp_layout is not None):
         from megatron_epp.mcore.model.model_chunks import assign_stages
 
         assign_stages(self, args)
