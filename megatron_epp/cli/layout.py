@@ -49,6 +49,9 @@ class Chosen:
             lines[0] += f", {format_us(found.even_us)} with even layers ({found.gain:.1%} saved)"
         if (megatron := layout.to_megatron()) is not None:
             lines.append(f"in training: --pipeline-model-parallel-layout '{megatron}'")
+        else:
+            words = layers_text(layout.halves).replace(" ", "")
+            lines.append(f"in training: --epp-layout {words}" + " --epp-placement v" * (not placement.is_looped))
         return lines
 
 
