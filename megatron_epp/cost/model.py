@@ -243,24 +243,35 @@ class PipelineCosts:
         return LayerPeak(*map(self._whole_bytes, (np.maximum(early, late), comes, made)))
 
     def half_layer_items(self, stage: int, work: ChunkWork) -> dict[str, IntColumn]:
-        """Bytes by item that a backward holds for halves of layers, besides its layers' peaks, from its start to its end.
+        """Bytes by item that a backward holds for halves of layers from its start to its end, besides its layers' peaks.
 
-        A half stays until the end, as if backward freed it last. The gradient of its keys and values comes first of all, since
-        its attention is at the stage's end. A stage of a half alone has the peak of that.
+        An MLP at the stage's start stays until the end anyway; one that counts as a layer with an attention is not freed with
+        that layer. The gradient of an attention's keys and values comes first of all.
         """
         own = self.stages[stage]
         if own.half == NO_HALF and not own.first_mlp_bytes_per_token:
             return {}
-        kept = own.first_mlp_bytes_per_token * work.tokens
+        kept = self._whole_bytes(own.first_mlp_bytes_per_token * work.tokens)
         gradient = np.where(work.last, own.half.num_cached_layers * self._gradient_of_layer(stage, work), 0.0)
-        if own.num_layers == 0 and own.half.kind == MLP:
-            first, _ = own.peaks_per_token("", bool(own.half.weight_bytes_per_token))
-            kept = kept + max(0.0, first - own.layer_bytes_per_token) * work.tokens
-        if own.num_layers == 0 and own.half.kind == ATTENTION:
-            peak = self.layer_peak_bytes(stage, work, split=bool(own.half.weight_bytes_per_token))
-            more = peak.num_bytes - self.layer_bytes(stage, work)
-            return {LAYERS: np.maximum(more - peak.gradient, 0), CACHE_GRADIENT: self._whole_bytes(gradient)}
-        return {LAYERS: self._whole_bytes(kept), CACHE_GRADIENT: self._whole_bytes(gradient)}
+        return {LAYERS: kept + self._half_layer_peak(stage, work), CACHE_GRADIENT: self._whole_bytes(gradient)}
+
+    def half_layer_freed(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Bytes that a backward frees when it has passed the attention at the stage's end, before it reaches the layers."""
+        own = self.stages[stage]
+        if own.half.kind != ATTENTION:
+            return np.zeros(len(work.tokens), dtype=np.int64)
+        kept = (own.half.bytes_per_token - self._in_cache(stage, work)) * work.tokens
+        return -self._whole_bytes(-kept) + self._half_layer_peak(stage, work)
+
+    def _half_layer_peak(self, stage: int, work: ChunkWork) -> IntColumn:
+        """Bytes that the backward of an attention at the stage's end needs for a moment: gradients of a prefix, and if its
+        weight gradient is split that of its output, of the size of its input.
+        """
+        own = self.stages[stage]
+        if own.half.kind != ATTENTION:
+            return np.zeros(len(work.tokens), dtype=np.int64)
+        apart = own.recomputed_layer_bytes_per_token if own.half.weight_bytes_per_token else 0.0
+        return self._whole_bytes(apart * work.tokens + prefix_bytes(own, work))
 
     def head_bytes(self, stage: int, work: ChunkWork) -> IntColumn:
         """Bytes of `activation_bytes` that the last stage's backward frees before it reaches the layers."""

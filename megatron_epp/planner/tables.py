@@ -62,7 +62,7 @@ class Tables:
         layer_input: bytes of the chunk that a layer that recomputes whole keeps.
         forward_alloc, forward_free: of the forward, without `activation`: caches of keys and values, and in a forward-only plan
             the bytes freed at its end.
-        backward_head: bytes that a backward frees before it reaches the layers.
+        backward_head: bytes that a backward frees before it reaches the layers: the head's, and those of an attention half.
         backward_release_per_layer: bytes that it frees with each layer that keeps everything, with keys and values and their
             gradient if it is the sequence's first slice, less their gradient if it is the last.
         backward_layer_peak: peak bytes at such a layer above those live when the backward reaches it.

@@ -140,7 +140,7 @@ def _sizes(stage: int, work: ChunkWork, problem: Problem, costs: Costs) -> dict[
     else:
         kept = costs.activation_bytes(stage, work, NO_RECOMPUTE)
         comes = np.where(work.last, gradient, 0)
-        layer, head = costs.layer_bytes(stage, work), costs.head_bytes(stage, work)
+        layer, head = costs.layer_bytes(stage, work), costs.head_bytes(stage, work) + costs.half_layer_freed(stage, work)
         goes = np.where(work.first, cache + gradient, 0)
         release_per_layer = layer + (goes - comes) // max(1, costs.num_cached_layers[stage])
         layer_peak, split = (costs.layer_peak_bytes(stage, work, split=split).num_bytes - layer for split in (False, True))

@@ -176,7 +176,7 @@ def _obstacle(kept: PipelineCosts, here: PipelineCosts, then: Mapping[str, objec
     """Return the reason why times of one run do not hold in the other; None if they do."""
     if [(s.num_layers, s.half.kind) for s in kept.stages] != [(s.num_layers, s.half.kind) for s in here.stages]:
         then_layers, now_layers = (layers_text(costs.num_halves) for costs in (kept, here))
-        return f"its stages have {then_layers} layers where this run's have {now_layers}"
+        return f"its stages have [{then_layers}] layers where this run's have [{now_layers}]"
     if not math.isclose(kept.hidden_bytes_per_token, here.hidden_bytes_per_token):
         return f"it has {other_bytes(kept, here.hidden_bytes_per_token)}"
     others = [

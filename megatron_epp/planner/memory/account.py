@@ -66,6 +66,7 @@ class _Stage:
         kv_offload = np.array([part is not None and part.sequence in there for part in slices], dtype=np.bool_)
         self.streamed, self.num_cached = _streamed(costs, stage, work, kv_offload), costs.num_cached_layers[stage]
         work = without_caches(work, kv_offload)
+        self.freed: list[int] = costs.half_layer_freed(stage, work).tolist()
         self.halves = {name: column.tolist() for name, column in costs.half_layer_items(stage, work).items()}
         cache, gradient = costs.cache_bytes(stage, work), costs.gradient_bytes(stage, work)
         self.opened, self.closed = (cache * work.first).tolist(), (cache * work.last).tolist()
@@ -120,7 +121,7 @@ class _Stage:
         `planner.kernels.memory.backward_peak`).
         """
         of_layer = self.of_layer[c] if split else 0
-        live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0)})
+        live = Counter({item.HEAD: -self.kept[c].get(item.HEAD, 0), item.LAYERS: -self.freed[c]})
         live[item.WEIGHT_INPUTS] = self.stays[c] - self.num_layers * of_layer if split else 0
         constant = Counter({item.KV_OFFLOAD: self.streamed[c][1]} | {name: column[c] for name, column in self.halves.items()})
         live.update(constant)
