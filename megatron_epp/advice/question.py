@@ -205,7 +205,8 @@ class Question:
 
         plain = replace(layout, virtual=1, placement="looped")
         problems = tuple(self.problem_of(plain, share) for share in shares)
-        return Sample(problems, costs_of, int(self.flags["num_layers"]), self.options, halves=False, several=False)
+        placements = (Placement("looped", layout.pipeline, 1),)
+        return Sample(problems, costs_of, int(self.flags["num_layers"]), self.options, halves=False, placements=placements)
 
     def reduction_us(self, layout: Layout) -> float:
         """Time to reduce gradients and to gather weights over the ranks that hold the same weights (distributed optimizer).

@@ -51,7 +51,7 @@ def add_problem(parser: Parser, several_batches: bool = False) -> None:
     add_batch(parser, several_batches)
     pipeline = parser.add_argument_group("pipeline")
     add(pipeline, "num_stages", default=None)
-    add(pipeline, "layout", default="even", metavar="auto|even|balanced|FILE|N,N,...")
+    add(pipeline, "layout", default="even")
     add(pipeline, "chunk_tokens", "slices", "token_multiple", "split_weight", "steps")
     add(pipeline, "budget_ms", "seed")
     memory = parser.add_argument_group("memory")

@@ -103,7 +103,7 @@ def _searched(
         num_layers=num_layers,
         options=options_from(args, planner=planner),
         halves=profile.attention is not None,
-        several=_SEVERAL.issuperset(planners),
+        placements=() if _SEVERAL.issuperset(planners) else (own.placement,),
     )
     with progress("choosing the layout"):
         choice = choose(sample)

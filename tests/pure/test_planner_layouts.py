@@ -15,7 +15,7 @@ from megatron_epp.plan import InfeasibleError
 from megatron_epp.plan.layout import Layout
 from megatron_epp.plan.placement import Placement
 from megatron_epp.planner import UNLIMITED_BYTES, Options, Problem, plan
-from megatron_epp.planner.layouts.search import WORTH, Sample, choose, placements
+from megatron_epp.planner.layouts.search import WORTH, Sample, choose, placements_of
 from megatron_epp.planner.layouts.work import WHOLE, Work, moved
 
 PROFILE = analytic_profile(shape_of(load_flags("llama3-8b")), H100)
@@ -46,7 +46,7 @@ def test_no_other_whole_layers_have_a_lower_floor():
     assert work.floor_us(work.spread(9, placement, WHOLE)) == pytest.approx(min(map(work.floor_us, every)))
 
 
-@pytest.mark.parametrize("placement", placements(4))
+@pytest.mark.parametrize("placement", placements_of(4))
 def test_no_plan_is_faster_than_the_floor(placement: Placement):
     asked = sample()
     work = Work.of(asked.problems[:1], asked.costs_of, halves=False)
@@ -76,13 +76,13 @@ def test_a_large_vocabulary_moves_layers_off_the_last_stage(caplog: pytest.LogCa
 
 
 def test_even_layers_stay_where_no_other_layout_saves_enough():
-    found = choose(sample(HEADLESS, several=False))
+    found = choose(sample(HEADLESS, placements=placements_of(4)[:1]))
     assert found.layout == sample().even
     assert found.gain == 0.0
 
 
 def test_ranks_have_several_stages_only_where_that_is_allowed_and_pays():
-    found, plainer = choose(sample(HEADLESS)), choose(sample(HEADLESS, several=False))
+    found, plainer = choose(sample(HEADLESS)), choose(sample(HEADLESS, placements=placements_of(4)[:1]))
     assert plainer.layout.placement.num_chunks == 1
     assert found.layout.placement.num_chunks == 1 or found.makespan_us <= plainer.makespan_us * (1 - WORTH / 2)
 
@@ -105,5 +105,5 @@ def test_one_rank_has_one_layout():
 
 
 def test_plans_of_the_choice_are_made_with_the_options():
-    found = choose(sample(several=False, options=Options(planner="seq1f1b", recompute=0)))
-    assert found.makespan_us > choose(sample(several=False)).makespan_us
+    found = choose(sample(placements=placements_of(4)[:1], options=Options(planner="seq1f1b", recompute=0)))
+    assert found.makespan_us > choose(sample(placements=placements_of(4)[:1])).makespan_us

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
+from megatron_epp.cost.library import even_layers
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.plan.errors import EppError
 from megatron_epp.plan.layout import Layout, layers_text, parse_layers
@@ -13,6 +14,9 @@ from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming, parse_json, read_text
 
 FLAG = "--epp-layout"
+SEARCHED = ("auto", "balanced")
+"""Values of the flag for which the run's data decide, when it is set up (`training.layout`); even layers until then."""
+EVEN = "even"
 _PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _OTHERS = (
     "--pipeline-model-parallel-layout",
@@ -28,6 +32,8 @@ _OTHERS = (
 def asked_layout(args: argparse.Namespace) -> Layout | None:
     """Return the layout that `--epp-layout` asks for, a file's or a list of layers per stage; None if it is not given.
 
+    Until the run's data have decided, it is that of even layers.
+
     Raises:
         EppError: it is neither, or its stages do not divide over the pipeline's ranks.
     """
@@ -35,6 +41,10 @@ def asked_layout(args: argparse.Namespace) -> Layout | None:
     if text is None:
         return None
     halves, ranks = parse_layers(text), args.pipeline_model_parallel_size
+    if text in (EVEN, *SEARCHED):
+        chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or args.num_virtual_stages_per_pipeline_rank or 1
+        placement = Placement(args.epp_placement, ranks, chunks)
+        return Layout.of_layers(even_layers(args.num_layers or placement.num_stages, placement.num_stages), placement)
     if halves is None:
         with naming(text):
             return Layout.from_json(parse_json(read_text(text), "the text"))
@@ -70,10 +80,10 @@ def layout_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.epp_placement == "v" and placement.kind != "v":
         yield f"{given} goes round the ranks, and --epp-placement is v: leave that out"
     if not layout.is_whole:
-        yield from _half_problems(args, layout, given)
+        yield from half_problems(args, layout, given)
 
 
-def _half_problems(args: argparse.Namespace, layout: Layout, given: str) -> Iterator[str]:
+def half_problems(args: argparse.Namespace, layout: Layout, given: str) -> Iterator[str]:
     """Yield what does not go with stages that begin inside a layer."""
     given = f"{given} cuts layers ({layers_text(layout.halves)})"
     if args.epp_schedule != "elastic":
@@ -93,10 +103,18 @@ def apply_layout(args: argparse.Namespace) -> None:
     layout = asked_layout(args)
     if layout is None:
         return
-    args.epp_layout, args.epp_placement = layers_text(layout.halves).replace(" ", ""), layout.placement.kind
+    if args.epp_layout not in SEARCHED:
+        args.epp_layout = layers_text(layout.halves).replace(" ", "")
+    args.epp_placement = layout.placement.kind
     args.num_virtual_stages_per_pipeline_rank = None
     if layout.placement.num_stages > 1:
         args.pipeline_model_parallel_layout = _megatron_layout(layout)
+
+
+def settle_layout(args: argparse.Namespace, layout: Layout) -> None:
+    """Replace a layout that was to be searched by the one that was found, with as many stages on a rank."""
+    args.epp_layout = layers_text(layout.halves).replace(" ", "")
+    apply_layout(args)
 
 
 def check_chunks(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_epp.mcore.arguments.layout import SEARCHED
 from megatron_epp.mcore.features import bound, document_args, epp_args, has_user_microbatches, hybrid_model
 from megatron_epp.mcore.patches import patching, stock_functions
 from megatron_epp.mcore.patches.patching import Patch, wrapping
@@ -103,11 +104,17 @@ def _train_on_documents(original: Callable[..., Any], provider: Any, *rest: Any,
 
 
 def _warm_up_on_a_chunk(original: Callable[..., None], *rest: Any, **named: Any) -> None:
-    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens."""
+    """Warm up compiled functions on a chunk with --epp, not on --seq-length tokens. Before that the layout is settled, since
+    there is no model yet.
+    """
     args = document_args()
     if args is None:
         original(*rest, **named)
         return
+    if args.epp_layout in SEARCHED:
+        from megatron_epp.mcore.training.layout import search_layout
+
+        search_layout(args)
     context = args.seq_length
     args.seq_length = min(context, _WARM_UP_TOKENS * args.context_parallel_size * args.tensor_model_parallel_size)
     try:

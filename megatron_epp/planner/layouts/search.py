@@ -46,7 +46,7 @@ class Sample:
         num_layers: of the model.
         options: of the planner.
         halves: stages may begin inside a layer.
-        several: ranks may have several stages.
+        placements: those that are tried, the one of even layers first; empty for all of `placements_of`.
     """
 
     problems: tuple[Problem, ...]
@@ -54,16 +54,22 @@ class Sample:
     num_layers: int
     options: Options = field(default_factory=Options)
     halves: bool = True
-    several: bool = True
+    placements: tuple[Placement, ...] = ()
 
     @property
     def num_ranks(self) -> int:
         return self.problems[0].num_ranks
 
     @property
+    def tried(self) -> tuple[Placement, ...]:
+        """Placements that are tried, the one of even layers first."""
+        return self.placements or placements_of(self.num_ranks)
+
+    @property
     def even(self) -> Layout:
-        """One stage per rank and even layers."""
-        return Layout.of_layers(even_layers(self.num_layers, self.num_ranks), Placement("looped", self.num_ranks, 1))
+        """Even layers, on one stage per rank unless another placement is asked for."""
+        first = self.tried[0]
+        return Layout.of_layers(even_layers(self.num_layers, first.num_stages), first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +124,13 @@ class _Search:
         self.refusal: InfeasibleError | None = None
 
     def choice(self) -> Choice:
-        one_each, several = self._seeds()
+        plain, others = self._seeds()
         self._plan(self.even)
-        logger.info("layout: %d candidates for %d batches", 1 + len(one_each) + len(several), len(self.sample.problems))
-        for layout in one_each:
+        logger.info("layout: %d candidates for %d batches", 1 + len(plain) + len(others), len(self.sample.problems))
+        for layout in plain:
             self._plan(layout)
             self._plan(self._improved(layout))
-        near = sorted((one for one in several if self._may_pay(one)), key=lambda one: (self._estimate(one), _plainness(one)))
+        near = sorted((one for one in others if self._may_pay(one)), key=lambda one: (self._estimate(one), _plainness(one)))
         limit_us = self._least_us * (1 + _ROUGH)
         for layout in [one for one in near if self._estimate(one) <= limit_us][:FINALISTS]:
             self._plan(layout)
@@ -151,15 +157,15 @@ class _Search:
         return found
 
     def _seeds(self) -> tuple[list[Layout], list[Layout]]:
-        """Layouts of levelled work in whole and half layers: with one stage per rank, and with several."""
-        ranks, found = self.sample.num_ranks, []
-        for placement in placements(ranks) if self.sample.several else placements(ranks)[:1]:
+        """Layouts of levelled work in whole and half layers: with the placement of even layers, and with others."""
+        found = []
+        for placement in self.sample.tried:
             for step in (WHOLE, HALF) if self.sample.halves else (WHOLE,):
                 if self.sample.num_layers * WHOLE // step >= placement.num_stages:
                     found.append(self.work.spread(self.sample.num_layers, placement, step))
         found = [one for one in dict.fromkeys(found) if one != self.even]
-        one_each = [one for one in found if one.placement.num_chunks == 1]
-        return one_each, [one for one in found if one.placement.num_chunks > 1]
+        first = self.even.placement
+        return [one for one in found if one.placement == first], [one for one in found if one.placement != first]
 
     def _improved(self, start: Layout) -> Layout:
         """Move layers away from the rank that is busy longest, recompute included, as long as estimates become less."""
@@ -221,7 +227,7 @@ class _Search:
                 self.refusal = self.refusal or error
 
 
-def placements(num_ranks: int) -> tuple[Placement, ...]:
+def placements_of(num_ranks: int) -> tuple[Placement, ...]:
     """Placements that are tried, the plainest first."""
     if num_ranks == 1:
         return (Placement("looped", 1, 1),)
