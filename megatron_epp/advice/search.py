@@ -123,7 +123,7 @@ class _Search:
                 found = choose(self.question.sample(layout, self._shares[layout.data]))
             except InfeasibleError:
                 continue
-            searched = replace(layout, layers=tuple(count // 2 for count in found.layout.halves))
+            searched = replace(layout, layers=found.layout.layers)
             self.look_at([searched] if searched not in known else [], "searched layouts")
 
     def plan_best(self) -> None:
@@ -154,7 +154,7 @@ def _plainest_first(entries: list[Entry]) -> list[Entry]:
     fastest = ranked[0]
     for entry in ranked:
         has_its_sizes = replace(fastest.layout, virtual=1, placement="looped", layers=entry.layout.layers) == entry.layout
-        is_even = entry.layout.layers == even_layers(sum(entry.layout.layers), entry.layout.pipeline)
+        is_even = entry.layout.layers == even_layers(int(sum(entry.layout.layers)), entry.layout.pipeline)
         if has_its_sizes and is_even and entry.parts.step_us <= (1 + WORTH) * fastest.parts.step_us:
             return [entry, *(other for other in ranked if other is not entry)]
     return ranked

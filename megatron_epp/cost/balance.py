@@ -29,14 +29,6 @@ WORTH = 0.05
 chosen, not measured."""
 
 
-def layout_flag(layers: Sequence[int]) -> str:
-    """Format layers per stage as Megatron's ``pipeline_model_parallel_layout``, embedding and loss included:
-    ``Et*7|t*8|t*7L``.
-    """
-    stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
-    return f"E{'|'.join(stages)}L"
-
-
 def spread_layers(layer_us: float, extra_us: Sequence[float], num_layers: int, rank_of: Sequence[int] = ()) -> tuple[int, ...]:
     """Layers of each stage that minimize the busiest rank's time. Every stage has at least one.
 

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from megatron_epp.cost.library import even_layers
 from megatron_epp.mcore.arguments import ArgumentError
 from megatron_epp.plan.errors import EppError
-from megatron_epp.plan.layout import Layout, layers_text, parse_layers
+from megatron_epp.plan.layout import Layout, layers_text, layout_flag, parse_layers
 from megatron_epp.plan.placement import Placement
 from megatron_epp.plan.reading import naming, parse_json, read_text
 
@@ -130,8 +130,4 @@ def check_chunks(args: argparse.Namespace) -> int:
 def _megatron_layout(layout: Layout) -> str:
     """Return Megatron's layout of as many stages; a cut layer counts where it begins."""
     bounds = accumulate(layout.halves, initial=0)
-    counts = [-(-end // 2) - -(-start // 2) for start, end in pairwise(bounds)]
-    placement = Placement("looped", layout.placement.num_ranks, layout.placement.num_chunks)
-    written = Layout.of_layers(counts, placement).to_megatron()
-    assert written is not None
-    return written
+    return layout_flag([-(-end // 2) - -(-start // 2) for start, end in pairwise(bounds)])
